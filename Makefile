@@ -1,0 +1,87 @@
+# Every target first makes .venv, from the versions pinned in constraints.txt.
+# `make test ARGS='-k phases'` hands ARGS on to pytest; `demo` and `bench` take it too.
+
+VENV_PYTHON := .venv/bin/python
+INSTALLED := .venv/.installed
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
+PIP_INSTALL := $(VENV_PYTHON) -m pip --disable-pip-version-check install -qq -c constraints.txt
+SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py))
+
+# The servers that tests start, as program:package.
+SERVERS := promtool:prometheus
+
+.PHONY: demo test check bench fmt clean servers
+
+demo: $(INSTALLED)
+	.venv/bin/zerowatch demo $(ARGS)
+
+test: $(INSTALLED) servers
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+check: $(INSTALLED) .build/zerowatch
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+	.venv/bin/vulture $(SOURCES)
+
+bench: $(INSTALLED)
+	$(VENV_PYTHON) tests/bench/run.py $(ARGS)
+
+fmt: $(INSTALLED)
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv .build build *.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# mypy finds the package by this link: the folder's own name may be no Python identifier.
+.build/zerowatch:
+	@mkdir -p .build && ln -sfn .. $@
+
+# Without build isolation: pinned setuptools builds DeepSpeed, and no second torch is fetched.
+$(INSTALLED): pyproject.toml constraints.txt
+	@if ! $(VENV_PYTHON) -c '' 2>/dev/null; then \
+	  found=; \
+	  for python in $(PYTHONS); do \
+	    $$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	      && found=$$python && break; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo 'make: no Python >= 3.11 with venv among: $(PYTHONS).' \
+	      'Install one (Debian: python3-venv) or give PYTHON=/path/to/python.' >&2; \
+	    exit 1; \
+	  fi; \
+	  $$found -m venv --clear .venv; \
+	fi
+	@echo 'Installing into .venv: one to three minutes, once.'
+	@$(PIP_INSTALL) pip setuptools
+	@DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# A test whose server is missing skips itself and says so. While packages are installed,
+# policy-rc.d keeps Debian from starting their services.
+servers:
+	@missing=; \
+	for server in $(SERVERS); do \
+	  command -v "$${server%:*}" >/dev/null || missing="$$missing $${server#*:}"; \
+	done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "Tests that need$$missing are skipped: only root on Debian or Ubuntu installs it."; \
+	  exit 0; \
+	fi; \
+	echo "Installing$$missing for the tests."; \
+	policy=/usr/sbin/policy-rc.d; \
+	if [ ! -e $$policy ]; then \
+	  trap "rm -f $$policy" EXIT; \
+	  trap 'exit 130' INT TERM; \
+	  printf '#!/bin/sh\nexit 101\n' >$$policy && chmod 755 $$policy; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	if ! { apt-get -qq update && apt-get -qq install --no-install-recommends $$missing; } >/dev/null; \
+	then \
+	  echo "Could not install$$missing: the tests that need it are skipped."; \
+	fi

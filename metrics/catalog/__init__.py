@@ -1,0 +1,15 @@
+"""Every metric, as data: the one place where a metric's name stands."""
+
+from __future__ import annotations
+
+from . import communication, devices, memory, training, tuner, watching
+from .spec import MetricSpec
+
+CATALOG: tuple[MetricSpec, ...] = (
+    *training.METRICS,
+    *communication.METRICS,
+    *memory.METRICS,
+    *devices.METRICS,
+    *tuner.METRICS,
+    *watching.METRICS,
+)

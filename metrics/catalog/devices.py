@@ -1,0 +1,36 @@
+"""Devices: how busy, how hot, how much power, how much over their links."""
+
+from __future__ import annotations
+
+from .labels import DEVICE
+from .spec import Label, counter, gauge
+
+DEVICE_UTILIZATION = gauge(
+    "device_utilization_ratio",
+    "Share of time the device was busy; on cpu the process's share of the cores it may use.",
+    DEVICE,
+)
+DEVICE_SM_ACTIVE = gauge(
+    "device_sm_active_ratio", "Share of time an average multiprocessor was active.", DEVICE
+)
+DEVICE_POWER = gauge("device_power_watts", "Power draw.", DEVICE)
+DEVICE_TEMPERATURE = gauge("device_temperature_celsius", "Core temperature.", DEVICE)
+DEVICE_CLOCK = gauge("device_clock_hertz", "Clock of the multiprocessors or the CPU.", DEVICE)
+DEVICE_ENERGY = counter("device_energy_joules_total", "Energy used since the watch began.", DEVICE)
+DEVICE_LINK_BYTES = counter(
+    "device_link_bytes_total",
+    "Bytes over the device's links since the watch began.",
+    DEVICE,
+    Label(name="link", values=("nvlink", "pcie")),
+    Label(name="direction", values=("sent", "received")),
+)
+
+METRICS = (
+    DEVICE_UTILIZATION,
+    DEVICE_SM_ACTIVE,
+    DEVICE_POWER,
+    DEVICE_TEMPERATURE,
+    DEVICE_CLOCK,
+    DEVICE_ENERGY,
+    DEVICE_LINK_BYTES,
+)

@@ -1,0 +1,28 @@
+"""The labels that metrics share, each with its closed set of values."""
+
+from __future__ import annotations
+
+from .spec import Label
+
+OPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "reduce",
+    "broadcast",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+)
+GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
+
+OP = Label(name="op", values=OPS)
+GROUP = Label(name="group", values=GROUPS)
+PHASE = Label(name="phase", values=PHASES)
+DEVICE = Label(name="device")
+CAUSE = Label(name="cause", values=("latency", "bandwidth", "imbalance", "redundancy"))
+KNOB = Label(name="knob")

@@ -1,0 +1,38 @@
+"""What watching itself costs, and where it failed."""
+
+from __future__ import annotations
+
+from .spec import Label, counter, gauge
+
+WATCH_SECONDS = counter(
+    "watch_seconds_total",
+    "CPU seconds spent watching, by part: hooks on the training thread, and our own threads.",
+    Label(name="part", values=("hooks", "tap", "watch_thread", "http_thread")),
+)
+HOOK_FAILURES = counter(
+    "hook_failures_total",
+    "Hooks that raised; such a hook is dropped and training goes on.",
+    Label(name="hook"),
+)
+DROPPED_RECORDS = counter(
+    "dropped_records_total",
+    "Records that were lost, by the part that lost them.",
+    Label(
+        name="part",
+        values=("collectives", "steps", "timing", "graph_capture", "run_log", "samples"),
+    ),
+)
+EXPORTER_FAILURES = counter(
+    "exporter_failures_total", "Exports that failed.", Label(name="exporter")
+)
+WATCH_LAST_UPDATE_TIMESTAMP = gauge(
+    "watch_last_update_timestamp_seconds", "Unix time at which these values were last renewed."
+)
+
+METRICS = (
+    WATCH_SECONDS,
+    HOOK_FAILURES,
+    DROPPED_RECORDS,
+    EXPORTER_FAILURES,
+    WATCH_LAST_UPDATE_TIMESTAMP,
+)

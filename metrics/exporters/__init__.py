@@ -1,0 +1,1 @@
+"""How values leave the process; each library stands in one file."""

@@ -1,0 +1,153 @@
+"""The HTTP edge: lets a few clients in at a time and hands their requests to one function.
+
+It knows nothing of metrics. A client that is slow, goes away or is refused never disturbs
+training, and costs no line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CLIENT_TIMEOUT_SECONDS = 5.0
+MOST_CLIENTS = 8
+
+_FAILED = b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a client gets. `sent` is called once it has all of it."""
+
+    content_type: str
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+    sent: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What stands behind the listener.
+
+    `answer` takes the path and the Accept header. `failed` hears of an answer that could not be
+    given, `spent` of the CPU seconds that serving took.
+    """
+
+    answer: Callable[[str, str], Answer]
+    failed: Callable[[BaseException | None], None]
+    spent: Callable[[float], None]
+
+
+class Listener(ThreadingTCPServer):
+    """A listening socket with one thread for each client, of which there are few.
+
+    Raises:
+        OSError: On creation: the host is unknown or not of this machine, or the port is taken.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+    # Else a second rank would share a taken port, and each scrape would see one of the two.
+    allow_reuse_port = False
+    request_queue_size = 2 * MOST_CLIENTS
+
+    def __init__(self, host: str, port: int, site: Site, tls: ssl.SSLContext | None) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        self._site = site
+        self._tls = tls
+        self._free_clients = threading.BoundedSemaphore(MOST_CLIENTS)
+        self._accounted_seconds = 0.0
+        super().__init__(address, _Handler)  # type: ignore[arg-type]  # typeshed knows only IPv4
+
+    @property
+    def is_secured(self) -> bool:
+        """Whether clients are served over TLS only."""
+        return self._tls is not None
+
+    def answer(self, path: str, accept: str) -> Answer:
+        """Answer a request; whatever this raises ends in `handle_error`."""
+        return self._site.answer(path, accept)
+
+    def stop(self) -> None:
+        """End `serve_forever`, which another thread is in, at once."""
+        # Wakes the accepting thread, which otherwise looks up only every half second.
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.shutdown()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a client, leaving the TLS handshake to the client's own thread."""
+        client, address = super().get_request()
+        if self._tls is not None:
+            client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
+        return client, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give the client a thread, or close on it when all are in use."""
+        if self._free_clients.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        self._site.failed(None)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one client from start to end, on its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_clients.release()
+            self._site.spent(time.thread_time())  # the thread did nothing else in its life
+
+    def service_actions(self) -> None:
+        """Account for the accepting thread, which calls this once a round."""
+        now = time.thread_time()
+        self._site.spent(now - self._accounted_seconds)
+        self._accounted_seconds = now
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over a client's trouble; tell of our own, and let the client know."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError):
+            logger.debug("client %s went away: %s", client_address, error)
+            return
+        self._site.failed(error)
+        with contextlib.suppress(OSError):
+            request.sendall(_FAILED)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request; the connection ends with its answer, so that no thread waits for a next one."""
+
+    server: Listener
+    timeout = CLIENT_TIMEOUT_SECONDS
+    server_version = "zerowatch"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer a GET request."""
+        path = self.path.partition("?")[0]
+        answer = self.server.answer(path, self.headers.get("Accept", ""))
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        self.wfile.write(answer.body)
+        if answer.sent is not None:
+            answer.sent()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep quiet: a line for each scrape would drown the training's own output."""

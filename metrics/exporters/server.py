@@ -1,0 +1,152 @@
+"""Serves one rank's metrics over HTTP, and on rank 0 where all ranks of the run are found."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from ...errors import SettingsError
+from ..catalog.training import RUN_ACTIVE
+from ..catalog.watching import EXPORTER_FAILURES, WATCH_SECONDS
+from ..recorder import Recorder
+from ..settings import ServeSettings
+from .listener import Answer, Listener, Site
+from .ports import advertised_address, listen
+from .prometheus import exposition
+from .scrapes import Scrapes
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsServer:
+    """The HTTP server of one rank. It never raises into training: what fails is logged once.
+
+    Args:
+        recorder: Where the values stand.
+        rank: The global rank, the label of every series.
+        local_rank: The rank on this node, added to the port.
+        settings: Where and how to serve.
+        targets: Gives all ranks of the run in Prometheus' http_sd form; on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        rank: int,
+        local_rank: int,
+        settings: ServeSettings,
+        targets: Callable[[], list[dict[str, Any]]] | None,
+    ) -> None:
+        self._recorder = recorder
+        self._rank = rank
+        self._local_rank = local_rank
+        self._settings = settings
+        self._routes: dict[str, Callable[[str], Answer]] = {
+            "/": self._index,
+            "/metrics": self._metrics,
+            "/healthz": lambda _: Answer(content_type="text/plain", body=b"ok\n"),
+        }
+        if targets is not None:
+            self._routes["/targets"] = lambda _: _json(targets())
+        self._scrapes = Scrapes()
+        self._listener: Listener | None = None
+        self._process_id = os.getpid()
+        self._told_failures: set[type] = set()
+
+    def start(self) -> str | None:
+        """Serve on a thread of its own.
+
+        Returns:
+            "host:port" as other machines should know it, or None where serving is off.
+        """
+        if not self._settings.enabled:
+            return None
+        site = Site(answer=self._answer, failed=self._on_failure, spent=self._on_cpu_spent)
+        try:
+            listener = listen(self._settings, self._local_rank, site)
+        except SettingsError as error:
+            logger.error("rank %d serves no metrics, training goes on: %s", self._rank, error)
+            return None
+        self._warn_of_open_door(listener)
+        self._listener, self._process_id = listener, os.getpid()
+        threading.Thread(target=listener.serve_forever, name="zerowatch-http", daemon=True).start()
+        return advertised_address(listener, self._settings.advertise_host)
+
+    def linger(self) -> None:
+        """After run_active was set to 0, wait for a scrape to read it, if one can be expected.
+
+        Prometheus would otherwise never learn that the run has ended, and call the rank down.
+        """
+        if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
+            self._scrapes.wait_until_end_was_read(self._settings.linger_seconds)
+
+    def close(self) -> None:
+        """Stop serving at once. Safe to call twice, and in a forked child."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        # A forked child has the socket but not the serving thread: it would wait for it forever.
+        if os.getpid() == self._process_id:
+            listener.stop()
+        listener.server_close()
+
+    def _warn_of_open_door(self, listener: Listener) -> None:
+        host = str(listener.server_address[0])
+        is_open = not listener.is_secured and not ipaddress.ip_address(host).is_loopback
+        if is_open and self._rank == 0:  # all ranks have the same settings
+            logger.warning(
+                "metrics are served on %s without TLS, to everyone who can reach it; "
+                "set serve.tls_certificate and serve.tls_key, or serve.host=127.0.0.1",
+                host,
+            )
+
+    def _answer(self, path: str, accept: str) -> Answer:
+        route = self._routes.get(path)
+        return route(accept) if route else self._not_found()
+
+    def _metrics(self, accept: str) -> Answer:
+        snapshot = self._recorder.snapshot()
+        content_type, body = exposition(snapshot, self._rank, accept)
+        run_active = snapshot.value(RUN_ACTIVE)
+        return Answer(
+            content_type=content_type,
+            body=body,
+            sent=lambda: self._scrapes.note(run_active=run_active),
+        )
+
+    def _index(self, _: str) -> Answer:
+        links = "".join(f'<p><a href="{path}">{path}</a></p>' for path in self._routes)
+        page = f"<!doctype html><title>zerowatch</title><p>zerowatch, rank {self._rank}</p>{links}"
+        return Answer(content_type="text/html; charset=utf-8", body=page.encode())
+
+    def _not_found(self) -> Answer:
+        line = f"No such page. Rank {self._rank} serves {' '.join(self._routes)}"
+        line += ".\n" if "/targets" in self._routes else "; /targets is on rank 0.\n"
+        return Answer(content_type="text/plain", body=line.encode(), status=HTTPStatus.NOT_FOUND)
+
+    def _on_failure(self, error: BaseException | None) -> None:
+        self._recorder.add(EXPORTER_FAILURES, 1, "prometheus")
+        if type(error) in self._told_failures:
+            return
+        self._told_failures.add(type(error))
+        logger.error(
+            "rank %d could not answer a scrape: %s; the next such failures are only counted, in %s",
+            self._rank,
+            error or "too many clients at once",
+            EXPORTER_FAILURES.name,
+            exc_info=error,
+        )
+
+    def _on_cpu_spent(self, seconds: float) -> None:
+        self._recorder.add(WATCH_SECONDS, seconds, "http_thread")
+
+
+def _json(value: object) -> Answer:
+    return Answer(content_type="application/json", body=json.dumps(value).encode() + b"\n")

@@ -1,0 +1,127 @@
+"""Where values are written: one recorder per rank, safe to use from any thread.
+
+It knows nothing of where values go. Writers that belong together stand inside
+`with recorder.commit():` so that a reader sees all of them or none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+from .catalog.spec import MetricSpec
+from .snapshot import Distribution, Exemplar, LabelValues, Snapshot
+
+
+class _Histogram:
+    """Counts under way; `Distribution` is its read-only copy."""
+
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, exemplar: Mapping[str, str] | None) -> None:
+        index = bisect_left(self.bounds, value)
+        self.counts[index] += 1
+        self.sum += value
+        if exemplar:
+            self.exemplars[index] = Exemplar(labels=exemplar, value=value, unix_seconds=time.time())
+
+    def freeze(self) -> Distribution:
+        return Distribution(
+            counts=tuple(self.counts), sum=self.sum, exemplars=tuple(self.exemplars)
+        )
+
+
+class Recorder:
+    """Holds the value of every series of this process."""
+
+    def __init__(self) -> None:
+        # Re-entrant, so that single writes may stand inside a commit.
+        self._lock = threading.RLock()
+        self._values: dict[MetricSpec, dict[LabelValues, float]] = {}
+        self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
+
+    def commit(self) -> AbstractContextManager[object]:
+        """Return a context in which several writes become visible together."""
+        return self._lock
+
+    def set(self, spec: MetricSpec, value: float, *labels: str) -> None:
+        """Set a gauge, or a counter whose total is known, to `value`."""
+        with self._lock:
+            self._series(spec, labels)[labels] = value
+
+    def add(self, spec: MetricSpec, amount: float, *labels: str) -> None:
+        """Let a counter grow by `amount`, which is not negative."""
+        with self._lock:
+            series = self._series(spec, labels)
+            series[labels] = series.get(labels, 0.0) + amount
+
+    def inform(self, spec: MetricSpec, *labels: str) -> None:
+        """Replace an info metric's facts."""
+        with self._lock:
+            self._series(spec, labels)
+            self._values[spec] = {labels: 1.0}
+
+    def observe(
+        self,
+        spec: MetricSpec,
+        value: float,
+        *labels: str,
+        exemplar: Mapping[str, str] | None = None,
+    ) -> None:
+        """Count one value in a histogram.
+
+        Args:
+            spec: The histogram.
+            value: The observation, in the metric's unit.
+            labels: The values of the metric's labels, in their order.
+            exemplar: Labels under which this observation can be found, such as a trace id.
+        """
+        with self._lock:
+            known = self._histograms.get(spec, {}).get(labels)
+            if known is None:
+                _check_labels(spec, labels)
+                known = _Histogram(spec.buckets)
+                self._histograms.setdefault(spec, {})[labels] = known
+            known.observe(value, exemplar)
+
+    def forget(self, spec: MetricSpec) -> None:
+        """Drop a metric's series, for a value that can no longer be told."""
+        with self._lock:
+            self._values.pop(spec, None)
+            self._histograms.pop(spec, None)
+
+    def snapshot(self) -> Snapshot:
+        """Copy all values as they stand between two commits."""
+        with self._lock:
+            return Snapshot(
+                values={spec: dict(series) for spec, series in self._values.items()},
+                distributions={
+                    spec: {labels: h.freeze() for labels, h in series.items()}
+                    for spec, series in self._histograms.items()
+                },
+            )
+
+    def _series(self, spec: MetricSpec, labels: LabelValues) -> dict[LabelValues, float]:
+        series = self._values.get(spec)
+        if series is not None and labels in series:
+            return series
+        _check_labels(spec, labels)
+        return self._values.setdefault(spec, {})
+
+
+def _check_labels(spec: MetricSpec, labels: LabelValues) -> None:
+    """Reject a new series that the catalog does not describe; runs once per series."""
+    if len(labels) != len(spec.labels):
+        raise ValueError(f"{spec.name} takes labels {spec.label_names}, got {labels}")
+    for label, value in zip(spec.labels, labels, strict=True):
+        if label.values and value not in label.values:
+            raise ValueError(f"{spec.name}: {label.name}={value!r} is none of {label.values}")

@@ -1,0 +1,241 @@
+"""Every setting, its default and its meaning; and how the sources combine.
+
+Order of force: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
+zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SERVE_PORT.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from ..errors import SettingsError
+
+ENVIRONMENT_PREFIX = "ZEROWATCH_"
+TOML_FILE = Path("zerowatch.toml")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ServeSettings(_Section):
+    """Where /metrics and /targets are served."""
+
+    enabled: bool = True
+    """Whether to serve at all."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=9464, ge=0, le=65535)
+    """Port of local rank 0; local rank r adds r. 0 takes any free port."""
+    strict_port: bool = False
+    """Whether a taken port switches serving off instead of moving to another port."""
+    advertise_host: str | None = None
+    """Host name that /targets tells Prometheus; by default the address listened on, or this
+    machine's name if that stands for all addresses."""
+    linger_seconds: float = Field(default=20.0, ge=0)
+    """Most seconds to wait at exit for one last scrape, if the rank was being scraped."""
+    tls_certificate: Path | None = None
+    """PEM file of the server's certificate; switches HTTPS on."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's private key."""
+    tls_client_ca: Path | None = None
+    """PEM file of the authority whose client certificates are let in; others are refused."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> ServeSettings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together; set both or neither")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        return self
+
+
+class RunLogSettings(_Section):
+    """The record of every step on disk."""
+
+    enabled: bool = True
+    """Whether to write the run folder."""
+    folder: Path = Path("runs")
+    """Folder in which each run gets a folder of its own."""
+    segment_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Bytes after which a rank's log file is put aside and a new one begun."""
+    segments: int = Field(default=8, ge=1)
+    """Files kept for each rank, the one being written included."""
+
+
+class FlopsSettings(_Section):
+    """How the model's arithmetic is counted, for FLOPs and MFU."""
+
+    method: Literal["analytic", "profiler", "off"] = "analytic"
+    """`profiler` runs DeepSpeed's FLOPs profiler on one step; it patches torch while it runs."""
+    peak_per_second: float | None = Field(default=None, gt=0)
+    """Peak of one device in FLOP/s; by default from a table, or measured on CPU."""
+
+
+class SamplingSettings(_Section):
+    """What is sampled beside the training, and how often."""
+
+    device_seconds: float = Field(default=1.0, gt=0)
+    """Seconds between two readings of a device."""
+    reset_peak: bool = True
+    """Whether to reset the kernel's peak-RSS mark each step, so that each step has its own peak."""
+
+
+class Settings(BaseSettings):
+    """All settings. Build it with `load_settings`, which says what is wrong in one line."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX,
+        env_nested_delimiter="_",
+        env_nested_max_split=1,
+        env_ignore_empty=True,  # compose files pass unset variables on as empty ones
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+    enabled: bool = True
+    """Whether to watch at all; false makes every entry point a plain pass-through."""
+    run_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,80}$")
+    """Name of the run and of its folder; by default made on rank 0 and shared with the others."""
+    serve: ServeSettings = ServeSettings()
+    run_log: RunLogSettings = RunLogSettings()
+    flops: FlopsSettings = FlopsSettings()
+    sampling: SamplingSettings = SamplingSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Leave the sources to `load_settings`, which knows the ds config."""
+        return (init_settings,)
+
+
+def load_settings(
+    arguments: Mapping[str, Any] | None = None, ds_block: Mapping[str, Any] | None = None
+) -> Settings:
+    """Combine all sources into the settings of this process.
+
+    Args:
+        arguments: Settings given by the caller, nested as in zerowatch.toml.
+        ds_block: The "zerowatch" block of the DeepSpeed configuration.
+
+    Raises:
+        SettingsError: A source names a setting that does not exist, or a value that is not allowed.
+    """
+    _check_environment_names()
+    named_sources = {
+        "call argument": dict(arguments or {}),
+        "environment": _from_environment(),
+        '"zerowatch" block of the ds config': dict(ds_block or {}),
+        str(TOML_FILE): _from_toml(),
+    }
+    merged: dict[str, Any] = {}
+    for origin, values in reversed(named_sources.items()):
+        _check_source(values, origin)
+        merged = _merge(merged, values)
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise _settings_error(error.errors()[0], "all sources together") from None
+
+
+def _check_source(values: Mapping[str, Any], origin: str) -> None:
+    """Reject a source's own faults, while it can still be named."""
+    try:
+        Settings(**values)
+    except ValidationError as error:
+        for fault in error.errors():
+            # A rule between two settings may be met by another source: only the whole can tell.
+            if fault["type"] != "value_error":
+                raise _settings_error(fault, origin) from None
+
+
+def _settings_error(fault: ErrorDetails, origin: str) -> SettingsError:
+    """Say which option is wrong, what it got and what is allowed."""
+    option = ".".join(str(part) for part in fault["loc"]) or "settings"
+    if fault["type"] == "extra_forbidden":
+        known = [*Settings.model_fields, *_option_names(Settings.model_fields)]
+        return SettingsError(
+            f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
+        )
+    got = "" if isinstance(fault["input"], dict) else f", got {fault['input']!r}"
+    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
+
+
+def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable[str]:
+    for name, field in fields.items():
+        inner = next(
+            (
+                kind
+                for kind in (field.annotation, *get_args(field.annotation))
+                if isinstance(kind, type) and issubclass(kind, BaseModel)
+            ),
+            None,
+        )
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from _option_names(inner.model_fields, f"{prefix}{name}.")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _check_environment_names() -> None:
+    """Reject a misspelt ZEROWATCH_ variable, which pydantic-settings would pass over."""
+    known = {
+        ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
+        for name in _option_names(Settings.model_fields)
+    }
+    for variable in os.environ:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
+            raise SettingsError(
+                f"environment variable {variable} is no setting{_did_you_mean(variable, known)}"
+            )
+
+
+def _from_environment() -> dict[str, Any]:
+    return EnvSettingsSource(Settings)()
+
+
+def _from_toml() -> dict[str, Any]:
+    try:
+        return TomlConfigSettingsSource(Settings, TOML_FILE)()
+    except ValueError as error:  # tomllib.TOMLDecodeError is one
+        raise SettingsError(f"{TOML_FILE} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}") from None
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        known = merged.get(name)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[name] = _merge(known, value)
+        else:
+            merged[name] = value
+    return merged

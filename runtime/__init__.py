@@ -1,0 +1,1 @@
+"""A DeepSpeed run that is watched."""

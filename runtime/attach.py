@@ -1,0 +1,184 @@
+"""`python -m zerowatch script.py`: runs a script as python would, watched from its first import on.
+
+It changes nothing that the script can see: the script gets a `__main__` module of its own, which
+stays in `sys.modules` for the pickles, worker processes, late threads and exit handlers that need
+it. It installs no signal handler, and imports neither torch nor deepspeed before the script does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+from ..errors import CommandLineError
+from ..metrics.settings import load_settings
+from .ds_config import explain_config_error
+from .hooks import Hooks
+from .post_import import PostImportFinder
+from .tracebacks import hide_our_frames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script that is ready to run in this process."""
+
+    body: Callable[[], None]
+    watched: bool
+
+    def run(self) -> None:
+        """Run the script; whatever it raises goes on to the interpreter, as with plain python."""
+        hooks = Hooks()
+        if self.watched:
+            _watch_imports(hooks)
+        with _Ending(hooks, watched=self.watched):
+            self.body()
+
+
+def prepare(arguments: Sequence[str]) -> Script:
+    """Check everything that can be wrong before the script's first line.
+
+    Args:
+        arguments: A script and its arguments, or `-m`, a module and its arguments.
+
+    Raises:
+        CommandLineError: The script cannot be read.
+        SettingsError: A setting is wrong.
+    """
+    target, *rest = arguments
+    body = _module_body(rest) if target == "-m" else _script_body(target, rest)
+    # The ds config is not known yet, and may switch the watch on against zerowatch.toml: only
+    # what is stronger than it, the environment, decides here.
+    return Script(body=body, watched=load_settings(ds_block={"enabled": True}).enabled)
+
+
+def _script_body(script: str, arguments: list[str]) -> Callable[[], None]:
+    path = os.path.join(os.getcwd(), script)  # not normalised, as python's own `__file__`
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        raise CommandLineError(f"cannot open script {path!r}: {error.strerror}") from None
+
+    def body() -> None:
+        sys.argv = [script, *arguments]
+        if not sys.flags.safe_path:  # under `python -P` nothing of ours stands there
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        main = _fresh_main()
+        main.__dict__.update(
+            __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+        )
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+    return body
+
+
+def _module_body(arguments: list[str]) -> Callable[[], None]:
+    if not arguments:
+        raise CommandLineError("-m needs the name of a module")
+
+    def body() -> None:
+        sys.argv = ["-m", *arguments[1:]]  # as with python, until the module is found
+        _fresh_main()
+        # What the interpreter itself calls for `-m`; its public kin take `__main__` away again.
+        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+
+    return body
+
+
+def _fresh_main() -> ModuleType:
+    """Put a new `__main__` in place of ours, for good."""
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    return main
+
+
+def _watch_imports(hooks: Hooks) -> None:
+    """Hook the watch to the script's own imports of torch and deepspeed."""
+
+    def tap(torch: ModuleType) -> None:
+        from .initialize import tap_torch
+
+        tap_torch()
+
+    def wrap(deepspeed: ModuleType) -> None:
+        from .initialize import wrap_deepspeed
+
+        wrap_deepspeed(deepspeed)
+
+    callbacks = {"torch": hooks.guard("attach", tap), "deepspeed": hooks.guard("attach", wrap)}
+    PostImportFinder(callbacks).start()
+
+
+class _Ending(AbstractContextManager[None]):
+    """Closes the watch at the end of the script, and shows its error as plain python would."""
+
+    def __init__(self, hooks: Hooks, *, watched: bool) -> None:
+        self._close = hooks.guard("close", _close_watch)
+        self._explain = hooks.guard("explain", _explanation)
+        self._watched = watched
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        # Registered before the script's own exit handlers, it runs after them; the interpreter
+        # has waited for the script's threads by then.
+        atexit.register(self._finish, failed=False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SystemExit):
+            if error.code not in (None, 0):
+                self._finish(failed=True)
+        elif error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        explanation = self._explain(error) if self._watched else None
+        if explanation is None:
+            # The interpreter shall show it, and choose the exit code, after our frames are gone.
+            sys.excepthook = partial(self._show, sys.excepthook)
+            return
+        sys.stderr.write(f"zerowatch: {explanation}\n")
+        self._show(sys.excepthook, type(error), error, error.__traceback__)
+        raise SystemExit(2) from None
+
+    def _show(
+        self,
+        excepthook: Callable[..., object],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        sys.excepthook = excepthook
+        hide_our_frames(error)
+        try:
+            excepthook(kind, error, error.__traceback__)
+        finally:
+            self._finish(failed=True)
+
+    def _finish(self, *, failed: bool) -> None:
+        if os.getpid() == self._process:  # a forked child may come here too: not its watch
+            self._close(failed)
+
+
+def _explanation(error: BaseException) -> str | None:
+    """Return the line that the wrapped deepspeed.initialize left, or what can be told without."""
+    return getattr(error, "zerowatch_explanation", None) or explain_config_error(error, None)
+
+
+def _close_watch(failed: bool) -> None:
+    initialize = sys.modules.get(f"{__package__}.initialize")
+    if initialize is not None:  # else the script never came to torch
+        initialize.close_watch(failed=failed)

@@ -1,0 +1,90 @@
+"""What the demo trains: a small byte-level GPT in plain torch. It knows nothing of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig:
+    """Size of the model; the names are those of Hugging Face, which FLOPs counters look for."""
+
+    vocab_size: int = 256
+    max_position_embeddings: int = 128
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer: causal self-attention, then a perceptron."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self._heads = config.num_attention_heads
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.perceptron_norm = nn.LayerNorm(width, bias=False)
+        self.perceptron_in = nn.Linear(width, 4 * width, bias=False)
+        self.perceptron_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map activations of shape (batch, length, hidden) to the same shape."""
+        x = x + self._attend(self.attention_norm(x))
+        hidden = F.gelu(self.perceptron_in(self.perceptron_norm(x)))
+        return x + self.perceptron_out(hidden)
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.query_key_value(x).view(batch, length, 3, self._heads, width // self._heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class ByteGpt(nn.Module):
+    """Predicts the next byte; its call returns the loss, as DeepSpeed's engine expects."""
+
+    def __init__(self, config: GptConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or GptConfig()
+        width = self.config.hidden_size
+        self.byte_embedding = nn.Embedding(self.config.vocab_size, width)
+        self.position_embedding = nn.Embedding(self.config.max_position_embeddings, width)
+        self.blocks = nn.ModuleList(
+            Block(self.config) for _ in range(self.config.num_hidden_layers)
+        )
+        self.final_norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, self.config.vocab_size, bias=False)
+        self._initialise()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy in nats per byte.
+
+        Args:
+            input_ids: Bytes, int64 of shape (batch, length).
+            labels: The byte that follows each of them, same shape.
+        """
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.byte_embedding(input_ids) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.final_norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def _initialise(self) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        # Layers that add nothing yet, and a head that finds all bytes equally likely: training
+        # starts at ln(256) = 5.545 and takes large steps from the beginning.
+        for block in self.blocks:
+            nn.init.zeros_(block.attention_out.weight)
+            nn.init.zeros_(block.perceptron_out.weight)
+        nn.init.zeros_(self.head.weight)

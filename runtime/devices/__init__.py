@@ -1,0 +1,1 @@
+"""What the devices do: utilisation, power, temperature, peak arithmetic."""

@@ -1,0 +1,55 @@
+"""How many CPU cores this process may use: affinity and the cgroup's quota."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return the number of cores, with a fraction where a cgroup quota grants one."""
+    return min([float(_affine_cores()), *_cgroup_quotas(root)])
+
+
+def _affine_cores() -> int:
+    """Count the cores of all threads: OpenMP may have bound the main thread to one of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            cores |= os.sched_getaffinity(int(thread))
+        except ProcessLookupError:  # the thread has ended meanwhile
+            continue
+    return len(cores)
+
+
+def _cgroup_quotas(root: Path) -> list[float]:
+    """Return the quotas, in cores, of this process's cgroup and of all its parents."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    quotas = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
+        own = mount / group.lstrip("/")
+        # Folders that are not mounted inside a container read as no quota.
+        folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+        quotas += [quota for folder in folders if (quota := _quota(folder)) is not None]
+    return quotas
+
+
+def _quota(folder: Path) -> float | None:
+    """Read one cgroup's quota: version 2's cpu.max, or version 1's pair of files."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((folder / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        quota, period = words
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    return None

@@ -1,0 +1,92 @@
+"""The CPU as this process uses it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import psutil
+
+from .cores import usable_cores
+
+logger = logging.getLogger(__name__)
+
+# psutil asks for each core's clock and each sensor; on a large machine that takes milliseconds.
+_AFFORDABLE_SECONDS = 0.001
+# Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
+_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+
+
+def _clock_hertz() -> float | None:
+    clock = psutil.cpu_freq()  # None, or 0 MHz, where the platform does not tell
+    return clock.current * 1e6 if clock and clock.current else None
+
+
+def _temperature_celsius() -> float | None:
+    sensors = psutil.sensors_temperatures()
+    celsius = [entry.current for name in _CPU_SENSORS for entry in sensors.get(name, ())]
+    return max(celsius, default=None)
+
+
+_OPTIONAL: Mapping[str, Callable[[], float | None]] = {
+    "clock_hertz": _clock_hertz,
+    "temperature_celsius": _temperature_celsius,
+}
+# AttributeError: psutil has the function on some platforms only. ValueError: an odd /sys file.
+_READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, ValueError)
+
+
+class CpuDevice:
+    """Reads this process's share of the cores it may use, and the machine's clock and temperature.
+
+    Utilization is the CPU time of all threads of this process, data loader workers not included,
+    over wall time and cores, since the reading before.
+    """
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._cores = usable_cores()
+        self._optional = {name: read for name, read in _OPTIONAL.items() if _is_worth(name, read)}
+        self._wall_seconds = time.monotonic()
+        self._cpu_seconds = time.process_time()
+
+    def read(self) -> Mapping[str, float]:
+        """Return utilization_ratio and, where they are known, clock_hertz and temperature."""
+        wall, cpu = time.monotonic(), time.process_time()
+        elapsed, used = wall - self._wall_seconds, cpu - self._cpu_seconds
+        self._wall_seconds, self._cpu_seconds = wall, cpu
+        readings = {name: value for name in list(self._optional) for value in self._ask(name)}
+        if elapsed > 0:
+            # Clock ticks can put it a hair above 1.
+            readings["utilization_ratio"] = min(1.0, used / elapsed / self._cores)
+        return readings
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _ask(self, name: str) -> list[float]:
+        try:
+            value = self._optional[name]()
+        except _READING_ERRORS as error:
+            logger.info("cpu: no %s from now on: %s", name, error)
+            del self._optional[name]
+            return []
+        return [] if value is None else [value]
+
+
+def _is_worth(name: str, read: Callable[[], float | None]) -> bool:
+    """Try a reading twice, the first one cold, and keep it if it tells something cheaply."""
+    try:
+        read()
+        started = time.perf_counter()
+        known = read() is not None
+    except _READING_ERRORS as error:
+        logger.info("cpu: no %s: %s", name, error)
+        return False
+    cheap = time.perf_counter() - started <= _AFFORDABLE_SECONDS
+    if not (known and cheap):
+        reason = "this machine does not tell" if not known else "reading it takes too long"
+        logger.info("cpu: no %s: %s", name, reason)
+    return known and cheap

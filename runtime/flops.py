@@ -1,0 +1,78 @@
+"""How much arithmetic a transformer needs for one token of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# The usual spellings; the first one that holds a whole number counts.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
+    """Count forward and backward of one token, by PaLM's formula (arXiv 2204.02311, appendix B).
+
+    6 N + 12 L W T: N parameters that multiply the token, L layers, W the width of all attention
+    heads together, T the sequence length. N leaves out embedding tables, which are looked up; a
+    table that is also the output projection counts once. A frozen parameter has no weight gradient
+    and counts 4; below the first trained layer it really needs 2. Causal attention needs half of
+    the second term and a sliding window less; as is the convention, full attention is counted,
+    so that figures compare. Recomputed activations are not counted.
+
+    Args:
+        model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
+            parameters count, not the shards.
+        sequence_length: Tokens in a sequence; None leaves the attention term out.
+
+    Returns:
+        FLOPs per token, or None for a model that this formula does not describe: one without such
+        a config, an encoder with a decoder, or a mixture of experts.
+    """
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    layers, hidden = _whole_number(config, _LAYERS), _whole_number(config, _HIDDEN)
+    if layers is None or hidden is None or _is_another_kind(model, config):
+        return None
+    weights = sum(
+        _numel(parameter) * (6 if parameter.requires_grad else 4)
+        for parameter in _multiplied_parameters(model)
+    )
+    width = _attention_width(config, hidden)
+    return float(weights + 12 * layers * width * (sequence_length or 0))
+
+
+def _whole_number(config: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
+    if getattr(config, "is_encoder_decoder", False):
+        return True
+    return any("experts" in name.split(".") for name, _ in model.named_modules())
+
+
+def _attention_width(config: Any, hidden: int) -> int:
+    """Return heads times head size, which some models choose apart from the hidden size."""
+    heads, head_size = _whole_number(config, _HEADS), _whole_number(config, ("head_dim",))
+    return hidden if heads is None or head_size is None else heads * head_size
+
+
+def _multiplied_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yield each parameter once, but for those that are only ever looked up."""
+    multiplied = {
+        id(parameter): parameter
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    yield from multiplied.values()
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    whole: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves an empty tensor behind
+    return parameter.numel() if whole is None else whole

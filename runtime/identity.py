@@ -1,0 +1,127 @@
+"""Who this rank is, and how the ranks of a run find a common name and each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """One process of a run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    attempt: int
+
+
+def this_process() -> Identity:
+    """Read the process group, and what the launcher left in the environment."""
+    started = dist.is_initialized()
+    return Identity(
+        rank=dist.get_rank() if started else int(os.environ.get("RANK", 0)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        world_size=dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1)),
+        host=socket.gethostname(),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+
+
+def new_run_id() -> str:
+    """Make a name that sorts by time and is not made twice."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+class NoticeBoard:
+    """Short texts that the ranks leave each other in the c10d store. Never waits for a rank.
+
+    Asking for a key that is not there would block, so a key is checked first. A store that fails,
+    as when its host is gone, is left alone from then on.
+    """
+
+    def __init__(self, attempt: int) -> None:
+        self._store: Store | None = None
+        if dist.is_initialized():  # the store it was made with outlives the making
+            self._store = PrefixStore(f"zerowatch/{attempt}", _get_default_store())
+
+    def put(self, key: str, text: str) -> None:
+        """Leave a text for the others."""
+        if self._store is not None:
+            try:
+                self._store.set(key, text)
+            except RuntimeError as error:
+                self._leave_alone(error)
+
+    def get(self, key: str) -> str | None:
+        """Return a text, or None while nobody has left it."""
+        if self._store is None:
+            return None
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError as error:
+            self._leave_alone(error)
+            return None
+
+    def _leave_alone(self, error: RuntimeError) -> None:
+        logger.info("the c10d store does not answer (%s); ranks no longer see each other", error)
+        self._store = None
+
+
+def share_run_id(board: NoticeBoard, identity: Identity, chosen: str | None) -> str | None:
+    """Return the run's name: the chosen one, or the one rank 0 makes; None until it is known."""
+    if identity.rank != 0:
+        return chosen or board.get("run_id")
+    run_id = chosen or new_run_id()
+    board.put("run_id", run_id)
+    return run_id
+
+
+class Addresses:
+    """Where the ranks serve their metrics, gathered by rank 0."""
+
+    def __init__(self, board: NoticeBoard, identity: Identity) -> None:
+        self._board = board
+        self._identity = identity
+        self._known: dict[int, dict[str, str]] = {}
+        self._missing = set(range(identity.world_size))
+
+    def announce(self, address: str) -> None:
+        """Tell rank 0 where this rank serves."""
+        notice = json.dumps({"address": address, "host": self._identity.host})
+        self._board.put(f"address/{self._identity.rank}", notice)
+
+    def gather(self) -> bool:
+        """Look for ranks not seen yet; return whether any turned up."""
+        found = {
+            rank: json.loads(notice)
+            for rank in sorted(self._missing)
+            if (notice := self._board.get(f"address/{rank}")) is not None
+        }
+        self._known.update(found)
+        self._missing -= found.keys()
+        return bool(found)
+
+    def targets(self, run_id: str) -> list[dict[str, object]]:
+        """Describe the ranks known so far in Prometheus' http_sd and file_sd form."""
+        return [_target(run_id, rank, self._known[rank]) for rank in self._ranks()]
+
+    def _ranks(self) -> Iterable[int]:
+        return sorted(self._known)
+
+
+def _target(run_id: str, rank: int, notice: dict[str, str]) -> dict[str, object]:
+    labels = {"run": run_id, "node": notice["host"], "rank": str(rank)}
+    return {"targets": [notice["address"]], "labels": labels}

@@ -1,0 +1,187 @@
+"""The ways in: deepspeed.initialize with a watch, and a watch for an engine that exists.
+
+What a process has one of stands here: its tap on the collectives, and the watch on its run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..metrics.settings import Settings, load_settings
+from .collectives.tap import CommTap
+from .config_errors import ConfigErrors
+from .ds_config import read_zerowatch_block
+from .hooks import Hooks
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+
+@dataclass(slots=True)
+class _Process:
+    """What this process has one of."""
+
+    hooks: Hooks = field(default_factory=Hooks)
+    tap: CommTap | None = None
+    watch: Watch | None = None
+    at_exit: bool = False
+
+    def open_tap(self) -> CommTap:
+        if self.tap is None:
+            self.tap = CommTap(self.hooks)
+        self.tap.open()
+        return self.tap
+
+
+_process = _Process()
+
+
+def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Call deepspeed.initialize and watch the engine.
+
+    Takes the arguments of `deepspeed.initialize`, and returns its tuple: engine, optimizer,
+    training_dataloader, lr_scheduler. The engine is DeepSpeed's own; `engine.watch` is the watch,
+    and `engine.watch.close()` takes it off again. Of several engines the first with an optimizer
+    is the watched run, and the others share its watch.
+
+    Args:
+        args: As for `deepspeed.initialize`.
+        settings: Settings nested as in zerowatch.toml, such as {"serve": {"port": 9500}}.
+        kwargs: As for `deepspeed.initialize`.
+
+    Raises:
+        SettingsError: A setting is wrong.
+        DsConfigError: DeepSpeed refuses its configuration; its own error is the cause.
+    """
+    import deepspeed
+
+    original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+    config = _config_given(original, args, kwargs)
+    loaded = load_settings(settings, read_zerowatch_block(config))
+    if loaded.enabled:
+        _process.open_tap()
+    with ConfigErrors(config, raise_ours=True):
+        result = original(*args, **kwargs)
+    engine = result[0]
+    if loaded.enabled:
+        _watch_first(engine, loaded)
+    engine.watch = _process.watch
+    return result
+
+
+def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
+    """Watch an engine that exists; a watch that is open is closed first.
+
+    Args:
+        engine: A DeepSpeed engine.
+        settings: Settings nested as in zerowatch.toml.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    block = engine.config if isinstance(engine.config, Mapping) else {}
+    opened = _open_watch(engine, load_settings(settings, read_zerowatch_block(block)))
+    engine.watch = opened
+    return opened
+
+
+def tap_torch() -> None:
+    """Install the tap right after torch was imported, before a process group exists."""
+    if load_settings(ds_block={"enabled": True}).enabled:
+        _process.open_tap()
+
+
+def wrap_deepspeed(deepspeed: ModuleType) -> None:
+    """Replace deepspeed.initialize, right after its import, by one that also watches."""
+    original = deepspeed.initialize
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        config = _config_given(original, args, kwargs)
+        with ConfigErrors(config):
+            result = original(*args, **kwargs)
+        _process.hooks.guard("watch", _watch_quietly)(result[0], config)
+        return result
+
+    deepspeed.initialize = watched  # type: ignore[attr-defined]
+
+
+def close_watch(*, failed: bool) -> None:
+    """Close this process's watch for good, and wait for the last scrape where one is due.
+
+    Args:
+        failed: Whether the run ends by an exception or a signal; then nobody waits.
+    """
+    if _process.watch is not None:
+        _process.watch.close(failed=failed, at_exit=True)
+    if _process.tap is not None:
+        _process.tap.close()
+
+
+def _watch_quietly(engine: Any, config: object) -> None:
+    settings = load_settings(ds_block=read_zerowatch_block(config))
+    if settings.enabled:
+        _watch_first(engine, settings)
+    elif _process.tap is not None:
+        _process.tap.close()
+
+
+def _watch_first(engine: Any, settings: Settings) -> None:
+    """Watch the first engine that trains; in a notebook, the one that was made last."""
+    # By name: DeepSpeed must not be imported here, before the script does.
+    trains = type(engine.optimizer).__name__ not in ("NoneType", "DummyOptim")
+    running = _process.watch is not None and _process.watch.is_open
+    if trains and (not running or _is_interactive()):
+        _open_watch(engine, settings)
+
+
+def _open_watch(engine: Any, settings: Settings) -> Watch:
+    from .watch import Watch
+
+    if _process.watch is not None:
+        _process.watch.close()
+    _process.watch = Watch(engine, _process.open_tap(), _process.hooks, settings)
+    if not _process.at_exit:
+        _process.at_exit = True
+        atexit.register(_close_at_exit)
+        os.register_at_fork(after_in_child=_abandon)
+    return _process.watch
+
+
+def _close_at_exit() -> None:
+    # The interpreter leaves an uncaught exception there before it runs exit handlers.
+    close_watch(failed=hasattr(sys, "last_value"))
+
+
+def _abandon() -> None:
+    """Let go of everything in a forked child, which else keeps the port of a dead parent."""
+    if _process.watch is not None:
+        _process.watch.abandon()
+    if _process.tap is not None:
+        _process.tap.close()
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def _config_given(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> object:
+    """Find the ds config among deepspeed.initialize's arguments, as DeepSpeed does."""
+    try:
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # DeepSpeed will complain of them
+        return None
+    for name in ("config", "config_params"):
+        if given.get(name) is not None:
+            return given[name]
+    return getattr(given.get("args"), "deepspeed_config", None)

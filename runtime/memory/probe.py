@@ -1,0 +1,18 @@
+"""What reads a device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+
+class MemoryProbe(Protocol):
+    """Reads the memory of one device; there is nothing to close."""
+
+    device: str
+
+    def read(self) -> Mapping[str, float]:
+        """Return bytes by memory state, and `alloc_retries` where there is such a count.
+
+        What is not known is absent.
+        """

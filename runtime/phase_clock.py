@@ -1,0 +1,49 @@
+"""Training-thread time by phase. Phases exclude each other and add up to wall time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+
+from ..metrics.catalog.labels import PHASES
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
+
+
+class PhaseClock:
+    """A stack of phases over one clock; the innermost phase gets the time.
+
+    Driven by the training thread. `current` may be read from any thread: it tags collectives, of
+    which autograd's threads issue some.
+    """
+
+    __slots__ = ("_now", "_outer", "_totals", "current", "since_ns")
+
+    def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
+        self._now = now
+        self._totals = [0] * len(PHASES)
+        self._outer: list[int] = []
+        self.current = OTHER
+        self.since_ns = now()
+
+    def enter(self, phase: int) -> None:
+        """Begin a phase inside the one under way."""
+        self._charge()
+        self._outer.append(self.current)
+        self.current = phase
+
+    def leave(self) -> None:
+        """End the innermost phase and go on with the one around it."""
+        self._charge()
+        self.current = self._outer.pop()
+
+    def take(self) -> list[int]:
+        """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
+        self._charge()
+        totals, self._totals = self._totals, [0] * len(PHASES)
+        return totals
+
+    def _charge(self) -> None:
+        now = self._now()
+        self._totals[self.current] += now - self.since_ns
+        self.since_ns = now

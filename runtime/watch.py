@@ -1,0 +1,236 @@
+"""The watch on one engine: puts the rooms together, and takes everything off again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+
+from ..metrics.catalog import training, watching
+from ..metrics.exporters.opentelemetry import current_trace_labels
+from ..metrics.exporters.server import MetricsServer
+from ..metrics.recorder import Recorder
+from ..metrics.settings import Settings
+from ..metrics.snapshot import Snapshot
+from ..metrics.step_record import StepRecord
+from .collectives.roles import role_of
+from .collectives.tally import Tally
+from .collectives.tap import CommTap
+from .data_hooks import DataHooks
+from .deferred import Deferred
+from .devices.choose import device_probes, peak_flops_per_second
+from .engine_hooks import EngineHooks, Window
+from .facts import FlopsCounter, cuda_device, run_facts
+from .hooks import Hooks
+from .identity import Addresses, NoticeBoard, this_process
+from .memory.choose import memory_probes
+from .phase_clock import PhaseClock
+from .publisher import ClosedStep, Publisher
+from .run_folder import RunFolder
+from .watch_thread import WatchThread
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Watches one engine from construction until `close`.
+
+    Attributes:
+        address: "host:port" at which this rank serves its metrics; None where it does not.
+    """
+
+    def __init__(self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings) -> None:
+        self._engine = weakref.ref(engine)
+        self._settings = settings
+        self._hooks = hooks
+        self._tap = tap
+        self._recorder = Recorder()
+        self._identity = this_process()
+        self._clock = PhaseClock()
+        self._listeners: list[Callable[[StepRecord], None]] = []
+        self._skipped_before = engine.skipped_steps
+        self._closed = False
+        self._informed = False
+        self._open_rooms(engine)
+        self._open_hooks(engine)
+        self._thread.start()
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's name; on ranks other than 0 None for a moment, until rank 0 has told it."""
+        return self._folder.run_id
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder with the run's logs; None until the run has a name, or if none is written."""
+        return self._folder.path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return not self._closed
+
+    def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
+        """Call `listener` with the record of each step, on the watch thread.
+
+        A listener that raises is dropped, as any hook.
+        """
+        self._listeners.append(self._hooks.guard("listener", listener))
+
+    def snapshot(self) -> Snapshot:
+        """Return all values as they stand."""
+        return self._recorder.snapshot()
+
+    def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
+        """Take every hook off, write what has arrived, and stop serving once the end was read.
+
+        Safe to call twice. Returns before the last scrape, except at exit.
+
+        Args:
+            failed: Whether the run ends by an exception; then nobody waits for a scrape.
+            at_exit: Whether the process ends now; then the last scrape is waited for here.
+        """
+        if not self._closed:
+            self._closed = True
+            self._close_hooks()
+            self._thread.give(self._tap.take())
+            self._thread.stop()
+            self._recorder.set(training.RUN_ACTIVE, 0)
+            self._folder.close()
+        if failed:
+            self._server.close()
+        elif at_exit:
+            self._serve_until_read()
+        else:
+            threading.Thread(
+                target=self._serve_until_read, name="zerowatch-linger", daemon=True
+            ).start()
+
+    def abandon(self) -> None:
+        """In a forked child: become inert and close the sockets, without touching any thread."""
+        self._closed = True
+        self._close_hooks()
+        self._server.close()
+
+    def _open_rooms(self, engine: Any) -> None:
+        settings, device = self._settings, cuda_device()
+        peak = settings.flops.peak_per_second
+        if peak is None and settings.flops.method != "off":
+            peak = peak_flops_per_second(cuda_device=device)
+        board = NoticeBoard(self._identity.attempt)
+        addresses = Addresses(board, self._identity)
+        self._folder = RunFolder(settings, self._identity, board, addresses)
+        self._server = MetricsServer(
+            recorder=self._recorder,
+            rank=self._identity.rank,
+            local_rank=self._identity.local_rank,
+            settings=settings.serve,
+            targets=self._folder.targets if self._identity.rank == 0 else None,
+        )
+        self.address = self._server.start()
+        if self.address is not None:
+            addresses.announce(self.address)
+        if peak is not None:
+            name = "cpu" if device is None else f"cuda:{device}"
+            self._recorder.set(training.PEAK_FLOPS, peak, name)
+        self._recorder.set(training.RUN_ACTIVE, 1)
+        self.subscribe(self._folder.append)
+        flops = FlopsCounter(engine.module, settings.flops.method)
+        self._publisher = Publisher(self._recorder, flops, peak)
+        self._thread = WatchThread(
+            recorder=self._recorder,
+            publisher=self._publisher,
+            events=self._tap.events,
+            hooks=self._hooks,
+            memory=memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak),
+            devices=device_probes(cuda_device=device),
+            device_seconds=settings.sampling.device_seconds,
+            duties={"run folder": self._look_around, "costs": self._publish_costs},
+            listeners=self._listeners,
+            on_cuda=device is not None,
+        )
+
+    def _open_hooks(self, engine: Any) -> None:
+        self._tap.open()
+        self._tap.open_backend(deepspeed_comm.cdb)
+        self._tap.groups.name_roles(role_of)
+        self._count_earlier_calls()
+        self._tap.connect(self._clock, self._thread.give)
+        self._engine_hooks = EngineHooks(engine, self._clock, self._hooks, self._step_ended)
+        self._data_hooks = DataHooks(self._clock, self._hooks, lambda: self._engine_hooks.training)
+
+    def _count_earlier_calls(self) -> None:
+        """Count what was issued before the watch began, such as the broadcast of the weights.
+
+        These calls are in the counters and in no step.
+        """
+        tally = Tally()
+        earlier = self._tap.take()
+        earlier.give_up()
+        tally.add(earlier.calls)
+        self._publisher.publish_communication(tally)
+        self._tap.groups.take_coverage()
+
+    def _close_hooks(self) -> None:
+        self._engine_hooks.restore()
+        self._data_hooks.restore()
+        self._tap.close()
+
+    def _step_ended(self, window: Window) -> None:
+        """Close a step on the training thread: copy what only it can see, and hand it over."""
+        engine = self._engine()
+        if engine is None:
+            return
+        skipped = engine.skipped_steps - self._skipped_before
+        self._skipped_before = engine.skipped_steps
+        closed = ClosedStep(
+            step=engine.global_steps,
+            ended_at=time.time(),
+            phase_ns=self._clock.take(),
+            window=window,
+            coverage=self._tap.groups.take_coverage(),
+            gradient_norm=Deferred(engine.get_global_grad_norm()),
+            learning_rate=Deferred(next(iter(engine.get_lr()), None)),
+            loss_scale=Deferred(engine.loss_scale() if engine.fp16_enabled() else None),
+            skipped=skipped > 0,
+            trace=current_trace_labels(),
+        )
+        self._thread.give(self._tap.take())
+        self._thread.give(closed)
+
+    def _look_around(self) -> None:
+        """Learn the run's name and, on rank 0, where the other ranks serve."""
+        self._folder.look_around()
+        engine, run_id = self._engine(), self.run_id
+        if not self._informed and engine is not None and run_id is not None:
+            self._informed = True
+            facts = run_facts(engine, run_id, self._identity.world_size)
+            self._recorder.inform(training.RUN_INFO, *facts)
+
+    def _publish_costs(self) -> None:
+        """Publish what watching costs and what it lost."""
+        put = self._recorder
+        idle_seconds = (time.perf_counter_ns() - self._clock.since_ns) / 1e9
+        with put.commit():
+            put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
+            put.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
+            put.set(watching.WATCH_SECONDS, self._engine_hooks.cost_ns / 1e9, "hooks")
+            put.set(watching.WATCH_SECONDS, self._tap.cost_ns / 1e9, "tap")
+            put.set(watching.WATCH_SECONDS, self._thread.cpu_seconds, "watch_thread")
+            put.set(watching.DROPPED_RECORDS, self._tap.dropped_calls, "collectives")
+            put.set(watching.DROPPED_RECORDS, self._tap.dropped_in_capture, "graph_capture")
+            put.set(watching.DROPPED_RECORDS, self._thread.dropped_steps, "steps")
+            put.set(watching.DROPPED_RECORDS, self._thread.untimed_calls, "timing")
+            put.set(watching.DROPPED_RECORDS, self._folder.dropped, "run_log")
+            for hook, failures in list(self._hooks.failures.items()):
+                put.set(watching.HOOK_FAILURES, failures, hook)
+
+    def _serve_until_read(self) -> None:
+        self._server.linger()
+        self._server.close()

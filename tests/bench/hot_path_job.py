@@ -1,0 +1,95 @@
+"""Times the tap around stand-ins that do nothing, so that only the tap's own cost is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import training
+from torch.distributed import distributed_c10d as c10d
+
+from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.tap import CommTap
+from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.phase_clock import PhaseClock
+
+CALLS = 200  # a step's worth; fewer than the tap hands over by itself
+WARM_UP_REPEATS = 20
+
+
+class FinishedWork:
+    def __init__(self) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        self._future.set_result(None)
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+
+FINISHED = FinishedWork()
+
+
+def all_reduce(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    return FINISHED if async_op else None
+
+
+def main() -> None:
+    asked = training.arguments()
+    dist.init_process_group(
+        asked["backend"], init_method=f"file://{os.environ['BENCH_STORE']}", rank=0, world_size=1
+    )
+    tensor = torch.ones(1024, device=asked["device"])
+    dist.all_reduce = c10d.all_reduce = all_reduce
+    tap = CommTap(Hooks())
+    tap.open()
+    tap.connect(PhaseClock(), lambda batch: None)
+    found = {
+        name: added_microseconds(tap, tensor, asynchronous, asked["repeats"])
+        for name, asynchronous in (("all_reduce", False), ("all_reduce, async", True))
+    }
+    tap.close()
+    training.report(found)
+
+
+def added_microseconds(
+    tap: CommTap, tensor: torch.Tensor, asynchronous: bool, repeats: int
+) -> list[float]:
+    """Return wrapped minus plain, per call, of each repeat; the two alternate."""
+    added = []
+    for _ in range(repeats + WARM_UP_REPEATS):
+        plain, _ = per_call(all_reduce, tensor, asynchronous, list)
+        wrapped, batch = per_call(dist.all_reduce, tensor, asynchronous, tap.take)
+        settle(tap, batch)
+        added.append(wrapped - plain)
+    return sorted(added[WARM_UP_REPEATS:])
+
+
+def per_call(
+    function: Callable[..., Any],
+    tensor: torch.Tensor,
+    asynchronous: bool,
+    at_step_end: Callable[[], Any],
+) -> tuple[float, Any]:
+    """Return the microseconds of one call, and what the training thread takes at a step's end."""
+    begin = time.perf_counter_ns()
+    for _ in range(CALLS):
+        function(tensor, async_op=asynchronous)
+    taken = at_step_end()
+    return (time.perf_counter_ns() - begin) / CALLS / 1000, taken
+
+
+def settle(tap: CommTap, batch: Batch) -> None:
+    """Do what the watch thread does with a batch, so that its events are used again."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if len(batch.calls) != CALLS or not batch.settled():
+        raise AssertionError(f"the tap noted {len(batch.calls)} of {CALLS} calls, or lost an end")
+    batch.resolve(tap.events)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Means that bear outliers, and how sure they are."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TRIMMED_SHARE = 0.1
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """An estimate with its 95 % confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """Return the trimmed geometric mean of paired ratios, with a bootstrap interval over pairs."""
+    logs = [math.log(ratio) for ratio in ratios]
+    picker = random.Random(0)
+    resampled = sorted(trimmed_mean(picker.choices(logs, k=len(logs))) for _ in range(RESAMPLES))
+    return Interval(
+        estimate=math.exp(trimmed_mean(logs)),
+        low=math.exp(resampled[round(0.025 * RESAMPLES)]),
+        high=math.exp(resampled[round(0.975 * RESAMPLES) - 1]),
+    )
+
+
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without the lowest and highest tenth."""
+    dropped = int(len(values) * TRIMMED_SHARE)
+    kept = sorted(values)[dropped : len(values) - dropped]
+    return sum(kept) / len(kept)

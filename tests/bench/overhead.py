@@ -1,0 +1,71 @@
+"""What watching costs a step, beside DeepSpeed's comms_logger and torch.profiler.
+
+Arms are interleaved in one process per rank. Each arm's block is compared with the mean of the two
+unwatched blocks of its round; the two compared with each other show the noise floor.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from interval import Interval, ratio_interval
+from launch import run_ranks
+from options import Options
+from table import Row
+
+GOAL = 1.004
+STAGES = (0, 1, 2, 3)
+EVERY_ROUND = ["off", "off again", "watched"]
+SOME_ROUNDS = ["comms_logger", "torch.profiler"]
+# The block must span a whole period of the 1 Hz device sampling, or its cost is left out.
+BLOCK_STEPS = 25
+STEP_SECONDS = 0.065
+
+
+def bench(options: Options) -> Iterator[Row]:
+    """Yield the ratio of each tool for each ZeRO stage."""
+    for stage in STAGES:
+        yield from _rows(stage, _measure(stage, options))
+
+
+def _measure(stage: int, options: Options) -> dict[str, Any]:
+    block_steps = 8 if options.quick else BLOCK_STEPS
+    asked = {
+        "stage": stage,
+        "rounds": 4 if options.quick else max(4, round(options.steps / block_steps)),
+        "block_steps": block_steps,
+        "settling_steps": 4,
+        "step_seconds": 0.03 if options.quick else STEP_SECONDS,
+        "every_round": EVERY_ROUND,
+        "some_rounds": SOME_ROUNDS,
+    }
+    return run_ranks("overhead_job.py", asked, world_size=2, timeout_seconds=3600)[0]
+
+
+def _rows(stage: int, found: dict[str, Any]) -> Iterator[Row]:
+    rounds = found["rounds"]
+    step_seconds = statistics.median((each["off"] + each["off again"]) / 2 for each in rounds)
+    yield Row(
+        what=f"ZeRO-{stage} step, unwatched",
+        measured=f"{1000 * step_seconds:.1f} ms",
+        spread=f"{len(rounds)} rounds, batch {found['batch']}",
+    )
+    control = ratio_interval([each["off again"] / each["off"] for each in rounds])
+    yield _row(f"ZeRO-{stage} off / off (noise floor)", control)
+    for arm in ("watched", *SOME_ROUNDS):
+        ratios = [
+            2 * each[arm] / (each["off"] + each["off again"]) for each in rounds if arm in each
+        ]
+        yield _row(f"ZeRO-{stage} {arm} / off", ratio_interval(ratios), arm == "watched")
+
+
+def _row(what: str, found: Interval, has_goal: bool = False) -> Row:
+    return Row(
+        what=what,
+        measured=f"{found.estimate:.4f}",
+        spread=f"{found.low:.4f} .. {found.high:.4f}",
+        goal=f"<= {GOAL}" if has_goal else "",
+        met=found.estimate <= GOAL if has_goal else None,
+    )

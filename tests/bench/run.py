@@ -1,0 +1,72 @@
+"""Runs the benches and prints one table; a goal that is missed is said, not an error.
+
+.venv/bin/python tests/bench/run.py [--quick] [--steps N] [names...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import hot_path
+import overhead
+import scrape
+import soak
+import threads
+from options import Options
+from table import Row, render
+
+BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "overhead": overhead.bench,
+    "hot_path": hot_path.bench,
+    "threads": threads.bench,
+    "scrape": scrape.bench,
+    "soak": soak.bench,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what watching costs.")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; by default all")
+    parser.add_argument("--steps", type=int, default=800, help="timed steps of each overhead arm")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean little")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
+    for name in asked.names:
+        if name not in BENCHES:
+            parser.error(f"no bench is called {name!r}; there are {', '.join(BENCHES)}")
+    print(_surroundings(), flush=True)
+    options = Options(steps=asked.steps, quick=asked.quick)
+    rows = [row for name in asked.names or BENCHES for row in _run(name, options)]
+    missed = [row.what for row in rows if row.met is False]
+    print("GOALS MISSED: " + "; ".join(missed) if missed else "All goals met.")
+
+
+def _run(name: str, options: Options) -> list[Row]:
+    print(f"\n## {name}\n", flush=True)
+    rows = list(BENCHES[name](options))
+    print(render(rows) + "\n", flush=True)
+    return rows
+
+
+def _surroundings() -> str:
+    """Say on what the figures were taken; a load beside our own spoils them."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        f"{now:%Y-%m-%d %H:%M} UTC, {cores} cores, load before {load:.1f}, "
+        f"Python {sys.version.split()[0]}, {versions}"
+    )
+
+
+_PACKAGES = ("torch", "deepspeed", "zerowatch")
+
+if __name__ == "__main__":
+    main()

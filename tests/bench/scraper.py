@@ -1,0 +1,39 @@
+"""Scrapes an address as Prometheus does; `scraper.py address seconds` does so every `seconds`."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import sys
+import time
+
+HEADERS = {
+    "Accept": "application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5",
+    "Accept-Encoding": "gzip",
+}
+
+
+def scrape(address: str) -> tuple[str, int]:
+    """Return the text of /metrics and the bytes that came over the wire for it."""
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request("GET", "/metrics", headers=HEADERS)
+        response = connection.getresponse()
+        body = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RuntimeError(f"{address} answered {response.status}")
+    packed = response.headers.get("Content-Encoding") == "gzip"
+    return (gzip.decompress(body) if packed else body).decode(), len(body)
+
+
+def num_series(text: str) -> int:
+    """Count the samples of an exposition."""
+    return sum(1 for line in text.splitlines() if line and not line.startswith("#"))
+
+
+if __name__ == "__main__":
+    while True:
+        time.sleep(float(sys.argv[2]))
+        scrape(sys.argv[1])

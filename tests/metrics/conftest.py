@@ -1,0 +1,38 @@
+"""A recorder with a running job's values, and servers that are closed after the test."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
+from zerowatch.metrics.exporters.server import MetricsServer
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import ServeSettings
+
+
+@pytest.fixture
+def recorder():
+    recorder = Recorder()
+    recorder.set(RUN_ACTIVE, 1)
+    recorder.add(STEPS, 4)
+    return recorder
+
+
+@pytest.fixture
+def make_server(recorder):
+    with contextlib.ExitStack() as servers:
+
+        def make(*, rank=0, local_rank=0, targets=None, **settings):
+            server = MetricsServer(
+                recorder=recorder,
+                rank=rank,
+                local_rank=local_rank,
+                settings=ServeSettings(**{"port": 0, **settings}),
+                targets=targets,
+            )
+            servers.callback(server.close)
+            return server
+
+        yield make

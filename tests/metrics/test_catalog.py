@@ -1,0 +1,221 @@
+"""The catalog: complete, well named, and small enough to be scraped from every rank."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from math import prod
+
+import pytest
+
+from zerowatch.metrics.catalog import CATALOG
+from zerowatch.metrics.catalog.spec import MetricSpec
+
+# What the design promises, written out a second time: dashboards and alerts of users rely on it.
+PROMISED = """
+run_info info run_id version torch deepspeed backend accelerator zero_stage world_size
+run_active gauge
+steps_total counter
+samples_total counter
+tokens_total counter
+skipped_steps_total counter
+step_seconds histogram
+phase_seconds_total counter phase
+loss gauge
+gradient_norm gauge
+learning_rate gauge
+loss_scale gauge
+last_step_timestamp_seconds gauge
+flops_total counter
+mfu_ratio gauge
+collective_calls_total counter op group phase
+collective_bytes_total counter op group
+collective_wire_bytes_total counter op group
+collective_seconds histogram op
+comm_seconds_total counter group
+comm_exposed_seconds_total counter group
+comm_wait_seconds_total counter group
+comm_transfer_seconds_total counter group
+comm_cause_seconds_total counter cause
+comm_bus_bandwidth_bytes_per_second gauge op group
+comm_volume_ratio gauge
+comm_coverage_ratio gauge
+collective_mismatches_total counter
+memory_bytes gauge device state
+memory_category_bytes gauge device category
+memory_headroom_bytes gauge device
+oom_risk_ratio gauge device
+oom_eta_steps gauge device
+alloc_retries_total counter device
+ooms_total counter device outcome
+offload_bytes_total counter direction
+offload_seconds_total counter direction
+device_utilization_ratio gauge device
+device_sm_active_ratio gauge device
+device_power_watts gauge device
+device_temperature_celsius gauge device
+device_clock_hertz gauge device
+device_energy_joules_total counter device
+device_link_bytes_total counter device link direction
+tuner_state gauge state
+tuner_knob_value gauge knob
+tuner_gain_ratio gauge knob
+tuner_decisions_total counter verdict
+tuner_exploration_seconds_total counter
+watch_seconds_total counter part
+hook_failures_total counter hook
+dropped_records_total counter part
+"""
+PROMISED_VALUES = {
+    "group": "dp tp pp ep sp world other",
+    "phase": "data forward backward optimizer eval checkpoint other",
+    "cause": "latency bandwidth imbalance redundancy",
+    "state of memory_bytes": "allocated reserved peak_allocated peak_reserved inactive_split limit",
+    "category": "parameters gradients optimizer activations comm_buffers other",
+    "link": "nvlink pcie",
+    "direction of device_link_bytes_total": "sent received",
+    "direction of offload_bytes_total": "to_host to_device to_nvme from_nvme",
+    "verdict": "accepted rolled_back rejected advised",
+    "op": "all_reduce all_gather reduce_scatter reduce broadcast all_to_all gather scatter send "
+    "recv barrier",
+}
+# Units that Prometheus' own guide puts in the place of a base unit, and their short forms.
+NO_BASE_UNIT = re.compile(
+    r"_(ms|us|ns|sec|secs|millis\w*|micros\w*|nanos\w*|minutes|hours|kb|mb|gb|kib|mib|gib|kilo\w*|"
+    r"mega\w*|giga\w*|percent|pct|mhz|ghz|fahrenheit|kelvin|bits|pages)(_|$)"
+)
+
+# A rank's budget, with at most two group roles, and what rank 0 has on top of it for the tuner.
+SERIES_BUDGET = 300
+RANK_ZERO_SERIES_BUDGET = 400
+# Sets that only a run knows. Two devices: the GPU and the host. One hook failed at most: a hook
+# that fails is dropped, and what fails is a defect that fails on every rank alike.
+OPEN_SETS = {"device": 2, "hook": 1, "exporter": 1, "knob": 12}
+# The collectives of a big ordinary job: ZeRO-3 that also evaluates, checkpoints and logs by
+# all_reduce. The closed sets alone cannot tell: 11 ops x 7 groups x 7 phases never all happen.
+COLLECTIVES_OF_A_JOB = [
+    ("all_gather", "dp", ("forward", "backward", "optimizer", "eval", "checkpoint", "other")),
+    ("reduce_scatter", "dp", ("backward", "optimizer")),
+    ("all_reduce", "dp", ("backward", "optimizer", "eval", "checkpoint", "other")),
+    ("broadcast", "dp", ("optimizer", "checkpoint", "other")),
+    ("reduce", "dp", ("backward",)),
+    ("all_reduce", "world", ("data", "eval", "checkpoint", "other")),
+    ("broadcast", "world", ("checkpoint", "other")),
+    ("barrier", "world", ("eval", "checkpoint", "other")),
+]
+
+every_metric = pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
+
+
+def named(name: str) -> MetricSpec:
+    return next(spec for spec in CATALOG if spec.name == f"zerowatch_{name}")
+
+
+@pytest.mark.parametrize("line", PROMISED.strip().splitlines(), ids=lambda line: line.split()[0])
+def test_every_promised_metric_is_there_with_its_kind_and_labels(line):
+    name, kind, *labels = line.split()
+
+    spec = named(name)
+
+    assert (spec.kind, spec.label_names) == (kind, tuple(labels))
+
+
+@pytest.mark.parametrize("where", PROMISED_VALUES)
+def test_closed_labels_take_the_promised_values(where):
+    label_name, _, metric = where.partition(" of ")
+
+    sets = {
+        label.values
+        for spec in CATALOG
+        for label in spec.labels
+        if label.name == label_name and (not metric or spec.name == f"zerowatch_{metric}")
+    }
+
+    assert sets == {tuple(PROMISED_VALUES[where].split())}
+
+
+def test_no_two_metrics_share_a_name_or_a_family():
+    # OpenMetrics takes these endings off a family's name, so a_total and gauge a would clash.
+    families = Counter(re.sub(r"_(total|info)$", "", spec.name) for spec in CATALOG)
+
+    assert [name for name, count in families.items() if count > 1] == []
+
+
+@every_metric
+def test_names_are_lower_case_words_with_the_product_in_front(spec):
+    assert re.fullmatch(r"zerowatch(_[a-z]+)+", spec.name)
+
+
+@every_metric
+def test_exactly_the_counters_end_in_total(spec):
+    assert spec.name.endswith("_total") == (spec.kind == "counter")
+
+
+@every_metric
+def test_exactly_the_facts_end_in_info(spec):
+    assert spec.name.endswith("_info") == (spec.kind == "info")
+
+
+@every_metric
+def test_units_are_base_units(spec):
+    assert not NO_BASE_UNIT.search(spec.name)
+
+
+@every_metric
+def test_the_help_text_is_one_line_that_ends_with_a_full_stop(spec):
+    assert re.fullmatch(r"[A-Z0-9][^\n]*\.", spec.help)
+
+
+@every_metric
+def test_labels_are_unique_and_leave_rank_to_the_exporter(spec):
+    assert len(set(spec.label_names)) == len(spec.label_names)
+    assert "rank" not in spec.label_names
+
+
+@every_metric
+def test_only_histograms_have_buckets_and_those_ascend(spec):
+    assert bool(spec.buckets) == (spec.kind == "histogram")
+    assert list(spec.buckets) == sorted(set(spec.buckets))
+
+
+def test_times_between_ranks_are_marked_as_not_yet_seen_on_several_gpus():
+    unmarked = [
+        spec.name
+        for spec in CATALOG
+        if re.search(r"collective_seconds|comm_.*seconds|bandwidth", spec.name)
+        and not spec.help.endswith("(NCCL: not yet verified).")
+    ]
+
+    assert unmarked == []
+
+
+@pytest.mark.parametrize(("name", "buckets"), [("collective_seconds", 7), ("step_seconds", 12)])
+def test_a_histogram_has_no_more_buckets_than_its_budget(name, buckets):
+    assert len(named(name).buckets) == buckets
+
+
+def test_a_rank_of_a_big_ordinary_job_keeps_to_its_budget_of_series():
+    series = {spec.name: series_of(spec) for spec in CATALOG if "tuner" not in spec.name}
+
+    assert sum(series.values()) <= SERIES_BUDGET, dict(Counter(series).most_common(8))
+
+
+def test_the_tuner_fits_into_what_rank_zero_has_on_top():
+    tuner = sum(series_of(spec) for spec in CATALOG if "tuner" in spec.name)
+
+    assert tuner <= RANK_ZERO_SERIES_BUDGET - SERIES_BUDGET
+
+
+def series_of(spec: MetricSpec) -> int:
+    """Return how many series a metric has at most on a rank of the job above."""
+    lines = len(spec.buckets) + len(("+Inf", "sum", "count")) if spec.buckets else 1
+    names = set(spec.label_names)
+    if not names & {"op", "group"}:
+        sizes = (len(label.values) or OPEN_SETS.get(label.name, 1) for label in spec.labels)
+        return lines * prod(sizes)
+    calls = (
+        {"op": op, "group": group, "phase": phase}
+        for op, group, phases in COLLECTIVES_OF_A_JOB
+        for phase in phases
+    )
+    return lines * len({tuple(call[name] for name in sorted(names)) for call in calls})

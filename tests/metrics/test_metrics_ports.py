@@ -1,0 +1,164 @@
+"""Where a rank listens: on its own port if it can, else on another, else nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from fakes.scraper import get
+
+from zerowatch.metrics.exporters.ports import candidate_ports
+
+
+def port_of(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
+
+
+@contextlib.contextmanager
+def row_of_taken_ports():
+    """Take a port and the five that a rank would fall back to, wherever all six are free."""
+    while True:
+        with contextlib.ExitStack() as row, contextlib.suppress(OSError, OverflowError):
+            first = row.enter_context(socket.create_server(("127.0.0.1", 0)))
+            others = [
+                row.enter_context(socket.create_server(("127.0.0.1", port_of(first) + 100 * step)))
+                for step in range(1, 6)
+            ]
+            held = row.pop_all()
+            break
+    with held:
+        yield [first, *others]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "strict", "ports"),
+    [
+        (0, False, (9464, 9564, 9664, 9764, 9864, 9964, 0)),
+        (7, False, (9471, 9571, 9671, 9771, 9871, 9971, 0)),
+        (7, True, (9471,)),
+    ],
+)
+def test_ports_are_tried_in_hundreds_above_the_ranks_own(local_rank, strict, ports):
+    assert candidate_ports(9464, local_rank, strict=strict) == ports
+
+
+def test_no_port_above_the_highest_is_tried():
+    assert candidate_ports(65300, 0, strict=False) == (65300, 65400, 65500, 0)
+
+
+def test_a_rank_moves_up_when_its_port_is_taken(make_server, caplog):
+    caplog.set_level(logging.INFO)
+    with row_of_taken_ports() as [own, next_one, *_]:
+        port, next_port = port_of(own), port_of(next_one)
+        next_one.close()
+
+        address = make_server(port=port).start()
+
+        assert get(address)[0] == 200
+    assert address == f"127.0.0.1:{next_port}"
+    assert [record.message for record in caplog.records] == [
+        f"port {port} is taken, serving on {next_port}"
+    ]
+
+
+def test_a_rank_takes_any_port_when_the_whole_row_is_taken(make_server):
+    with row_of_taken_ports() as row:
+        address = make_server(port=port_of(row[0])).start()
+
+        assert get(address)[0] == 200
+
+
+def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_server, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = port_of(taken)
+        address = make_server(port=port, strict_port=True, rank=5).start()
+
+    assert address is None
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        (
+            "ERROR",
+            f"rank 5 serves no metrics, training goes on: port {port} of 127.0.0.1 is taken and "
+            "serve.strict_port is set; free the port or set another serve.port",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:"),
+        ({"host": "no-such-host.invalid"}, "cannot listen on no-such-host.invalid:"),
+        ({"port": 65535, "strict_port": True}, "serve.port 65535 + local rank 1 is above 65535"),
+    ],
+    ids=["not of this machine", "unknown name", "beyond the last port"],
+)
+def test_an_address_that_cannot_be_had_switches_serving_off_with_one_line(
+    make_server, caplog, settings, told
+):
+    address = make_server(local_rank=1, **settings).start()
+
+    assert address is None
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert told in record.message
+
+
+def test_targets_may_be_told_another_host_name(make_server):
+    address = make_server(advertise_host="node7.example").start()
+
+    assert address.startswith("node7.example:")
+
+
+def test_an_ipv6_address_is_advertised_in_brackets(make_server):
+    address = make_server(host="::1").start()
+
+    if address is None:
+        pytest.skip("this machine has no IPv6 loopback")
+    host, port = address.rsplit(":", 1)
+    assert host == "[::1]"
+    socket.create_connection(("::1", int(port)), timeout=5).close()
+
+
+SERVE_TO_ALL = """
+import logging, sys
+from zerowatch.metrics.exporters.server import MetricsServer
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import ServeSettings
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+serve = ServeSettings(port=0, host=sys.argv[1])
+server = MetricsServer(
+    recorder=Recorder(), rank=int(sys.argv[2]), local_rank=0, settings=serve, targets=None
+)
+print(server.start().rsplit(":", 1)[0])
+server.close()
+"""
+
+
+def has_own_network() -> bool:
+    """Tell whether a process can be given a network of its own, out of everyone's reach."""
+    unshare = shutil.which("unshare")
+    return unshare is not None and subprocess.run([unshare, "-rn", "true"]).returncode == 0
+
+
+@pytest.mark.skipif(not has_own_network(), reason="unshare may not make a network namespace here")
+@pytest.mark.parametrize(
+    ("host", "rank", "num_warnings"), [("0.0.0.0", 0, 1), ("0.0.0.0", 1, 0), ("127.0.0.1", 0, 0)]
+)
+def test_being_open_to_everyone_is_warned_of_once_and_told_by_name(host, rank, num_warnings):
+    run = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", SERVE_TO_ALL, host, str(rank)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    warnings = run.stderr.splitlines()
+    assert len(warnings) == num_warnings, run.stderr
+    assert all("WARNING metrics are served on 0.0.0.0 without TLS" in line for line in warnings)
+    assert run.stdout.strip() == (socket.gethostname() if host == "0.0.0.0" else host)

@@ -1,0 +1,192 @@
+"""The HTTP server of a rank: what it serves, and how it behaves in trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+
+import pytest
+from fakes.scraper import eventually, get
+
+from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES, WATCH_SECONDS
+from zerowatch.metrics.exporters.listener import MOST_CLIENTS
+
+TARGETS = [{"targets": ["127.0.0.1:9464"], "labels": {"run": "night-7", "rank": "0"}}]
+
+
+def test_metrics_are_served_with_the_rank_of_the_server(make_server):
+    address = make_server(rank=3).start()
+
+    status, content_type, text = get(address)
+
+    assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert 'zerowatch_steps_total{rank="3"} 4.0\n' in text
+
+
+def test_a_client_that_asks_for_openmetrics_gets_it(make_server):
+    address = make_server().start()
+
+    _, content_type, text = get(address, Accept="application/openmetrics-text;version=1.0.0")
+
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+
+
+def test_targets_are_served_as_json_where_there_are_any(make_server):
+    address = make_server(targets=lambda: TARGETS).start()
+
+    status, content_type, text = get(address, "/targets")
+
+    assert (status, content_type, json.loads(text)) == (200, "application/json", TARGETS)
+
+
+def test_a_rank_without_targets_says_who_has_them(make_server):
+    address = make_server(rank=1).start()
+
+    status, _, text = get(address, "/targets")
+
+    assert status == 404
+    assert text == "No such page. Rank 1 serves / /metrics /healthz; /targets is on rank 0.\n"
+
+
+def test_a_wrong_path_is_answered_with_the_right_ones(make_server):
+    address = make_server(targets=lambda: TARGETS).start()
+
+    assert get(address, "/metric") == (
+        404,
+        "text/plain",
+        "No such page. Rank 0 serves / /metrics /healthz /targets.\n",
+    )
+
+
+def test_health_and_the_front_page_answer(make_server):
+    address = make_server().start()
+
+    assert get(address, "/healthz") == (200, "text/plain", "ok\n")
+    assert '<a href="/metrics">' in get(address, "/")[2]
+
+
+def test_a_query_does_not_change_the_page(make_server):
+    address = make_server().start()
+
+    assert get(address, "/healthz?verbose=1")[0] == 200
+
+
+def test_nothing_is_served_when_serving_is_switched_off(make_server):
+    assert make_server(enabled=False).start() is None
+
+
+def test_the_log_stays_quiet_while_serving(make_server, caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    address = make_server().start()
+
+    get(address)
+    get(address, "/nowhere")
+
+    assert caplog.records == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback_and_no_failure(make_server, recorder, capfd):
+    host, port = make_server().start().rsplit(":", 1)
+
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            reset_on_close = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+
+    assert get(f"{host}:{port}")[0] == 200
+    assert eventually(lambda: threading.active_count() == 2)
+    assert capfd.readouterr().err == ""
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+
+
+def test_a_failing_scrape_answers_500_is_counted_and_told_once(make_server, recorder, caplog):
+    def broken_targets():
+        raise ValueError("no store")
+
+    address = make_server(targets=broken_targets).start()
+
+    statuses = [get(address, "/targets")[0] for _ in range(3)]
+
+    assert statuses == [500, 500, 500]
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 3
+    [record] = caplog.records
+    assert "rank 0 could not answer a scrape: no store" in record.message
+    assert record.exc_info is not None
+    assert get(address)[0] == 200
+
+
+def test_slow_clients_do_not_pile_up_threads_and_give_way_when_they_leave(make_server, recorder):
+    address = make_server().start()
+    host, port = address.rsplit(":", 1)
+
+    with contextlib.ExitStack() as slow_clients:
+        for _ in range(MOST_CLIENTS):
+            slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=5))
+        with socket.create_connection((host, int(port)), timeout=5) as one_too_many:
+            assert one_too_many.recv(1) == b""
+        threads = [t for t in threading.enumerate() if "process_request_thread" in t.name]
+        assert len(threads) == MOST_CLIENTS
+
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 1
+    assert eventually(lambda: threading.active_count() == 2)
+    assert get(address)[0] == 200
+
+
+def test_the_cpu_time_of_serving_is_accounted_for(make_server, recorder):
+    address = make_server().start()
+    get(address)
+
+    def seconds() -> float:
+        return recorder.snapshot().value(WATCH_SECONDS, "http_thread") or 0.0
+
+    assert eventually(lambda: seconds() > 0)
+    assert seconds() < 1
+
+
+def test_after_close_nobody_listens_and_closing_again_is_fine(make_server):
+    server = make_server()
+    host, port = server.start().rsplit(":", 1)
+
+    server.close()
+    server.close()
+
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+    assert eventually(lambda: threading.active_count() == 1)
+
+
+def test_a_server_that_never_started_can_be_closed(make_server):
+    server = make_server()
+
+    server.linger()
+    server.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_lets_go_of_the_port_and_leaves_the_parents_server_alone(make_server):
+    server = make_server()
+    address = server.start()
+
+    child = os.fork()
+    if child == 0:
+        server.close()
+        os.kill(os.getpid(), signal.SIGSTOP)  # alive, without the port
+        os._exit(0)
+    try:
+        _, status = os.waitpid(child, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert get(address)[0] == 200
+        server.close()
+        port = int(address.rsplit(":", 1)[1])
+        assert make_server(port=port, strict_port=True).start() == address
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

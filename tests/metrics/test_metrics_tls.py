@@ -1,0 +1,137 @@
+"""Serving over TLS: who is let in, and what is said about files that cannot be used."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+
+import pytest
+from fakes.certificates import Authority
+from fakes.scraper import get
+
+from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+def client_context(authority, pair=None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    if pair is not None:
+        context.load_cert_chain(pair.certificate, pair.key)
+    return context
+
+
+@pytest.fixture
+def make_tls_server(make_server, authority):
+    def make(**settings):
+        pair = authority.issue("server")
+        files = {"tls_certificate": pair.certificate, "tls_key": pair.key}
+        return make_server(**{**files, **settings})
+
+    return make
+
+
+def test_metrics_are_served_over_tls(make_tls_server, authority):
+    address = make_tls_server().start()
+
+    status, _, text = get(address, tls=client_context(authority))
+
+    assert status == 200
+    assert "zerowatch_steps_total" in text
+
+
+def test_a_client_without_tls_gets_nothing_and_is_no_failure(
+    make_tls_server, authority, recorder, capfd
+):
+    address = make_tls_server().start()
+
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        get(address)
+
+    assert get(address, tls=client_context(authority))[0] == 200
+    assert capfd.readouterr().err == ""
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+
+
+def test_a_client_with_the_right_certificate_is_let_in(make_tls_server, authority):
+    address = make_tls_server(tls_client_ca=authority.certificate).start()
+
+    status, _, _ = get(address, tls=client_context(authority, authority.issue("prometheus")))
+
+    assert status == 200
+
+
+@pytest.mark.parametrize("has_certificate", [False, True], ids=["none", "of another authority"])
+def test_a_client_with_a_wrong_certificate_or_none_is_refused(
+    make_tls_server, authority, recorder, tmp_path, has_certificate
+):
+    address = make_tls_server(tls_client_ca=authority.certificate).start()
+    stranger = Authority(tmp_path, "stranger").issue("intruder") if has_certificate else None
+
+    with pytest.raises(ssl.SSLError):
+        get(address, tls=client_context(authority, stranger))
+
+    assert get(address, tls=client_context(authority, authority.issue("prometheus")))[0] == 200
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
+
+
+def test_a_client_that_never_finishes_its_handshake_keeps_nobody_else_out(
+    make_tls_server, authority
+):
+    address = make_tls_server().start()
+    host, port = address.rsplit(":", 1)
+
+    with socket.create_connection((host, int(port)), timeout=5):
+        status, _, _ = get(address, tls=client_context(authority))
+
+    assert status == 200
+
+
+@pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])
+def test_a_missing_file_switches_serving_off_and_is_named(
+    make_tls_server, tmp_path, caplog, setting
+):
+    address = make_tls_server(**{setting: tmp_path / "nowhere.pem"}).start()
+
+    assert address is None
+    [record] = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.message == (
+        f"rank 0 serves no metrics, training goes on: serve.{setting}: cannot read "
+        f"{tmp_path}/nowhere.pem (No such file or directory); give a PEM file that this user may "
+        "read"
+    )
+
+
+@pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])
+def test_a_file_that_is_no_pem_switches_serving_off_and_is_named(
+    make_tls_server, tmp_path, caplog, setting
+):
+    no_pem = tmp_path / "notes.txt"
+    no_pem.write_text("remember the milk\n")
+
+    address = make_tls_server(**{setting: no_pem}).start()
+
+    assert address is None
+    [record] = caplog.records
+    assert f"serve.{setting} {no_pem}" in record.message
+
+
+def test_the_key_of_another_certificate_is_told(make_tls_server, authority, caplog):
+    address = make_tls_server(tls_key=authority.issue("other").key).start()
+
+    assert address is None
+    assert "KEY_VALUES_MISMATCH" in caplog.text
+
+
+def test_a_key_with_a_password_does_not_stop_to_ask_for_it(make_server, authority, caplog):
+    pair = authority.issue("locked", password=b"secret")
+
+    address = make_server(tls_certificate=pair.certificate, tls_key=pair.key).start()
+
+    assert address is None
+    assert "its own PEM key without a password" in caplog.text

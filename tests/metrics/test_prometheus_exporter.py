@@ -1,0 +1,216 @@
+"""The text that is scraped: valid in both forms, complete, and carrying rank and trace ids."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_classic
+from require import program
+
+from zerowatch.metrics.catalog import CATALOG
+from zerowatch.metrics.catalog.communication import COLLECTIVE_SECONDS
+from zerowatch.metrics.catalog.memory import MEMORY_BYTES
+from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_SECONDS, STEPS
+from zerowatch.metrics.exporters.opentelemetry import current_trace_labels
+from zerowatch.metrics.exporters.prometheus import exposition
+from zerowatch.metrics.recorder import Recorder
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+def recorder_of_everything() -> Recorder:
+    """Return a recorder in which each metric of the catalog has a value."""
+    recorder = Recorder()
+    for spec in CATALOG:
+        labels = [label.values[0] if label.values else "cuda:0" for label in spec.labels]
+        if spec.kind == "histogram":
+            recorder.observe(spec, 0.02, *labels, exemplar={"trace_id": TRACE_ID})
+        elif spec.kind == "info":
+            recorder.inform(spec, *labels)
+        else:
+            recorder.set(spec, 2.5, *labels)
+    return recorder
+
+
+def classic_text(recorder: Recorder, rank: int = 0) -> str:
+    return exposition(recorder.snapshot(), rank, "")[1].decode()
+
+
+def openmetrics_text(recorder: Recorder, rank: int = 0) -> str:
+    return exposition(recorder.snapshot(), rank, OPENMETRICS)[1].decode()
+
+
+def test_promtool_finds_nothing_to_say_about_any_metric():
+    promtool = program("promtool", apt="prometheus")
+    text = classic_text(recorder_of_everything())
+
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, text=True, timeout=30
+    )
+
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_every_metric_is_in_the_classic_text_under_its_catalog_name():
+    families = parse_classic(classic_text(recorder_of_everything()))
+
+    names = {sample.name for family in families for sample in family.samples}
+    scalars = {spec.name for spec in CATALOG if spec.kind != "histogram"}
+    histograms = {spec.name for spec in CATALOG if spec.kind == "histogram"}
+    parts = {name + end for name in histograms for end in ("_bucket", "_sum", "_count")}
+    assert names == scalars | parts
+
+
+def test_a_strict_reader_takes_the_openmetrics_text_and_finds_every_metric():
+    families = parse_openmetrics(openmetrics_text(recorder_of_everything()))
+
+    kinds = {family.name: (family.type, family.documentation) for family in families}
+    assert kinds == {
+        spec.name.removesuffix("_total").removesuffix("_info"): (spec.kind, spec.help)
+        for spec in CATALOG
+    }
+
+
+@pytest.mark.parametrize("text_of", [classic_text, openmetrics_text])
+def test_every_series_carries_its_rank(text_of):
+    text = text_of(recorder_of_everything(), 3)
+
+    series = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(series) > len(CATALOG)
+    assert [line for line in series if 'rank="3"' not in line] == []
+
+
+def test_metrics_without_a_value_are_left_out():
+    recorder = Recorder()
+    recorder.add(STEPS, 4)
+
+    assert classic_text(recorder) == (
+        "# HELP zerowatch_steps_total Optimizer steps, skipped ones included.\n"
+        "# TYPE zerowatch_steps_total counter\n"
+        'zerowatch_steps_total{rank="0"} 4.0\n'
+    )
+
+
+def test_the_facts_of_the_run_are_a_series_of_value_one():
+    recorder = Recorder()
+    recorder.inform(RUN_INFO, "night-7", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "8")
+
+    [info] = parse_classic(classic_text(recorder))
+
+    assert [(sample.name, sample.value) for sample in info.samples] == [("zerowatch_run_info", 1.0)]
+    assert info.samples[0].labels["run_id"] == "night-7"
+
+
+def test_buckets_are_cumulative_and_end_with_the_count():
+    recorder = Recorder()
+    for seconds in (0.0003, 0.03, 0.03, 9.0):
+        recorder.observe(COLLECTIVE_SECONDS, seconds, "all_reduce")
+
+    [family] = parse_classic(classic_text(recorder))
+
+    by_bound = {s.labels.get("le", s.name): s.value for s in family.samples}
+    assert by_bound == {
+        "0.0001": 0,
+        "0.0005": 1,
+        "0.002": 1,
+        "0.01": 1,
+        "0.05": 3,
+        "0.25": 3,
+        "2.0": 3,
+        "+Inf": 4,
+        "zerowatch_collective_seconds_sum": pytest.approx(9.0603),
+        "zerowatch_collective_seconds_count": 4,
+    }
+
+
+def test_an_exemplar_stands_at_its_bucket_in_openmetrics_only():
+    recorder = Recorder()
+    recorder.observe(STEP_SECONDS, 0.07, exemplar={"trace_id": TRACE_ID})
+
+    [family] = parse_openmetrics(openmetrics_text(recorder))
+
+    found = {
+        sample.labels["le"]: (sample.exemplar.labels, sample.exemplar.value)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert found == {"0.1": ({"trace_id": TRACE_ID}, 0.07)}
+    assert TRACE_ID not in classic_text(recorder)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        (OPENMETRICS, "application/openmetrics-text; version=1.0.0"),
+        ("text/plain;version=0.0.4", "text/plain; version=0.0.4"),
+    ],
+)
+def test_the_client_chooses_the_form(accept, content_type):
+    answered, body = exposition(recorder_of_everything().snapshot(), 0, accept)
+
+    assert answered.startswith(content_type)
+    assert body.endswith(b"# EOF\n") == answered.startswith("application/openmetrics-text")
+
+
+def test_a_diverged_loss_is_still_told():
+    recorder = Recorder()
+    recorder.set(LOSS, math.nan)
+
+    assert classic_text(recorder).endswith('zerowatch_loss{rank="0"} NaN\n')
+
+
+def test_label_values_from_outside_are_escaped():
+    recorder = Recorder()
+    recorder.set(MEMORY_BYTES, 1, 'cuda:"0"\\\n', "allocated")
+
+    [family] = parse_classic(classic_text(recorder))
+
+    assert family.samples[0].labels["device"] == 'cuda:"0"\\\n'
+
+
+def span_of(trace_flags: trace.TraceFlags, trace_id: int = int(TRACE_ID, 16)) -> trace.Span:
+    context = trace.SpanContext(trace_id, 0xB7AD6B7169203331, False, trace_flags)
+    return trace.NonRecordingSpan(context)
+
+
+def test_inside_a_sampled_span_its_trace_is_named():
+    with trace.use_span(span_of(trace.TraceFlags(trace.TraceFlags.SAMPLED))):
+        labels = current_trace_labels()
+
+    assert labels == {"trace_id": TRACE_ID}
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        span_of(trace.TraceFlags(trace.TraceFlags.DEFAULT)),
+        span_of(trace.TraceFlags(trace.TraceFlags.SAMPLED), trace_id=0),
+    ],
+    ids=["not sampled", "not valid"],
+)
+def test_a_span_that_nobody_can_look_up_is_not_named(span):
+    with trace.use_span(span):
+        assert current_trace_labels() is None
+
+
+def test_outside_of_any_span_there_is_no_trace():
+    assert current_trace_labels() is None
+
+
+def test_opentelemetry_is_not_imported_on_the_users_behalf():
+    code = (
+        "import sys; from zerowatch.metrics.exporters.opentelemetry import current_trace_labels; "
+        "print(current_trace_labels(), 'opentelemetry' in sys.modules)"
+    )
+
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+
+    assert run.stdout == "None False\n", run.stderr

@@ -1,0 +1,155 @@
+"""A real Prometheus finds two ranks by /targets, scrapes them and keeps their exemplars."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+from fakes.scraper import eventually
+from require import program
+
+from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
+from zerowatch.metrics.exporters.server import MetricsServer
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import ServeSettings
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+scrape_configs:
+  - job_name: zerowatch
+    honor_labels: true
+    http_sd_configs: [{{url: "http://{address}/targets", refresh_interval: 1s}}]
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class Prometheus:
+    """A Prometheus process on loopback."""
+
+    def __init__(self, folder, sd_address: str) -> None:
+        binary = program("prometheus", apt="prometheus")
+        self._port = free_port()
+        config = folder / "prometheus.yml"
+        config.write_text(CONFIG.format(address=sd_address))
+        self._log = (folder / "prometheus.log").open("w")
+        self._process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{self._port}",
+                "--enable-feature=exemplar-storage",
+            ],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def ask(self, path: str, **parameters: str):
+        """Return the data of an API call; empty as long as Prometheus is starting."""
+        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as response:
+                return json.load(response)["data"]
+        except OSError:
+            return {}
+
+    def values(self, expression: str) -> dict[tuple[str | None, str | None], float]:
+        """Return an instant query's values by the labels run and rank."""
+        return {
+            (series["metric"].get("run"), series["metric"].get("rank")): float(series["value"][1])
+            for series in self.ask("query", query=expression).get("result", [])
+        }
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        self._log.close()
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Two ranks of a run, of which rank 0 serves the targets of both."""
+    targets: list[dict] = []
+    recorders, servers = [Recorder(), Recorder()], []
+    with contextlib.ExitStack() as closing:
+        for rank, recorder in enumerate(recorders):
+            recorder.set(RUN_ACTIVE, 1)
+            recorder.add(STEPS, 10 + rank)
+            recorder.observe(STEP_SECONDS, 0.07, exemplar={"trace_id": TRACE_ID})
+            server = MetricsServer(
+                recorder=recorder,
+                rank=rank,
+                local_rank=rank,
+                settings=ServeSettings(port=0),
+                targets=None if rank else lambda: targets,
+            )
+            closing.callback(server.close)
+            servers.append(server)
+            labels = {"run": "night-7", "node": "here", "rank": str(rank)}
+            targets.append({"targets": [server.start()], "labels": labels})
+        yield recorders, servers, targets[0]["targets"][0]
+
+
+@pytest.fixture(scope="module")
+def prometheus(run, tmp_path_factory):
+    _, _, sd_address = run
+    server = Prometheus(tmp_path_factory.mktemp("prometheus"), sd_address)
+    with contextlib.closing(server):
+        both_up = {("night-7", "0"): 1.0, ("night-7", "1"): 1.0}
+        if not eventually(lambda: server.values("up") == both_up, seconds=40, pause=0.2):
+            pytest.fail(f"not both ranks are up: {server.values('up')}")
+        yield server
+
+
+def test_both_ranks_are_found_by_targets_and_keep_their_own_rank_label(prometheus):
+    assert prometheus.values("zerowatch_steps_total") == {
+        ("night-7", "0"): 10,
+        ("night-7", "1"): 11,
+    }
+
+
+def test_an_exemplar_leads_from_a_bucket_to_its_trace(prometheus):
+    now = time.time()
+
+    found = prometheus.ask(
+        "query_exemplars",
+        query='zerowatch_step_seconds_bucket{rank="1"}',
+        start=str(now - 300),
+        end=str(now + 300),
+    )
+
+    assert [exemplar["labels"] for series in found for exemplar in series["exemplars"]] == [
+        {"trace_id": TRACE_ID}
+    ]
+
+
+def test_lingering_lets_prometheus_learn_that_the_run_is_over(prometheus, run):
+    recorders, servers, _ = run
+    recorders[1].set(RUN_ACTIVE, 0)
+
+    begun = time.monotonic()
+    servers[1].linger()
+    lingered = time.monotonic() - begun
+    servers[1].close()
+
+    assert lingered < 5
+    assert eventually(
+        lambda: prometheus.values('up{rank="1"}') == {("night-7", "1"): 0.0}, pause=0.2
+    )
+    last_seen = prometheus.values('last_over_time(zerowatch_run_active{rank="1"}[1m])')
+    assert last_seen == {("night-7", "1"): 0.0}

@@ -1,0 +1,155 @@
+"""The recorder: what is written is what a snapshot reads, and nothing the catalog does not know."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_SECONDS
+from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
+from zerowatch.metrics.recorder import Recorder
+
+FACTS = ("run-1", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "2")
+
+
+def test_a_counter_grows_by_what_is_added():
+    recorder = Recorder()
+
+    recorder.add(STEPS, 2)
+    recorder.add(STEPS, 3)
+
+    assert recorder.snapshot().value(STEPS) == 5
+
+
+def test_a_gauge_holds_the_last_value_set():
+    recorder = Recorder()
+
+    recorder.set(LOSS, 5.5)
+    recorder.set(LOSS, 2.5)
+
+    assert recorder.snapshot().value(LOSS) == 2.5
+
+
+def test_series_of_one_metric_are_told_apart_by_their_labels():
+    recorder = Recorder()
+
+    recorder.add(COLLECTIVE_CALLS, 1, "all_reduce", "dp", "backward")
+    recorder.add(COLLECTIVE_CALLS, 4, "all_gather", "dp", "optimizer")
+
+    snapshot = recorder.snapshot()
+    assert snapshot.value(COLLECTIVE_CALLS, "all_gather", "dp", "optimizer") == 4
+    assert snapshot.total(COLLECTIVE_CALLS) == 5
+
+
+def test_new_facts_replace_the_old_ones():
+    recorder = Recorder()
+
+    recorder.inform(RUN_INFO, *FACTS)
+    recorder.inform(RUN_INFO, "run-2", *FACTS[1:])
+
+    assert dict(recorder.snapshot().values[RUN_INFO]) == {("run-2", *FACTS[1:]): 1.0}
+
+
+def test_an_observation_counts_in_the_first_bucket_whose_bound_it_does_not_pass():
+    recorder = Recorder()
+    below, on, above_all = 0.00005, 0.002, 60.0
+
+    for seconds in (below, on, above_all):
+        recorder.observe(COLLECTIVE_SECONDS, seconds, "all_reduce")
+
+    distribution = recorder.snapshot().distribution(COLLECTIVE_SECONDS, "all_reduce")
+    assert distribution is not None
+    assert distribution.counts == (1, 0, 1, 0, 0, 0, 0, 1)
+    assert distribution.sum == pytest.approx(below + on + above_all)
+
+
+def test_a_bucket_keeps_its_last_exemplar():
+    recorder = Recorder()
+
+    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce", exemplar={"trace_id": "aa"})
+    recorder.observe(COLLECTIVE_SECONDS, 0.04, "all_reduce", exemplar={"trace_id": "bb"})
+    recorder.observe(COLLECTIVE_SECONDS, 0.04, "all_reduce")
+
+    distribution = recorder.snapshot().distribution(COLLECTIVE_SECONDS, "all_reduce")
+    assert distribution is not None
+    seen = [exemplar for exemplar in distribution.exemplars if exemplar]
+    assert [(exemplar.labels, exemplar.value) for exemplar in seen] == [({"trace_id": "bb"}, 0.04)]
+
+
+def test_an_unknown_label_value_is_rejected_and_leaves_no_trace():
+    recorder = Recorder()
+
+    with pytest.raises(ValueError, match=r"collective_calls_total: op='all_reduces' is none of"):
+        recorder.add(COLLECTIVE_CALLS, 1, "all_reduces", "dp", "backward")
+    with pytest.raises(ValueError, match=r"collective_seconds: op='all_reduces' is none of"):
+        recorder.observe(COLLECTIVE_SECONDS, 1.0, "all_reduces")
+
+    snapshot = recorder.snapshot()
+    assert COLLECTIVE_CALLS not in snapshot.values
+    assert COLLECTIVE_SECONDS not in snapshot.distributions
+
+
+def test_a_missing_label_is_rejected():
+    recorder = Recorder()
+
+    with pytest.raises(ValueError, match=r"takes labels \('op', 'group', 'phase'\), got"):
+        recorder.add(COLLECTIVE_CALLS, 1, "all_reduce", "dp")
+
+
+def test_a_forgotten_metric_is_gone():
+    recorder = Recorder()
+    recorder.set(LOSS, 1.0)
+    recorder.observe(COLLECTIVE_SECONDS, 1.0, "all_reduce")
+
+    recorder.forget(LOSS)
+    recorder.forget(COLLECTIVE_SECONDS)
+
+    snapshot = recorder.snapshot()
+    assert snapshot.value(LOSS) is None
+    assert snapshot.distribution(COLLECTIVE_SECONDS, "all_reduce") is None
+
+
+def test_a_snapshot_does_not_change_afterwards():
+    recorder = Recorder()
+    recorder.add(STEPS, 1)
+    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce")
+
+    snapshot = recorder.snapshot()
+    recorder.add(STEPS, 1)
+    recorder.observe(COLLECTIVE_SECONDS, 0.03, "all_reduce")
+
+    distribution = snapshot.distribution(COLLECTIVE_SECONDS, "all_reduce")
+    assert snapshot.value(STEPS) == 1
+    assert distribution is not None
+    assert distribution.count == 1
+
+
+def test_a_commit_is_seen_whole_by_a_concurrent_snapshot():
+    recorder = Recorder()
+    halfway, read_begun, read_done = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    def write() -> None:
+        with recorder.commit():
+            recorder.add(STEPS, 1)
+            halfway.set()
+            read_begun.wait(5)
+            # Time enough to read half a commit; a reader that waits its turn takes longer.
+            read_done.wait(0.1)
+            recorder.add(SAMPLES, 8)
+
+    def read() -> None:
+        read_begun.set()
+        snapshot = recorder.snapshot()
+        seen.append((snapshot.value(STEPS), snapshot.value(SAMPLES)))
+        read_done.set()
+
+    writer, reader = threading.Thread(target=write), threading.Thread(target=read)
+    writer.start()
+    halfway.wait(5)
+    reader.start()
+    writer.join(5)
+    reader.join(5)
+
+    assert seen == [(1, 8)]

@@ -1,0 +1,175 @@
+"""Settings: which source wins, and what is said about a value that cannot be used."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from zerowatch.errors import SettingsError
+from zerowatch.metrics.settings import Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("ZEROWATCH_")]:
+        monkeypatch.delenv(name)
+
+
+def error_of(arguments=None, ds_block=None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(arguments, ds_block)
+    return str(caught.value)
+
+
+def test_without_any_source_the_defaults_hold():
+    settings = load_settings()
+
+    assert settings == Settings()
+    assert (settings.serve.host, settings.serve.port) == ("127.0.0.1", 9464)
+
+
+def test_each_source_overrules_the_ones_below_it(monkeypatch, tmp_path):
+    ports = [load_settings().serve.port]
+    (tmp_path / "zerowatch.toml").write_text("[serve]\nport = 1001\n")
+    ports.append(load_settings().serve.port)
+    ds_block = {"serve": {"port": 1002}}
+    ports.append(load_settings(None, ds_block).serve.port)
+    monkeypatch.setenv("ZEROWATCH_SERVE_PORT", "1003")
+    ports.append(load_settings(None, ds_block).serve.port)
+    ports.append(load_settings({"serve": {"port": 1004}}, ds_block).serve.port)
+
+    assert ports == [9464, 1001, 1002, 1003, 1004]
+
+
+def test_sources_are_combined_setting_by_setting(monkeypatch, tmp_path):
+    (tmp_path / "zerowatch.toml").write_text("[serve]\nhost = '127.0.0.2'\nport = 1001\n")
+    monkeypatch.setenv("ZEROWATCH_SERVE_LINGER_SECONDS", "3")
+
+    serve = load_settings({"serve": {"port": 1004}}).serve
+
+    assert (serve.host, serve.port, serve.linger_seconds) == ("127.0.0.2", 1004, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "section", "option", "value"),
+    [
+        ("ZEROWATCH_ENABLED", "false", None, "enabled", False),
+        ("ZEROWATCH_RUN_ID", "night-7", None, "run_id", "night-7"),
+        ("ZEROWATCH_RUN_LOG_SEGMENT_BYTES", "8192", "run_log", "segment_bytes", 8192),
+        ("ZEROWATCH_SERVE_STRICT_PORT", "1", "serve", "strict_port", True),
+        ("ZEROWATCH_SAMPLING_DEVICE_SECONDS", "0.5", "sampling", "device_seconds", 0.5),
+    ],
+)
+def test_every_depth_of_setting_has_an_environment_variable(
+    monkeypatch, variable, text, section, option, value
+):
+    monkeypatch.setenv(variable, text)
+
+    settings = load_settings()
+
+    assert getattr(getattr(settings, section) if section else settings, option) == value
+
+
+def test_an_empty_environment_variable_is_as_good_as_none(monkeypatch):
+    monkeypatch.setenv("ZEROWATCH_RUN_ID", "")
+    monkeypatch.setenv("ZEROWATCH_SERVE_TLS_KEY", "")
+
+    assert load_settings() == Settings()
+
+
+def test_a_misspelt_setting_is_named_with_its_source_and_the_likely_one():
+    message = error_of({"serve": {"prot": 1}})
+
+    assert message == (
+        "setting 'serve.prot' (call argument) does not exist; did you mean 'serve.port'?"
+    )
+
+
+def test_a_misspelt_section_gets_a_suggestion_too():
+    message = error_of(None, {"serv": {"port": 1}})
+
+    assert message == (
+        "setting 'serv' (\"zerowatch\" block of the ds config) does not exist; "
+        "did you mean 'serve'?"
+    )
+
+
+def test_a_setting_like_no_other_gets_no_suggestion():
+    assert error_of({"xyzzy": 1}) == "setting 'xyzzy' (call argument) does not exist"
+
+
+def test_a_misspelt_environment_variable_is_named_with_the_likely_one(monkeypatch):
+    monkeypatch.setenv("ZEROWATCH_SERVE_PROT", "1")
+
+    assert error_of() == (
+        "environment variable ZEROWATCH_SERVE_PROT is no setting; "
+        "did you mean 'ZEROWATCH_SERVE_PORT'?"
+    )
+
+
+def test_a_value_of_the_wrong_kind_is_told_with_what_was_given(monkeypatch):
+    monkeypatch.setenv("ZEROWATCH_SERVE_PORT", "http")
+
+    message = error_of()
+
+    assert message.startswith("setting 'serve.port' (environment): Input should be a valid integer")
+    assert message.endswith("got 'http'")
+
+
+def test_a_value_out_of_bounds_is_told_with_what_is_allowed():
+    assert error_of({"serve": {"port": 70000}}) == (
+        "setting 'serve.port' (call argument): "
+        "Input should be less than or equal to 65535, got 70000"
+    )
+
+
+def test_a_choice_that_is_none_is_told_with_the_choices():
+    message = error_of({"flops": {"method": "exact"}})
+
+    assert "'analytic', 'profiler' or 'off'" in message
+    assert message.endswith("got 'exact'")
+
+
+def test_a_fault_in_the_file_names_the_file(tmp_path):
+    (tmp_path / "zerowatch.toml").write_text("[serve]\nport = -1\n")
+
+    assert error_of().startswith("setting 'serve.port' (zerowatch.toml): ")
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path):
+    (tmp_path / "zerowatch.toml").write_text("serve: {port: 1}\n")
+
+    assert error_of().startswith("zerowatch.toml is not valid TOML: ")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "zerowatch.toml").touch(mode=0o000)
+
+    assert error_of() == "zerowatch.toml cannot be read: Permission denied"
+
+
+def test_a_run_id_that_would_leave_the_run_folder_is_refused():
+    assert error_of({"run_id": "../elsewhere"}).startswith("setting 'run_id' (call argument): ")
+
+
+def test_a_certificate_without_its_key_is_refused():
+    message = error_of({"serve": {"tls_certificate": "a.pem"}})
+
+    assert "tls_certificate and tls_key go together" in message
+
+
+def test_a_client_authority_without_a_certificate_is_refused():
+    message = error_of({"serve": {"tls_client_ca": "a.pem"}})
+
+    assert "tls_client_ca needs tls_certificate and tls_key" in message
+
+
+def test_a_certificate_and_its_key_may_come_from_different_sources(monkeypatch):
+    monkeypatch.setenv("ZEROWATCH_SERVE_TLS_KEY", "/run/secrets/key.pem")
+
+    serve = load_settings(None, {"serve": {"tls_certificate": "cert.pem"}}).serve
+
+    assert (str(serve.tls_certificate), str(serve.tls_key)) == ("cert.pem", "/run/secrets/key.pem")

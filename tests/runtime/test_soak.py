@@ -1,0 +1,53 @@
+"""A long run of tiny steps: watching neither leaks memory nor makes more and more series."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from bench.launch import run_ranks
+
+pytestmark = pytest.mark.jobs
+
+# The bench `soak` takes 10,000 steps on two ranks; this is what fits into a minute of CI.
+STEPS = 10_000
+FIRST_STEPS = 1500
+ALLOWED_GROWTH_BYTES = 5 * 2**20
+SERIES_ON_RANK_0 = 400
+
+
+@pytest.fixture(scope="module")
+def soaks() -> dict[str, dict[str, Any]]:
+    """What an unwatched and a watched run held; they run side by side, each on one rank."""
+    with ThreadPoolExecutor() as pool:
+        running = {
+            name: pool.submit(_soak, watched=name == "watched") for name in ("unwatched", "watched")
+        }
+        return {name: run.result() for name, run in running.items()}
+
+
+def _soak(*, watched: bool) -> dict[str, Any]:
+    asked = {"stage": 1, "steps": STEPS, "first_steps": FIRST_STEPS, "watched": watched}
+    return run_ranks("soak_job.py", asked, world_size=1, timeout_seconds=300)[0]
+
+
+def _grown_bytes(soak: dict[str, Any]) -> int:
+    grown: int = soak["late"]["resident_bytes"] - soak["early"]["resident_bytes"]
+    return grown
+
+
+def test_a_watched_run_grows_by_no_more_than_5_mib_beyond_an_unwatched_one(
+    soaks: dict[str, dict[str, Any]],
+) -> None:
+    unwatched, watched = (_grown_bytes(soaks[name]) for name in ("unwatched", "watched"))
+
+    assert watched <= unwatched + ALLOWED_GROWTH_BYTES
+
+
+def test_the_series_of_a_run_stay_within_the_budget_and_do_not_change(
+    soaks: dict[str, dict[str, Any]],
+) -> None:
+    early, late = (soaks["watched"][when]["series"] for when in ("early", "late"))
+
+    assert 0 < early == late <= SERIES_ON_RANK_0

@@ -1,0 +1,13 @@
+"""Shows its errors by a hook of its own."""
+
+import sys
+import traceback
+
+
+def show(kind, error, trace):
+    """Print the error and the functions it went through."""
+    print("hook:", kind.__name__, error, [frame.name for frame in traceback.extract_tb(trace)])
+
+
+sys.excepthook = show
+raise LookupError("no such row")

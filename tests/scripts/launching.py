@@ -1,0 +1,64 @@
+"""Starts scripts as a user would: with plain python, watched, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent
+ZEROWATCH = str(Path(sys.executable).with_name("zerowatch"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
+
+Finished = subprocess.CompletedProcess[str]
+
+
+def plain(*arguments: object, cwd: Path | None = None) -> Finished:
+    """Run `python ARGUMENTS`."""
+    return start(sys.executable, *arguments, cwd=cwd)
+
+
+def watched(*arguments: object, cwd: Path | None = None, **variables: str) -> Finished:
+    """Run `python -m zerowatch ARGUMENTS`."""
+    return start(sys.executable, "-m", "zerowatch", *arguments, cwd=cwd, variables=variables)
+
+
+def start(
+    *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+) -> Finished:
+    """Run a command to its end, on CPU and on the loopback interface only."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("ZEROWATCH_")
+    }
+    environment |= {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ZEROWATCH_SERVE_PORT": "0",
+    }
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment | dict(variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def steps_logged(folder: Path) -> dict[str, list[int]]:
+    """Return, by file name, the steps in the run logs of the one run under `folder`."""
+    (run,) = (folder / "runs").iterdir()
+    return {
+        log.name: [json.loads(line)["step"] for line in log.read_text().splitlines() if line]
+        for log in sorted(run.glob("rank-*.jsonl"))
+    }
+
+
+def own_lines(finished: Finished) -> list[str]:
+    """Return the lines that the training scripts here print themselves, apart from DeepSpeed's."""
+    return [line for line in finished.stdout.splitlines() if line.startswith("out: ")]

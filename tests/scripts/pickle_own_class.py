@@ -1,0 +1,18 @@
+"""Pickles an object of a class defined here."""
+
+import inspect
+import pickle
+from dataclasses import dataclass
+from typing import get_type_hints
+
+
+@dataclass
+class Sample:
+    """One sample."""
+
+    tokens: "list[int]"
+
+
+copy = pickle.loads(pickle.dumps(Sample([1, 2])))
+print(copy, type(copy) is Sample, get_type_hints(Sample))
+print(inspect.getsource(Sample))

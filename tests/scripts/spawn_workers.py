@@ -1,0 +1,23 @@
+"""Gives work to spawned processes, which import this script again."""
+
+import multiprocessing
+
+
+class Task:
+    """Work that travels to a worker and back."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self):
+        return self.number**2, __name__
+
+
+def run(task):
+    """Do one task."""
+    return task()
+
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(run, [Task(2), Task(3)]))

@@ -1,0 +1,25 @@
+"""Trains a tiny model, as most DeepSpeed scripts do: `deepspeed.initialize` by its full name."""
+
+import sys
+
+import deepspeed
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+}
+engine, _, _, _ = deepspeed.initialize(
+    model=model, config=sys.argv[1] if sys.argv[1:] else config
+)
+for step in range(5):
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    loss = engine(batch).square().mean()
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == 0:
+        print(f"out: step {step} loss {loss.item()!r}", flush=True)
+torch.distributed.destroy_process_group()

@@ -1,0 +1,127 @@
+"""The house rules that no linter knows: sizes, and what may stand in which file only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from package_tree import ROOT, package_files
+
+from zerowatch.metrics.catalog import CATALOG
+from zerowatch.metrics.catalog.spec import PREFIX
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 40
+FAIL_OPEN = {"runtime/hooks.py", "metrics/exporters/fanout.py"}
+CONSOLE = ("runtime/cli.py", "runtime/run.py", "runtime/demo/")
+HOME_OF = {
+    "prometheus_client": "metrics/exporters/prometheus.py",
+    "opentelemetry": "metrics/exporters/opentelemetry.py",
+    "pynvml": "runtime/devices/nvml.py",
+}
+
+
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    """Yield each syntax node of the package with "file:line"."""
+    for file in package_files():
+        for node in ast.walk(parsed(file)):
+            yield f"{file.as_posix()}:{getattr(node, 'lineno', 0)}", node
+
+
+def file_of(place: str) -> str:
+    return place.rpartition(":")[0]
+
+
+def test_every_file_is_short() -> None:
+    lines = {str(file): len((ROOT / file).read_text().splitlines()) for file in package_files()}
+
+    too_long = {file: count for file, count in lines.items() if count > MAX_FILE_LINES}
+
+    assert too_long == {}
+
+
+def test_every_function_is_short() -> None:
+    functions = {
+        f"{place} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for place, node in nodes()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+    too_long = {name: count for name, count in functions.items() if count > MAX_FUNCTION_LINES}
+
+    assert too_long == {}
+
+
+def test_failures_are_swallowed_in_one_place_only() -> None:
+    swallowers = [
+        place for place, node in nodes() if swallows(node) and file_of(place) not in FAIL_OPEN
+    ]
+
+    assert swallowers == []
+
+
+def swallows(node: ast.AST) -> bool:
+    """Whether this catches any exception, and does not pass it on with a closing `raise`."""
+    if isinstance(node, ast.ExceptHandler):
+        ends_in_raise = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        return not ends_in_raise and (node.type is None or names_any_exception(node.type))
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+        return any(names_any_exception(argument) for argument in node.args)
+    return False
+
+
+def names_any_exception(expression: ast.expr) -> bool:
+    names = {inner.id for inner in ast.walk(expression) if isinstance(inner, ast.Name)}
+    return not names.isdisjoint({"Exception", "BaseException"})
+
+
+def test_metric_names_stand_in_the_catalog_only() -> None:
+    names = [spec.name for spec in CATALOG]
+
+    strays = [
+        f"{place} {node.value!r}"
+        for place, node in nodes()
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (node.value == PREFIX or any(name in node.value for name in names))
+        and not place.startswith("metrics/catalog/")
+    ]
+
+    assert strays == []
+
+
+@pytest.mark.parametrize("library", HOME_OF)
+def test_a_library_we_may_replace_is_imported_in_one_file_only(library: str) -> None:
+    importers = {file_of(place) for place, node in nodes() if library in imported(node)}
+
+    assert importers <= {HOME_OF[library]}
+
+
+def imported(node: ast.AST) -> set[str]:
+    """Name the top-level packages that an import statement loads."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return {(node.module or "").partition(".")[0]}
+    return set()
+
+
+def test_only_the_console_prints() -> None:
+    prints = [
+        place
+        for place, node in nodes()
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and not place.startswith(CONSOLE)
+    ]
+
+    assert prints == []
