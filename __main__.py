@@ -11,6 +11,8 @@ import click
 
 from .errors import ZerowatchError
 
+# What the deepspeed launcher puts behind a module's name, and torch.distributed.launch likewise.
+_LAUNCHERS_RANK = ("--local_rank=", "--local-rank=")
 # Where each command lives. A room is imported when its command is used or listed, never before.
 _ROOMS = {"run": ".runtime.cli", "demo": ".runtime.cli"}
 
@@ -55,14 +57,16 @@ def main() -> None:
 
 def _names_script(arguments: Sequence[str]) -> bool:
     """Tell a script or `-m` from an option of ours, such as --help."""
-    return bool(arguments) and (arguments[0] == "-m" or not arguments[0].startswith("-"))
+    first = arguments[0] if arguments else "--help"
+    return first == "-m" or first.startswith(_LAUNCHERS_RANK) or not first.startswith("-")
 
 
 def _attach(arguments: Sequence[str]) -> None:
     from .runtime.attach import prepare
 
+    rank = arguments[:1] if arguments[0].startswith(_LAUNCHERS_RANK) else []
     try:
-        script = prepare(arguments)
+        script = prepare(arguments[len(rank) :], launchers_arguments=rank)
     except ZerowatchError as error:
         mistaken = arguments[0] in _ROOMS  # a command, where only a script can stand
         _refuse(error, f"; the command is `zerowatch {arguments[0]}`" if mistaken else "")

@@ -7,7 +7,6 @@ it. It installs no signal handler, and imports neither torch nor deepspeed befor
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import os
 import runpy
@@ -19,7 +18,7 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-from ..errors import CommandLineError
+from ..errors import CommandLineError, ZerowatchError
 from ..metrics.settings import load_settings
 from .ds_config import explain_config_error
 from .hooks import Hooks
@@ -43,18 +42,23 @@ class Script:
             self.body()
 
 
-def prepare(arguments: Sequence[str]) -> Script:
+def prepare(arguments: Sequence[str], launchers_arguments: Sequence[str] = ()) -> Script:
     """Check everything that can be wrong before the script's first line.
 
     Args:
         arguments: A script and its arguments, or `-m`, a module and its arguments.
+        launchers_arguments: What a launcher adds, which stands before all the script's own.
 
     Raises:
         CommandLineError: The script cannot be read.
         SettingsError: A setting is wrong.
     """
-    target, *rest = arguments
-    body = _module_body(rest) if target == "-m" else _script_body(target, rest)
+    as_module = arguments[:1] == ["-m"]
+    if len(arguments) <= as_module:
+        raise CommandLineError("-m needs the name of a module" if as_module else "no script given")
+    target = arguments[as_module]
+    rest = [*launchers_arguments, *arguments[as_module + 1 :]]
+    body = _module_body(target, rest) if as_module else _script_body(target, rest)
     # The ds config is not known yet, and may switch the watch on against zerowatch.toml: only
     # what is stronger than it, the environment, decides here.
     return Script(body=body, watched=load_settings(ds_block={"enabled": True}).enabled)
@@ -81,15 +85,12 @@ def _script_body(script: str, arguments: list[str]) -> Callable[[], None]:
     return body
 
 
-def _module_body(arguments: list[str]) -> Callable[[], None]:
-    if not arguments:
-        raise CommandLineError("-m needs the name of a module")
-
+def _module_body(name: str, arguments: list[str]) -> Callable[[], None]:
     def body() -> None:
-        sys.argv = ["-m", *arguments[1:]]  # as with python, until the module is found
+        sys.argv = ["-m", *arguments]  # as with python, until the module is found
         _fresh_main()
         # What the interpreter itself calls for `-m`; its public kin take `__main__` away again.
-        runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
     return body
 
@@ -119,18 +120,16 @@ def _watch_imports(hooks: Hooks) -> None:
 
 
 class _Ending(AbstractContextManager[None]):
-    """Closes the watch at the end of the script, and shows its error as plain python would."""
+    """Shows the error that ended a script as plain python would, and closes the watch after it.
+
+    A script that ends well needs none of this: a watch closes itself in an exit handler, when the
+    script's late threads are done.
+    """
 
     def __init__(self, hooks: Hooks, *, watched: bool) -> None:
-        self._close = hooks.guard("close", _close_watch)
+        self._close = hooks.guard("close", _close_failed)
         self._explain = hooks.guard("explain", _explanation)
         self._watched = watched
-        self._process = os.getpid()
-
-    def __enter__(self) -> None:
-        # Registered before the script's own exit handlers, it runs after them; the interpreter
-        # has waited for the script's threads by then.
-        atexit.register(self._finish, failed=False)
 
     def __exit__(
         self,
@@ -140,7 +139,7 @@ class _Ending(AbstractContextManager[None]):
     ) -> None:
         if isinstance(error, SystemExit):
             if error.code not in (None, 0):
-                self._finish(failed=True)
+                self._close()
         elif error is not None:
             self._fail(error)
 
@@ -166,19 +165,18 @@ class _Ending(AbstractContextManager[None]):
         try:
             excepthook(kind, error, error.__traceback__)
         finally:
-            self._finish(failed=True)
-
-    def _finish(self, *, failed: bool) -> None:
-        if os.getpid() == self._process:  # a forked child may come here too: not its watch
-            self._close(failed)
+            self._close()
 
 
 def _explanation(error: BaseException) -> str | None:
-    """Return the line that the wrapped deepspeed.initialize left, or what can be told without."""
+    """Return one line if the error is the caller's mistake in a configuration or a setting."""
+    if isinstance(error, ZerowatchError):
+        return str(error)
+    # The wrapped deepspeed.initialize has left a line, if it was reached.
     return getattr(error, "zerowatch_explanation", None) or explain_config_error(error, None)
 
 
-def _close_watch(failed: bool) -> None:
+def _close_failed() -> None:
     initialize = sys.modules.get(f"{__package__}.initialize")
     if initialize is not None:  # else the script never came to torch
-        initialize.close_watch(failed=failed)
+        initialize.close_watch(failed=True)

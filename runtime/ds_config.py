@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ..errors import SettingsError
 
@@ -26,6 +27,7 @@ _READERS = ("DeepSpeedConfig.__init__", "load_ds_config")
 _ENGINE_READERS = {
     "DeepSpeedEngine._do_sanity_check": "optimizer.type",
     "DeepSpeedEngine._configure_basic_optimizer": "optimizer.params",
+    "DeepSpeedEngine._do_optimizer_sanity_check": "zero_allow_untested_optimizer",
     "DeepSpeedEngine._scheduler_from_config": "scheduler.type",
 }
 _BATCH_KEYS = (
@@ -73,7 +75,7 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
         config = _local(error, "HfDeepSpeedConfig.__init__", "config_file_or_dict")
     elif not _raised_by_reader(error):
         return None
-    if config is None:
+    if config is None or not isinstance(error, Exception):  # a Ctrl-C explains itself
         return None
     fault = _file_fault(config, error) or _value_fault(error, _content(config))
     return f"{_origin(config)}: {fault}"
@@ -197,10 +199,15 @@ def _blocks(
 def _known_keys(model: type, path: Sequence[int | str]) -> list[str]:
     """Return the keys that stand beside the last part of `path`, seen from a pydantic model."""
     for part in path[:-1]:
-        annotation = model.model_fields[str(part)].annotation  # type: ignore[attr-defined]
-        kinds = (annotation, *get_args(annotation))
-        model = next(k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
-    return list(model.model_fields)  # type: ignore[attr-defined]
+        field = _fields(model).get(str(part))
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        model = next(models, type(None))
+    return list(_fields(model))
+
+
+def _fields(model: type) -> Mapping[str, FieldInfo]:
+    return model.model_fields if issubclass(model, BaseModel) else {}
 
 
 def _origin(config: object) -> str:

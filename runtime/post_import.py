@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from itertools import dropwhile, islice
 from types import ModuleType
 from typing import Any
 
@@ -80,10 +81,10 @@ class PostImportFinder:
 def _find_behind(
     asking: PostImportFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    finders = list(sys.meta_path)
-    for finder in finders[finders.index(asking) + 1 :]:
+    from_asking = dropwhile(lambda finder: finder is not asking, list(sys.meta_path))
+    for finder in islice(from_asking, 1, None):
         find = getattr(finder, "find_spec", None)
-        spec = find(name, path, target) if find else None
+        spec: ModuleSpec | None = find(name, path, target) if find else None
         if spec is not None:
             return spec
     return None

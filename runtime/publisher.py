@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..metrics.catalog import communication, memory, training
@@ -13,6 +13,7 @@ from ..metrics.step_record import StepRecord
 from .collectives.tally import StepComm, Tally, union_seconds
 from .deferred import Deferred, mean
 from .engine_hooks import Window
+from .flops_counter import FlopsOf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +35,6 @@ class ClosedStep:
         """Whether the numbers that were on their way when the step ended have arrived."""
         numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.window.losses)
         return all(number.ready for number in numbers)
-
-
-FlopsOf = Callable[[Window], float | None]
 
 
 class Publisher:

@@ -40,8 +40,7 @@ def launch(arguments: Sequence[str]) -> int:
         torchrun.main(_watched(arguments, options))
     except ChildFailedError as error:
         error.name = options.training_script  # torchrun's summary would say that we failed
-        summary = error.format_msg()  # type: ignore[no-untyped-call]
-        sys.stderr.write(f"{summary}\n")
+        sys.stderr.write(f"{error.format_msg()}\n")
         return _exit_code(error.get_first_failure()[1].exitcode)
     except SignalException as error:
         return 128 + error.sigval

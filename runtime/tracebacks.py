@@ -32,10 +32,24 @@ def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None
     if attach:  # all up to attach.py started the script: ours, and the interpreter's for `-m`
         links = links[attach[-1] + 1 :]
     if links and not _is_ours(links[-1]):  # an error of our own making keeps its frames
-        links = [link for link in links if not _is_ours(link)]
-    for link, following in zip(links, [*links[1:], None], strict=True):
-        link.tb_next = following
-    return links[0] if links else None
+        links = _dropped(links)
+    first = None
+    for link in reversed(links):
+        link.tb_next = first
+        first = link
+    return first
+
+
+def _dropped(links: list[TracebackType]) -> list[TracebackType]:
+    kept: list[TracebackType] = []
+    for link in links:
+        if not _is_ours(link):
+            kept.append(link)
+            continue
+        # Around the import hook stand frames that python drops itself where there is no hook.
+        while kept and _file(kept[-1]).startswith("<frozen importlib"):
+            kept.pop()
+    return kept
 
 
 def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -26,7 +26,8 @@ from .data_hooks import DataHooks
 from .deferred import Deferred
 from .devices.choose import device_probes, peak_flops_per_second
 from .engine_hooks import EngineHooks, Window
-from .facts import FlopsCounter, cuda_device, run_facts
+from .facts import cuda_device, run_facts
+from .flops_counter import flops_counter
 from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
 from .memory.choose import memory_probes
@@ -141,7 +142,7 @@ class Watch:
             self._recorder.set(training.PEAK_FLOPS, peak, name)
         self._recorder.set(training.RUN_ACTIVE, 1)
         self.subscribe(self._folder.append)
-        flops = FlopsCounter(engine.module, settings.flops.method)
+        flops = flops_counter(engine.module, settings.flops.method, self._hooks)
         self._publisher = Publisher(self._recorder, flops, peak)
         self._thread = WatchThread(
             recorder=self._recorder,
@@ -208,6 +209,8 @@ class Watch:
         """Learn the run's name and, on rank 0, where the other ranks serve."""
         self._folder.look_around()
         engine, run_id = self._engine(), self.run_id
+        if engine is None:  # collected without a close
+            self._recorder.set(training.RUN_ACTIVE, 0)
         if not self._informed and engine is not None and run_id is not None:
             self._informed = True
             facts = run_facts(engine, run_id, self._identity.world_size)

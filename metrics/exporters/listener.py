@@ -25,7 +25,13 @@ logger = logging.getLogger(__name__)
 CLIENT_TIMEOUT_SECONDS = 5.0
 MOST_CLIENTS = 8
 
-_FAILED = b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
+# Where closing cannot wake the accepting thread, which is not on Linux, it waits up to this.
+POLL_SECONDS = 2.0
+
+_FAILED = (
+    b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
+    b"This page could not be made; the log of the training says why.\n"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +88,13 @@ class Listener(ThreadingTCPServer):
         """Answer a request; whatever this raises ends in `handle_error`."""
         return self._site.answer(path, accept)
 
+    def serve(self) -> None:
+        """Accept clients until `stop` is called from another thread."""
+        self.serve_forever(POLL_SECONDS)
+
     def stop(self) -> None:
-        """End `serve_forever`, which another thread is in, at once."""
-        # Wakes the accepting thread, which otherwise looks up only every half second.
+        """End `serve`, which must be running, at once."""
+        # Wakes the accepting thread, which by itself looks up only now and then.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()

@@ -37,10 +37,13 @@ def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, 
     registry = CollectorRegistry()
     registry.register(_SnapshotCollector(snapshot, str(rank)))
     _, content_type = choose_encoder(accept_header)
-    form = openmetrics if content_type.startswith("application/openmetrics-text") else None
-    encode = form.generate_latest if form else generate_latest
-    # The catalog's names need no escaping, and looking for that costs half of the scrape.
-    return content_type, encode(registry, escaping=openmetrics.ALLOWUTF8)
+    if content_type.startswith("application/openmetrics-text"):
+        # The catalog's names need no escaping, and to look for that takes a third of the time.
+        text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+            registry, escaping=openmetrics.ALLOWUTF8
+        )
+        return content_type, text
+    return content_type, generate_latest(registry)
 
 
 class _SnapshotCollector(Collector):

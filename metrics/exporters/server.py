@@ -76,7 +76,7 @@ class MetricsServer:
             return None
         self._warn_of_open_door(listener)
         self._listener, self._process_id = listener, os.getpid()
-        threading.Thread(target=listener.serve_forever, name="zerowatch-http", daemon=True).start()
+        threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
         return advertised_address(listener, self._settings.advertise_host)
 
     def linger(self) -> None:

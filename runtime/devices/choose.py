@@ -21,9 +21,10 @@ def device_probes(*, cuda_device: int | None) -> list[DeviceProbe]:
 
 
 def peak_flops_per_second(*, cuda_device: int | None) -> float | None:
-    """Return the peak of this rank's device in FLOP/s, or None for a GPU that is not in the table.
+    """Return the peak of this rank's device in FLOP/s, or None if it is not known.
 
-    On CPU it is measured, which takes up to 50 ms: call it before training starts.
+    A GPU is looked up in a table. A CPU is measured, which takes about 40 ms: call it before
+    training starts.
 
     Args:
         cuda_device: torch's index of the GPU this rank trains on; None on CPU.

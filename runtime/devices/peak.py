@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from typing import TYPE_CHECKING
@@ -9,17 +10,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 # Dense FLOP/s (without 2:4 sparsity) in bf16 with fp32 accumulation, by the whole name that the
-# driver gives; first match wins. From NVIDIA's data sheets of each product, whose sparse figures
+# driver gives. From NVIDIA's data sheets of each product, whose sparse figures
 # are halved. V100 and T4 have no bf16: theirs is fp16.
 _GPU_FLOPS_PER_SECOND = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
-    (r"GH200 .*|GH200", 989e12),
+    (r"GH200( .*)?", 989e12),
     (r"H200 NVL|H100 NVL", 835.5e12),
     (r"H200", 989e12),
     (r"H100 PCIe", 756e12),
-    (r"H100 80GB HBM3|H100 SXM.*|H800 SXM.*", 989e12),
+    (r"H100 80GB HBM3", 989e12),
     (r"A100[- ].*|A800[- ].*", 312e12),
     (r"A30", 165e12),
     (r"A40", 149.7e12),
@@ -33,45 +36,50 @@ _GPU_FLOPS_PER_SECOND = (
 )
 _VENDOR = re.compile(r"(NVIDIA|Tesla) ")
 
-_MEASURING_SECONDS = 0.035  # leaves room for the first product, which starts the thread pool
-# Long enough to be efficient, and short enough that some run between two preemptions.
-_PRODUCT_SECONDS = 0.002
+_MEASURING_SECONDS = 0.035  # the first product, which starts the thread pool, comes on top
+_PRODUCT_SECONDS = 0.002  # long enough to be efficient
 _SMALLEST, _LARGEST = 256, 2048  # sides of the square matrices
+# AVX2 reaches 30e9 and more. Threads that share a core with each other or with other processes
+# wait for each other milliseconds at a time, and then seem to reach 1e9 to 5e9.
+_LEAST_PLAUSIBLE_PER_THREAD = 8e9
 
 
 def gpu_peak_flops_per_second(name: str) -> float | None:
-    """Look a GPU up by the name its driver gives; None if it is not in the table."""
+    """Look a GPU up by the name its driver gives; None if it, or a MIG slice, is not known."""
+    if " MIG " in name:
+        return None
     model = _VENDOR.sub("", name)
     return next(
         (flops for pattern, flops in _GPU_FLOPS_PER_SECOND if re.fullmatch(pattern, model)), None
     )
 
 
-def measure_cpu_flops_per_second() -> float:
-    """Multiply fp32 matrices for about 40 ms and return the best rate seen.
+def measure_cpu_flops_per_second() -> float | None:
+    """Multiply fp32 matrices for about 40 ms; return the best rate, or None if it is implausible.
 
     The matrices double until one product would take more than 2 ms. torch's current number of
-    threads is used, and no random number is drawn. A product is timed by the CPU time of this
-    thread, which does its share of it: wall time would count what other processes take. Where the
-    cores are not enough for all that runs, the rate can still come out far too low, because the
-    threads wait for each other. A CPU with bf16 instructions can train faster than fp32 allows,
-    and then shows an MFU above 1.
+    threads is used and no random number is drawn. A product is timed by the CPU time of this
+    thread, which does its share of it, so that what other processes take does not count; but where
+    the cores are so busy that the threads keep waiting for each other, there is no telling. A CPU
+    with bf16 instructions can train faster than fp32 allows, and then shows an MFU above 1.
     """
     import torch
 
-    deadline = time.perf_counter() + _MEASURING_SECONDS
     best, side = 0.0, _SMALLEST
     with torch.inference_mode():
         matrix = _ones(side)
         torch.mm(matrix, matrix)
-        # Measured at least once, however long the first product took.
-        while best == 0.0 or time.perf_counter() < deadline:
+        deadline = time.perf_counter() + _MEASURING_SECONDS
+        while time.perf_counter() < deadline:
             started = time.thread_time()
             torch.mm(matrix, matrix)
             best = max(best, _square_flops(side) / (time.thread_time() - started))
             if side < _LARGEST and _square_flops(2 * side) / best < _PRODUCT_SECONDS:
                 side *= 2
                 matrix = _ones(side)
+    if best < _LEAST_PLAUSIBLE_PER_THREAD * torch.get_num_threads():
+        logger.info("cpu: too busy to measure its peak FLOP/s; flops.peak_per_second can set it")
+        return None
     return best
 
 

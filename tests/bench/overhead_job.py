@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,15 +75,17 @@ def orders(rounds: int, every_round: list[str], some_rounds: list[str]) -> Itera
         yield order
 
 
-def block(job: training.Training, arm: str, asked: dict[str, Any]) -> float:
-    """Return the mean step seconds under a tool; opening, settling and closing are not timed."""
+def block(job: training.Training, arm: str, asked: dict[str, Any]) -> dict[str, float]:
+    """Return a step's mean wall and CPU seconds; opening, settling and closing are not timed."""
     with ARMS[arm](job.engine):
         for _ in range(asked["settling_steps"]):
             job.step()
         gc.collect()
-        seconds = job.time_steps(asked["block_steps"])
+        cpu_begin = time.process_time()
+        wall = job.time_steps(asked["block_steps"])
+        cpu = (time.process_time() - cpu_begin) / asked["block_steps"]
     gc.collect()
-    return seconds
+    return {"wall": wall, "cpu": cpu}
 
 
 if __name__ == "__main__":

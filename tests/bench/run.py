@@ -43,8 +43,15 @@ def main() -> None:
     print(_surroundings(), flush=True)
     options = Options(steps=asked.steps, quick=asked.quick)
     rows = [row for name in asked.names or BENCHES for row in _run(name, options)]
-    missed = [row.what for row in rows if row.met is False]
-    print("GOALS MISSED: " + "; ".join(missed) if missed else "All goals met.")
+    _tell("GOALS MISSED", [row.what for row in rows if row.met is False])
+    _tell("TOO NOISY TO TELL", [row.what for row in rows if row.too_noisy])
+    if all(row.met or not row.goal for row in rows):
+        print("All goals met.")
+
+
+def _tell(heading: str, rows: list[str]) -> None:
+    if rows:
+        print(f"{heading}: " + "; ".join(rows))
 
 
 def _run(name: str, options: Options) -> list[Row]:

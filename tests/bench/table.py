@@ -10,7 +10,7 @@ HEADINGS = ("what", "measured", "interval or spread", "goal", "met")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; `met` is None where there is no goal."""
+    """One line of the table; `met` is None where there is no goal, or noise hides the answer."""
 
     what: str
     measured: str
@@ -20,8 +20,17 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        verdict = "" if self.met is None else ("yes" if self.met else "NO")
-        return (self.what, self.measured, self.spread, self.goal, verdict)
+        return (self.what, self.measured, self.spread, self.goal, self._verdict)
+
+    @property
+    def too_noisy(self) -> bool:
+        return bool(self.goal) and self.met is None
+
+    @property
+    def _verdict(self) -> str:
+        if not self.goal:
+            return ""
+        return "too noisy" if self.met is None else ("yes" if self.met else "NO")
 
 
 def render(rows: Sequence[Row]) -> str:

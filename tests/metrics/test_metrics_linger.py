@@ -6,10 +6,17 @@ import threading
 import time
 
 import pytest
-from fakes.scraper import get
+from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.scrapes import Scrapes
+
+
+def scrape(address: str) -> None:
+    """Scrape, and wait for the server to have taken note, which it does after its answer."""
+    threads_before = threading.active_count()
+    get(address)
+    assert eventually(lambda: threading.active_count() <= threads_before)
 
 
 def seconds_of(call) -> float:
@@ -28,7 +35,7 @@ def test_a_rank_that_was_never_scraped_does_not_linger(make_server, recorder):
 
 def test_a_rank_that_is_still_training_does_not_linger(make_server):
     server = make_server()
-    get(server.start())
+    scrape(server.start())
 
     assert seconds_of(server.linger) < 1
 
@@ -36,7 +43,7 @@ def test_a_rank_that_is_still_training_does_not_linger(make_server):
 def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, recorder):
     server = make_server(linger_seconds=20)
     address = server.start()
-    get(address)
+    scrape(address)
     recorder.set(RUN_ACTIVE, 0)
     last_scrape = threading.Timer(0.3, get, [address])
     last_scrape.start()
@@ -50,7 +57,7 @@ def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, record
 def test_lingering_is_not_ended_by_another_page(make_server, recorder):
     server = make_server(linger_seconds=0.6)
     address = server.start()
-    get(address)
+    scrape(address)
     recorder.set(RUN_ACTIVE, 0)
     visit = threading.Timer(0.1, get, [address, "/healthz"])
     visit.start()

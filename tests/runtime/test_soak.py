@@ -10,10 +10,11 @@ from bench.launch import run_ranks
 
 pytestmark = pytest.mark.jobs
 
-# The bench `soak` takes 10,000 steps on two ranks; this is what fits into a minute of CI.
-STEPS = 10_000
-FIRST_STEPS = 1500
-ALLOWED_GROWTH_BYTES = 5 * 2**20
+# The bench `soak` takes 10,000 steps on two ranks, which may grow by 5 MiB over the 8,500 after the
+# first; this is what fits into a minute of CI, with the same growth a step.
+STEPS = 5000
+FIRST_STEPS = 1000
+ALLOWED_GROWTH_BYTES = 5 * 2**20 * (STEPS - FIRST_STEPS) // 8500
 SERIES_ON_RANK_0 = 400
 
 
@@ -37,7 +38,7 @@ def _grown_bytes(soak: dict[str, Any]) -> int:
     return grown
 
 
-def test_a_watched_run_grows_by_no_more_than_5_mib_beyond_an_unwatched_one(
+def test_a_watched_run_grows_no_faster_than_5_mib_in_10_000_steps_beyond_an_unwatched_one(
     soaks: dict[str, dict[str, Any]],
 ) -> None:
     unwatched, watched = (_grown_bytes(soaks[name]) for name in ("unwatched", "watched"))

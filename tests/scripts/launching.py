@@ -11,6 +11,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
 ZEROWATCH = str(Path(sys.executable).with_name("zerowatch"))
+DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 
@@ -30,24 +31,27 @@ def watched(*arguments: object, cwd: Path | None = None, **variables: str) -> Fi
 def start(
     *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run a command to its end, on CPU and on the loopback interface only."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("ZEROWATCH_")
-    }
-    environment |= {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "ZEROWATCH_SERVE_PORT": "0",
-    }
+    """Run a command to its end."""
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment | dict(variables or {}),
+        env=environment(**(variables or {})),
         capture_output=True,
         text=True,
         timeout=180,
     )
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a job on CPU that talks over the loopback interface only."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ZEROWATCH_")}
+    return own | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ZEROWATCH_SERVE_PORT": "0",
+        **variables,
+    }
 
 
 def steps_logged(folder: Path) -> dict[str, list[int]]:

@@ -1,5 +1,7 @@
 """Trains a tiny model by Accelerate with gradient accumulation."""
 
+import os
+
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -25,6 +27,6 @@ for batch in loader:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    if accelerator.is_main_process:
+    if os.environ["RANK"] == "0":
         print(f"out: loss {loss.item()!r}", flush=True)
 torch.distributed.destroy_process_group()

@@ -1,10 +1,13 @@
 """Trains a tiny model, as most DeepSpeed scripts do: `deepspeed.initialize` by its full name."""
 
-import sys
+import argparse
 
 import deepspeed
 import torch
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+arguments = deepspeed.add_config_arguments(parser).parse_args()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
 config = {
@@ -13,7 +16,7 @@ config = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
 }
 engine, _, _, _ = deepspeed.initialize(
-    model=model, config=sys.argv[1] if sys.argv[1:] else config
+    args=arguments, model=model, config=None if arguments.deepspeed_config else config
 )
 for step in range(5):
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))

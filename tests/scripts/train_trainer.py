@@ -1,5 +1,7 @@
 """Trains a tiny GPT-2 by Hugging Face's Trainer; `--deepspeed ds.json` is the Trainer's own."""
 
+import os
+
 import torch
 from transformers import (
     GPT2Config,
@@ -30,7 +32,7 @@ set_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
 trainer = Trainer(model=model, args=arguments, train_dataset=Tokens())
 result = trainer.train()
-if arguments.process_index == 0:
+if os.environ["RANK"] == "0":
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"out: steps {result.global_step} losses {losses}", flush=True)
 torch.distributed.destroy_process_group()

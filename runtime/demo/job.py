@@ -1,0 +1,122 @@
+"""The demo's training script, one process per rank: a plain DeepSpeed loop, and one line to watch.
+
+Read it as an example. Apart from the console, `initialize` is all that zerowatch needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ..initialize import close_watch, initialize
+from ..watch import Watch
+from .console import DemoConsole
+from .corpus import NextByteWindows, standard_library_text
+from .model import ByteGpt
+from .plain_deepspeed import make_deepspeed_plain
+
+SEED = 1
+
+
+def main() -> None:
+    """Train, and on rank 0 show how it goes."""
+    options = _parse()
+    make_deepspeed_plain()
+    text = standard_library_text()
+    torch.manual_seed(SEED)  # the same weights on every rank
+    model = ByteGpt()
+    engine, *_ = initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=ds_config(steps=options.steps, stage=options.stage),
+        settings={"enabled": True},  # whatever the environment says: the watch is what is shown
+    )
+    windows = NextByteWindows(text, model.config.max_position_embeddings)
+    batches = endless_batches(windows, engine.train_micro_batch_size_per_gpu())
+    console = _console(engine.watch, options)
+
+    for batch in itertools.islice(batches, options.steps):
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
+        engine.backward(loss)
+        engine.step()
+
+    engine.watch.close()
+    if console is not None:
+        console.show_summary()
+    dist.destroy_process_group()
+
+
+def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration; on a GPU with larger batches, and in bfloat16."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "train_micro_batch_size_per_gpu": 64 if on_gpu else 8,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": on_gpu},
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            # torch's own AdamW: DeepSpeed's would be compiled first, which takes a C++ compiler.
+            "params": {
+                "torch_adam": True,
+                "lr": 2e-3,
+                "betas": [0.9, 0.95],
+                "weight_decay": 0.1,
+            },
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": steps,
+                "warmup_num_steps": max(2, min(20, steps // 5)),
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.1,
+            },
+        },
+        "steps_per_print": 10**9,
+    }
+
+
+def endless_batches(
+    windows: NextByteWindows, micro_batch: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's share of the windows over and over, shuffled anew each time."""
+    sampler: DistributedSampler[dict[str, torch.Tensor]]
+    sampler = DistributedSampler(windows, seed=SEED, drop_last=True)
+    loader = DataLoader(windows, batch_size=micro_batch, sampler=sampler, drop_last=True)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def _console(watch: Watch, options: argparse.Namespace) -> DemoConsole | None:
+    """Let rank 0 show each step; the other ranks are as good as the same."""
+    if dist.get_rank() != 0:
+        return None
+    console = DemoConsole(
+        watch=watch, steps=options.steps, stage=options.stage, num_ranks=dist.get_world_size()
+    )
+    watch.subscribe(console.on_step)
+    return console
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="zerowatch.runtime.demo.job")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--stage", type=int, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:  # somebody has seen enough, and no traceback is due
+        close_watch(failed=True)
+        sys.exit(130)

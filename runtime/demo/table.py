@@ -1,0 +1,82 @@
+"""The table at the end of the demo: a summary as rich renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .line import UNKNOWN, format_bytes, format_ratio
+from .summary import Summary
+
+
+def summary_table(
+    summary: Summary, *, num_ranks: int, run_log: str | None, advice: Sequence[str]
+) -> RenderableType:
+    """Lay out a run's summary: time, communication, the other figures, and what to try next.
+
+    Args:
+        summary: The run of one rank.
+        num_ranks: Ranks of the job.
+        run_log: Where the record of each step is; None if none was written.
+        advice: What to try next.
+    """
+    return Group(
+        _time(summary, num_ranks),
+        _communication(summary),
+        _figures(summary, run_log),
+        Text("\nWhat to try next", style="bold"),
+        *(Text(f"  {line}") for line in advice),
+    )
+
+
+def _time(summary: Summary, num_ranks: int) -> Table:
+    title = f"Where the time of {summary.num_steps} steps went (rank 0 of {num_ranks})"
+    table = _table(title, "phase", "seconds", "share")
+    for phase, seconds in sorted(summary.phase_seconds.items(), key=lambda item: -item[1]):
+        table.add_row(phase, f"{seconds:.1f}", format_ratio(summary.ratio(seconds)))
+    table.add_section()
+    seconds = summary.training_seconds
+    table.add_row("all", f"{seconds:.1f}", "100%", style="bold")
+    comm = UNKNOWN if summary.comm_seconds is None else f"{summary.comm_seconds:.1f}"
+    table.add_row("in which communication ran", comm, format_ratio(summary.comm_ratio))
+    return table
+
+
+def _communication(summary: Summary) -> Table:
+    table = _table("Collectives", "operation", "calls", "payload", "sent", "seconds")
+    for op, totals in summary.collectives.items():
+        table.add_row(
+            op,
+            str(totals.calls),
+            format_bytes(totals.payload_bytes),
+            format_bytes(totals.wire_bytes),
+            UNKNOWN if totals.seconds is None else f"{totals.seconds:.1f}",
+        )
+    return table
+
+
+def _figures(summary: Summary, run_log: str | None) -> Table:
+    figures = Table.grid(padding=(0, 2))
+    figures.add_column(style="bold")
+    figures.add_column(overflow="fold")
+    first, last = summary.first_loss, summary.last_loss
+    if first is not None and last is not None:
+        figures.add_row("loss", f"{first:.3f} -> {last:.3f} nats per byte")
+    if summary.samples_per_second is not None:
+        figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
+    figures.add_row("peak memory", f"{format_bytes(summary.peak_bytes)} on {summary.device}")
+    figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy")
+    figures.add_row("run log", run_log or "none written (setting run_log.enabled)")
+    return figures
+
+
+def _table(title: str, first_column: str, *number_columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.add_column(first_column)
+    for column in number_columns:
+        table.add_column(column, justify="right")
+    return table

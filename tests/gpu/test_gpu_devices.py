@@ -1,0 +1,90 @@
+"""NVML on a real GPU."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from zerowatch.runtime.devices.choose import device_probes, peak_flops_per_second
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def keep_busy(seconds: float) -> None:
+    matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.float16)
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+
+
+def test_nvml_s_device_is_torch_s_device() -> None:
+    import pynvml
+
+    (probe,) = device_probes(cuda_device=torch.cuda.current_device())
+    try:
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+        assert pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        assert probe.read()
+    finally:
+        probe.close()
+
+
+def test_a_busy_gpu_reads_busy_and_uses_energy() -> None:
+    (probe,) = device_probes(cuda_device=0)
+    try:
+        keep_busy(2.0)
+        readings = probe.read()
+    finally:
+        probe.close()
+
+    assert readings["utilization_ratio"] > 0.8
+    assert 10 < readings["power_watts"] < 2000
+    assert 10 < readings["temperature_celsius"] < 110
+    assert 1e8 < readings["clock_hertz"] < 4e9
+    if "energy_joules" in readings:
+        assert 10 < readings["energy_joules"] < 2 * 2000
+    if "sm_active_ratio" in readings:
+        assert 0.5 < readings["sm_active_ratio"] <= 1.0
+
+
+def test_bytes_copied_from_the_host_show_on_pcie_where_it_is_counted() -> None:
+    (probe,) = device_probes(cuda_device=0)
+    try:
+        before = probe.read()
+        if "pcie_received_bytes" not in before:
+            pytest.skip("this GPU or driver has no PCIe byte counters")
+        host = torch.ones(2**28, dtype=torch.uint8).pin_memory()
+        for _ in range(8):
+            host.to("cuda")
+        torch.cuda.synchronize()
+        time.sleep(0.2)
+        received = probe.read()["pcie_received_bytes"] - before["pcie_received_bytes"]
+    finally:
+        probe.close()
+
+    assert 0.8 * 8 * 2**28 < received < 2 * 8 * 2**28
+
+
+def test_a_measured_product_stays_below_the_table_s_peak() -> None:
+    peak = peak_flops_per_second(cuda_device=0)
+    if peak is None:
+        pytest.skip(f"{torch.cuda.get_device_name(0)} is not in the table")
+    side = 8192
+    matrix = torch.randn(side, side, device="cuda", dtype=torch.float16)
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+
+    started = time.perf_counter()
+    for _ in range(20):
+        torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    rate = 20 * 2 * side**3 / (time.perf_counter() - started)
+
+    assert 0.3 * peak < rate < peak

@@ -1,0 +1,71 @@
+"""CUDA memory on a real GPU, against what torch itself tells."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from zerowatch.metrics.catalog.memory import MEMORY_STATES
+from zerowatch.runtime.memory.cuda import cuda_memory
+
+MIB = 2**20
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_all_states_are_read_and_agree_with_torch() -> None:
+    block = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+
+    readings = cuda_memory(0).read()
+
+    assert set(readings) == {*MEMORY_STATES, "alloc_retries"}
+    assert readings["allocated"] == torch.cuda.memory_allocated(0) >= block.numel()
+    assert readings["reserved"] == torch.cuda.memory_reserved(0)
+    assert readings["peak_allocated"] == torch.cuda.max_memory_allocated(0)
+    assert readings["peak_reserved"] == torch.cuda.max_memory_reserved(0)
+
+
+def test_reading_leaves_torch_s_peak_alone() -> None:
+    block = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    del block
+    peak = torch.cuda.max_memory_allocated(0)
+
+    cuda_memory(0).read()
+
+    assert torch.cuda.max_memory_allocated(0) == peak
+
+
+def test_the_limit_does_not_depend_on_what_torch_holds() -> None:
+    torch.ones(1, device="cuda")
+    before = cuda_memory(0).read()["limit"]
+
+    block = torch.ones(1024 * MIB, dtype=torch.uint8, device="cuda")
+    after = cuda_memory(0).read()["limit"]
+
+    assert block.numel() == 1024 * MIB
+    assert after == pytest.approx(before, abs=64 * MIB)
+    assert after < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_reading_on_another_thread_does_not_break_a_graph_capture() -> None:
+    tensor = torch.zeros(8, device="cuda")
+    tensor.add_(1)  # loads the kernel, which a capture must not do
+    tensor.zero_()
+    torch.cuda.synchronize()
+    readings = []
+    graph = torch.cuda.CUDAGraph()
+
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        thread = threading.Thread(target=lambda: readings.append(cuda_memory(0).read()))
+        thread.start()
+        thread.join()
+    graph.replay()
+    torch.cuda.synchronize()
+
+    assert readings[0]["limit"] > 0
+    assert tensor.sum().item() == 8

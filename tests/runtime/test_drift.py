@@ -1,0 +1,181 @@
+"""Every private name of DeepSpeed and torch that zerowatch leans on, now or soon, is still there.
+
+A name that is gone fails here, with what leans on it, before a user meets it. `later` names are
+those that live knobs, out-of-memory replay and engine rebuilds will need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+
+TAP = "runtime/collectives/tap.py"
+ENGINE_HOOKS = "runtime/engine_hooks.py"
+STEP = "runtime/watch.py, at the end of a step"
+KNOBS = "later: changing knobs on the running job"
+REPLAY = "later: abandoning a window to replay it"
+REBUILD = "later: rebuilding the engine in the process"
+
+C10D = "torch.distributed.distributed_c10d"
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+
+LEANED_ON: tuple[tuple[str, str, str], ...] = (
+    (C10D, TAP, "_world GroupMember P2POp batch_isend_irecv"),
+    (f"{C10D}:_World", TAP, "pg_coalesce_state"),
+    (C10D, "runtime/identity.py", "_get_default_store PrefixStore Store"),
+    (
+        "torch.distributed:ProcessGroup",
+        "runtime/collectives/groups.py",
+        "_get_sequence_number_for_group _get_backend size",
+    ),
+    ("torch.distributed:Work", TAP, "get_future"),
+    ("torch.compiler", TAP, "is_compiling"),
+    (
+        "torch.utils.data.dataloader:_BaseDataLoaderIter",
+        "runtime/data_hooks.py",
+        "__next__",
+    ),
+    ("runpy", "runtime/attach.py", "_run_module_as_main"),
+    ("deepspeed.comm.comm", "runtime/watch.py", "cdb"),
+    ("deepspeed.comm.torch:TorchBackend", TAP, "all_gather_function reduce_scatter_function"),
+    ("deepspeed.runtime.dataloader:DeepSpeedDataLoader", "runtime/data_hooks.py", "__next__"),
+    (
+        "deepspeed.utils.groups",
+        "runtime/collectives/roles.py",
+        "_TENSOR_MODEL_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP "
+        "_EXPERT_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP "
+        "_WORLD_GROUP mpu mesh_device",
+    ),
+    (
+        ENGINE,
+        ENGINE_HOOKS,
+        "forward backward _backward_prologue _backward_epilogue step save_checkpoint "
+        "load_checkpoint save_16bit_model global_steps module",
+    ),
+    (
+        ENGINE,
+        STEP,
+        "skipped_steps get_global_grad_norm get_lr loss_scale fp16_enabled zero_optimization_stage",
+    ),
+    ("deepspeed.runtime.pipe.engine:PipelineEngine", ENGINE_HOOKS, "train_batch eval_batch"),
+    (
+        "deepspeed.profiling.flops_profiler:FlopsProfiler",
+        "runtime/flops_counter.py",
+        "start_profile get_total_flops end_profile",
+    ),
+    (
+        ENGINE,
+        KNOBS,
+        "_config tput_timer communication_data_type offload_states reload_states "
+        "collect_python_gc get_sequence_parallel_group was_step_applied",
+    ),
+    (
+        ENGINE,
+        REPLAY,
+        "micro_steps managed_gradient_accumulation _unmanaged_backward_count "
+        "_manual_backward_expected _running_engine_step zero_grad",
+    ),
+    (ENGINE, REBUILD, "destroy module_forward_pre_hook module_forward_post_hook"),
+    (
+        ZERO_1_2,
+        KNOBS,
+        "reduce_bucket_size overlap_comm contiguous_gradients reduce_scatter "
+        "use_multi_rank_bucket_allreduce communication_data_type ipg_buckets setup_buckets "
+        "_release_ipg_buffers reduction_stream clip_grad loss_scaler "
+        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state",
+    ),
+    (
+        ZERO_1_2,
+        REPLAY,
+        "params_already_reduced previous_reduced_grads extra_large_param_to_reduce "
+        "ready_for_gradients grads_in_partition _release_preflattened_grad_buffers "
+        "averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers "
+        "norm_for_param_grads local_overflow _offload_accumulated_param_ids",
+    ),
+    (
+        ZERO_3,
+        KNOBS,
+        "reduce_bucket_size ipg_buckets reduce_scatter parameter_offload param_reduce_events "
+        "max_param_reduce_events persistent_parameters reduce_and_partition_stream "
+        "subgroup_to_device",
+    ),
+    (ZERO_3, REPLAY, "params_already_reduced averaged_gradients micro_step_id"),
+    (ZERO_3, REBUILD, "_reassign_or_swap_out_partitioned_parameters fp32_partitioned_groups_flat"),
+    (OFFLOAD, KNOBS, "persistent_parameters mark_persistent_parameters param_coordinator"),
+    ("deepspeed.runtime.zero.parameter_offload", REBUILD, "FWD_MODULE_STACK"),
+    (
+        COORDINATOR,
+        KNOBS,
+        "__prefetch_bucket_sz __max_n_available_params __max_reuse_dist_in_numel "
+        "__max_ongoing_fetch_events __allgather_stream",
+    ),
+    (COORDINATOR, REPLAY, "_invalidate_trace release_and_reset_all release_backward_leftovers"),
+    (
+        "deepspeed.runtime.base_optimizer:ZeROOptimizer",
+        REPLAY,
+        "enter_backward exit_backward clear_backward_seen_flag",
+    ),
+    ("deepspeed.runtime.bf16_optimizer:BF16_Optimizer", REPLAY, "clear_hp_grads clear_lp_grads"),
+    ("deepspeed.runtime.engine", KNOBS, "MEMORY_OPT_ALLREDUCE_SIZE"),
+)
+
+CASES = [(place, user, name) for place, user, names in LEANED_ON for name in names.split()]
+
+
+def resolve(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def is_there(owner: Any, name: str) -> bool:
+    """Whether a module or class has the name, or its source sets it on `self`."""
+    if hasattr(owner, name):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    return any(
+        f"self.{name}" in inspect.getsource(kind)
+        for kind in owner.__mro__
+        if kind.__module__.split(".")[0] in ("deepspeed", "torch")
+    )
+
+
+@pytest.mark.parametrize(("place", "user", "name"), CASES)
+def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
+    assert is_there(resolve(place), name), (
+        f"{place} has no {name!r} in this version; {user} leans on it. Find what replaced it, and "
+        "change that file and this table together."
+    )
+
+
+def test_deepspeeds_backend_takes_the_parameters_that_the_tap_reads() -> None:
+    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    backend = resolve("deepspeed.comm.torch:TorchBackend")
+
+    for name, (_, parameters) in operations.BACKEND_METHODS.items():
+        method = getattr(backend, name)
+        hidden = inspect.getclosurevars(method).nonlocals.get("func", method)
+
+        actual = tuple(inspect.signature(hidden).parameters)[1:]
+        assert actual == parameters, f"TorchBackend.{name} takes {actual}"
+
+
+def test_torchs_functions_take_parameters_that_the_tap_can_read() -> None:
+    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    c10d = resolve(C10D)
+
+    for name, operation in operations.OPERATIONS.items():
+        function = getattr(c10d, name, None)
+        if function is not None:
+            operations.reader_for(operation, list(inspect.signature(function).parameters))

@@ -1,0 +1,37 @@
+"""A watch on a real engine: what it wraps it restores, and what it notes is right."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.launching import SCRIPTS, start
+
+pytestmark = pytest.mark.jobs
+
+SCRIPT = SCRIPTS / "engine_checks.py"
+HELPERS = {"make", "listen", "step", "wrapped_places", "standing", "run_in_fork", "free_port"}
+CHECKS = [
+    node.name
+    for node in ast.parse(SCRIPT.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name not in HELPERS
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checks")
+
+    finished = start(sys.executable, SCRIPT, folder, cwd=folder)
+
+    assert finished.returncode == 0, finished.stderr
+    return folder
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_real_engine(check: str, outcomes: Path) -> None:
+    status = (outcomes / f"{check}.status").read_text()
+
+    assert status == "0", (outcomes / f"{check}.txt").read_text()

@@ -1,0 +1,54 @@
+"""Watching changes nothing, and counts what PyTorch's Flight Recorder counts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+
+pytestmark = pytest.mark.jobs
+
+CONFIGURATIONS = (
+    "stage 0",
+    "stage 1",
+    "stage 2",
+    "stage 2, reduce per owner",
+    "stage 3",
+    "stage 2, optimizer on cpu",
+    "stage 3, optimizer on cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("compared")
+    job = (TORCHRUN, *TWO_RANKS, SCRIPTS / "compare_watched.py", folder)
+
+    finished = start(*job, cwd=folder, variables={"TORCH_FR_BUFFER_SIZE": "100000"})
+
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_final_weights_are_bitwise_equal_with_and_without_a_watch(results, name):
+    for rank in results:
+        assert rank[name]["trained"]
+        assert rank[name]["bitwise_equal"]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_calls_and_bytes_equal_the_flight_recorders(results, name):
+    for rank in results:
+        assert rank[name]["flight_calls"]["all_gather"] > 0
+        assert rank[name]["our_calls"] == rank[name]["flight_calls"]
+        assert rank[name]["our_bytes"] == rank[name]["flight_bytes"]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_collective_is_covered_in_every_step(results, name):
+    for rank in results:
+        assert rank[name]["steps"] == 4
+        assert rank[name]["coverage"] == [1.0] * 4

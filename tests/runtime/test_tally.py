@@ -1,0 +1,106 @@
+"""What a step's calls add up to, against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.tally import StepComm, Tally, union_seconds
+from zerowatch.runtime.collectives.wire import wire_factor
+
+MS = 1_000_000
+
+
+class FourRanks:
+    """A group as the tap knows it."""
+
+    def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
+        self.role, self.backend, self.size = role, backend, 4
+
+
+def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None) -> Call:
+    made = Call(OPS.index(op), group or FourRanks(), size, PHASES.index("backward"))
+    made.start_ns, made.end_ns = start_ms * MS, end_ms * MS
+    return made
+
+
+def test_overlapping_intervals_count_once() -> None:
+    seconds = union_seconds(
+        [(10 * MS, 30 * MS), (0, 20 * MS), (40 * MS, 50 * MS), (41 * MS, 42 * MS)]
+    )
+
+    assert seconds == pytest.approx(0.040)
+
+
+def test_no_interval_is_no_time() -> None:
+    assert union_seconds([]) == 0.0
+
+
+def test_intervals_may_lie_before_zero() -> None:
+    assert union_seconds([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
+
+
+def test_calls_are_summed_by_operation_group_and_phase() -> None:
+    tally = Tally()
+
+    tally.add([call("all_reduce", 100, 0, 4), call("all_reduce", 20, 2, 6)])
+    tally.add([call("all_gather", 8, 10, 11, FourRanks("world"))])
+
+    assert tally.calls == {
+        ("all_reduce", "dp", "backward"): 2,
+        ("all_gather", "world", "backward"): 1,
+    }
+    assert tally.payload_bytes == {("all_reduce", "dp"): 120, ("all_gather", "world"): 8}
+    assert tally.wire_bytes == {("all_reduce", "dp"): 180.0, ("all_gather", "world"): 6.0}
+    assert tally.seconds["all_reduce"] == pytest.approx([0.004, 0.004])
+    assert tally.comm_seconds() == pytest.approx(0.007)
+
+
+def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
+    late = call("all_reduce", 100, 0, 0)
+    late.timed = False
+    tally = Tally()
+
+    tally.add([late])
+
+    assert tally.calls == {("all_reduce", "dp", "backward"): 1}
+    assert tally.by_op()["all_reduce"].seconds is None
+    assert tally.comm_seconds() == 0.0
+
+
+def test_a_step_adds_up_its_batches() -> None:
+    first, second = Tally(), Tally()
+    first.add([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
+    second.add([call("all_reduce", 20, 6, 8)])
+    step = StepComm()
+
+    step.add(first)
+    step.add(second)
+
+    assert step.by_op["all_reduce"].calls == 2
+    assert step.by_op["all_reduce"].payload_bytes == 120
+    assert step.by_op["all_reduce"].seconds == pytest.approx(0.006)
+    assert step.by_op["broadcast"].calls == 1
+    assert step.seconds == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "size", "factor"),
+    [
+        ("all_reduce", "nccl", 4, 1.5),
+        ("all_reduce", "gloo", 2, 1.0),
+        ("reduce_scatter", "nccl", 4, 0.75),
+        ("reduce_scatter", "gloo", 4, 1.5),
+        ("all_gather", "gloo", 8, 0.875),
+        ("all_to_all", "nccl", 2, 0.5),
+        ("broadcast", "gloo", 2, 0.5),
+        ("reduce", "gloo", 2, 0.89),
+        ("reduce", "nccl", 4, 0.75),
+        ("send", "gloo", 2, 1.0),
+        ("recv", "gloo", 2, 0.0),
+        ("all_reduce", "gloo", 1, 0.0),
+    ],
+)
+def test_wire_bytes_follow_the_backends_algorithm(op, backend, size, factor) -> None:
+    assert wire_factor(op, backend, size) == pytest.approx(factor)

@@ -1,0 +1,152 @@
+"""Unmodified training scripts are watched on two ranks, and neither notice nor suffer it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+from scripts.launching import (
+    DEEPSPEED,
+    SCRIPTS,
+    TORCHRUN,
+    TWO_RANKS,
+    ZEROWATCH,
+    own_lines,
+    start,
+    steps_logged,
+    watched,
+)
+
+pytestmark = pytest.mark.jobs
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 2},
+    "zero_force_ds_cpu_optimizer": False,
+}
+TRAINER = (
+    *("--deepspeed", "ds.json", "--output_dir", "out", "--report_to", "none"),
+    *("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"),
+    *("--max_steps", "3", "--logging_steps", "1", "--save_strategy", "no"),
+    *("--disable_tqdm", "true"),
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "num_steps"),
+    [
+        ("train_tiny.py", (), 5),
+        ("train_from_import.py", (), 4),
+        ("train_trainer.py", TRAINER, 3),
+        ("train_accelerate.py", (), 8),
+    ],
+)
+def test_a_script_is_watched_and_prints_what_it_prints_unwatched(
+    tmp_path, script, arguments, num_steps
+):
+    (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
+    job = (*TWO_RANKS, SCRIPTS / script, *arguments)
+    unwatched = start(TORCHRUN, *job, cwd=tmp_path)
+    assert unwatched.returncode == 0, unwatched.stderr
+    assert not (tmp_path / "runs").exists()
+
+    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
+
+    assert finished.returncode == 0, finished.stderr
+    assert own_lines(finished) == own_lines(unwatched) != []
+    steps = list(range(1, num_steps + 1))
+    assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def test_the_deepspeed_launcher_starts_a_watched_script_by_module(tmp_path, free_port):
+    job = ("--num_gpus", "2", "--master_port", free_port, "--module", "zerowatch")
+
+    finished = start(DEEPSPEED, *job, SCRIPTS / "train_tiny.py", cwd=tmp_path)
+
+    assert finished.returncode == 0, finished.stderr
+    steps = [1, 2, 3, 4, 5]
+    assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
+
+
+@pytest.fixture
+def one_rank(free_port):
+    """The variables by which any launcher tells a process that it is the only rank."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port),
+    }
+
+
+def test_a_switched_off_watch_leaves_no_trace(tmp_path, one_rank):
+    off = {"ZEROWATCH_ENABLED": "false"}
+
+    finished = watched(SCRIPTS / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
+
+    assert finished.returncode == 0, finished.stderr
+    assert len(own_lines(finished)) == 5
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
+    job = (*TWO_RANKS, SCRIPTS / "train_tiny.py", "--deepspeed_config=ds.json")
+
+    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
+
+    assert finished.returncode == 2
+    ours = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
+    theirs = "ValueError: Expected a string path to an existing deepspeed config"
+    assert ours in finished.stderr.splitlines()
+    assert finished.stderr.index(ours) < finished.stderr.index(theirs)
+    assert "attach.py" not in finished.stderr
+
+
+def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank):
+    ds_config = {"train_batch_size": 4, "zero_optimization": {"stge": 2}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    given = ("--deepspeed_config", "ds.json")
+
+    finished = watched(SCRIPTS / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
+
+    assert finished.returncode == 2
+    line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
+    assert line in finished.stderr.splitlines()
+    assert "1 validation error for DeepSpeedZeroConfig" in finished.stderr
+    assert os.path.join("runtime", "initialize.py") not in finished.stderr
+
+
+def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp_path, one_rank):
+    (tmp_path / "careful.py").write_text(
+        "import deepspeed, torch\n"
+        "try:\n"
+        "    deepspeed.initialize(model=torch.nn.Linear(1, 1), config='ds.json')\n"
+        "except ValueError as error:\n"
+        "    print('out:', type(error).__name__, str(error)[:30])\n"
+    )
+
+    finished = watched("careful.py", cwd=tmp_path, **one_rank)
+
+    assert finished.returncode == 0, finished.stderr
+    assert own_lines(finished) == ["out: ValueError Expected a string path to an e"]
+    assert "zerowatch:" not in finished.stderr
+
+
+def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_rank):
+    job = (SCRIPTS / "train_trainer.py", *TRAINER)
+
+    finished = watched(*job, cwd=tmp_path, **one_rank)
+
+    assert finished.returncode == 2
+    line = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
+    assert line in finished.stderr.splitlines()

@@ -1,0 +1,387 @@
+"""Checks of a watched engine; run as `engine_checks.py FOLDER`, or with a check's name behind it.
+
+They need DeepSpeed in the process, which pytest's own process is kept free of. Each runs in a fork
+of this one, made before anything was initialised, and leaves its output in FOLDER/NAME.txt and its
+exit status in FOLDER/NAME.status.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import zerowatch
+from zerowatch.metrics.catalog import communication, training, watching
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.collectives.operations import BACKEND_METHODS, OPERATIONS
+from zerowatch.runtime.engine_hooks import ENGINE_METHODS
+
+QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+
+def make(stage: int = 2, watched: bool = True, **config: object):
+    model = Net()
+    options = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "config": {
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+            **config,
+        },
+    }
+    if watched:
+        return zerowatch.initialize(settings=QUIET, **options)[0]
+    return deepspeed.initialize(**options)[0]
+
+
+def listen(engine) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    engine.watch.subscribe(records.append)
+    return records
+
+
+def step(engine, batch: torch.Tensor | None = None) -> None:
+    loss = engine(torch.ones(2, 8) if batch is None else batch)
+    engine.backward(loss)
+    engine.step()
+
+
+def wrapped_places(engine) -> list[tuple[object, str]]:
+    """Every name that watching may replace, whoever owns it."""
+    functions = [(module, name) for name in OPERATIONS for module in (dist, c10d)]
+    backend = deepspeed.comm.comm.cdb
+    return [
+        *((owner, name) for owner, name in functions if hasattr(owner, name)),
+        *((backend, name) for name in BACKEND_METHODS if hasattr(backend, name)),
+        *((engine, name) for name in ENGINE_METHODS),
+        (_BaseDataLoaderIter, "__next__"),
+        (DeepSpeedDataLoader, "__next__"),
+    ]
+
+
+def standing(places: list[tuple[object, str]]) -> list[object]:
+    return [vars(owner).get(name, "absent") for owner, name in places]
+
+
+def every_name_is_restored() -> None:
+    engine = make(watched=False)
+    places = wrapped_places(engine)
+    before = standing(places)
+
+    watch = zerowatch.watch(engine, QUIET)
+    during = standing(places)
+    watch.close()
+    after = standing(places)
+
+    unwrapped = [p for p, b, d in zip(places, before, during, strict=True) if b is d]
+    assert not unwrapped, unwrapped
+    left = [p for p, b, a in zip(places, before, after, strict=True) if b is not a]
+    assert not left, left
+
+
+def a_watch_can_be_opened_again() -> None:
+    engine = make()
+    engine.watch.close()
+    step(engine)
+
+    again = zerowatch.watch(engine, QUIET)
+    records = listen(engine)
+    step(engine)
+    again.close()
+
+    assert [record.step for record in records] == [2]
+    assert again.snapshot().value(training.STEPS) == 1
+    assert again.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
+
+
+def a_wrapper_over_ours_stays_and_ours_becomes_inert() -> None:
+    engine = make()
+    ours = dist.all_reduce
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    dist.all_reduce = theirs
+    engine.watch.close()
+    before = engine.watch.snapshot().total(communication.COLLECTIVE_CALLS)
+    dist.all_reduce(torch.ones(1))
+
+    assert dist.all_reduce is theirs
+    assert engine.watch.snapshot().total(communication.COLLECTIVE_CALLS) == before
+
+
+def a_backend_made_while_tapped_gets_its_functions_back() -> None:
+    engine = make()  # the tap was open when DeepSpeed captured torch's functions
+    backend = deepspeed.comm.comm.cdb
+    captured = backend.all_gather_function
+
+    engine.watch.close()
+
+    assert captured is not backend.all_gather_function
+    assert backend.all_gather_function is dist.all_gather_into_tensor
+
+
+def plain_backward_counts_micro_batches_and_time() -> None:
+    engine = make()
+    records = listen(engine)
+
+    for _ in range(3):
+        engine(torch.ones(2, 8)).backward()
+        engine.step()
+    engine.watch.close()
+
+    assert [record.micro_batches for record in records] == [1, 1, 1]
+    assert all(record.phase_seconds["backward"] > 0 for record in records)
+    assert all(record.loss is not None for record in records)
+
+
+def steps_only_at_boundaries_count_every_micro_batch() -> None:
+    engine = make(gradient_accumulation_steps=2)
+    records = listen(engine)
+
+    for _ in range(2):  # as Accelerate does it
+        for is_boundary in (False, True):
+            engine.set_gradient_accumulation_boundary(is_boundary)
+            engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    engine.watch.close()
+
+    assert [(record.step, record.micro_batches) for record in records] == [(1, 2), (2, 2)]
+    assert [record.samples for record in records] == [4, 4]
+
+
+def phases_add_up_to_wall_time() -> None:
+    engine = make()
+    records = listen(engine)
+    step(engine)
+    began = time.perf_counter()
+
+    for _ in range(5):
+        time.sleep(0.02)
+        step(engine)
+    wall = time.perf_counter() - began
+    engine.watch.close()
+
+    measured = sum(record.seconds for record in records[1:])
+    assert abs(measured - wall) < 0.002 + 0.02 * wall, (measured, wall)
+    for record in records:
+        assert abs(sum(record.phase_seconds.values()) - record.seconds) < 1e-9
+        assert {"forward", "backward", "optimizer"} <= record.phase_seconds.keys()
+    assert all(record.phase_seconds["other"] >= 0.02 for record in records[1:])
+
+
+def loading_evaluation_and_checkpoints_are_phases_of_their_own() -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int):
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    engine = make()
+    records = listen(engine)
+    loader = DataLoader(Slow(torch.ones(6, 8)), batch_size=2)
+
+    for (batch,) in loader:
+        step(engine, batch)
+    engine.eval()
+    for (batch,) in loader:
+        engine(batch)
+    engine.train()
+    engine.save_checkpoint(os.environ["CHECKPOINTS"])
+    step(engine)
+    engine.watch.close()
+
+    *trained, last = records
+    assert all(0.02 <= record.phase_seconds["data"] < 0.05 for record in trained)
+    assert all("eval" not in record.phase_seconds for record in trained)
+    assert last.phase_seconds["eval"] >= 0.06
+    assert last.phase_seconds["checkpoint"] > 0
+    assert "data" not in last.phase_seconds
+    assert last.samples == 2
+    assert last.training_seconds < last.seconds - 0.06
+
+
+def two_engines_share_one_watch() -> None:
+    first = make()
+    second = make()
+    records = listen(first)
+
+    step(first)
+    step(second)
+    first.watch.close()
+
+    assert second.watch is first.watch
+    assert len(records) == 1
+    assert first.watch.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
+    assert "forward" not in vars(second)
+
+
+def a_failing_hook_is_counted_and_dropped() -> None:
+    engine = make()
+    records = listen(engine)
+    engine.watch._engine_hooks._window = None  # every hook that counts will raise
+    expected = make(watched=False)
+    expected.module.load_state_dict(engine.module.state_dict())
+
+    for _ in range(3):
+        step(engine)
+        step(expected)
+    engine.watch.close()
+
+    assert records == []
+    failures = engine.watch.snapshot().values[watching.HOOK_FAILURES]
+    assert sum(failures.values()) >= 1, failures
+    for ours, theirs in zip(engine.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def an_exception_in_training_passes_and_the_next_step_is_whole() -> None:
+    engine = make()
+    records = listen(engine)
+    step(engine)
+
+    try:
+        engine(torch.ones(2, 7))
+    except RuntimeError as error:
+        caught = error
+    step(engine)
+    engine.watch.close()
+
+    assert "zerowatch" not in str(caught)
+    assert [record.step for record in records] == [1, 2]
+    assert set(records[1].phase_seconds) == {"forward", "backward", "optimizer", "other"}
+
+
+def compiled_code_with_a_collective_keeps_one_graph() -> None:
+    engine = make()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x * 2
+
+    compiled = torch.compile(f, fullgraph=True, backend="eager")
+
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    engine.watch.close()
+    torch._dynamo.reset()
+    assert torch.equal(
+        torch.compile(f, fullgraph=True, backend="eager")(torch.ones(3)), torch.full((3,), 2.0)
+    )
+
+
+def a_watched_engine_can_be_collected() -> None:
+    engine = make(stage=1)
+    step(engine)
+    watch, gone = engine.watch, weakref.ref(engine)
+    watch.close()
+
+    engine.destroy()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    del engine
+    gc.collect()
+
+    assert gone() is None
+
+
+def a_forked_child_lets_go_of_everything() -> None:
+    settings = {"serve": {"port": 0}, "run_log": {"enabled": False}}
+    engine = make(watched=False)
+    watch = zerowatch.watch(engine, settings)
+    port = int(watch.address.rpartition(":")[2])
+
+    child = os.fork()
+    if child == 0:
+        held = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        ]
+        sockets = {link.removeprefix("socket:[").rstrip("]") for link in held if "socket" in link}
+        listening = {
+            line.split()[9]
+            for line in open("/proc/self/net/tcp").readlines()[1:]
+            if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
+        }
+        inert = dist.all_reduce.__qualname__ == "all_reduce" and "forward" not in vars(engine)
+        os._exit(0 if inert and not sockets & listening else 1)
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    step(engine)
+    watch.close()
+    assert watch.snapshot().value(training.STEPS) == 1
+
+
+def a_loader_with_forked_workers_works_while_watched() -> None:
+    engine = make()
+    records = listen(engine)
+
+    for (batch,) in DataLoader(TensorDataset(torch.ones(8, 8)), batch_size=2, num_workers=2):
+        step(engine, batch)
+    engine.watch.close()
+
+    assert len(records) == 4
+    assert all(record.phase_seconds["data"] > 0 for record in records)
+
+
+CHECKS = [
+    value
+    for value in list(globals().values())
+    if callable(value)
+    and getattr(value, "__module__", None) == "__main__"
+    and value not in (Net, make, listen, step, wrapped_places, standing)
+]
+
+
+def run_in_fork(check: Callable[[], None], folder: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        output = os.open(folder / f"{check.__name__}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        folder.joinpath(check.__name__).mkdir()
+        os.environ.update(CHECKPOINTS=str(folder / check.__name__), MASTER_PORT=str(free_port()))
+        check()  # what it raises ends this process, as in any script
+        return
+    _, status = os.waitpid(child, 0)
+    folder.joinpath(f"{check.__name__}.status").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    parent = os.getpid()
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+    for chosen in CHECKS:
+        if os.getpid() == parent and chosen.__name__ in (sys.argv[2:] or [chosen.__name__]):
+            run_in_fork(chosen, Path(sys.argv[1]))
