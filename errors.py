@@ -5,7 +5,8 @@ ZerowatchError
 |-- DsConfigError     the DeepSpeed configuration is missing, no JSON or has an unknown key
 `-- CommandLineError  the command line cannot be carried out as written
 
-All are the caller's mistakes and raised before training starts. During training, watching never raises.
+All are the caller's mistakes, raised before training starts. During training, watching never
+raises.
 """
 
 

@@ -10,6 +10,7 @@ from ..metrics.catalog import communication, memory, training
 from ..metrics.catalog.labels import PHASES
 from ..metrics.recorder import Recorder
 from ..metrics.step_record import StepRecord
+from .collectives.batch import Batch
 from .collectives.tally import StepComm, Tally, union_seconds
 from .deferred import Deferred, mean
 from .engine_hooks import Window
@@ -30,11 +31,12 @@ class ClosedStep:
     loss_scale: Deferred
     skipped: bool
     trace: Mapping[str, str] | None
+    batch: Batch
 
     def settled(self) -> bool:
-        """Whether the numbers that were on their way when the step ended have arrived."""
+        """Whether what was under way when the step ended has arrived."""
         numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.window.losses)
-        return all(number.ready for number in numbers)
+        return all(number.ready for number in numbers) and self.batch.settled()
 
 
 class Publisher:
@@ -103,14 +105,13 @@ class Publisher:
 
     def _count_calls(self, tally: Tally) -> None:
         put = self._recorder
-        for (op, group, phase), calls in tally.calls.items():
-            put.add(communication.COLLECTIVE_CALLS, calls, op, group, phase)
-        for key, payload in tally.payload_bytes.items():
-            put.add(communication.COLLECTIVE_BYTES, payload, *key)
-            put.add(communication.COLLECTIVE_WIRE_BYTES, tally.wire_bytes[key], *key)
-        for op, durations in tally.seconds.items():
-            for seconds in durations:
-                put.observe(communication.COLLECTIVE_SECONDS, seconds, op)
+        for sums in tally.sums:
+            key = (sums.op, sums.group)
+            put.add(communication.COLLECTIVE_CALLS, sums.calls, *key, sums.phase)
+            put.add(communication.COLLECTIVE_BYTES, sums.payload_bytes, *key)
+            put.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
+            for seconds in sums.seconds:
+                put.observe(communication.COLLECTIVE_SECONDS, seconds, sums.op)
         for group, intervals in tally.intervals.items():
             put.add(communication.COMM_SECONDS, union_seconds(intervals), group)
 

@@ -100,7 +100,7 @@ class Watch:
         if not self._closed:
             self._closed = True
             self._close_hooks()
-            self._thread.give(self._tap.take())
+            self._thread.give(self._tap.notes.take())
             self._thread.stop()
             self._recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
@@ -147,7 +147,7 @@ class Watch:
         self._thread = WatchThread(
             recorder=self._recorder,
             publisher=self._publisher,
-            events=self._tap.events,
+            events=self._tap.notes.events,
             hooks=self._hooks,
             memory=memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak),
             devices=device_probes(cuda_device=device),
@@ -160,9 +160,9 @@ class Watch:
     def _open_hooks(self, engine: Any) -> None:
         self._tap.open()
         self._tap.open_backend(deepspeed_comm.cdb)
-        self._tap.groups.name_roles(role_of)
+        self._tap.notes.groups.name_roles(role_of)
         self._count_earlier_calls()
-        self._tap.connect(self._clock, self._thread.give)
+        self._tap.notes.connect(self._clock, self._thread.give)
         self._engine_hooks = EngineHooks(engine, self._clock, self._hooks, self._step_ended)
         self._data_hooks = DataHooks(self._clock, self._hooks, lambda: self._engine_hooks.training)
 
@@ -171,12 +171,10 @@ class Watch:
 
         These calls are in the counters and in no step.
         """
-        tally = Tally()
-        earlier = self._tap.take()
+        earlier = self._tap.notes.take()
         earlier.give_up()
-        tally.add(earlier.calls)
-        self._publisher.publish_communication(tally)
-        self._tap.groups.take_coverage()
+        self._publisher.publish_communication(Tally(earlier.calls))
+        self._tap.notes.groups.take_coverage()
 
     def _close_hooks(self) -> None:
         self._engine_hooks.restore()
@@ -195,14 +193,14 @@ class Watch:
             ended_at=time.time(),
             phase_ns=self._clock.take(),
             window=window,
-            coverage=self._tap.groups.take_coverage(),
+            coverage=self._tap.notes.groups.take_coverage(),
             gradient_norm=Deferred(engine.get_global_grad_norm()),
             learning_rate=Deferred(next(iter(engine.get_lr()), None)),
             loss_scale=Deferred(engine.loss_scale() if engine.fp16_enabled() else None),
             skipped=skipped > 0,
             trace=current_trace_labels(),
+            batch=self._tap.notes.take(),
         )
-        self._thread.give(self._tap.take())
         self._thread.give(closed)
 
     def _look_around(self) -> None:
@@ -226,8 +224,8 @@ class Watch:
             put.set(watching.WATCH_SECONDS, self._engine_hooks.cost_ns / 1e9, "hooks")
             put.set(watching.WATCH_SECONDS, self._tap.cost_ns / 1e9, "tap")
             put.set(watching.WATCH_SECONDS, self._thread.cpu_seconds, "watch_thread")
-            put.set(watching.DROPPED_RECORDS, self._tap.dropped_calls, "collectives")
-            put.set(watching.DROPPED_RECORDS, self._tap.dropped_in_capture, "graph_capture")
+            put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_calls, "collectives")
+            put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_in_capture, "graph_capture")
             put.set(watching.DROPPED_RECORDS, self._thread.dropped_steps, "steps")
             put.set(watching.DROPPED_RECORDS, self._thread.untimed_calls, "timing")
             put.set(watching.DROPPED_RECORDS, self._folder.dropped, "run_log")

@@ -27,12 +27,13 @@ from .publisher import ClosedStep, Publisher
 Item = Batch | ClosedStep | None
 Readings = dict[str, dict[str, float]]
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 POLL_SECONDS = 0.005  # while a CUDA event or an asynchronous call has not ended
 PATIENCE_SECONDS = 10.0
 MAX_PENDING = 1024
-# Of the 3 ms CPU a second that watching may take; above it memory is read less often.
-BUDGET_CPU_SECONDS_PER_SECOND = 0.0025
+# A reading costs 0.1 ms CPU where caches are cold, and our threads may take 3 ms a second. Peaks
+# are kept by the kernel from one reading to the next, so that shorter steps lose none.
+MEMORY_SECONDS = 0.1
 
 
 class WatchThread:
@@ -76,8 +77,7 @@ class WatchThread:
         self._waiting_since = 0.0
         self._comm = StepComm()
         self._readings: Readings = {}
-        self._device_due = self._tick_due = 0.0
-        self._budget_from = (0.0, 0.0)
+        self._memory_due = self._device_due = self._tick_due = 0.0
         self._settle = hooks.guard("settle", self._settle_pending)
         self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
 
@@ -131,19 +131,16 @@ class WatchThread:
                 self._waiting_since = self._waiting_since or time.monotonic()
                 if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
                     return
-                if isinstance(head, Batch):
-                    self.untimed_calls += head.give_up()
+                self.untimed_calls += _batch_of(head).give_up()
             self._waiting_since = 0.0
             self._pending.popleft()
-            if isinstance(head, Batch):
-                self._count(head)
-            else:
+            self._count(_batch_of(head))
+            if isinstance(head, ClosedStep):
                 self._close_step(head)
 
     def _count(self, batch: Batch) -> None:
         batch.resolve(self._events)
-        tally = Tally()
-        tally.add(batch.calls)
+        tally = Tally(batch.calls)
         self._publisher.publish_communication(tally)
         self._comm.add(tally)
 
@@ -154,19 +151,12 @@ class WatchThread:
             listener(record)
 
     def _read_memory(self) -> Readings:
-        if self._over_budget():
+        now = time.monotonic()
+        if now < self._memory_due:
             return {}
+        self._memory_due = now + MEMORY_SECONDS
         readings = ((device, read()) for device, read in self._memory)
         return {device: dict(states) for device, states in readings if states}
-
-    def _over_budget(self) -> bool:
-        """Whether this second's share of CPU is used up; reading memory is what can be left out."""
-        now, cpu = time.monotonic(), time.thread_time()
-        began, cpu_then = self._budget_from
-        if now - began >= 1.0:
-            self._budget_from = (now, cpu)
-            return False
-        return cpu - cpu_then > BUDGET_CPU_SECONDS_PER_SECOND
 
     def _work_through_tick(self, *, final: bool) -> None:
         now = time.monotonic()
@@ -186,6 +176,10 @@ class WatchThread:
                 for reading, value in values.items():
                     spec, *labels = _READINGS[reading]
                     self._recorder.set(spec, value, device, *labels)
+
+
+def _batch_of(item: Batch | ClosedStep) -> Batch:
+    return item.batch if isinstance(item, ClosedStep) else item
 
 
 _READINGS: dict[str, tuple[MetricSpec, *tuple[str, ...]]] = {

@@ -6,7 +6,7 @@ from .spec import Label, counter, gauge
 
 WATCH_SECONDS = counter(
     "watch_seconds_total",
-    "CPU seconds spent watching, by part: hooks on the training thread, and our own threads.",
+    "Seconds spent watching: wall time of hooks and tap in training, CPU time of our threads.",
     Label(name="part", values=("hooks", "tap", "watch_thread", "http_thread")),
 )
 HOOK_FAILURES = counter(

@@ -41,11 +41,14 @@ class Groups:
         self._role_of: RoleOf = _unknown_role
         self._known: dict[int, Group] = {}
 
-    def find(self, group: ProcessGroup) -> Group:
-        """Return what is known of a group, looking it up the first time."""
+    def find(self, group: object) -> Group | None:
+        """Return what is known of a group, looking it up the first time; None if it is none."""
         known = self._known.get(id(group))
-        if known is None or known.reference() is not group:
-            known = self._known[id(group)] = Group(group, self._role_of(group))
+        if known is not None and known.reference() is group:
+            return known
+        if not isinstance(group, ProcessGroup):
+            return None
+        known = self._known[id(group)] = Group(group, self._role_of(group))
         return known
 
     def name_roles(self, role_of: RoleOf) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ...metrics.catalog.labels import OPS
 
 
@@ -134,21 +136,32 @@ def reader_for(operation: Operation, parameters: Sequence[str]) -> Reader:
             f"none of {operation.payload} is among {tuple(parameters)}; "
             "add this version's spelling to runtime/collectives/operations.py"
         )
-    payload = _getter(parameters, spellings[0] if spellings else None)
-    op = OPS.index(operation.label)
     return Reader(
         operation=operation,
         group=_getter(parameters, "group"),
-        payloads=lambda args, kwargs: ((op, payload_bytes(payload(args, kwargs))),),
+        payloads=_payloads(OPS.index(operation.label), parameters, spellings),
     )
 
 
-def _getter(parameters: Sequence[str], name: str | None) -> Getter:
+def _getter(parameters: Sequence[str], name: str) -> Getter:
     """Read one parameter, given by place or by name; None where it is left out."""
-    if name is None or name not in parameters:
+    if name not in parameters:
         return lambda args, kwargs: None
     place = parameters.index(name)
     return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(name)
+
+
+def _payloads(op: int, parameters: Sequence[str], spellings: Sequence[str]) -> Getter:
+    if not spellings:
+        return lambda args, kwargs: ((op, 0),)
+    name = spellings[0]
+    place = parameters.index(name)
+
+    def payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        value = args[place] if len(args) > place else kwargs.get(name)
+        return ((op, payload_bytes(value)),)
+
+    return payloads
 
 
 def _batch_list(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -168,12 +181,9 @@ def _batch_payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def payload_bytes(value: Any) -> int:
     """Sum the bytes of a tensor, or of nested lists of tensors; None counts nothing."""
-    if value is None:
-        return 0
+    if isinstance(value, torch.Tensor):
+        # A sparse tensor has no `nbytes`: count it as the dense one it stands for.
+        return value.numel() * value.element_size() if value.is_sparse else value.nbytes
     if isinstance(value, list | tuple):
         return sum(map(payload_bytes, value))
-    try:
-        size: int = getattr(value, "nbytes", 0)  # what is no tensor, the original will complain of
-    except RuntimeError:  # a sparse tensor: count it as the dense one it stands for
-        size = value.numel() * value.element_size()
-    return size
+    return 0  # nothing, or what the original will complain of

@@ -8,79 +8,98 @@ from dataclasses import dataclass, field
 from ...metrics.catalog.labels import OPS, PHASES
 from ...metrics.step_record import CollectiveTotals
 from .call import Call
+from .groups import Group
 from .wire import wire_factor
 
-Key = tuple[str, str]  # op, group
 Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 @dataclass(slots=True)
+class Sums:
+    """What the calls of one operation on one group in one phase add up to."""
+
+    op: str
+    group: str
+    phase: str
+    wire_factor: float
+    calls: int = 0
+    payload_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes this rank sent."""
+        return self.payload_bytes * self.wire_factor
+
+
 class Tally:
     """What a number of calls add up to.
 
-    `calls` is keyed by (op, group, phase), bytes by (op, group); `seconds` holds each timed call's
-    duration by op, `intervals` its interval by group.
+    Attributes:
+        intervals: The interval of each timed call, by group role.
     """
 
-    calls: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    payload_bytes: dict[Key, int] = field(default_factory=dict)
-    wire_bytes: dict[Key, float] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    intervals: dict[str, list[Interval]] = field(default_factory=dict)
-
-    def add(self, calls: Iterable[Call]) -> None:
-        """Count calls."""
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self.intervals: dict[str, list[Interval]] = {}
+        self._sums: dict[tuple[int, Group, int], Sums] = {}
         for call in calls:
-            op, role = OPS[call.op], call.group.role
-            key, phased = (op, role), (op, role, PHASES[call.phase])
-            self.calls[phased] = self.calls.get(phased, 0) + 1
-            self.payload_bytes[key] = self.payload_bytes.get(key, 0) + call.payload_bytes
-            factor = wire_factor(op, call.group.backend, call.group.size)
-            self.wire_bytes[key] = self.wire_bytes.get(key, 0.0) + call.payload_bytes * factor
-            if call.timed:
-                self.seconds.setdefault(op, []).append((call.end_ns - call.start_ns) / 1e9)
-                self.intervals.setdefault(role, []).append((call.start_ns, call.end_ns))
+            self._add(call)
 
-    def by_op(self) -> dict[str, CollectiveTotals]:
-        """Sum over groups and phases, for the run log."""
-        totals = {}
-        for op in {key[0] for key in self.calls}:
-            seconds = self.seconds.get(op)
-            totals[op] = CollectiveTotals(
-                calls=sum(n for key, n in self.calls.items() if key[0] == op),
-                payload_bytes=sum(n for key, n in self.payload_bytes.items() if key[0] == op),
-                wire_bytes=sum(n for key, n in self.wire_bytes.items() if key[0] == op),
-                seconds=None if seconds is None else sum(seconds),
-            )
-        return totals
+    @property
+    def sums(self) -> Iterable[Sums]:
+        """The sums by operation, group and phase."""
+        return self._sums.values()
 
     def comm_seconds(self) -> float:
         """Length of the union of all calls' intervals."""
         return union_seconds(pair for pairs in self.intervals.values() for pair in pairs)
 
+    def _add(self, call: Call) -> None:
+        key = (call.op, call.group, call.phase)
+        sums = self._sums.get(key)
+        if sums is None:
+            op, group = OPS[call.op], call.group
+            factor = wire_factor(op, group.backend, group.size)
+            sums = self._sums[key] = Sums(op, group.role, PHASES[call.phase], factor)
+        sums.calls += 1
+        sums.payload_bytes += call.payload_bytes
+        if call.timed:
+            sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
+            self.intervals.setdefault(sums.group, []).append((call.start_ns, call.end_ns))
 
-@dataclass(slots=True)
+
 class StepComm:
-    """A step's communication, summed over the batches in which its calls arrived."""
+    """A step's communication, summed over the batches in which its calls arrived.
 
-    by_op: dict[str, CollectiveTotals] = field(default_factory=dict)
-    seconds: float = 0.0
+    Attributes:
+        seconds: Length of the union of all calls' intervals. Batches follow each other, so that
+            their unions add up.
+        by_op: The sums over groups and phases, for the run log.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.by_op: dict[str, CollectiveTotals] = {}
 
     def add(self, tally: Tally) -> None:
-        """Count one batch. Batches follow each other, so their unions add up."""
+        """Count one batch."""
         self.seconds += tally.comm_seconds()
-        for op, totals in tally.by_op().items():
-            known = self.by_op.get(op)
-            self.by_op[op] = totals if known is None else _sum(known, totals)
+        for sums in tally.sums:
+            self.by_op[sums.op] = _added(self.by_op.get(sums.op, _NOTHING), sums)
 
 
-def _sum(one: CollectiveTotals, other: CollectiveTotals) -> CollectiveTotals:
-    times = [totals.seconds for totals in (one, other) if totals.seconds is not None]
+_NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=None)
+
+
+def _added(known: CollectiveTotals, sums: Sums) -> CollectiveTotals:
+    seconds = known.seconds
+    if sums.seconds:
+        seconds = (seconds or 0.0) + sum(sums.seconds)
     return CollectiveTotals(
-        calls=one.calls + other.calls,
-        payload_bytes=one.payload_bytes + other.payload_bytes,
-        wire_bytes=one.wire_bytes + other.wire_bytes,
-        seconds=sum(times) if times else None,
+        calls=known.calls + sums.calls,
+        payload_bytes=known.payload_bytes + sums.payload_bytes,
+        wire_bytes=known.wire_bytes + sums.wire_bytes,
+        seconds=seconds,
     )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..watch import Watch
 
 KEPT_LINES = 25
+MAX_HELD_STEPS = 10  # until all ranks have told where they serve, which takes them half a second
 REDRAW_SECONDS = 0.25  # on a terminal, between two looks of the line that is not kept
 PLAIN_WIDTH = 100  # of the table where there is no terminal to ask
 
@@ -38,6 +39,7 @@ class DemoConsole:
         file = file or sys.stdout
         self._is_terminal = file.isatty()
         self._out = _Output(file=file, width=None if self._is_terminal else PLAIN_WIDTH)
+        self._held: list[StepRecord] = []
         self._records: list[StepRecord] = []
         self._told: set[str] = set()
         self._shown = 0
@@ -45,20 +47,13 @@ class DemoConsole:
 
     def on_step(self, record: StepRecord) -> None:
         """Take in a step, and show a line if one is due."""
-        self._records.append(record)
-        self._tell_addresses()
-        if len(self._records) == 1:
-            folder = self._watch.run_folder
-            self._out.print(f"  run log in {folder}\n" if folder else "", highlight=False)
-            self._out.print(header(self._num_steps), soft_wrap=True)
-        if self._is_kept(record.step):
-            self._draw(record.step, end="\n")
-            self._shown = len(self._records)
-        elif self._is_terminal and time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
-            self._draw(record.step, end="\r")
+        self._held.append(record)
+        if self._records or len(self._held) == MAX_HELD_STEPS or not self._more_will_serve():
+            self._release()
 
     def show_summary(self) -> None:
         """Show what the whole run adds up to."""
+        self._release()
         if not self._records:
             self._out.print("No step was recorded; the log above says why.")
             return
@@ -73,8 +68,31 @@ class DemoConsole:
         self._out.print()
         self._out.print(table, soft_wrap=not self._is_terminal)
 
+    def _release(self) -> None:
+        """Show the steps held back, the first of them below where to look while it runs."""
+        for record in self._held:
+            self._tell_addresses()
+            if not self._records:
+                folder = self._watch.run_folder
+                self._out.print(f"  run log in {folder}\n" if folder else "", highlight=False)
+                self._out.print(header(self._num_steps), soft_wrap=True)
+            self._records.append(record)
+            self._show(record.step)
+        self._held.clear()
+
+    def _show(self, step: int) -> None:
+        if self._is_kept(step):
+            self._draw(step, end="\n")
+            self._shown = len(self._records)
+        elif self._is_terminal and time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+            self._draw(step, end="\r")
+
+    def _more_will_serve(self) -> bool:
+        told = self._watch.run_folder is not None and self._watch.address is not None
+        return told and len(self._addresses()) < self._num_ranks
+
     def _tell_addresses(self) -> None:
-        """Name the ranks' addresses, each once: nearly always all of them after the first step."""
+        """Name each rank's address once; of a late rank, between the lines."""
         if len(self._told) == self._num_ranks:
             return
         for address in self._addresses():

@@ -46,7 +46,7 @@ def main() -> None:
     dist.all_reduce = c10d.all_reduce = all_reduce
     tap = CommTap(Hooks())
     tap.open()
-    tap.connect(PhaseClock(), lambda batch: None)
+    tap.notes.connect(PhaseClock(), lambda batch: None)
     found = {
         name: added_microseconds(tap, tensor, asynchronous, asked["repeats"])
         for name, asynchronous in (("all_reduce", False), ("all_reduce, async", True))
@@ -62,7 +62,7 @@ def added_microseconds(
     added = []
     for _ in range(repeats + WARM_UP_REPEATS):
         plain, _ = per_call(all_reduce, tensor, asynchronous, list)
-        wrapped, batch = per_call(dist.all_reduce, tensor, asynchronous, tap.take)
+        wrapped, batch = per_call(dist.all_reduce, tensor, asynchronous, tap.notes.take)
         settle(tap, batch)
         added.append(wrapped - plain)
     return sorted(added[WARM_UP_REPEATS:])
@@ -88,7 +88,7 @@ def settle(tap: CommTap, batch: Batch) -> None:
         torch.cuda.synchronize()
     if len(batch.calls) != CALLS or not batch.settled():
         raise AssertionError(f"the tap noted {len(batch.calls)} of {CALLS} calls, or lost an end")
-    batch.resolve(tap.events)
+    batch.resolve(tap.notes.events)
 
 
 if __name__ == "__main__":

@@ -201,20 +201,39 @@ def test_the_addresses_of_all_ranks_and_the_run_log_are_told(watch):
     assert f"{watch.run_folder}/rank-0.jsonl" in text.replace("\n", "")
 
 
-def test_a_rank_that_comes_late_is_told_once_it_is_known(watch):
+def run_with_a_late_rank(watch, *, late_at, num_steps):
+    """The lines of a run, whose second rank tells where it serves after step `late_at`."""
     targets = watch.run_folder / "targets.json"
     everyone = targets.read_text()
     targets.write_text(json.dumps(json.loads(everyone)[:1]))
     file = io.StringIO()
-    console = DemoConsole(watch=watch, steps=3, stage=2, num_ranks=2, file=file)
+    console = DemoConsole(watch=watch, steps=num_steps, stage=2, num_ranks=2, file=file)
+    for number in range(1, num_steps + 1):
+        console.on_step(step(number))
+        if number == late_at:
+            targets.write_text(everyone)
+    return [line.split()[:2] for line in file.getvalue().splitlines() if line]
 
-    console.on_step(step(1))
-    targets.write_text(everyone)
-    console.on_step(step(2))
-    console.on_step(step(3))
 
-    told = [line.split()[1] for line in file.getvalue().splitlines() if "curl" in line]
-    assert told == ["127.0.0.1:9464/metrics", "127.0.0.1:9465/metrics"]
+def test_lines_are_held_back_until_all_ranks_can_be_named(watch):
+    lines = run_with_a_late_rank(watch, late_at=2, num_steps=4)
+
+    assert [second for first, second in lines if first == "curl"] == [
+        "127.0.0.1:9464/metrics",
+        "127.0.0.1:9465/metrics",
+    ]
+    assert [first for first, _ in lines] == [
+        *("curl", "curl", "run", "step"),
+        *("1/4", "2/4", "3/4", "4/4"),
+    ]
+
+
+def test_a_rank_that_comes_very_late_is_named_between_the_lines(watch):
+    lines = run_with_a_late_rank(watch, late_at=11, num_steps=12)
+
+    firsts = [first for first, _ in lines]
+    assert firsts[:4] == ["curl", "run", "step", "1/12"]
+    assert firsts[-3:] == ["11/12", "curl", "12/12"]
 
 
 def test_without_a_run_log_the_own_address_is_told():

@@ -42,37 +42,40 @@ def test_intervals_may_lie_before_zero() -> None:
 
 
 def test_calls_are_summed_by_operation_group_and_phase() -> None:
-    tally = Tally()
+    dp, world = FourRanks(), FourRanks("world")
 
-    tally.add([call("all_reduce", 100, 0, 4), call("all_reduce", 20, 2, 6)])
-    tally.add([call("all_gather", 8, 10, 11, FourRanks("world"))])
+    tally = Tally(
+        [
+            call("all_reduce", 100, 0, 4, dp),
+            call("all_reduce", 20, 2, 6, dp),
+            call("all_gather", 8, 10, 11, world),
+        ]
+    )
 
-    assert tally.calls == {
-        ("all_reduce", "dp", "backward"): 2,
-        ("all_gather", "world", "backward"): 1,
-    }
-    assert tally.payload_bytes == {("all_reduce", "dp"): 120, ("all_gather", "world"): 8}
-    assert tally.wire_bytes == {("all_reduce", "dp"): 180.0, ("all_gather", "world"): 6.0}
-    assert tally.seconds["all_reduce"] == pytest.approx([0.004, 0.004])
+    reduced, gathered = tally.sums
+    assert (reduced.op, reduced.group, reduced.phase) == ("all_reduce", "dp", "backward")
+    assert (reduced.calls, reduced.payload_bytes, reduced.wire_bytes) == (2, 120, 180.0)
+    assert reduced.seconds == pytest.approx([0.004, 0.004])
+    assert (gathered.op, gathered.group) == ("all_gather", "world")
+    assert (gathered.calls, gathered.payload_bytes, gathered.wire_bytes) == (1, 8, 6.0)
     assert tally.comm_seconds() == pytest.approx(0.007)
 
 
 def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
     late = call("all_reduce", 100, 0, 0)
     late.timed = False
-    tally = Tally()
+    step = StepComm()
 
-    tally.add([late])
+    step.add(Tally([late]))
 
-    assert tally.calls == {("all_reduce", "dp", "backward"): 1}
-    assert tally.by_op()["all_reduce"].seconds is None
-    assert tally.comm_seconds() == 0.0
+    assert step.by_op["all_reduce"].calls == 1
+    assert step.by_op["all_reduce"].seconds is None
+    assert step.seconds == 0.0
 
 
 def test_a_step_adds_up_its_batches() -> None:
-    first, second = Tally(), Tally()
-    first.add([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
-    second.add([call("all_reduce", 20, 6, 8)])
+    first = Tally([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
+    second = Tally([call("all_reduce", 20, 6, 8)])
     step = StepComm()
 
     step.add(first)

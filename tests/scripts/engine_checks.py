@@ -325,7 +325,7 @@ def a_forked_child_lets_go_of_everything() -> None:
         sockets = {link.removeprefix("socket:[").rstrip("]") for link in held if "socket" in link}
         listening = {
             line.split()[9]
-            for line in open("/proc/self/net/tcp").readlines()[1:]
+            for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]
             if line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A"
         }
         inert = dist.all_reduce.__qualname__ == "all_reduce" and "forward" not in vars(engine)
