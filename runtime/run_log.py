@@ -8,10 +8,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..metrics.settings import RunLogSettings, Settings
-from ..metrics.step_record import StepRecord, to_line
+from ..metrics.step_record import LineWriter, StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class RunLog:
     def __init__(
         self,
         folder: Path,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, str | int],
         settings: RunLogSettings,
         *,
         every_step: bool = True,
@@ -50,7 +49,7 @@ class RunLog:
         """
         self.path = folder / f"rank-{identity['rank']}.jsonl"
         self.dropped = 0
-        self._identity = identity
+        self._writer = LineWriter(identity)
         self._settings = settings
         self._every_step = every_step
         self._now = now
@@ -63,7 +62,7 @@ class RunLog:
         """Write one record; count it as dropped if the disk refuses."""
         if not self._every_step and record.step % THINNED_EVERY:
             return
-        line = to_line(record, self._identity).encode()
+        line = self._writer.line(record)
         try:
             descriptor = self._open()
             if descriptor is not None:

@@ -19,6 +19,7 @@ from ..metrics.recorder import Recorder
 from ..metrics.settings import Settings
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
+from .closed_step import ClosedStep
 from .collectives.roles import role_of
 from .collectives.tally import Tally
 from .collectives.tap import CommTap
@@ -32,8 +33,9 @@ from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
 from .memory.choose import memory_probes
 from .phase_clock import PhaseClock
-from .publisher import ClosedStep, Publisher
+from .publisher import Publisher
 from .run_folder import RunFolder
+from .sampler import Sampler
 from .watch_thread import WatchThread
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Watch:
         return not self._closed
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
-        """Call `listener` with the record of each step, on the watch thread.
+        """Call `listener` with the record of each step, on the watch thread, within a second.
 
         A listener that raises is dropped, as any hook.
         """
@@ -141,19 +143,22 @@ class Watch:
             name = "cpu" if device is None else f"cuda:{device}"
             self._recorder.set(training.PEAK_FLOPS, peak, name)
         self._recorder.set(training.RUN_ACTIVE, 1)
-        self.subscribe(self._folder.append)
         flops = flops_counter(engine.module, settings.flops.method, self._hooks)
         self._publisher = Publisher(self._recorder, flops, peak)
         self._thread = WatchThread(
-            recorder=self._recorder,
             publisher=self._publisher,
+            sampler=Sampler(
+                self._recorder,
+                self._hooks,
+                memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak),
+                device_probes(cuda_device=device),
+                settings.sampling.device_seconds,
+            ),
             events=self._tap.notes.events,
             hooks=self._hooks,
-            memory=memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak),
-            devices=device_probes(cuda_device=device),
-            device_seconds=settings.sampling.device_seconds,
-            duties={"run folder": self._look_around, "costs": self._publish_costs},
+            append=self._folder.append,
             listeners=self._listeners,
+            duties={"run folder": self._look_around, "costs": self._publish_costs},
             on_cuda=device is not None,
         )
 
@@ -173,7 +178,9 @@ class Watch:
         """
         earlier = self._tap.notes.take()
         earlier.give_up()
-        self._publisher.publish_communication(Tally(earlier.calls))
+        tally = Tally()
+        tally.add(earlier.calls)
+        self._publisher.publish([], tally)
         self._tap.notes.groups.take_coverage()
 
     def _close_hooks(self) -> None:
@@ -224,7 +231,8 @@ class Watch:
             put.set(watching.WATCH_SECONDS, self._engine_hooks.cost_ns / 1e9, "hooks")
             put.set(watching.WATCH_SECONDS, self._tap.cost_ns / 1e9, "tap")
             put.set(watching.WATCH_SECONDS, self._thread.cpu_seconds, "watch_thread")
-            put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_calls, "collectives")
+            lost = self._tap.notes.dropped_calls + self._thread.dropped_calls
+            put.set(watching.DROPPED_RECORDS, lost, "collectives")
             put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_in_capture, "graph_capture")
             put.set(watching.DROPPED_RECORDS, self._thread.dropped_steps, "steps")
             put.set(watching.DROPPED_RECORDS, self._thread.untimed_calls, "timing")

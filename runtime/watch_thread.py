@@ -1,7 +1,8 @@
-"""The watch thread: settles what the hooks noted, publishes it, writes the log, samples devices.
+"""The watch thread: settles what the hooks noted, writes the log at once, publishes each second.
 
 It takes batches of calls and closed steps from the training thread in order, and waits for neither
-the device nor other ranks. All our Python outside the hooks runs here, within a budget.
+the device nor other ranks. A step costs it little, because with cold caches each line of Python
+costs several times its usual price; the metrics of a second are cheaper worked out together.
 """
 
 from __future__ import annotations
@@ -10,30 +11,24 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
-from ..metrics.catalog import devices as device_metrics
-from ..metrics.catalog.spec import MetricSpec
-from ..metrics.recorder import Recorder
 from ..metrics.step_record import StepRecord
+from .closed_step import ClosedStep
 from .collectives.batch import Batch
+from .collectives.call import Call
 from .collectives.events import EventPool, allow_queries_while_capturing
 from .collectives.tally import StepComm, Tally
-from .devices.probe import DeviceProbe
 from .hooks import Hooks
-from .memory.probe import MemoryProbe
-from .publisher import ClosedStep, Publisher
+from .publisher import Publisher, Step
+from .sampler import Sampler
 
-Item = Batch | ClosedStep | None
-Readings = dict[str, dict[str, float]]
+Listener = Callable[[StepRecord], object]
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.005  # while a CUDA event or an asynchronous call has not ended
 PATIENCE_SECONDS = 10.0
 MAX_PENDING = 1024
-# A reading costs 0.1 ms CPU where caches are cold, and our threads may take 3 ms a second. Peaks
-# are kept by the kernel from one reading to the next, so that shorter steps lose none.
-MEMORY_SECONDS = 0.1
 
 
 class WatchThread:
@@ -41,6 +36,7 @@ class WatchThread:
 
     Attributes:
         dropped_steps: Steps lost because this thread could not keep up.
+        dropped_calls: Calls lost likewise.
         untimed_calls: Calls whose end did not come in time.
         cpu_seconds: CPU time this thread has used.
     """
@@ -48,37 +44,47 @@ class WatchThread:
     def __init__(
         self,
         *,
-        recorder: Recorder,
         publisher: Publisher,
+        sampler: Sampler,
         events: EventPool,
         hooks: Hooks,
-        memory: list[MemoryProbe],
-        devices: list[DeviceProbe],
-        device_seconds: float,
-        duties: dict[str, Callable[[], object]],
-        listeners: list[Callable[[StepRecord], None]],
+        append: Listener,
+        listeners: Sequence[Listener],
+        duties: Mapping[str, Callable[[], object]],
         on_cuda: bool,
     ) -> None:
+        """Describe the thread; `start` starts it.
+
+        Args:
+            publisher: Turns steps into metrics.
+            sampler: Reads memory and devices.
+            events: Takes back the CUDA events that were read.
+            hooks: Guards what is called here.
+            append: Writes a step's record to disk; called for each as soon as it is whole.
+            listeners: Get the records of each second; the sequence may grow.
+            duties: What else is to be done each second, by the name under which it may fail.
+            on_cuda: Whether calls are timed by CUDA events.
+        """
         self.dropped_steps = 0
+        self.dropped_calls = 0
         self.untimed_calls = 0
         self.cpu_seconds = 0.0
-        self._recorder = recorder
         self._publisher = publisher
+        self._sampler = sampler
         self._events = events
-        self._memory = [(p.device, hooks.guard(f"memory {p.device}", p.read)) for p in memory]
-        self._probes = devices
-        self._devices = [(p.device, hooks.guard(f"device {p.device}", p.read)) for p in devices]
-        self._device_seconds = device_seconds
-        self._duties = [hooks.guard(name, duty) for name, duty in duties.items()]
+        self._append = hooks.guard("run log", append)
         self._listeners = listeners
         self._on_cuda = on_cuda
-        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | ClosedStep] = deque()
         self._waiting_since = 0.0
+        self._tick_due = 0.0
         self._comm = StepComm()
-        self._readings: Readings = {}
-        self._memory_due = self._device_due = self._tick_due = 0.0
+        self._calls: list[list[Call]] = []
+        self._steps: list[Step] = []
         self._settle = hooks.guard("settle", self._settle_pending)
+        own_duties = {"publish": self._publish, "devices": sampler.read_devices}
+        self._duties = [hooks.guard(name, duty) for name, duty in {**own_duties, **duties}.items()]
         self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
 
     def start(self) -> None:
@@ -87,10 +93,11 @@ class WatchThread:
 
     def give(self, item: Batch | ClosedStep) -> None:
         """Hand over a batch of calls or a closed step. Called by the training thread."""
-        if self._inbox.qsize() > MAX_PENDING:
-            self.dropped_steps += isinstance(item, ClosedStep)
-        else:
+        if self._inbox.qsize() < MAX_PENDING:
             self._inbox.put(item)
+        else:
+            self.dropped_steps += isinstance(item, ClosedStep)
+            self.dropped_calls += len(_batch_of(item).calls)
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Publish what is there and end. Safe to call twice, and where the thread never ran."""
@@ -105,26 +112,29 @@ class WatchThread:
         while running:
             running = self._receive()
             self._settle(final=not running)
-            self._work_through_tick(final=not running)
-            self.cpu_seconds = time.thread_time()
-        for probe in self._probes:
-            probe.close()
+            now = time.monotonic()
+            if now >= self._tick_due or not running:
+                self._tick_due = now + TICK_SECONDS
+                self.cpu_seconds = time.thread_time()
+                for duty in self._duties:
+                    duty()
+        self._sampler.close()
 
     def _receive(self) -> bool:
         """Wait for something to do; return False once told to stop."""
-        wait = POLL_SECONDS if self._pending else TICK_SECONDS
         try:
-            item = self._inbox.get(timeout=wait)
-            while True:
-                if item is None:
-                    return False
-                self._pending.append(item)
-                item = self._inbox.get_nowait()
+            item = self._inbox.get(timeout=POLL_SECONDS if self._pending else TICK_SECONDS)
         except queue.Empty:
             return True
+        while item is not None:
+            self._pending.append(item)
+            if self._inbox.empty():
+                return True
+            item = self._inbox.get_nowait()
+        return False
 
     def _settle_pending(self, *, final: bool) -> None:
-        """Publish, in order, everything whose end has come."""
+        """Take, in order, everything whose end has come."""
         while self._pending:
             head = self._pending[0]
             if not head.settled():
@@ -134,63 +144,33 @@ class WatchThread:
                 self.untimed_calls += _batch_of(head).give_up()
             self._waiting_since = 0.0
             self._pending.popleft()
-            self._count(_batch_of(head))
+            self._take_calls(_batch_of(head))
             if isinstance(head, ClosedStep):
-                self._close_step(head)
+                self._take_step(head)
 
-    def _count(self, batch: Batch) -> None:
+    def _take_calls(self, batch: Batch) -> None:
         batch.resolve(self._events)
-        tally = Tally(batch.calls)
-        self._publisher.publish_communication(tally)
-        self._comm.add(tally)
+        self._comm.add(batch.calls)
+        self._calls.append(batch.calls)
 
-    def _close_step(self, closed: ClosedStep) -> None:
+    def _take_step(self, closed: ClosedStep) -> None:
         comm, self._comm = self._comm, StepComm()
-        record = self._publisher.publish(closed, comm, self._read_memory(), self._readings)
-        for listener in self._listeners:
-            listener(record)
+        record = closed.record(comm, self._sampler.read_memory(), self._sampler.device_readings)
+        self._append(record)
+        self._steps.append(Step(record, closed))
 
-    def _read_memory(self) -> Readings:
-        now = time.monotonic()
-        if now < self._memory_due:
-            return {}
-        self._memory_due = now + MEMORY_SECONDS
-        readings = ((device, read()) for device, read in self._memory)
-        return {device: dict(states) for device, states in readings if states}
-
-    def _work_through_tick(self, *, final: bool) -> None:
-        now = time.monotonic()
-        if now >= self._device_due:
-            self._device_due = now + self._device_seconds
-            self._read_devices()
-        if now >= self._tick_due or final:
-            self._tick_due = now + TICK_SECONDS
-            for duty in self._duties:
-                duty()
-
-    def _read_devices(self) -> None:
-        readings = ((device, read()) for device, read in self._devices)
-        self._readings = {device: dict(values) for device, values in readings if values}
-        with self._recorder.commit():
-            for device, values in self._readings.items():
-                for reading, value in values.items():
-                    spec, *labels = _READINGS[reading]
-                    self._recorder.set(spec, value, device, *labels)
+    def _publish(self) -> None:
+        """Publish what has come since the last tick, and tell the listeners."""
+        calls, self._calls = self._calls, []
+        steps, self._steps = self._steps, []
+        tally = Tally()
+        for batch in calls:
+            tally.add(batch)
+        self._publisher.publish(steps, tally)
+        for step in steps:
+            for listener in self._listeners:
+                listener(step.record)
 
 
 def _batch_of(item: Batch | ClosedStep) -> Batch:
     return item.batch if isinstance(item, ClosedStep) else item
-
-
-_READINGS: dict[str, tuple[MetricSpec, *tuple[str, ...]]] = {
-    "utilization_ratio": (device_metrics.DEVICE_UTILIZATION,),
-    "sm_active_ratio": (device_metrics.DEVICE_SM_ACTIVE,),
-    "power_watts": (device_metrics.DEVICE_POWER,),
-    "temperature_celsius": (device_metrics.DEVICE_TEMPERATURE,),
-    "clock_hertz": (device_metrics.DEVICE_CLOCK,),
-    "energy_joules": (device_metrics.DEVICE_ENERGY,),
-    "nvlink_sent_bytes": (device_metrics.DEVICE_LINK_BYTES, "nvlink", "sent"),
-    "nvlink_received_bytes": (device_metrics.DEVICE_LINK_BYTES, "nvlink", "received"),
-    "pcie_sent_bytes": (device_metrics.DEVICE_LINK_BYTES, "pcie", "sent"),
-    "pcie_received_bytes": (device_metrics.DEVICE_LINK_BYTES, "pcie", "received"),
-}

@@ -19,7 +19,7 @@ DROPPED_RECORDS = counter(
     "Records that were lost, by the part that lost them.",
     Label(
         name="part",
-        values=("collectives", "steps", "timing", "graph_capture", "run_log", "samples"),
+        values=("collectives", "steps", "timing", "graph_capture", "run_log"),
     ),
 )
 EXPORTER_FAILURES = counter(

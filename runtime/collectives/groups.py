@@ -8,6 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
+from ...metrics.catalog.labels import OPS
+from .wire import wire_factor
+
 RoleOf = Callable[[ProcessGroup], str]
 
 
@@ -18,7 +21,7 @@ class Group:
     was that number.
     """
 
-    __slots__ = ("backend", "recorded", "reference", "role", "seen_from", "size")
+    __slots__ = ("_factors", "backend", "recorded", "reference", "role", "seen_from", "size")
 
     def __init__(self, group: ProcessGroup, role: str) -> None:
         self.reference = weakref.ref(group)
@@ -27,6 +30,11 @@ class Group:
         self.backend = _backend_name(group)
         self.seen_from = sequence_number(group)
         self.recorded = 0
+        self._factors = [wire_factor(op, self.backend, self.size) for op in OPS]
+
+    def wire_factor(self, op: int) -> float:
+        """Bytes sent per payload byte for an operation, given by its place in OPS."""
+        return self._factors[op]
 
     def counted(self) -> int | None:
         """How many the group itself counted since it was first seen; None once it is gone."""

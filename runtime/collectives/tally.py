@@ -9,7 +9,6 @@ from ...metrics.catalog.labels import OPS, PHASES
 from ...metrics.step_record import CollectiveTotals
 from .call import Call
 from .groups import Group
-from .wire import wire_factor
 
 Interval = tuple[int, int]  # start and end in nanoseconds
 
@@ -33,74 +32,78 @@ class Sums:
 
 
 class Tally:
-    """What a number of calls add up to.
+    """What any number of calls add up to, for the metrics.
 
     Attributes:
         intervals: The interval of each timed call, by group role.
     """
 
-    def __init__(self, calls: Iterable[Call]) -> None:
+    def __init__(self) -> None:
         self.intervals: dict[str, list[Interval]] = {}
         self._sums: dict[tuple[int, Group, int], Sums] = {}
-        for call in calls:
-            self._add(call)
 
     @property
     def sums(self) -> Iterable[Sums]:
         """The sums by operation, group and phase."""
         return self._sums.values()
 
-    def comm_seconds(self) -> float:
-        """Length of the union of all calls' intervals."""
-        return union_seconds(pair for pairs in self.intervals.values() for pair in pairs)
+    def add(self, calls: Iterable[Call]) -> None:
+        """Count calls."""
+        for call in calls:
+            key = (call.op, call.group, call.phase)
+            sums = self._sums.get(key)
+            if sums is None:
+                sums = self._sums[key] = _empty_sums(call)
+            sums.calls += 1
+            sums.payload_bytes += call.payload_bytes
+            if call.timed:
+                sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
+                self.intervals.setdefault(sums.group, []).append((call.start_ns, call.end_ns))
 
-    def _add(self, call: Call) -> None:
-        key = (call.op, call.group, call.phase)
-        sums = self._sums.get(key)
-        if sums is None:
-            op, group = OPS[call.op], call.group
-            factor = wire_factor(op, group.backend, group.size)
-            sums = self._sums[key] = Sums(op, group.role, PHASES[call.phase], factor)
-        sums.calls += 1
-        sums.payload_bytes += call.payload_bytes
-        if call.timed:
-            sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
-            self.intervals.setdefault(sums.group, []).append((call.start_ns, call.end_ns))
+
+def _empty_sums(call: Call) -> Sums:
+    op, group = OPS[call.op], call.group
+    return Sums(op, group.role, PHASES[call.phase], group.wire_factor(call.op))
 
 
 class StepComm:
-    """A step's communication, summed over the batches in which its calls arrived.
-
-    Attributes:
-        seconds: Length of the union of all calls' intervals. Batches follow each other, so that
-            their unions add up.
-        by_op: The sums over groups and phases, for the run log.
-    """
+    """A step's communication, for its record. Runs for every step, so it does little."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.by_op: dict[str, CollectiveTotals] = {}
+        self._by_op: dict[int, list[float]] = {}
+        self._seconds = 0.0
 
-    def add(self, tally: Tally) -> None:
-        """Count one batch."""
-        self.seconds += tally.comm_seconds()
-        for sums in tally.sums:
-            self.by_op[sums.op] = _added(self.by_op.get(sums.op, _NOTHING), sums)
+    def add(self, calls: Iterable[Call]) -> None:
+        """Count a batch of calls. Batches follow each other, so that their unions add up."""
+        intervals = []
+        for call in calls:
+            known = self._by_op.get(call.op)
+            if known is None:
+                known = self._by_op[call.op] = [0, 0, 0.0, 0.0, 0]
+            known[0] += 1
+            known[1] += call.payload_bytes
+            known[2] += call.payload_bytes * call.group.wire_factor(call.op)
+            if call.timed:
+                known[3] += call.end_ns - call.start_ns
+                known[4] += 1
+                intervals.append((call.start_ns, call.end_ns))
+        self._seconds += union_seconds(intervals)
 
+    def seconds(self) -> float:
+        """Length of the union of all calls' intervals."""
+        return self._seconds
 
-_NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=None)
-
-
-def _added(known: CollectiveTotals, sums: Sums) -> CollectiveTotals:
-    seconds = known.seconds
-    if sums.seconds:
-        seconds = (seconds or 0.0) + sum(sums.seconds)
-    return CollectiveTotals(
-        calls=known.calls + sums.calls,
-        payload_bytes=known.payload_bytes + sums.payload_bytes,
-        wire_bytes=known.wire_bytes + sums.wire_bytes,
-        seconds=seconds,
-    )
+    def totals(self) -> dict[str, CollectiveTotals]:
+        """The sums by operation; seconds are None where no call could be timed."""
+        return {
+            OPS[op]: CollectiveTotals(
+                calls=int(calls),
+                payload_bytes=int(payload),
+                wire_bytes=wire,
+                seconds=duration_ns / 1e9 if timed else None,
+            )
+            for op, (calls, payload, wire, duration_ns, timed) in self._by_op.items()
+        }
 
 
 def union_seconds(intervals: Iterable[Interval]) -> float:

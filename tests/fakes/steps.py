@@ -38,6 +38,7 @@ def step(
         samples=samples,
         tokens=None,
         loss=loss,
+        nonfinite_loss=False,
         gradient_norm=None,
         learning_rate=None,
         loss_scale=None,

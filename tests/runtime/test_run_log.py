@@ -28,6 +28,7 @@ def record(step: int, loss: float | None = 1.0) -> StepRecord:
         samples=None,
         tokens=None,
         loss=loss,
+        nonfinite_loss=loss is not None and loss != loss,
         gradient_norm=None,
         learning_rate=None,
         loss_scale=None,
@@ -70,13 +71,15 @@ def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in whole] == [1, 2]
 
 
-def test_a_loss_that_is_no_number_is_kept_as_text(tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None:
     log = RunLog(tmp_path, IDENTITY, RunLogSettings())
 
     log.append(record(1, loss=float("nan")))
     log.close()
 
-    assert json.loads(log.path.read_text())["loss"] == "nan"
+    written = json.loads(log.path.read_text())
+    assert written["loss"] is None
+    assert written["nonfinite_loss"] is True
 
 
 def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:

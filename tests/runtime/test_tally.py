@@ -18,6 +18,9 @@ class FourRanks:
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
 
+    def wire_factor(self, op: int) -> float:
+        return wire_factor(OPS[op], self.backend, self.size)
+
 
 def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None) -> Call:
     made = Call(OPS.index(op), group or FourRanks(), size, PHASES.index("backward"))
@@ -44,13 +47,10 @@ def test_intervals_may_lie_before_zero() -> None:
 def test_calls_are_summed_by_operation_group_and_phase() -> None:
     dp, world = FourRanks(), FourRanks("world")
 
-    tally = Tally(
-        [
-            call("all_reduce", 100, 0, 4, dp),
-            call("all_reduce", 20, 2, 6, dp),
-            call("all_gather", 8, 10, 11, world),
-        ]
-    )
+    tally = Tally()
+
+    tally.add([call("all_reduce", 100, 0, 4, dp), call("all_reduce", 20, 2, 6, dp)])
+    tally.add([call("all_gather", 8, 10, 11, world)])
 
     reduced, gathered = tally.sums
     assert (reduced.op, reduced.group, reduced.phase) == ("all_reduce", "dp", "backward")
@@ -58,7 +58,7 @@ def test_calls_are_summed_by_operation_group_and_phase() -> None:
     assert reduced.seconds == pytest.approx([0.004, 0.004])
     assert (gathered.op, gathered.group) == ("all_gather", "world")
     assert (gathered.calls, gathered.payload_bytes, gathered.wire_bytes) == (1, 8, 6.0)
-    assert tally.comm_seconds() == pytest.approx(0.007)
+    assert tally.intervals == {"dp": [(0, 4 * MS), (2 * MS, 6 * MS)], "world": [(10 * MS, 11 * MS)]}
 
 
 def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
@@ -66,26 +66,24 @@ def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
     late.timed = False
     step = StepComm()
 
-    step.add(Tally([late]))
+    step.add([late])
 
-    assert step.by_op["all_reduce"].calls == 1
-    assert step.by_op["all_reduce"].seconds is None
-    assert step.seconds == 0.0
+    assert step.totals()["all_reduce"].calls == 1
+    assert step.totals()["all_reduce"].seconds is None
+    assert step.seconds() == 0.0
 
 
 def test_a_step_adds_up_its_batches() -> None:
-    first = Tally([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
-    second = Tally([call("all_reduce", 20, 6, 8)])
     step = StepComm()
 
-    step.add(first)
-    step.add(second)
+    step.add([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
+    step.add([call("all_reduce", 20, 6, 8)])
 
-    assert step.by_op["all_reduce"].calls == 2
-    assert step.by_op["all_reduce"].payload_bytes == 120
-    assert step.by_op["all_reduce"].seconds == pytest.approx(0.006)
-    assert step.by_op["broadcast"].calls == 1
-    assert step.seconds == pytest.approx(0.007)
+    assert step.totals()["all_reduce"].calls == 2
+    assert step.totals()["all_reduce"].payload_bytes == 120
+    assert step.totals()["all_reduce"].seconds == pytest.approx(0.006)
+    assert step.totals()["broadcast"].calls == 1
+    assert step.seconds() == pytest.approx(0.007)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""A step as the training thread hands it over, and the record it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..metrics.catalog.labels import PHASES
+from ..metrics.step_record import StepRecord
+from .collectives.batch import Batch
+from .collectives.tally import StepComm
+from .deferred import Deferred, mean
+from .engine_hooks import Window
+
+Readings = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(slots=True)
+class ClosedStep:
+    """What the training thread knows when a step has ended."""
+
+    step: int
+    ended_at: float
+    phase_ns: list[int]
+    window: Window
+    coverage: float | None
+    gradient_norm: Deferred
+    learning_rate: Deferred
+    loss_scale: Deferred
+    skipped: bool
+    trace: Mapping[str, str] | None
+    batch: Batch
+
+    def settled(self) -> bool:
+        """Whether what was under way when the step ended has arrived. Never waits."""
+        numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.window.losses)
+        return all(number.ready for number in numbers) and self.batch.settled()
+
+    def record(
+        self, comm: StepComm, memory_bytes: Readings, device_readings: Readings
+    ) -> StepRecord:
+        """Make the step's record, once `settled`."""
+        window, phase_ns = self.window, self.phase_ns
+        loss = mean(window.losses)
+        return StepRecord(
+            step=self.step,
+            ended_at_unix_seconds=self.ended_at,
+            seconds=sum(phase_ns) / 1e9,
+            phase_seconds={PHASES[i]: ns / 1e9 for i, ns in enumerate(phase_ns) if ns},
+            micro_batches=window.micro_batches,
+            samples=window.samples,
+            tokens=window.tokens,
+            loss=loss,
+            nonfinite_loss=loss is not None and not math.isfinite(loss),
+            gradient_norm=self.gradient_norm.value,
+            learning_rate=self.learning_rate.value,
+            loss_scale=self.loss_scale.value,
+            skipped=self.skipped,
+            collectives=comm.totals(),
+            comm_seconds=comm.seconds(),
+            memory_bytes=memory_bytes,
+            device_readings=device_readings,
+        )
