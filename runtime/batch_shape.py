@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,57 +11,61 @@ import torch
 TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class BatchShape:
-    """A batch's size; `tokens` counts padding too, and both are None where the batch shows none."""
+    """A batch's size; `tokens` counts padding too, and all are None where the batch shows none."""
 
-    samples: int | None
-    tokens: int | None
-    sequence_length: int | None
-
-
-UNKNOWN = BatchShape(samples=None, tokens=None, sequence_length=None)
+    samples: int | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
 
 
-def batch_shape(args: Iterable[Any], kwargs: Mapping[str, Any]) -> BatchShape:
-    """Read the arguments of a forward call.
+UNKNOWN = BatchShape()
+
+
+def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
+    """Read the arguments of a forward call, and one level of mappings and sequences in them.
 
     The first tensor with a dimension gives the samples. Tokens come from a tensor of shape
     (samples, length) that is called as token ids usually are, else from the first of an integer
-    type.
+    type. Runs in every forward: no generators, no abstract base classes.
     """
-    first: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-    for name, tensor in _tensors(args, kwargs):
-        if first is None:
-            first = tensor
-        if tensor.dim() != 2:
-            continue
-        if name in TOKEN_NAMES:
-            tokens = tensor
+    shape = BatchShape()
+    if kwargs:
+        _look(kwargs.items(), shape)
+    for value in args:
+        if shape.tokens is not None:
             break
-        if tokens is None and not (tensor.is_floating_point() or tensor.dtype == torch.bool):
-            tokens = tensor
-    if first is None:
-        return UNKNOWN
-    return BatchShape(
-        samples=(first if tokens is None else tokens).shape[0],
-        tokens=None if tokens is None else tokens.numel(),
-        sequence_length=None if tokens is None else tokens.shape[1],
-    )
-
-
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Walk the top level and one level of mappings and sequences below it."""
-    for name, value in (*(("", value) for value in args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
-            if value.dim():
-                yield name, value
-        elif isinstance(value, Mapping):
-            yield from ((k, v) for k, v in value.items() if _has_rows(v))
+            _look((("", value),), shape)
         elif isinstance(value, list | tuple):
-            yield from ((name, v) for v in value if _has_rows(v))
+            _look([("", inner) for inner in value], shape)
+        elif hasattr(value, "items"):
+            _look(value.items(), shape)
+    return shape
 
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _look(named: Any, shape: BatchShape) -> None:
+    """Take what tensors tell; one called as token ids are overrules what was guessed before."""
+    for name, value in named:
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, dict):
+                _look(value.items(), shape)
+            continue
+        size = value.shape
+        if not size:
+            continue
+        if shape.samples is None:
+            shape.samples = size[0]
+        if len(size) != 2:
+            continue
+        is_named = name in TOKEN_NAMES
+        if is_named or (shape.tokens is None and _holds_whole_numbers(value)):
+            shape.samples, shape.sequence_length = size
+            shape.tokens = size[0] * size[1]
+        if is_named:
+            return
+
+
+def _holds_whole_numbers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.dtype == torch.bool)

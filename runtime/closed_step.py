@@ -10,7 +10,7 @@ from ..metrics.catalog.labels import PHASES
 from ..metrics.step_record import StepRecord
 from .collectives.batch import Batch
 from .collectives.tally import StepComm
-from .deferred import Deferred, mean
+from .deferred import Number, arrived, mean, read
 from .engine_hooks import Window
 
 Readings = Mapping[str, Mapping[str, float]]
@@ -25,9 +25,9 @@ class ClosedStep:
     phase_ns: list[int]
     window: Window
     coverage: float | None
-    gradient_norm: Deferred
-    learning_rate: Deferred
-    loss_scale: Deferred
+    gradient_norm: Number
+    learning_rate: Number
+    loss_scale: Number
     skipped: bool
     trace: Mapping[str, str] | None
     batch: Batch
@@ -35,7 +35,7 @@ class ClosedStep:
     def settled(self) -> bool:
         """Whether what was under way when the step ended has arrived. Never waits."""
         numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.window.losses)
-        return all(number.ready for number in numbers) and self.batch.settled()
+        return all(map(arrived, numbers)) and self.batch.settled()
 
     def record(
         self, comm: StepComm, memory_bytes: Readings, device_readings: Readings
@@ -53,9 +53,9 @@ class ClosedStep:
             tokens=window.tokens,
             loss=loss,
             nonfinite_loss=loss is not None and not math.isfinite(loss),
-            gradient_norm=self.gradient_norm.value,
-            learning_rate=self.learning_rate.value,
-            loss_scale=self.loss_scale.value,
+            gradient_norm=read(self.gradient_norm),
+            learning_rate=read(self.learning_rate),
+            loss_scale=read(self.loss_scale),
             skipped=self.skipped,
             collectives=comm.totals(),
             comm_seconds=comm.seconds(),

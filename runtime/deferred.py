@@ -8,46 +8,50 @@ import torch
 
 
 class Deferred:
-    """A number that may not have arrived yet. Never waits for the device."""
+    """A number that is on its way from a device. Never waits for it."""
 
-    __slots__ = ("_copy", "_done", "_value")
+    __slots__ = ("_copy", "_done")
 
-    def __init__(self, source: Any) -> None:
-        """Start reading.
-
-        Args:
-            source: A number, a tensor with one element, or None.
-        """
-        self._done: torch.cuda.Event | None = None
-        self._copy: torch.Tensor | None = None
-        self._value: float | None = None
-        if isinstance(source, torch.Tensor) and source.is_cuda:
-            self._start_copy(source.detach())
-        elif source is not None:
-            self._value = float(source)
-
-    def _start_copy(self, source: torch.Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return
+    def __init__(self, source: torch.Tensor) -> None:
+        """Start copying a tensor with one element."""
         self._copy = torch.empty((), dtype=torch.float64, pin_memory=True)
-        self._copy.copy_(source.reshape(()).to(torch.float64), non_blocking=True)
+        self._copy.copy_(source.detach().reshape(()).to(torch.float64), non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record()
 
-    @property
-    def ready(self) -> bool:
-        """Whether `value` may be read."""
-        return self._done is None or self._done.query()
+    def arrived(self) -> bool:
+        """Whether the number can be read."""
+        arrived: bool = self._done.query()
+        return arrived
 
-    @property
-    def value(self) -> float | None:
-        """The number; None if there is none, or if it has not arrived."""
-        if self._copy is None:
-            return self._value
-        return float(self._copy) if self.ready else None
+    def read(self) -> float | None:
+        """Return the number, or None if it has not arrived."""
+        return float(self._copy) if self.arrived() else None
 
 
-def mean(numbers: list[Deferred]) -> float | None:
+Number = float | Deferred | None
+
+
+def number(source: Any) -> Number:
+    """Read a number, a tensor with one element or None: at once from the host, else later."""
+    if source is None or type(source) is float:
+        return source
+    if isinstance(source, torch.Tensor) and source.is_cuda:
+        return None if torch.cuda.is_current_stream_capturing() else Deferred(source)
+    return float(source)
+
+
+def arrived(one: Number) -> bool:
+    """Whether a number can be read."""
+    return not isinstance(one, Deferred) or one.arrived()
+
+
+def read(one: Number) -> float | None:
+    """Return a number, or None if there is none or it has not arrived."""
+    return one.read() if isinstance(one, Deferred) else one
+
+
+def mean(numbers: list[Number]) -> float | None:
     """Average the numbers that are there; None if there are none."""
-    values = [value for value in (number.value for number in numbers) if value is not None]
+    values = [value for value in map(read, numbers) if value is not None]
     return sum(values) / len(values) if values else None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .batch_shape import UNKNOWN, BatchShape, batch_shape
-from .deferred import Deferred
+from .deferred import Number, number
 from .hooks import Hooks
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
 from .wrap import Wrap
@@ -41,9 +41,9 @@ class Window:
     samples: int | None = None
     tokens: int | None = None
     sequence_length: int | None = None
-    losses: list[Deferred] = field(default_factory=list)
+    losses: list[Number] = field(default_factory=list)
 
-    def add(self, shape: BatchShape, loss: Deferred | None) -> None:
+    def add(self, shape: BatchShape, loss: Number) -> None:
         """Count one micro-batch."""
         self.micro_batches += 1
         if shape.samples is not None:
@@ -51,8 +51,7 @@ class Window:
         if shape.tokens is not None:
             self.tokens = (self.tokens or 0) + shape.tokens
             self.sequence_length = shape.sequence_length
-        if loss is not None:
-            self.losses.append(loss)
+        self.losses.append(loss)
 
 
 class EngineHooks:
@@ -71,7 +70,8 @@ class EngineHooks:
         self._open = True
         self._window = Window()
         self._shape = UNKNOWN
-        self._output_loss: torch.Tensor | None = None
+        self._loss: Number = None
+        self._output: Callable[[], Any] = _nowhere
         self._inside_backward = False
         self._bare_backward = False
         self._steps_before = 0
@@ -80,8 +80,8 @@ class EngineHooks:
         makers: Mapping[str, Callable[[Any], Any]] = {
             "forward": lambda f: self._around(f, self._forward_begins, self._forward_ended),
             "backward": lambda f: self._around(f, self._backward_begins, self._backward_ended),
-            "_backward_prologue": lambda f: self._around(f, self._gradient_arrived, _nothing),
-            "_backward_epilogue": lambda f: self._around(f, _no_arguments, self._gradients_done),
+            "_backward_prologue": self._around_prologue,
+            "_backward_epilogue": self._around_epilogue,
             "step": lambda f: self._around(f, self._step_begins, self._step_ended),
             "train_batch": lambda f: self._around(f, self._batch_begins, self._step_ended),
             "eval_batch": lambda f: self._in_phase(f, EVAL),
@@ -129,6 +129,28 @@ class EngineHooks:
 
         return hooked
 
+    def _around_prologue(self, original: Any) -> Any:
+        arrived = self._hooks.guard("_backward_prologue", self._gradient_arrived)
+
+        def hooked() -> Any:
+            if self._open and not self._inside_backward and not torch.compiler.is_compiling():
+                arrived()
+            return original()
+
+        return hooked
+
+    def _around_epilogue(self, original: Any) -> Any:
+        done = self._hooks.guard("_backward_epilogue", self._gradients_done)
+
+        def hooked() -> Any:
+            try:
+                return original()
+            finally:
+                if self._open and self._bare_backward:
+                    done()
+
+        return hooked
+
     def _in_phase(self, original: Any, phase: int) -> Any:
         return self._around(
             original,
@@ -145,13 +167,12 @@ class EngineHooks:
             self._clock.enter(EVAL)
 
     def _forward_ended(self, output: Any) -> None:
-        if self._clock.current == FORWARD:
-            self._output_loss = _loss_in(output)
         self._clock.leave()
+        # Weakly, and looked at only if a plain backward comes: it may hold the whole graph.
+        self._output = _weakly(output)
 
     def _backward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        loss = args[0] if args else kwargs.get("loss")
-        self._output_loss = _loss_in(loss)
+        self._loss = _loss_in(args[0] if args else kwargs.get("loss"))
         self._inside_backward = True
         self._clock.enter(BACKWARD)
 
@@ -160,16 +181,16 @@ class EngineHooks:
         self._clock.leave()
         self._count_micro_batch()
 
-    def _gradient_arrived(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _gradient_arrived(self) -> None:
         """Notice a plain `loss.backward()`, on whatever thread autograd runs it."""
-        if not self._inside_backward and not self._bare_backward:
+        if not self._bare_backward:
             self._bare_backward = True
+            self._loss = _loss_in(self._output())
             self._clock.enter(BACKWARD)
 
-    def _gradients_done(self, result: Any) -> None:
-        if self._bare_backward:
-            self._close_bare_backward()
-            self._count_micro_batch()
+    def _gradients_done(self) -> None:
+        self._close_bare_backward()
+        self._count_micro_batch()
 
     def _close_bare_backward(self) -> None:
         """End a plain backward; one that raised never came to its own end."""
@@ -178,9 +199,8 @@ class EngineHooks:
             self._clock.leave()
 
     def _count_micro_batch(self) -> None:
-        loss = None if self._output_loss is None else Deferred(self._output_loss)
-        self._window.add(self._shape, loss)
-        self._shape, self._output_loss = UNKNOWN, None
+        self._window.add(self._shape, self._loss)
+        self._shape, self._loss = UNKNOWN, None
 
     def _step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
@@ -204,22 +224,21 @@ class EngineHooks:
         self._on_step_ended(window)
 
 
-def _nothing(result: Any) -> None:
-    """Do nothing after a call."""
+def _nowhere() -> None:
+    """Stand for an output that is gone."""
 
 
-def _no_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Do nothing before a call."""
-
-
-def _loss_in(output: Any) -> torch.Tensor | None:
-    """Find the loss in what forward returned, or backward was given; leave its graph behind."""
-    if isinstance(output, Mapping):
+def _weakly(output: Any) -> Callable[[], Any]:
+    """Refer to what forward returned, or to what may be the loss in it, without keeping it."""
+    if isinstance(output, dict):  # a ModelOutput is one too
         output = output.get("loss")
     elif isinstance(output, tuple | list) and output:
         output = output[0]
-    elif hasattr(output, "loss"):
-        output = output.loss
+    return weakref.ref(output) if isinstance(output, torch.Tensor) else _nowhere
+
+
+def _loss_in(output: Any) -> Number:
+    """Read a loss; what is no tensor with one element is none."""
     if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output.detach()
+        return number(output.detach())
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from .collectives.roles import role_of
 from .collectives.tally import Tally
 from .collectives.tap import CommTap
 from .data_hooks import DataHooks
-from .deferred import Deferred
+from .deferred import number
 from .devices.choose import device_probes, peak_flops_per_second
 from .engine_hooks import EngineHooks, Window
 from .facts import cuda_device, run_facts
@@ -38,7 +37,7 @@ from .run_folder import RunFolder
 from .sampler import Sampler
 from .watch_thread import WatchThread
 
-logger = logging.getLogger(__name__)
+COVERAGE_SECONDS = 1.0
 
 
 class Watch:
@@ -58,6 +57,8 @@ class Watch:
         self._clock = PhaseClock()
         self._listeners: list[Callable[[StepRecord], None]] = []
         self._skipped_before = engine.skipped_steps
+        self._scales_loss: bool = engine.fp16_enabled()
+        self._coverage_due = 0.0
         self._closed = False
         self._informed = False
         self._open_rooms(engine)
@@ -200,15 +201,23 @@ class Watch:
             ended_at=time.time(),
             phase_ns=self._clock.take(),
             window=window,
-            coverage=self._tap.notes.groups.take_coverage(),
-            gradient_norm=Deferred(engine.get_global_grad_norm()),
-            learning_rate=Deferred(next(iter(engine.get_lr()), None)),
-            loss_scale=Deferred(engine.loss_scale() if engine.fp16_enabled() else None),
+            coverage=self._take_coverage(),
+            gradient_norm=number(engine.get_global_grad_norm()),
+            learning_rate=number(engine.optimizer.param_groups[0].get("lr")),
+            loss_scale=number(engine.loss_scale()) if self._scales_loss else None,
             skipped=skipped > 0,
             trace=current_trace_labels(),
             batch=self._tap.notes.take(),
         )
         self._thread.give(closed)
+
+    def _take_coverage(self) -> float | None:
+        """Ask the groups once a second: it costs more than the rest of a step's end."""
+        now = time.monotonic()
+        if now < self._coverage_due:
+            return None
+        self._coverage_due = now + COVERAGE_SECONDS
+        return self._tap.notes.groups.take_coverage()
 
     def _look_around(self) -> None:
         """Learn the run's name and, on rank 0, where the other ranks serve."""

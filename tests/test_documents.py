@@ -1,0 +1,67 @@
+"""What README.md and ARCHITECTURE.md say of files, settings and sizes is true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from package_tree import ROOT
+from pydantic import BaseModel
+
+from zerowatch.metrics.settings import ENVIRONMENT_PREFIX, Settings
+
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+MAX_LINES = 200
+TREE_PATH = re.compile(r"(?<![\w/.-])(?:runtime|metrics|tests)/[\w/.-]*\w")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_a_document_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+
+    named = {*TREE_PATH.findall(text), *LINK.findall(text)}
+
+    assert named != set()
+    assert {name for name in named if not exists(name)} == set()
+
+
+def exists(name: str) -> bool:
+    """Whether this is a file or folder, or a Python file named without its suffix."""
+    return (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_stays_short(document: str) -> None:
+    assert len((ROOT / document).read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_readme_lists_every_setting_as_it_is() -> None:
+    readme = (ROOT / "README.md").read_text().splitlines()
+
+    listed = [line for line in readme if f"`{ENVIRONMENT_PREFIX}" in line and line.startswith("| ")]
+
+    assert listed == list(setting_rows(Settings))
+
+
+def setting_rows(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the line of each setting: option, environment variable, default, meaning."""
+    for name, field in section.model_fields.items():
+        option = (*path, name)
+        if isinstance(field.default, BaseModel):
+            yield from setting_rows(type(field.default), option)
+            continue
+        variable = ENVIRONMENT_PREFIX + "_".join(option).upper()
+        meaning = " ".join((field.description or "").split())
+        yield f"| `{'.'.join(option)}` | `{variable}` | {shown(field.default)} | {meaning} |"
+
+
+def shown(default: object) -> str:
+    """Write a default as one would type it."""
+    if default is None:
+        return "not set"
+    if isinstance(default, bool):
+        return f"`{str(default).lower()}`"
+    return f"`{default.as_posix() if isinstance(default, Path) else default}`"
