@@ -25,12 +25,7 @@ def test_every_file_a_document_names_exists(document: str) -> None:
     named = {*TREE_PATH.findall(text), *LINK.findall(text)}
 
     assert named != set()
-    assert {name for name in named if not exists(name)} == set()
-
-
-def exists(name: str) -> bool:
-    """Whether this is a file or folder, or a Python file named without its suffix."""
-    return (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
+    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
