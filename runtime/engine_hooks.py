@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -77,20 +78,9 @@ class EngineHooks:
         self._steps_before = 0
         self._on_step_ended = on_step_ended
         self._hooks = hooks
-        makers: Mapping[str, Callable[[Any], Any]] = {
-            "forward": lambda f: self._around(f, self._forward_begins, self._forward_ended),
-            "backward": lambda f: self._around(f, self._backward_begins, self._backward_ended),
-            "_backward_prologue": self._around_prologue,
-            "_backward_epilogue": self._around_epilogue,
-            "step": lambda f: self._around(f, self._step_begins, self._step_ended),
-            "train_batch": lambda f: self._around(f, self._batch_begins, self._step_ended),
-            "eval_batch": lambda f: self._in_phase(f, EVAL),
-        }
-        names = PIPELINE_METHODS if hasattr(type(engine), "train_batch") else ENGINE_METHODS
-        self._wraps = [
-            Wrap(engine, name, makers.get(name, lambda f: self._in_phase(f, CHECKPOINT)))
-            for name in names
-        ]
+        self._is_pipeline = hasattr(type(engine), "train_batch")
+        names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
+        self._wraps = [Wrap(engine, name, partial(self._wrapper, name)) for name in names]
 
     def restore(self) -> None:
         """Take every hook off the engine again."""
@@ -105,15 +95,40 @@ class EngineHooks:
         engine = self._engine()
         return engine is not None and engine.module.training
 
+    def _wrapper(self, name: str, original: Any) -> Any:
+        """Make the wrapper of one method."""
+        match name:
+            case "forward":
+                return self._around(name, original, self._forward_begins, self._forward_ended)
+            case "backward":
+                return self._around(name, original, self._backward_begins, self._backward_ended)
+            case "step" | "train_batch":
+                return self._around(name, original, self._step_begins, self._step_ended)
+            case "_backward_prologue":
+                return self._around_prologue(original)
+            case "_backward_epilogue":
+                return self._around_epilogue(original)
+        phase = EVAL if name == "eval_batch" else CHECKPOINT
+        return self._around(
+            name,
+            original,
+            lambda args, kwargs: self._clock.enter(phase),
+            lambda result: self._clock.leave(),
+        )
+
     def _around(
-        self, original: Any, begins: Callable[..., None], ended: Callable[[Any], None]
+        self,
+        name: str,
+        original: Any,
+        begins: Callable[..., None],
+        ended: Callable[[Any], None],
     ) -> Any:
         """Wrap a method: `begins` gets its arguments, `ended` its result, None if it raised."""
-        name = original.__name__
         begins, ended = self._hooks.guard(name, begins), self._hooks.guard(name, ended)
+        is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._open:
+            if is_compiling() or not self._open:
                 return original(*args, **kwargs)
             entered_ns = perf_counter_ns()
             begins(args, kwargs)
@@ -150,13 +165,6 @@ class EngineHooks:
                     done()
 
         return hooked
-
-    def _in_phase(self, original: Any, phase: int) -> Any:
-        return self._around(
-            original,
-            lambda args, kwargs: self._clock.enter(phase),
-            lambda result: self._clock.leave(),
-        )
 
     def _forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
@@ -204,16 +212,9 @@ class EngineHooks:
 
     def _step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
-        self._remember_steps()
-        self._clock.enter(OPTIMIZER)
-
-    def _batch_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._remember_steps()
-        self._clock.enter(OTHER)
-
-    def _remember_steps(self) -> None:
         engine = self._engine()
         self._steps_before = engine.global_steps if engine is not None else 0
+        self._clock.enter(OTHER if self._is_pipeline else OPTIMIZER)
 
     def _step_ended(self, result: Any) -> None:
         self._clock.leave()

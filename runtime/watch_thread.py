@@ -34,6 +34,16 @@ MAX_PENDING = 1024
 class WatchThread:
     """Runs until `stop`, which publishes what has arrived by then.
 
+    Args:
+        publisher: Turns steps into metrics.
+        sampler: Reads memory and devices.
+        events: Takes back the CUDA events that were read.
+        hooks: Guards what is called here.
+        append: Writes a step's record to disk; called for each as soon as it is whole.
+        listeners: Get the records of each second; the sequence may grow.
+        duties: What else is to be done each second, by the name under which it may fail.
+        on_cuda: Whether calls are timed by CUDA events.
+
     Attributes:
         dropped_steps: Steps lost because this thread could not keep up.
         dropped_calls: Calls lost likewise.
@@ -53,18 +63,6 @@ class WatchThread:
         duties: Mapping[str, Callable[[], object]],
         on_cuda: bool,
     ) -> None:
-        """Describe the thread; `start` starts it.
-
-        Args:
-            publisher: Turns steps into metrics.
-            sampler: Reads memory and devices.
-            events: Takes back the CUDA events that were read.
-            hooks: Guards what is called here.
-            append: Writes a step's record to disk; called for each as soon as it is whole.
-            listeners: Get the records of each second; the sequence may grow.
-            duties: What else is to be done each second, by the name under which it may fail.
-            on_cuda: Whether calls are timed by CUDA events.
-        """
         self.dropped_steps = 0
         self.dropped_calls = 0
         self.untimed_calls = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import warnings
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -18,7 +20,12 @@ def explain(config):
     """Let DeepSpeed read a configuration, and return what we say of its error."""
     with pytest.raises(Exception) as caught:  # whatever DeepSpeed raises
         DeepSpeedConfig(config)
-    return explain_config_error(caught.value, config)
+    line = explain_config_error(caught.value, config)
+    with warnings.catch_warnings():  # DeepSpeed leaves the file open in the frames of its error
+        warnings.simplefilter("ignore", ResourceWarning)
+        del caught
+        gc.collect()
+    return line
 
 
 @pytest.fixture

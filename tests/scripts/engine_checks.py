@@ -8,6 +8,7 @@ exit status in FOLDER/NAME.status.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -25,10 +26,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import zerowatch
+import zerowatch.runtime.watch
 from zerowatch.metrics.catalog import communication, training, watching
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.operations import BACKEND_METHODS, OPERATIONS
 from zerowatch.runtime.engine_hooks import ENGINE_METHODS
+
+# DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
 
@@ -43,6 +50,7 @@ class Net(torch.nn.Module):
 
 
 def make(stage: int = 2, watched: bool = True, **config: object):
+    torch.manual_seed(0)
     model = Net()
     options = {
         "model": model,
@@ -221,7 +229,7 @@ def loading_evaluation_and_checkpoints_are_phases_of_their_own() -> None:
     assert all("eval" not in record.phase_seconds for record in trained)
     assert last.phase_seconds["eval"] >= 0.06
     assert last.phase_seconds["checkpoint"] > 0
-    assert "data" not in last.phase_seconds
+    assert last.phase_seconds.get("data", 0.0) < 0.005  # the training loader's end
     assert last.samples == 2
     assert last.training_seconds < last.seconds - 0.06
 
@@ -246,7 +254,6 @@ def a_failing_hook_is_counted_and_dropped() -> None:
     records = listen(engine)
     engine.watch._engine_hooks._window = None  # every hook that counts will raise
     expected = make(watched=False)
-    expected.module.load_state_dict(engine.module.state_dict())
 
     for _ in range(3):
         step(engine)

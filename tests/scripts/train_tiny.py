@@ -25,4 +25,3 @@ for step in range(5):
     engine.step()
     if engine.global_rank == 0:
         print(f"out: step {step} loss {loss.item()!r}", flush=True)
-torch.distributed.destroy_process_group()
