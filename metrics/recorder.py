@@ -93,12 +93,6 @@ class Recorder:
                 self._histograms.setdefault(spec, {})[labels] = known
             known.observe(value, exemplar)
 
-    def forget(self, spec: MetricSpec) -> None:
-        """Drop a metric's series, for a value that can no longer be told."""
-        with self._lock:
-            self._values.pop(spec, None)
-            self._histograms.pop(spec, None)
-
     def snapshot(self) -> Snapshot:
         """Copy all values as they stand between two commits."""
         with self._lock:

@@ -93,7 +93,7 @@ class SamplingSettings(_Section):
     device_seconds: float = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
     reset_peak: bool = True
-    """Whether to reset the kernel's peak-RSS mark each step, so that each step has its own peak."""
+    """Whether to reset the kernel's peak-RSS mark at each reading, so that each has its own."""
 
 
 class Settings(BaseSettings):

@@ -48,11 +48,7 @@ def read_zerowatch_block(config: object) -> Mapping[str, Any]:
     Raises:
         SettingsError: The block is not an object.
     """
-    try:
-        content = _read(config)
-    except (OSError, ValueError):
-        return {}
-    block = content.get(ZEROWATCH_KEY, {}) if isinstance(content, Mapping) else {}
+    block = read_config(config).get(ZEROWATCH_KEY, {})
     if not isinstance(block, Mapping):
         raise SettingsError(
             f'"{ZEROWATCH_KEY}" in the ds config must be an object of settings, got {block!r}'
@@ -77,8 +73,8 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
         return None
     if config is None or not isinstance(error, Exception):  # a Ctrl-C explains itself
         return None
-    fault = _file_fault(config, error) or _value_fault(error, _content(config))
-    return f"{_origin(config)}: {fault}"
+    fault = _file_fault(config, error) or _value_fault(error, read_config(config))
+    return f"{config_origin(config)}: {fault}"
 
 
 def _read(config: object) -> Any:
@@ -100,7 +96,8 @@ def _read(config: object) -> Any:
     return hjson.loads(base64.urlsafe_b64decode(os.fspath(config)).decode())
 
 
-def _content(config: object) -> Mapping[str, Any]:
+def read_config(config: object) -> Mapping[str, Any]:
+    """Return what a configuration holds; nothing where it cannot be read."""
     try:
         content = _read(config)
     except (OSError, ValueError):
@@ -210,7 +207,7 @@ def _fields(model: type) -> Mapping[str, FieldInfo]:
     return model.model_fields if issubclass(model, BaseModel) else {}
 
 
-def _origin(config: object) -> str:
+def config_origin(config: object) -> str:
     """Return the file of a configuration; Hugging Face passes on a dict that it read from one."""
     if not isinstance(config, Mapping):
         return str(config)
@@ -219,7 +216,7 @@ def _origin(config: object) -> str:
     for path in given:
         if not os.path.isfile(path) or os.path.getsize(path) > _LARGEST_FILE:
             continue
-        content = _content(path)
+        content = read_config(path)
         if content and content.keys() <= config.keys():
             return path
     return "DeepSpeed configuration"

@@ -19,6 +19,7 @@ from ..metrics.settings import Settings, load_settings
 from .collectives.tap import CommTap
 from .config_errors import ConfigErrors
 from .ds_config import read_zerowatch_block
+from .ds_keys import warn_of_misspelt_keys
 from .hooks import Hooks
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     loaded = load_settings(settings, read_zerowatch_block(config))
     if loaded.enabled:
         _process.open_tap()
-    with ConfigErrors(config, raise_ours=True):
+    warn_of_misspelt_keys(config)
+    with ConfigErrors(config, _process.hooks, raise_ours=True):
         result = original(*args, **kwargs)
     engine = result[0]
     if loaded.enabled:
@@ -106,9 +108,11 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         config = _config_given(original, args, kwargs)
-        with ConfigErrors(config):
+        settings = load_settings(ds_block=read_zerowatch_block(config))
+        _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
+        with ConfigErrors(config, _process.hooks):
             result = original(*args, **kwargs)
-        _process.hooks.guard("watch", _watch_quietly)(result[0], config)
+        _process.hooks.guard("watch", _watch_or_let_be)(result[0], settings)
         return result
 
     deepspeed.initialize = watched  # type: ignore[attr-defined]
@@ -126,8 +130,7 @@ def close_watch(*, failed: bool) -> None:
         _process.tap.close()
 
 
-def _watch_quietly(engine: Any, config: object) -> None:
-    settings = load_settings(ds_block=read_zerowatch_block(config))
+def _watch_or_let_be(engine: Any, settings: Settings) -> None:
     if settings.enabled:
         _watch_first(engine, settings)
     elif _process.tap is not None:

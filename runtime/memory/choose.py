@@ -13,7 +13,7 @@ def memory_probes(*, cuda_device: int | None, reset_peak: bool) -> list[MemoryPr
 
     Args:
         cuda_device: torch's index of the GPU this rank trains on; None on CPU.
-        reset_peak: Whether the kernel's peak-RSS mark may be reset, so that each step has its own.
+        reset_peak: Whether the kernel's peak-RSS mark may be reset at each reading.
     """
     host = _host_probe(reset_peak)
     return [host] if cuda_device is None else [host, cuda_memory(cuda_device)]

@@ -97,19 +97,6 @@ def test_a_missing_label_is_rejected():
         recorder.add(COLLECTIVE_CALLS, 1, "all_reduce", "dp")
 
 
-def test_a_forgotten_metric_is_gone():
-    recorder = Recorder()
-    recorder.set(LOSS, 1.0)
-    recorder.observe(COLLECTIVE_SECONDS, 1.0, "all_reduce")
-
-    recorder.forget(LOSS)
-    recorder.forget(COLLECTIVE_SECONDS)
-
-    snapshot = recorder.snapshot()
-    assert snapshot.value(LOSS) is None
-    assert snapshot.distribution(COLLECTIVE_SECONDS, "all_reduce") is None
-
-
 def test_a_snapshot_does_not_change_afterwards():
     recorder = Recorder()
     recorder.add(STEPS, 1)

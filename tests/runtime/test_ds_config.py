@@ -11,6 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from zerowatch.errors import SettingsError
 from zerowatch.runtime.ds_config import explain_config_error, read_zerowatch_block
+from zerowatch.runtime.ds_keys import warn_of_misspelt_keys
 
 # DeepSpeed leaves the file that it reads open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -156,3 +157,22 @@ def test_a_configuration_without_a_readable_block_has_no_settings(config):
 def test_a_block_that_is_no_object_is_a_wrong_setting():
     with pytest.raises(SettingsError, match="must be an object of settings, got 5"):
         read_zerowatch_block({"zerowatch": 5})
+
+
+def test_a_misspelt_top_level_key_is_told_with_what_was_meant(ds_json, caplog):
+    path = ds_json({"train_batch_size": 1, "zero_optimisation": {"stage": 2}, "my_own": 1})
+
+    warn_of_misspelt_keys(path)
+
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "ds.json: DeepSpeed does not know the key 'zero_optimisation' and ignores it; "
+        "did you mean 'zero_optimization'?"
+    ]
+
+
+def test_keys_that_deepspeed_knows_and_ours_are_passed_over(ds_json, caplog):
+    keys = ("zero_optimization", "bf16", "gradient_clipping", "flops_profiler", "zerowatch")
+
+    warn_of_misspelt_keys(ds_json({key: {} for key in keys}))
+
+    assert caplog.records == []
