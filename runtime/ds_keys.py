@@ -15,7 +15,19 @@ _ALIKE = 0.8  # of difflib's ratio: a letter or two; keys that resemble none are
 
 # Top-level keys that stand in no constant, but in DeepSpeed's pydantic models or code.
 _NOT_CONSTANTS = frozenset(
-    ["comet", "compile", "csv_monitor", "data_parallel_size", "elasticity", "hybrid_engine", "sequence_parallel_size", "sparse_gradients", "tensor_parallel", "tensorboard", "wandb"]
+    [
+        "comet",
+        "compile",
+        "csv_monitor",
+        "data_parallel_size",
+        "elasticity",
+        "hybrid_engine",
+        "sequence_parallel_size",
+        "sparse_gradients",
+        "tensor_parallel",
+        "tensorboard",
+        "wandb",
+    ]
 )
 
 
