@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..cgroups import cgroup_folders
+
 
 def usable_cores(root: Path = Path("/")) -> float:
     """Return the number of cores, with a fraction where a cgroup quota grants one."""
-    return min([float(_affine_cores()), *_cgroup_quotas(root)])
+    quotas = map(_quota, cgroup_folders("cpu", root))
+    return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
 
 
 def _affine_cores() -> int:
@@ -22,25 +25,6 @@ def _affine_cores() -> int:
         except ProcessLookupError:  # the thread has ended meanwhile
             continue
     return len(cores)
-
-
-def _cgroup_quotas(root: Path) -> list[float]:
-    """Return the quotas, in cores, of this process's cgroup and of all its parents."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    quotas = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
-        own = mount / group.lstrip("/")
-        # Folders that are not mounted inside a container read as no quota.
-        folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
-        quotas += [quota for folder in folders if (quota := _quota(folder)) is not None]
-    return quotas
 
 
 def _quota(folder: Path) -> float | None:

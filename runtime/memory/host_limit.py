@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..cgroups import cgroup_folders
+
 _RENEWAL_SECONDS = 10.0  # limits rarely change, and asking for them takes longer than the rest
 _NONE = float("inf")
 
@@ -67,22 +69,6 @@ def _physical_bytes(root: Path) -> float:
 
 def _cgroup_limit_paths(root: Path) -> list[Path]:
     """List the limit files of this process's memory cgroup and of all its parents."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    paths: list[Path] = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if "memory" in controllers.split(","):  # version 1
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        elif not controllers:  # version 2
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        else:
-            continue
-        own = mount / group.lstrip("/")
-        folders = [folder for folder in (own, *own.parents) if folder.is_relative_to(mount)]
-        # Inside a container the group's path may be the host's, which is not mounted here; the
-        # container's own group is then the mount itself.
-        paths += [folder / name for folder in folders if (folder / name).is_file()]
-    return paths
+    names = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
+    files = [folder / name for folder in cgroup_folders("memory", root) for name in names]
+    return [file for file in files if file.is_file()]

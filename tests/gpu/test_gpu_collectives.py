@@ -1,0 +1,114 @@
+"""The tap on NCCL: one GPU is a group of one, which issues real NCCL calls on real streams."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+START = """
+import os
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                  MASTER_PORT="29655")
+import torch
+import torch.distributed as dist
+from zerowatch.metrics.catalog.labels import OPS
+from zerowatch.runtime.collectives.events import allow_queries_while_capturing
+from zerowatch.runtime.collectives.tap import CommTap
+from zerowatch.runtime.hooks import Hooks
+torch.cuda.set_device(0)
+hooks = Hooks()
+tap = CommTap(hooks)
+tap.open()
+dist.init_process_group("nccl")
+x = torch.ones(1 << 20, device="cuda")
+dist.all_reduce(x)
+torch.cuda.synchronize()
+tap.notes.take()
+"""
+
+
+def run(body: str) -> str:
+    finished = subprocess.run(
+        [sys.executable, "-c", START + body], capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_calls_are_timed_by_events_without_waiting_for_the_device() -> None:
+    run("""
+dist.all_reduce(x)
+dist.all_reduce(x, async_op=True).wait()
+batch = tap.notes.take()
+assert [OPS[call.op] for call in batch.calls] == ["all_reduce", "all_reduce"]
+assert not hooks.failures, hooks.failures
+torch.cuda.synchronize()
+assert batch.settled()
+batch.resolve(tap.notes.events)
+for call in batch.calls:
+    assert 0 < call.end_ns - call.start_ns < 1e9, (call.start_ns, call.end_ns)
+""")
+
+
+def test_an_interval_spans_the_work_queued_before_the_collective_only() -> None:
+    run("""
+torch.cuda._sleep(int(1e8))  # some 50 ms of work that comes before
+dist.all_reduce(x)
+batch = tap.notes.take()
+assert not batch.settled()
+torch.cuda.synchronize()
+batch.resolve(tap.notes.events)
+(call,) = batch.calls
+assert call.end_ns - call.start_ns < 20e6
+""")
+
+
+def test_a_captured_graph_is_left_alone_and_counted() -> None:
+    run("""
+stream = torch.cuda.Stream()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.stream(stream):
+    dist.all_reduce(x)
+torch.cuda.synchronize()
+tap.notes.take()
+with torch.cuda.graph(graph, stream=stream):
+    dist.all_reduce(x)
+graph.replay()
+torch.cuda.synchronize()
+assert tap.notes.take().calls == []
+assert tap.notes.dropped_in_capture == 1
+""")
+
+
+def test_a_query_by_another_thread_leaves_a_capture_whole() -> None:
+    run("""
+import threading
+dist.all_reduce(x)
+batch = tap.notes.take()
+stop = threading.Event()
+allowed = []
+def query():
+    allowed.append(allow_queries_while_capturing())
+    while not stop.is_set():
+        batch.settled()
+thread = threading.Thread(target=query)
+thread.start()
+graph = torch.cuda.CUDAGraph()
+y = torch.ones(8, device="cuda")
+with torch.cuda.graph(graph):
+    for _ in range(200):
+        y = y + 1
+stop.set()
+thread.join()
+graph.replay()
+torch.cuda.synchronize()
+assert allowed == [True]
+""")
