@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import version
 from typing import Any
 
 import deepspeed
+import deepspeed.comm.comm
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+logger = logging.getLogger(__name__)
 
 
 def run_facts(engine: Any, run_id: str, world_size: int) -> tuple[str, ...]:
@@ -29,3 +33,13 @@ def cuda_device() -> int | None:
     """Return torch's index of the GPU this rank trains on; None on CPU."""
     on_cuda = get_accelerator().device_name() == "cuda" and torch.cuda.is_available()
     return torch.cuda.current_device() if on_cuda else None
+
+
+def warn_of_comms_logger() -> None:
+    """Say that DeepSpeed's comms_logger is on, which changes what is measured; leave it on."""
+    if deepspeed.comm.comm.comms_logger.enabled:
+        logger.warning(
+            "DeepSpeed's comms_logger is on: it waits for the device after every collective, so "
+            "nothing overlaps, and since 0.18.3 its n-th latency is the sum of the first n. Take "
+            '"comms_logger" out of the ds config; zerowatch measures without it.'
+        )

@@ -48,14 +48,16 @@ def new_run_id() -> str:
 class NoticeBoard:
     """Short texts that the ranks leave each other in the c10d store. Never waits for a rank.
 
+    What an earlier attempt or watch left is not seen: each has a prefix of its own.
+
     Asking for a key that is not there would block, so a key is checked first. A store that fails,
     as when its host is gone, is left alone from then on.
     """
 
-    def __init__(self, attempt: int) -> None:
+    def __init__(self, attempt: int, epoch: int) -> None:
         self._store: Store | None = None
         if dist.is_initialized():  # the store it was made with outlives the making
-            self._store = PrefixStore(f"zerowatch/{attempt}", _get_default_store())
+            self._store = PrefixStore(f"zerowatch/{attempt}/{epoch}", _get_default_store())
 
     def put(self, key: str, text: str) -> None:
         """Leave a text for the others."""

@@ -33,7 +33,7 @@ class _Process:
     hooks: Hooks = field(default_factory=Hooks)
     tap: CommTap | None = None
     watch: Watch | None = None
-    at_exit: bool = False
+    epoch: int = 0
 
     def open_tap(self) -> CommTap:
         if self.tap is None:
@@ -151,9 +151,10 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
 
     if _process.watch is not None:
         _process.watch.close()
-    _process.watch = Watch(engine, _process.open_tap(), _process.hooks, settings)
-    if not _process.at_exit:
-        _process.at_exit = True
+    tap = _process.open_tap()
+    _process.watch = Watch(engine, tap, _process.hooks, settings, _process.epoch)
+    _process.epoch += 1
+    if _process.epoch == 1:
         atexit.register(_close_at_exit)
         os.register_at_fork(after_in_child=_abandon)
     return _process.watch

@@ -26,7 +26,7 @@ from .data_hooks import DataHooks
 from .deferred import number
 from .devices.choose import device_probes, peak_flops_per_second
 from .engine_hooks import EngineHooks, Window
-from .facts import cuda_device, run_facts
+from .facts import cuda_device, run_facts, warn_of_comms_logger
 from .flops_counter import flops_counter
 from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
@@ -43,13 +43,23 @@ COVERAGE_SECONDS = 1.0
 class Watch:
     """Watches one engine from construction until `close`.
 
+    Args:
+        engine: A DeepSpeed engine.
+        tap: The process's tap, open or not.
+        hooks: Guards whatever runs inside training.
+        settings: The settings of this run.
+        epoch: How many watches this process has had; the same on all ranks.
+
     Attributes:
         address: "host:port" at which this rank serves its metrics; None where it does not.
     """
 
-    def __init__(self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings) -> None:
+    def __init__(
+        self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings, epoch: int
+    ) -> None:
         self._engine = weakref.ref(engine)
         self._settings = settings
+        self._epoch = epoch
         self._hooks = hooks
         self._tap = tap
         self._recorder = Recorder()
@@ -127,7 +137,7 @@ class Watch:
         peak = settings.flops.peak_per_second
         if peak is None and settings.flops.method != "off":
             peak = peak_flops_per_second(cuda_device=device)
-        board = NoticeBoard(self._identity.attempt)
+        board = NoticeBoard(self._identity.attempt, self._epoch)
         addresses = Addresses(board, self._identity)
         self._folder = RunFolder(settings, self._identity, board, addresses)
         self._server = MetricsServer(
@@ -164,6 +174,7 @@ class Watch:
         )
 
     def _open_hooks(self, engine: Any) -> None:
+        warn_of_comms_logger()
         self._tap.open()
         self._tap.open_backend(deepspeed_comm.cdb)
         self._tap.notes.groups.name_roles(role_of)

@@ -44,7 +44,7 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "__next__",
     ),
     ("runpy", "runtime/attach.py", "_run_module_as_main"),
-    ("deepspeed.comm.comm", "runtime/watch.py", "cdb"),
+    ("deepspeed.comm.comm", "runtime/watch.py and runtime/facts.py", "cdb comms_logger"),
     ("deepspeed.comm.torch:TorchBackend", TAP, "all_gather_function reduce_scatter_function"),
     ("deepspeed.runtime.dataloader:DeepSpeedDataLoader", "runtime/data_hooks.py", "__next__"),
     (

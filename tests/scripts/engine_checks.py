@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import socket
 import sys
@@ -343,6 +344,19 @@ def a_forked_child_lets_go_of_everything() -> None:
     step(engine)
     watch.close()
     assert watch.snapshot().value(training.STEPS) == 1
+
+
+def deepspeeds_comms_logger_is_warned_of_and_left_on() -> None:
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("zerowatch").addHandler(handler)
+
+    engine = make(comms_logger={"enabled": True, "verbose": False, "prof_all": True})
+    engine.watch.close()
+
+    assert [line for line in warned if "comms_logger" in line]
+    assert deepspeed.comm.comm.comms_logger.enabled
 
 
 def a_loader_with_forked_workers_works_while_watched() -> None:
