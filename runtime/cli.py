@@ -35,7 +35,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
 @click.command(short_help="Train the built-in model, watched.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=120, show_default=True, help="Optimizer steps."
+    "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Optimizer steps."
 )
 @click.option(
     "--nproc",
