@@ -10,7 +10,7 @@ from ..metrics.catalog.labels import PHASES
 from ..metrics.step_record import StepRecord
 from .collectives.batch import Batch
 from .collectives.tally import StepComm
-from .deferred import Number, arrived, mean, read
+from .deferred import Number, arrived, mean, read, total
 from .engine_hooks import Window
 
 Readings = Mapping[str, Mapping[str, float]]
@@ -28,7 +28,6 @@ class ClosedStep:
     gradient_norm: Number
     learning_rate: Number
     loss_scale: Number
-    skipped: bool
     trace: Mapping[str, str] | None
     batch: Batch
 
@@ -42,7 +41,7 @@ class ClosedStep:
     ) -> StepRecord:
         """Make the step's record, once `settled`."""
         window, phase_ns = self.window, self.phase_ns
-        loss = mean(window.losses)
+        loss = total(window.losses) if window.losses_are_shares else mean(window.losses)
         return StepRecord(
             step=self.step,
             ended_at_unix_seconds=self.ended_at,
@@ -56,9 +55,9 @@ class ClosedStep:
             gradient_norm=read(self.gradient_norm),
             learning_rate=read(self.learning_rate),
             loss_scale=read(self.loss_scale),
-            skipped=self.skipped,
+            skipped=window.skipped,
             collectives=comm.totals(),
-            comm_seconds=comm.seconds(),
+            comm_seconds=comm.seconds,
             memory_bytes=memory_bytes,
             device_readings=device_readings,
         )

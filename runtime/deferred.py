@@ -36,9 +36,16 @@ def number(source: Any) -> Number:
     """Read a number, a tensor with one element or None: at once from the host, else later."""
     if source is None or type(source) is float:
         return source
-    if isinstance(source, torch.Tensor) and source.is_cuda:
-        return None if torch.cuda.is_current_stream_capturing() else Deferred(source)
+    if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+        return _from_device(source)
     return float(source)
+
+
+def _from_device(source: torch.Tensor) -> Deferred | None:
+    """Start a copy where that needs no waiting: on CUDA, outside the capture of a graph."""
+    if not source.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    return Deferred(source)
 
 
 def arrived(one: Number) -> bool:
@@ -51,7 +58,13 @@ def read(one: Number) -> float | None:
     return one.read() if isinstance(one, Deferred) else one
 
 
+def total(numbers: list[Number]) -> float | None:
+    """Add up the numbers that are there; None if there are none."""
+    values = [value for value in map(read, numbers) if value is not None]
+    return sum(values) if values else None
+
+
 def mean(numbers: list[Number]) -> float | None:
     """Average the numbers that are there; None if there are none."""
-    values = [value for value in map(read, numbers) if value is not None]
-    return sum(values) / len(values) if values else None
+    known = [value for value in map(read, numbers) if value is not None]
+    return sum(known) / len(known) if known else None

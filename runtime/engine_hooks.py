@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .batch_shape import UNKNOWN, BatchShape, batch_shape
+from .batch_shape import BatchShape, batch_shape
 from .deferred import Number, number
 from .hooks import Hooks
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
@@ -36,22 +36,29 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 
 @dataclass(slots=True)
 class Window:
-    """The micro-batches since the last step, as this rank saw them."""
+    """The micro-batches since the last step, as this rank saw them.
+
+    `losses_are_shares` says that they were divided by the number of micro-batches before backward,
+    as Hugging Face's Trainer does; `skipped` that the step made no update.
+    """
 
     micro_batches: int = 0
     samples: int | None = None
     tokens: int | None = None
     sequence_length: int | None = None
     losses: list[Number] = field(default_factory=list)
+    losses_are_shares: bool = False
+    skipped: bool = False
 
-    def add(self, shape: BatchShape, loss: Number) -> None:
-        """Count one micro-batch."""
+    def add(self, shapes: list[BatchShape], loss: Number) -> None:
+        """Count one micro-batch, of one or more forwards."""
         self.micro_batches += 1
-        if shape.samples is not None:
-            self.samples = (self.samples or 0) + shape.samples
-        if shape.tokens is not None:
-            self.tokens = (self.tokens or 0) + shape.tokens
-            self.sequence_length = shape.sequence_length
+        for shape in shapes:
+            if shape.samples is not None:
+                self.samples = (self.samples or 0) + shape.samples
+            if shape.tokens is not None:
+                self.tokens = (self.tokens or 0) + shape.tokens
+                self.sequence_length = shape.sequence_length
         self.losses.append(loss)
 
 
@@ -70,17 +77,21 @@ class EngineHooks:
         self._clock = clock
         self._open = True
         self._window = Window()
-        self._shape = UNKNOWN
+        self._shapes: list[BatchShape] = []
         self._loss: Number = None
         self._output: Callable[[], Any] = _nowhere
         self._inside_backward = False
         self._bare_backward = False
-        self._steps_before = 0
+        self._steps_before = self._skipped_before = 0
         self._on_step_ended = on_step_ended
         self._hooks = hooks
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
-        self._wraps = [Wrap(engine, name, partial(self._wrapper, name)) for name in names]
+        self._wraps = [
+            Wrap(engine, name, partial(self._wrapper, name))
+            for name in names
+            if hasattr(engine, name)
+        ]
 
     def restore(self) -> None:
         """Take every hook off the engine again."""
@@ -113,7 +124,7 @@ class EngineHooks:
             name,
             original,
             lambda args, kwargs: self._clock.enter(phase),
-            lambda result: self._clock.leave(),
+            lambda result, returned: self._clock.leave(),
         )
 
     def _around(
@@ -121,9 +132,9 @@ class EngineHooks:
         name: str,
         original: Any,
         begins: Callable[..., None],
-        ended: Callable[[Any], None],
+        ended: Callable[[Any, bool], None],
     ) -> Any:
-        """Wrap a method: `begins` gets its arguments, `ended` its result, None if it raised."""
+        """Wrap a method: `begins` gets its arguments, `ended` its result and if it returned."""
         begins, ended = self._hooks.guard(name, begins), self._hooks.guard(name, ended)
         is_compiling = torch.compiler.is_compiling
 
@@ -133,12 +144,13 @@ class EngineHooks:
             entered_ns = perf_counter_ns()
             begins(args, kwargs)
             began_ns = perf_counter_ns()
-            result = None
+            result, returned = None, False
             try:
                 result = original(*args, **kwargs)
+                returned = True
             finally:
                 ended_ns = perf_counter_ns()
-                ended(result)
+                ended(result, returned)
                 self.cost_ns += perf_counter_ns() - ended_ns + began_ns - entered_ns
             return result
 
@@ -169,25 +181,28 @@ class EngineHooks:
     def _forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
         if self.training and torch.is_grad_enabled():
-            self._shape = batch_shape(args, kwargs)
+            self._shapes.append(batch_shape(args, kwargs))
             self._clock.enter(FORWARD)
         else:
             self._clock.enter(EVAL)
 
-    def _forward_ended(self, output: Any) -> None:
+    def _forward_ended(self, output: Any, returned: bool) -> None:
         self._clock.leave()
         # Weakly, and looked at only if a plain backward comes: it may hold the whole graph.
         self._output = _weakly(output)
 
     def _backward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._loss = _loss_in(args[0] if args else kwargs.get("loss"))
+        if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
+            self._window.losses_are_shares = True  # the caller has divided them already
         self._inside_backward = True
         self._clock.enter(BACKWARD)
 
-    def _backward_ended(self, result: Any) -> None:
+    def _backward_ended(self, result: Any, returned: bool) -> None:
         self._inside_backward = False
         self._clock.leave()
-        self._count_micro_batch()
+        if returned:
+            self._count_micro_batch()
 
     def _gradient_arrived(self) -> None:
         """Notice a plain `loss.backward()`, on whatever thread autograd runs it."""
@@ -207,21 +222,25 @@ class EngineHooks:
             self._clock.leave()
 
     def _count_micro_batch(self) -> None:
-        self._window.add(self._shape, self._loss)
-        self._shape, self._loss = UNKNOWN, None
+        """Count what one backward went through, which may be several forwards."""
+        self._window.add(self._shapes, self._loss)
+        self._shapes, self._loss = [], None
 
     def _step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
         engine = self._engine()
-        self._steps_before = engine.global_steps if engine is not None else 0
+        if engine is not None:
+            self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
         self._clock.enter(OTHER if self._is_pipeline else OPTIMIZER)
 
-    def _step_ended(self, result: Any) -> None:
+    def _step_ended(self, result: Any, returned: bool) -> None:
         self._clock.leave()
         engine = self._engine()
         if engine is None or engine.global_steps == self._steps_before:
             return
         window, self._window = self._window, Window()
+        window.skipped = engine.skipped_steps != self._skipped_before
+        self._shapes = []  # of forwards that no backward came for
         self._on_step_ended(window)
 
 

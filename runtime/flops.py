@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,19 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
-def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
+@dataclass(frozen=True, slots=True)
+class FlopsTerms:
+    """The formula with a model's numbers in it, without the model."""
+
+    weights: int
+    attention: int
+
+    def per_token(self, sequence_length: int | None) -> float:
+        """Return the FLOPs of one token in a sequence of that length."""
+        return float(self.weights + self.attention * (sequence_length or 0))
+
+
+def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
     """Count forward and backward of one token, by PaLM's formula (arXiv 2204.02311, appendix B).
 
     6 N + 12 L W T: N parameters that multiply the token, L layers, W the width of all attention
@@ -26,11 +39,10 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
     Args:
         model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
             parameters count, not the shards.
-        sequence_length: Tokens in a sequence; None leaves the attention term out.
 
     Returns:
-        FLOPs per token, or None for a model that this formula does not describe: one without such
-        a config, an encoder with a decoder, or a mixture of experts.
+        The model's numbers, or None for a model that this formula does not describe: one without
+        such a config, an encoder with a decoder, or a mixture of experts.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -41,8 +53,7 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
         _numel(parameter) * (6 if parameter.requires_grad else 4)
         for parameter in _multiplied_parameters(model)
     )
-    width = _attention_width(config, hidden)
-    return float(weights + 12 * layers * width * (sequence_length or 0))
+    return FlopsTerms(weights, 12 * layers * _attention_width(config, hidden))
 
 
 def _whole_number(config: Any, names: tuple[str, ...]) -> int | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import socket
-from collections.abc import Iterable
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 logger = logging.getLogger(__name__)
+
+MAX_PAUSE_SECONDS = 30.0
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,80}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +90,16 @@ def share_run_id(board: NoticeBoard, identity: Identity, chosen: str | None) -> 
     """Return the run's name: the chosen one, or the one rank 0 makes; None until it is known."""
     if identity.rank != 0:
         return chosen or board.get("run_id")
-    run_id = chosen or new_run_id()
+    run_id = chosen or _launcher_run_id() or new_run_id()
     board.put("run_id", run_id)
     return run_id
+
+
+def _launcher_run_id() -> str | None:
+    """Return torchrun's name for the launch, which its restarts keep, where it may restart."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return name if may_restart and name != "none" and RUN_ID_PATTERN.match(name) else None
 
 
 class Addresses:
@@ -99,6 +110,7 @@ class Addresses:
         self._identity = identity
         self._known: dict[int, dict[str, str]] = {}
         self._missing = set(range(identity.world_size))
+        self._due, self._pause_seconds = 0.0, 0.5
 
     def announce(self, address: str) -> None:
         """Tell rank 0 where this rank serves."""
@@ -106,7 +118,11 @@ class Addresses:
         self._board.put(f"address/{self._identity.rank}", notice)
 
     def gather(self) -> bool:
-        """Look for ranks not seen yet; return whether any turned up."""
+        """Look for ranks not seen yet, less and less often; return whether any turned up."""
+        if not self._missing or time.monotonic() < self._due:
+            return False
+        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
+        self._due = time.monotonic() + self._pause_seconds
         found = {
             rank: json.loads(notice)
             for rank in sorted(self._missing)
@@ -118,10 +134,7 @@ class Addresses:
 
     def targets(self, run_id: str) -> list[dict[str, object]]:
         """Describe the ranks known so far in Prometheus' http_sd and file_sd form."""
-        return [_target(run_id, rank, self._known[rank]) for rank in self._ranks()]
-
-    def _ranks(self) -> Iterable[int]:
-        return sorted(self._known)
+        return [_target(run_id, rank, notice) for rank, notice in sorted(self._known.items())]
 
 
 def _target(run_id: str, rank: int, notice: dict[str, str]) -> dict[str, object]:

@@ -21,6 +21,7 @@ from .config_errors import ConfigErrors
 from .ds_config import read_zerowatch_block
 from .ds_keys import warn_of_misspelt_keys
 from .hooks import Hooks
+from .no_watch import NoWatch
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -38,11 +39,18 @@ class _Process:
     def open_tap(self) -> CommTap:
         if self.tap is None:
             self.tap = CommTap(self.hooks)
+            atexit.register(_close_at_exit)
         self.tap.open()
         return self.tap
 
 
 _process = _Process()
+
+# What an engine that does not train has for an optimizer.
+_NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
+# How long the process waits at its end for collectives that nobody waited for; the backend waits
+# for them in any case.
+COMPLETION_SECONDS = 60.0
 
 
 def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -64,18 +72,18 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     """
     import deepspeed
 
-    original = getattr(deepspeed.initialize, "__wrapped__", deepspeed.initialize)
+    # Ours alone is looked through: others may have wrapped it for purposes of their own.
+    original = getattr(deepspeed.initialize, "zerowatch_original", deepspeed.initialize)
     config = _config_given(original, args, kwargs)
     loaded = load_settings(settings, read_zerowatch_block(config))
     if loaded.enabled:
         _process.open_tap()
-    warn_of_misspelt_keys(config)
+    _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
     with ConfigErrors(config, _process.hooks, raise_ours=True):
         result = original(*args, **kwargs)
     engine = result[0]
-    if loaded.enabled:
-        _watch_first(engine, loaded)
-    engine.watch = _process.watch
+    _process.hooks.guard("watch", _watch_or_let_be)(engine, loaded)
+    engine.watch = _process.watch or NoWatch()
     return result
 
 
@@ -115,6 +123,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         _process.hooks.guard("watch", _watch_or_let_be)(result[0], settings)
         return result
 
+    watched.zerowatch_original = original  # type: ignore[attr-defined]
     deepspeed.initialize = watched  # type: ignore[attr-defined]
 
 
@@ -128,6 +137,7 @@ def close_watch(*, failed: bool) -> None:
         _process.watch.close(failed=failed, at_exit=True)
     if _process.tap is not None:
         _process.tap.close()
+        _process.tap.notes.wait_for_completion(COMPLETION_SECONDS)
 
 
 def _watch_or_let_be(engine: Any, settings: Settings) -> None:
@@ -140,7 +150,7 @@ def _watch_or_let_be(engine: Any, settings: Settings) -> None:
 def _watch_first(engine: Any, settings: Settings) -> None:
     """Watch the first engine that trains; in a notebook, the one that was made last."""
     # By name: DeepSpeed must not be imported here, before the script does.
-    trains = type(engine.optimizer).__name__ not in ("NoneType", "DummyOptim")
+    trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
     running = _process.watch is not None and _process.watch.is_open
     if trains and (not running or _is_interactive()):
         _open_watch(engine, settings)
@@ -155,7 +165,6 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     _process.watch = Watch(engine, tap, _process.hooks, settings, _process.epoch)
     _process.epoch += 1
     if _process.epoch == 1:
-        atexit.register(_close_at_exit)
         os.register_at_fork(after_in_child=_abandon)
     return _process.watch
 

@@ -11,23 +11,27 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 
 
 class PhaseClock:
-    """A stack of phases over one clock; the innermost phase gets the time.
+    """A stack of phases over one clock, which starts with the first; the innermost gets the time.
 
     Driven by the training thread. `current` may be read from any thread: it tags collectives, of
     which autograd's threads issue some.
     """
 
-    __slots__ = ("_now", "_outer", "_totals", "current", "since_ns")
+    __slots__ = ("_now", "_outer", "_started", "_totals", "current", "since_ns")
 
     def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
         self._now = now
         self._totals = [0] * len(PHASES)
         self._outer: list[int] = []
+        self._started = False
         self.current = OTHER
         self.since_ns = now()
 
     def enter(self, phase: int) -> None:
         """Begin a phase inside the one under way."""
+        if not self._started:
+            self._started = True
+            self.since_ns = self._now()
         self._charge()
         self._outer.append(self.current)
         self.current = phase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..metrics.catalog import communication, memory, training
@@ -10,8 +10,9 @@ from ..metrics.catalog.spec import MetricSpec
 from ..metrics.recorder import Recorder
 from ..metrics.step_record import StepRecord
 from .closed_step import ClosedStep
-from .collectives.tally import Tally, union_seconds
-from .flops_counter import FlopsOf
+from .collectives.tally import Tally
+from .engine_hooks import Window
+from .recent_peak import RecentPeak
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,18 @@ class Step:
 
 
 class Publisher:
-    """Writes steps to the recorder. The sums live there; it keeps none of its own."""
+    """Writes steps to the recorder. The sums live there; it keeps recent peaks only."""
 
-    def __init__(self, recorder: Recorder, flops_of: FlopsOf, peak_flops: float | None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        flops_of: Callable[[Window], float | None],
+        peak_flops: float | None,
+    ) -> None:
         self._recorder = recorder
         self._flops_of = flops_of
         self._peak_flops = peak_flops
+        self._peaks: dict[str, RecentPeak] = {}
 
     def publish(self, steps: Sequence[Step], tally: Tally) -> None:
         """Let a stretch of steps, and the calls that came meanwhile, become visible at once."""
@@ -80,6 +87,9 @@ class Publisher:
         for state, value in states.items():
             if state == "alloc_retries":
                 self._recorder.set(memory.ALLOC_RETRIES, value, device)
+            elif state == "peak_allocated":
+                peak = self._peaks.setdefault(device, RecentPeak()).add(value)
+                self._recorder.set(memory.MEMORY_BYTES, peak, device, state)
             else:
                 self._recorder.set(memory.MEMORY_BYTES, value, device, state)
 
@@ -100,5 +110,5 @@ class Publisher:
             put.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
             for seconds in sums.seconds:
                 put.observe(communication.COLLECTIVE_SECONDS, seconds, sums.op)
-        for group, intervals in tally.intervals.items():
-            put.add(communication.COMM_SECONDS, union_seconds(intervals), group)
+        for group, seconds in tally.comm_seconds.items():
+            put.add(communication.COMM_SECONDS, seconds, group)

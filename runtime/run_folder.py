@@ -26,6 +26,7 @@ class RunFolder:
         self, settings: Settings, identity: Identity, board: NoticeBoard, addresses: Addresses
     ) -> None:
         self._settings = settings
+        self._runs = settings.run_log.folder.absolute()  # a script may change its folder later
         self._identity = identity
         self._board = board
         self._addresses = addresses
@@ -42,7 +43,7 @@ class RunFolder:
         """The folder, once it has a name; None where no run log is written."""
         if self.run_id is None or not self._settings.run_log.enabled:
             return None
-        return self._settings.run_log.folder / self.run_id
+        return self._runs / self.run_id
 
     @property
     def dropped(self) -> int:
@@ -55,7 +56,9 @@ class RunFolder:
             self.run_id = self._learn_name()
             if self.run_id is not None:
                 self._open(self.run_id)
-        if self._identity.rank == 0 and self._addresses.gather() and self.path is not None:
+        if self._identity.rank != 0 or not self._settings.serve.enabled:
+            return
+        if self._addresses.gather() and self.path is not None:
             write_whole(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
 
     def targets(self) -> list[dict[str, object]]:

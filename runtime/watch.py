@@ -6,26 +6,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
 
 from ..metrics.catalog import training, watching
-from ..metrics.exporters.opentelemetry import current_trace_labels
 from ..metrics.exporters.server import MetricsServer
 from ..metrics.recorder import Recorder
 from ..metrics.settings import Settings
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
-from .closed_step import ClosedStep
+from .collectives.comm_time import CommTime
 from .collectives.roles import role_of
 from .collectives.tally import Tally
 from .collectives.tap import CommTap
 from .data_hooks import DataHooks
-from .deferred import number
 from .devices.choose import device_probes, peak_flops_per_second
-from .engine_hooks import EngineHooks, Window
+from .engine_hooks import EngineHooks
 from .facts import cuda_device, run_facts, warn_of_comms_logger
 from .flops_counter import flops_counter
 from .hooks import Hooks
@@ -35,9 +34,8 @@ from .phase_clock import PhaseClock
 from .publisher import Publisher
 from .run_folder import RunFolder
 from .sampler import Sampler
+from .step_closer import StepCloser
 from .watch_thread import WatchThread
-
-COVERAGE_SECONDS = 1.0
 
 
 class Watch:
@@ -66,14 +64,14 @@ class Watch:
         self._identity = this_process()
         self._clock = PhaseClock()
         self._listeners: list[Callable[[StepRecord], None]] = []
-        self._skipped_before = engine.skipped_steps
-        self._scales_loss: bool = engine.fp16_enabled()
-        self._coverage_due = 0.0
         self._closed = False
         self._informed = False
-        self._open_rooms(engine)
-        self._open_hooks(engine)
-        self._thread.start()
+        with ExitStack() as undo:  # what is open already is closed if the rest cannot be
+            self._open_server(undo)
+            self._open_rooms(engine, undo)
+            self._open_hooks(engine, undo)
+            self._thread.start()
+            undo.pop_all()
 
     @property
     def run_id(self) -> str | None:
@@ -132,11 +130,8 @@ class Watch:
         self._close_hooks()
         self._server.close()
 
-    def _open_rooms(self, engine: Any) -> None:
-        settings, device = self._settings, cuda_device()
-        peak = settings.flops.peak_per_second
-        if peak is None and settings.flops.method != "off":
-            peak = peak_flops_per_second(cuda_device=device)
+    def _open_server(self, undo: ExitStack) -> None:
+        settings = self._settings
         board = NoticeBoard(self._identity.attempt, self._epoch)
         addresses = Addresses(board, self._identity)
         self._folder = RunFolder(settings, self._identity, board, addresses)
@@ -147,15 +142,24 @@ class Watch:
             settings=settings.serve,
             targets=self._folder.targets if self._identity.rank == 0 else None,
         )
+        undo.callback(self._server.close)
         self.address = self._server.start()
         if self.address is not None:
             addresses.announce(self.address)
+
+    def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
+        settings, device = self._settings, cuda_device()
+        peak = settings.flops.peak_per_second
+        if peak is None and settings.flops.method != "off":
+            peak = peak_flops_per_second(cuda_device=device)
         if peak is not None:
             name = "cpu" if device is None else f"cuda:{device}"
             self._recorder.set(training.PEAK_FLOPS, peak, name)
         self._recorder.set(training.RUN_ACTIVE, 1)
-        flops = flops_counter(engine.module, settings.flops.method, self._hooks)
-        self._publisher = Publisher(self._recorder, flops, peak)
+        self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
+        undo.callback(self._flops.close)
+        flops_of = self._hooks.guard("flops", self._flops)
+        self._publisher = Publisher(self._recorder, flops_of, peak)
         self._thread = WatchThread(
             publisher=self._publisher,
             sampler=Sampler(
@@ -173,27 +177,31 @@ class Watch:
             on_cuda=device is not None,
         )
 
-    def _open_hooks(self, engine: Any) -> None:
+    def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
         warn_of_comms_logger()
+        notes, hooks = self._tap.notes, self._hooks
         self._tap.open()
+        undo.callback(self._tap.close)
         self._tap.open_backend(deepspeed_comm.cdb)
-        self._tap.notes.groups.name_roles(role_of)
+        notes.groups.name_roles(role_of)
         self._count_earlier_calls()
-        self._tap.notes.connect(self._clock, self._thread.give)
-        self._engine_hooks = EngineHooks(engine, self._clock, self._hooks, self._step_ended)
-        self._data_hooks = DataHooks(self._clock, self._hooks, lambda: self._engine_hooks.training)
+        notes.connect(self._clock, self._thread.give)
+        close_step = StepCloser(engine, self._clock, notes, hooks, self._thread.give)
+        self._engine_hooks = EngineHooks(engine, self._clock, hooks, close_step)
+        undo.callback(self._engine_hooks.restore)
+        self._data_hooks = DataHooks(self._clock, hooks, lambda: self._engine_hooks.training)
 
     def _count_earlier_calls(self) -> None:
         """Count what was issued before the watch began, such as the broadcast of the weights.
 
-        These calls are in the counters and in no step.
+        These calls are in the counters and in no step. They are not timed: some may be under way,
+        or wait for events that nobody has read.
         """
         earlier = self._tap.notes.take()
         for call in earlier.calls:
-            # Not waited for: one under way, or timed by events that may not have come to pass.
-            call.timed = call.timed and call.end_ns != 0 and call.start_event is None
+            call.timed = False
         tally = Tally()
-        tally.add(earlier.calls)
+        tally.add(earlier.calls, CommTime(0.0, {}))
         self._publisher.publish([], tally)
         self._tap.notes.groups.take_coverage()
 
@@ -201,36 +209,7 @@ class Watch:
         self._engine_hooks.restore()
         self._data_hooks.restore()
         self._tap.close()
-
-    def _step_ended(self, window: Window) -> None:
-        """Close a step on the training thread: copy what only it can see, and hand it over."""
-        engine = self._engine()
-        if engine is None:
-            return
-        skipped = engine.skipped_steps - self._skipped_before
-        self._skipped_before = engine.skipped_steps
-        closed = ClosedStep(
-            step=engine.global_steps,
-            ended_at=time.time(),
-            phase_ns=self._clock.take(),
-            window=window,
-            coverage=self._take_coverage(),
-            gradient_norm=number(engine.get_global_grad_norm()),
-            learning_rate=number(engine.optimizer.param_groups[0].get("lr")),
-            loss_scale=number(engine.loss_scale()) if self._scales_loss else None,
-            skipped=skipped > 0,
-            trace=current_trace_labels(),
-            batch=self._tap.notes.take(),
-        )
-        self._thread.give(closed)
-
-    def _take_coverage(self) -> float | None:
-        """Ask the groups once a second: it costs more than the rest of a step's end."""
-        now = time.monotonic()
-        if now < self._coverage_due:
-            return None
-        self._coverage_due = now + COVERAGE_SECONDS
-        return self._tap.notes.groups.take_coverage()
+        self._flops.close()
 
     def _look_around(self) -> None:
         """Learn the run's name and, on rank 0, where the other ranks serve."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..metrics.step_record import StepRecord
 from .closed_step import ClosedStep
 from .collectives.batch import Batch
-from .collectives.call import Call
+from .collectives.comm_time import CommClock
 from .collectives.events import EventPool, allow_queries_while_capturing
 from .collectives.tally import StepComm, Tally
 from .hooks import Hooks
@@ -26,7 +26,8 @@ from .sampler import Sampler
 Listener = Callable[[StepRecord], object]
 
 TICK_SECONDS = 1.0
-POLL_SECONDS = 0.005  # while a CUDA event or an asynchronous call has not ended
+# How often to look whether a CUDA event or an asynchronous call has ended: less and less often.
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
 PATIENCE_SECONDS = 10.0
 MAX_PENDING = 1024
 
@@ -67,7 +68,6 @@ class WatchThread:
         self.dropped_calls = 0
         self.untimed_calls = 0
         self.cpu_seconds = 0.0
-        self._publisher = publisher
         self._sampler = sampler
         self._events = events
         self._append = hooks.guard("run log", append)
@@ -76,13 +76,17 @@ class WatchThread:
         self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | ClosedStep] = deque()
         self._waiting_since = 0.0
+        self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
+        self._clock = CommClock()
         self._comm = StepComm()
-        self._calls: list[list[Call]] = []
+        self._tally = Tally()
         self._steps: list[Step] = []
         self._settle = hooks.guard("settle", self._settle_pending)
-        own_duties = {"publish": self._publish, "devices": sampler.read_devices}
-        self._duties = [hooks.guard(name, duty) for name, duty in {**own_duties, **duties}.items()]
+        self._publish = hooks.guard("publish", publisher.publish)
+        self._close = hooks.guard("devices", sampler.close)
+        all_duties = {"devices": sampler.read_devices, **duties}
+        self._duties = [hooks.guard(name, duty) for name, duty in all_duties.items()]
         self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
 
     def start(self) -> None:
@@ -91,7 +95,7 @@ class WatchThread:
 
     def give(self, item: Batch | ClosedStep) -> None:
         """Hand over a batch of calls or a closed step. Called by the training thread."""
-        if self._inbox.qsize() < MAX_PENDING:
+        if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
             self._inbox.put(item)
         else:
             self.dropped_steps += isinstance(item, ClosedStep)
@@ -114,15 +118,17 @@ class WatchThread:
             if now >= self._tick_due or not running:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
+                self._publish_second()
                 for duty in self._duties:
                     duty()
-        self._sampler.close()
+        self._close()
 
     def _receive(self) -> bool:
         """Wait for something to do; return False once told to stop."""
         try:
-            item = self._inbox.get(timeout=POLL_SECONDS if self._pending else TICK_SECONDS)
+            item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
         except queue.Empty:
+            self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
             return True
         while item is not None:
             self._pending.append(item)
@@ -140,7 +146,7 @@ class WatchThread:
                 if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
                     return
                 self.untimed_calls += _batch_of(head).give_up()
-            self._waiting_since = 0.0
+            self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
             self._take_calls(_batch_of(head))
             if isinstance(head, ClosedStep):
@@ -148,8 +154,9 @@ class WatchThread:
 
     def _take_calls(self, batch: Batch) -> None:
         batch.resolve(self._events)
-        self._comm.add(batch.calls)
-        self._calls.append(batch.calls)
+        time_taken = self._clock.measure(batch)
+        self._comm.add(batch.calls, time_taken)
+        self._tally.add(batch.calls, time_taken)
 
     def _take_step(self, closed: ClosedStep) -> None:
         comm, self._comm = self._comm, StepComm()
@@ -157,14 +164,11 @@ class WatchThread:
         self._append(record)
         self._steps.append(Step(record, closed))
 
-    def _publish(self) -> None:
-        """Publish what has come since the last tick, and tell the listeners."""
-        calls, self._calls = self._calls, []
+    def _publish_second(self) -> None:
+        """Publish what has come since the last time, and tell the listeners."""
         steps, self._steps = self._steps, []
-        tally = Tally()
-        for batch in calls:
-            tally.add(batch)
-        self._publisher.publish(steps, tally)
+        tally, self._tally = self._tally, Tally()
+        self._publish(steps, tally)
         for step in steps:
             for listener in self._listeners:
                 listener(step.record)

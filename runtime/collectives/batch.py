@@ -33,12 +33,12 @@ class Batch:
         return True
 
     def resolve(self, events: EventPool) -> None:
-        """Turn event pairs into intervals; times become nanoseconds before the anchor."""
+        """Turn the event pairs of timed calls into intervals, in nanoseconds before the anchor."""
         anchor = self.anchor
-        if anchor is None:
+        if anchor is None or not anchor.query():
             return
         for call in self.calls:
-            if call.start_event is None or call.end_event is None:
+            if not call.timed or call.start_event is None or call.end_event is None:
                 continue
             call.start_ns = -int(call.start_event.elapsed_time(anchor) * 1e6)
             call.end_ns = -int(call.end_event.elapsed_time(anchor) * 1e6)
@@ -47,11 +47,14 @@ class Batch:
         events.give_back(anchor)
 
     def give_up(self) -> int:
-        """Mark the calls that have not ended as not timed; return how many those are."""
-        late = [call for call in self.calls if not _ended(call)]
-        for call in late:
-            call.timed = False
-        return len(late)
+        """Mark the calls that cannot be read as not timed; return how many those are."""
+        no_anchor = self.anchor is not None and not self.anchor.query()
+        late = 0
+        for call in self.calls:
+            if call.timed and ((no_anchor and call.start_event is not None) or not _ended(call)):
+                call.timed = False
+                late += 1
+        return late
 
 
 def _ended(call: Call) -> bool:

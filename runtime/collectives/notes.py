@@ -5,6 +5,7 @@ This is the hot path of watching: it runs on the training thread for every colle
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from typing import Any
@@ -39,6 +40,7 @@ class Notes:
         self.dropped_calls = 0
         self.dropped_in_capture = 0
         self._calls: list[Call] = []
+        self._under_way: set[Call] = set()
         self._clock: PhaseClock | None = None
         self._take_batch: Callable[[Batch], None] | None = None
         # torch keeps this very dict for the life of the process; it is empty outside such blocks.
@@ -95,12 +97,24 @@ class Notes:
             elif not reader.operation.has_future:
                 call.timed = False
             elif call.timed:
-                work.get_future().add_done_callback(
-                    lambda _, call=call: self._mark_end(call, perf_counter_ns())
-                )
+                self._under_way.add(call)
+                work.get_future().add_done_callback(lambda _, call=call: self._completed(call))
         self._calls.extend(calls)
         if len(self._calls) >= BATCH_CALLS:
             self._hand_over()
+
+    def wait_for_completion(self, timeout_seconds: float) -> None:
+        """Wait until no asynchronous call is under way, before the interpreter ends.
+
+        A backend's thread that ran our callback after that would abort the process.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while self._under_way and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _completed(self, call: Call) -> None:
+        self._mark_end(call, perf_counter_ns())
+        self._under_way.discard(call)
 
     def _note_coalesced(self, calls: list[Call], process_group: dist.ProcessGroup) -> None:
         """Note calls of a coalescing block: it is issued when it ends, and counts once."""

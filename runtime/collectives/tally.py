@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from ...metrics.catalog.labels import OPS, PHASES
 from ...metrics.step_record import CollectiveTotals
 from .call import Call
+from .comm_time import CommTime
 from .groups import Group
-
-Interval = tuple[int, int]  # start and end in nanoseconds
 
 
 @dataclass(slots=True)
@@ -35,11 +34,11 @@ class Tally:
     """What any number of calls add up to, for the metrics.
 
     Attributes:
-        intervals: The interval of each timed call, by group role.
+        comm_seconds: Length of the union of the calls' intervals, by group role.
     """
 
     def __init__(self) -> None:
-        self.intervals: dict[str, list[Interval]] = {}
+        self.comm_seconds: dict[str, float] = {}
         self._sums: dict[tuple[int, Group, int], Sums] = {}
 
     @property
@@ -47,8 +46,10 @@ class Tally:
         """The sums by operation, group and phase."""
         return self._sums.values()
 
-    def add(self, calls: Iterable[Call]) -> None:
-        """Count calls."""
+    def add(self, calls: Iterable[Call], comm: CommTime) -> None:
+        """Count a batch of calls, and the time that they took."""
+        for group, seconds in comm.by_group.items():
+            self.comm_seconds[group] = self.comm_seconds.get(group, 0.0) + seconds
         for call in calls:
             key = (call.op, call.group, call.phase)
             sums = self._sums.get(key)
@@ -58,7 +59,6 @@ class Tally:
             sums.payload_bytes += call.payload_bytes
             if call.timed:
                 sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
-                self.intervals.setdefault(sums.group, []).append((call.start_ns, call.end_ns))
 
 
 def _empty_sums(call: Call) -> Sums:
@@ -67,15 +67,19 @@ def _empty_sums(call: Call) -> Sums:
 
 
 class StepComm:
-    """A step's communication, for its record. Runs for every step, so it does little."""
+    """A step's communication, for its record. Runs for every step, so it does little.
+
+    Attributes:
+        seconds: Length of the union of all calls' intervals.
+    """
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self._by_op: dict[int, list[float]] = {}
-        self._seconds = 0.0
 
-    def add(self, calls: Iterable[Call]) -> None:
-        """Count a batch of calls. Batches follow each other, so that their unions add up."""
-        intervals = []
+    def add(self, calls: Iterable[Call], comm: CommTime) -> None:
+        """Count a batch of calls, and the time that they took."""
+        self.seconds += comm.seconds
         for call in calls:
             known = self._by_op.get(call.op)
             if known is None:
@@ -86,12 +90,6 @@ class StepComm:
             if call.timed:
                 known[3] += call.end_ns - call.start_ns
                 known[4] += 1
-                intervals.append((call.start_ns, call.end_ns))
-        self._seconds += union_seconds(intervals)
-
-    def seconds(self) -> float:
-        """Length of the union of all calls' intervals."""
-        return self._seconds
 
     def totals(self) -> dict[str, CollectiveTotals]:
         """The sums by operation; seconds are None where no call could be timed."""
@@ -104,13 +102,3 @@ class StepComm:
             )
             for op, (calls, payload, wire, duration_ns, timed) in self._by_op.items()
         }
-
-
-def union_seconds(intervals: Iterable[Interval]) -> float:
-    """Return how many seconds lie in at least one of the intervals, given in nanoseconds."""
-    covered, reached = 0, -(2**63)
-    for start, end in sorted(intervals):
-        if end > reached:
-            covered += end - max(start, reached)
-            reached = end
-    return covered / 1e9

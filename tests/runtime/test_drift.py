@@ -15,7 +15,7 @@ import pytest
 
 TAP = "runtime/collectives/tap.py"
 ENGINE_HOOKS = "runtime/engine_hooks.py"
-STEP = "runtime/watch.py, at the end of a step"
+STEP = "runtime/step_closer.py and runtime/watch.py"
 KNOBS = "later: changing knobs on the running job"
 REPLAY = "later: abandoning a window to replay it"
 REBUILD = "later: rebuilding the engine in the process"
@@ -63,13 +63,14 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
     (
         ENGINE,
         STEP,
-        "skipped_steps get_global_grad_norm get_lr loss_scale fp16_enabled zero_optimization_stage",
+        "skipped_steps get_global_grad_norm _get_optimizer_loss_scale fp16_enabled "
+        "zero_optimization_stage",
     ),
     ("deepspeed.runtime.pipe.engine:PipelineEngine", ENGINE_HOOKS, "train_batch eval_batch"),
     (
         "deepspeed.profiling.flops_profiler:FlopsProfiler",
         "runtime/flops_counter.py",
-        "start_profile get_total_flops end_profile",
+        "start_profile stop_profile get_total_flops end_profile",
     ),
     (
         ENGINE,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, start
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 
 pytestmark = pytest.mark.jobs
 
@@ -28,6 +28,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     assert finished.returncode == 0, finished.stderr
     return folder
+
+
+def test_a_call_that_nobody_waited_for_does_not_abort_the_exit(tmp_path: Path) -> None:
+    script = SCRIPTS / "leave_a_call_open.py"
+
+    finished = start(TORCHRUN, *TWO_RANKS, "-m", "zerowatch", script, cwd=tmp_path)
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("out: leaving") == 2
 
 
 @pytest.mark.parametrize("check", CHECKS)

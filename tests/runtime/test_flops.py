@@ -25,11 +25,16 @@ from transformers import (
 
 from zerowatch.runtime.devices.choose import peak_flops_per_second
 from zerowatch.runtime.devices.peak import gpu_peak_flops_per_second
-from zerowatch.runtime.flops import flops_per_token
+from zerowatch.runtime.flops import flops_terms
 
 SEQUENCE = 64
 # Eager attention multiplies full matrices, which is what the convention counts.
 EAGER = {"attn_implementation": "eager"}
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
+    terms = flops_terms(model)
+    return None if terms is None else terms.per_token(sequence_length)
 
 
 def gpt2() -> torch.nn.Module:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.batch import Batch
 from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.collectives.tally import StepComm, Tally, union_seconds
+from zerowatch.runtime.collectives.comm_time import CommClock, CommTime, Union
+from zerowatch.runtime.collectives.tally import StepComm, Tally
 from zerowatch.runtime.collectives.wire import wire_factor
 
 MS = 1_000_000
@@ -28,20 +30,46 @@ def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None
     return made
 
 
+def comm(calls: list[Call]) -> CommTime:
+    return CommClock().measure(Batch(calls))
+
+
 def test_overlapping_intervals_count_once() -> None:
-    seconds = union_seconds(
-        [(10 * MS, 30 * MS), (0, 20 * MS), (40 * MS, 50 * MS), (41 * MS, 42 * MS)]
-    )
+    union = Union()
+
+    seconds = union.add([(10 * MS, 30 * MS), (0, 20 * MS), (40 * MS, 50 * MS), (41 * MS, 42 * MS)])
 
     assert seconds == pytest.approx(0.040)
 
 
 def test_no_interval_is_no_time() -> None:
-    assert union_seconds([]) == 0.0
+    assert Union().add([]) == 0.0
 
 
 def test_intervals_may_lie_before_zero() -> None:
-    assert union_seconds([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
+    assert Union().add([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
+
+
+def test_an_instant_that_two_batches_cover_counts_once() -> None:
+    clock = CommClock()
+
+    first = clock.measure(Batch([call("all_reduce", 1, 0, 10)]))
+    second = clock.measure(Batch([call("all_gather", 1, 5, 12)]))
+
+    assert first.seconds == pytest.approx(0.010)
+    assert second.seconds == pytest.approx(0.002)
+    assert second.by_group == {"dp": pytest.approx(0.002)}
+
+
+def test_batches_that_stand_on_anchors_of_their_own_are_not_compared() -> None:
+    clock = CommClock()
+    anchor = object()  # an event; resolved times are relative to it
+
+    measured = [
+        clock.measure(Batch([call("all_reduce", 1, -30, 0)], anchor)).seconds for _ in range(10)
+    ]
+
+    assert sum(measured) == pytest.approx(0.300)
 
 
 def test_calls_are_summed_by_operation_group_and_phase() -> None:
@@ -49,8 +77,11 @@ def test_calls_are_summed_by_operation_group_and_phase() -> None:
 
     tally = Tally()
 
-    tally.add([call("all_reduce", 100, 0, 4, dp), call("all_reduce", 20, 2, 6, dp)])
-    tally.add([call("all_gather", 8, 10, 11, world)])
+    for calls in (
+        [call("all_reduce", 100, 0, 4, dp), call("all_reduce", 20, 2, 6, dp)],
+        [call("all_gather", 8, 10, 11, world)],
+    ):
+        tally.add(calls, comm(calls))
 
     reduced, gathered = tally.sums
     assert (reduced.op, reduced.group, reduced.phase) == ("all_reduce", "dp", "backward")
@@ -58,7 +89,7 @@ def test_calls_are_summed_by_operation_group_and_phase() -> None:
     assert reduced.seconds == pytest.approx([0.004, 0.004])
     assert (gathered.op, gathered.group) == ("all_gather", "world")
     assert (gathered.calls, gathered.payload_bytes, gathered.wire_bytes) == (1, 8, 6.0)
-    assert tally.intervals == {"dp": [(0, 4 * MS), (2 * MS, 6 * MS)], "world": [(10 * MS, 11 * MS)]}
+    assert tally.comm_seconds == {"dp": pytest.approx(0.006), "world": pytest.approx(0.001)}
 
 
 def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
@@ -66,24 +97,27 @@ def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
     late.timed = False
     step = StepComm()
 
-    step.add([late])
+    step.add([late], comm([late]))
 
     assert step.totals()["all_reduce"].calls == 1
     assert step.totals()["all_reduce"].seconds is None
-    assert step.seconds() == 0.0
+    assert step.seconds == 0.0
 
 
 def test_a_step_adds_up_its_batches() -> None:
     step = StepComm()
 
-    step.add([call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)])
-    step.add([call("all_reduce", 20, 6, 8)])
+    for calls in (
+        [call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)],
+        [call("all_reduce", 20, 6, 8)],
+    ):
+        step.add(calls, comm(calls))
 
     assert step.totals()["all_reduce"].calls == 2
     assert step.totals()["all_reduce"].payload_bytes == 120
     assert step.totals()["all_reduce"].seconds == pytest.approx(0.006)
     assert step.totals()["broadcast"].calls == 1
-    assert step.seconds() == pytest.approx(0.007)
+    assert step.seconds == pytest.approx(0.007)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +129,7 @@ def test_a_step_adds_up_its_batches() -> None:
         ("reduce_scatter", "gloo", 4, 1.5),
         ("all_gather", "gloo", 8, 0.875),
         ("all_to_all", "nccl", 2, 0.5),
+        ("gather", "gloo", 4, 0.1875),  # three of four parts move, and four ranks share them
         ("broadcast", "gloo", 2, 0.5),
         ("reduce", "gloo", 2, 0.89),
         ("reduce", "nccl", 4, 0.75),

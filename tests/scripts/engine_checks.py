@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -305,7 +306,7 @@ def compiled_code_with_a_collective_keeps_one_graph() -> None:
 def a_watched_engine_can_be_collected() -> None:
     engine = make(stage=1)
     step(engine)
-    watch, gone = engine.watch, weakref.ref(engine)
+    watch, gone, module_gone = engine.watch, weakref.ref(engine), weakref.ref(engine.module)
     watch.close()
 
     engine.destroy()
@@ -315,6 +316,108 @@ def a_watched_engine_can_be_collected() -> None:
     gc.collect()
 
     assert gone() is None
+    assert module_gone() is None
+
+
+def a_backward_that_raised_is_no_micro_batch() -> None:
+    engine = make()
+    records = listen(engine)
+    failing = engine(torch.ones(2, 8))
+    failing.register_hook(lambda gradient: torch.ones(3))  # of the wrong shape
+
+    try:
+        engine.backward(failing)
+    except RuntimeError:
+        engine.zero_grad()
+    else:
+        raise AssertionError("the backward should have failed")
+    engine.watch.close()
+
+    assert engine.watch._engine_hooks._window.micro_batches == 0
+    assert records == []
+
+
+def forwards_before_one_backward_all_count() -> None:
+    engine = make()
+    records = listen(engine)
+
+    chosen, rejected = engine(torch.ones(2, 8)), engine(torch.zeros(2, 8))
+    engine.backward(chosen - rejected)
+    engine.step()
+    engine.watch.close()
+
+    assert [(record.micro_batches, record.samples) for record in records] == [(1, 4)]
+
+
+def losses_that_the_caller_has_divided_add_up() -> None:
+    engine = make(gradient_accumulation_steps=2)
+    records = listen(engine)
+    losses = []
+
+    for _ in range(2):  # as Hugging Face's Trainer does it
+        loss = engine(torch.ones(2, 8))
+        losses.append(float(loss.detach()))
+        engine.backward(loss / 2, scale_wrt_gas=False)
+        engine.step()
+    engine.watch.close()
+
+    (record,) = records
+    assert abs(record.loss - sum(losses) / 2) < 1e-6
+
+
+def a_loaded_checkpoint_is_no_skipped_step() -> None:
+    engine = make()
+    records = listen(engine)
+    step(engine)
+    engine.skipped_steps = 3  # as a checkpoint of another life may say
+
+    step(engine)
+    engine.watch.close()
+
+    assert [record.skipped for record in records] == [False, False]
+
+
+def a_switched_off_watch_has_the_same_face() -> None:
+    os.environ["ZEROWATCH_ENABLED"] = "false"
+
+    engine = make()
+    engine.watch.subscribe(print)
+    step(engine)
+
+    assert engine.watch.snapshot().values == {}
+    assert engine.watch.address is None
+    engine.watch.close()
+    assert dist.all_reduce.__qualname__ == "all_reduce"
+
+
+def a_watch_that_cannot_start_lets_training_be() -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError("no /proc here")
+
+    zerowatch.runtime.watch.memory_probes = refuse
+    engine = make()
+    step(engine)
+
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("zerowatch")], names
+    assert "forward" not in vars(engine)
+    engine.watch.close()
+
+
+def a_profiled_model_is_counted_and_let_go() -> None:
+    model_flops = 3 * 2 * 8 * 8  # forward and backward of one sample through one 8 x 8 layer
+    engine = make(watched=False)
+    linear = torch.nn.functional.linear
+
+    watch = zerowatch.watch(engine, {**QUIET, "flops": {"method": "profiler"}})
+    for _ in range(3):
+        step(engine)
+    watch.close()
+
+    counted = watch.snapshot().value(training.FLOPS)
+    assert counted is not None
+    assert 3 * 2 * model_flops <= counted < 1.5 * 3 * 2 * model_flops, counted
+    assert torch.nn.functional.linear is linear
 
 
 def a_forked_child_lets_go_of_everything() -> None:

@@ -1,0 +1,64 @@
+"""How long communication was under way: the union of intervals, over batches that may overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .batch import Batch
+
+Interval = tuple[int, int]  # start and end in nanoseconds
+_BEFORE_ALL = -(2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class CommTime:
+    """Seconds in at least one interval that no earlier batch covered: of all, and by group role."""
+
+    seconds: float
+    by_group: dict[str, float]
+
+
+class CommClock:
+    """Measures batch after batch; an instant that two batches cover counts once.
+
+    Batches timed by CUDA events stand each on an anchor of its own, so that two of them cannot be
+    compared: where calls of one overlap the next, they count in both.
+    """
+
+    def __init__(self) -> None:
+        self._all = Union()
+        self._by_group: dict[str, Union] = {}
+
+    def measure(self, batch: Batch) -> CommTime:
+        """Return the time that a settled and resolved batch adds."""
+        if batch.anchor is not None:
+            self._all, self._by_group = Union(), {}
+        by_group: dict[str, list[Interval]] = {}
+        for call in batch.calls:
+            if call.timed:
+                by_group.setdefault(call.group.role, []).append((call.start_ns, call.end_ns))
+        everything = [interval for intervals in by_group.values() for interval in intervals]
+        return CommTime(
+            self._all.add(everything),
+            {
+                group: self._by_group.setdefault(group, Union()).add(intervals)
+                for group, intervals in by_group.items()
+            },
+        )
+
+
+class Union:
+    """The length of a union of intervals that come in portions, roughly in order."""
+
+    def __init__(self) -> None:
+        self._reached = _BEFORE_ALL
+
+    def add(self, intervals: Iterable[Interval]) -> float:
+        """Return the seconds that the intervals, given in nanoseconds, add to the union."""
+        covered = 0
+        for start, end in sorted(intervals):
+            if end > self._reached:
+                covered += end - max(start, self._reached)
+                self._reached = end
+        return covered / 1e9

@@ -1,0 +1,28 @@
+"""What stands in for a watch where there is none, so that a script need not ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..metrics.snapshot import Snapshot
+from ..metrics.step_record import StepRecord
+
+
+class NoWatch:
+    """Has a watch's face and does nothing: watching is switched off, or could not start."""
+
+    run_id: str | None = None
+    run_folder: Path | None = None
+    address: str | None = None
+    is_open = False
+
+    def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
+        """Never call the listener."""
+
+    def snapshot(self) -> Snapshot:
+        """Return a snapshot without values."""
+        return Snapshot(values={}, distributions={})
+
+    def close(self) -> None:
+        """Do nothing."""
