@@ -200,7 +200,7 @@ def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -22,6 +22,7 @@ from .ds_config import read_zerowatch_block
 from .ds_keys import warn_of_misspelt_keys
 from .hooks import Hooks
 from .no_watch import NoWatch
+from .rank_log import show_own_lines
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -88,15 +89,24 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
 
 
 def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
-    """Watch an engine that exists; a watch that is open is closed first.
+    """Watch an engine that exists. A watch on another engine is closed first.
 
     Args:
-        engine: A DeepSpeed engine.
+        engine: A DeepSpeed engine. If it is watched already, that watch is returned as it is.
         settings: Settings nested as in zerowatch.toml.
 
     Raises:
         SettingsError: A setting is wrong.
+        TypeError: This is no engine.
     """
+    if not hasattr(engine, "global_steps"):
+        raise TypeError(
+            f"zerowatch.watch takes a DeepSpeed engine, got {type(engine).__name__}; "
+            "pass what deepspeed.initialize returned first"
+        )
+    running = _process.watch
+    if running is not None and running.is_open and running.watches(engine):
+        return running
     block = engine.config if isinstance(engine.config, Mapping) else {}
     opened = _open_watch(engine, load_settings(settings, read_zerowatch_block(block)))
     engine.watch = opened
@@ -116,6 +126,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         config = _config_given(original, args, kwargs)
+        show_own_lines()
         settings = load_settings(ds_block=read_zerowatch_block(config))
         _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
         with ConfigErrors(config, _process.hooks):
@@ -159,6 +170,7 @@ def _watch_first(engine: Any, settings: Settings) -> None:
 def _open_watch(engine: Any, settings: Settings) -> Watch:
     from .watch import Watch
 
+    show_own_lines()
     if _process.watch is not None:
         _process.watch.close()
     tap = _process.open_tap()

@@ -88,10 +88,10 @@ class RunLog:
             self.close()
             self._rotate()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._bytes = os.fstat(self._descriptor).st_size
-        if self._bytes:  # a killed writer may have left half a line: begin on a new one
-            self._write(self._descriptor, b"\n")
+        if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
+            self._write(self._descriptor, b"\n")  # after the half line of a killed writer
         return self._descriptor
 
     def _write(self, descriptor: int, line: bytes) -> None:
@@ -119,8 +119,8 @@ class RunLog:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "cannot write the run log %s: %s. Training goes on; records are dropped and "
-                "counted until the disk takes them again.",
+                "cannot write the run log %s: %s. Set run_log.folder to a folder that can be "
+                "written. Training goes on; records are dropped and counted until then.",
                 self.path,
                 error,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -36,6 +37,8 @@ from .run_folder import RunFolder
 from .sampler import Sampler
 from .step_closer import StepCloser
 from .watch_thread import WatchThread
+
+logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -87,6 +90,10 @@ class Watch:
     def is_open(self) -> bool:
         """Whether `close` was not called yet."""
         return not self._closed
+
+    def watches(self, engine: Any) -> bool:
+        """Whether this is the engine that is watched."""
+        return self._engine() is engine
 
     def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
         """Call `listener` with the record of each step, on the watch thread, within a second.
@@ -219,8 +226,19 @@ class Watch:
             self._recorder.set(training.RUN_ACTIVE, 0)
         if not self._informed and engine is not None and run_id is not None:
             self._informed = True
+            self._announce()
             facts = run_facts(engine, run_id, self._identity.world_size)
             self._recorder.inform(training.RUN_INFO, *facts)
+
+    def _announce(self) -> None:
+        if self._identity.rank == 0:
+            served = f"http://{self.address}/metrics" if self.address else "not served"
+            logger.info(
+                "watching %d rank(s); metrics %s; run log %s",
+                self._identity.world_size,
+                served,
+                self.run_folder or "not written",
+            )
 
     def _publish_costs(self) -> None:
         """Publish what watching costs and what it lost."""

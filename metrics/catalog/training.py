@@ -37,7 +37,9 @@ PHASE_SECONDS = counter(
 )
 LOSS = gauge("loss", "Mean loss of the step's micro-batches on this rank.")
 GRADIENT_NORM = gauge("gradient_norm", "Global 2-norm of the gradients before clipping.")
-LEARNING_RATE = gauge("learning_rate", "Learning rate of the first parameter group, for the step to come.")
+LEARNING_RATE = gauge(
+    "learning_rate", "Learning rate of the first parameter group, for the step to come."
+)
 LOSS_SCALE = gauge("loss_scale", "Loss scale of mixed-precision training.")
 LAST_STEP_TIMESTAMP = gauge(
     "last_step_timestamp_seconds", "Unix time at which the last step ended."

@@ -37,7 +37,13 @@ def listen(settings: ServeSettings, local_rank: int, site: Site) -> Listener:
                 "an address of this machine and serve.port to a port that this user may open"
             ) from None
         if port != ports[0]:
-            logger.info("port %d is taken, serving on %s", ports[0], listener.server_address[1])
+            logger.warning(
+                "port %d is taken: local rank %d serves on %d instead. Point Prometheus there, or "
+                "set serve.port.",
+                ports[0],
+                local_rank,
+                listener.server_address[1],
+            )
         return listener
     raise SettingsError(
         f"port {ports[0]} of {settings.host} is taken and serve.strict_port is set; "

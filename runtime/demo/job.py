@@ -36,7 +36,6 @@ def main() -> None:
         model=model,
         model_parameters=model.parameters(),
         config=ds_config(steps=options.steps, stage=options.stage),
-        settings={"enabled": True},  # whatever the environment says: the watch is what is shown
     )
     windows = NextByteWindows(text, model.config.max_position_embeddings)
     batches = endless_batches(windows, engine.train_micro_batch_size_per_gpu())

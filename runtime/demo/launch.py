@@ -6,6 +6,7 @@ import os
 import sys
 
 from ...errors import CommandLineError
+from ...metrics.settings import load_settings
 from ..devices.cores import usable_cores
 
 
@@ -21,8 +22,14 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
         0, or the exit code of the rank that failed first (128 + n if signal n ended it).
 
     Raises:
-        CommandLineError: There are fewer GPUs than processes asked for.
+        CommandLineError: There are fewer GPUs than processes asked for, or watching is off.
+        SettingsError: A setting is wrong.
     """
+    if not load_settings().enabled:
+        raise CommandLineError(
+            "demo: watching is switched off, and the watch is what the demo shows; unset "
+            "ZEROWATCH_ENABLED, or set enabled = true in zerowatch.toml"
+        )
     import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ...metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
@@ -83,9 +87,9 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
     ]
     other_stage = 2 if stage == 3 else 3
     within_limits = (
-        f"Nothing stands out. See what sharding costs: zerowatch demo --stage {other_stage}"
+        f"Nothing stands out. See what sharding costs: {_program()} demo --stage {other_stage}"
     )
-    return [*(findings or [within_limits]), "Watch your own job: zerowatch run your_script.py"]
+    return [*(findings or [within_limits]), f"Watch your own job: {_program()} run your_script.py"]
 
 
 def _on_communication(summary: Summary, stage: int) -> str | None:
@@ -96,7 +100,7 @@ def _on_communication(summary: Summary, stage: int) -> str | None:
     if stage == 0:
         return f"{problem} Larger micro-batches do more work for the same bytes."
     less = 2 if stage == 3 else 0
-    return f"{problem} Less sharding sends less, if memory allows: zerowatch demo --stage {less}"
+    return f"{problem} Less sharding sends less, if memory allows: {_program()} demo --stage {less}"
 
 
 def _on_device(summary: Summary) -> str | None:
@@ -176,3 +180,10 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _program() -> str:
+    """Return how the program is called from here: by name, or by its path in an environment."""
+    if shutil.which("zerowatch"):
+        return "zerowatch"
+    return os.path.relpath(Path(sys.executable).with_name("zerowatch"))

@@ -69,7 +69,7 @@ def _figures(summary: Summary, run_log: str | None) -> Table:
     if summary.samples_per_second is not None:
         figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
     figures.add_row("peak memory", f"{format_bytes(summary.peak_bytes)} on {summary.device}")
-    figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy")
+    figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy, all ranks")
     figures.add_row("run log", run_log or "none written (setting run_log.enabled)")
     return figures
 
