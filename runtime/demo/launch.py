@@ -25,11 +25,7 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
         CommandLineError: There are fewer GPUs than processes asked for, or watching is off.
         SettingsError: A setting is wrong.
     """
-    if not load_settings().enabled:
-        raise CommandLineError(
-            "demo: watching is switched off, and the watch is what the demo shows; unset "
-            "ZEROWATCH_ENABLED, or set enabled = true in zerowatch.toml"
-        )
+    _refuse_unwatched()
     import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,6 +50,14 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _refuse_unwatched() -> None:
+    if not load_settings().enabled:
+        raise CommandLineError(
+            "demo: watching is switched off, and the watch is what the demo shows; unset "
+            "ZEROWATCH_ENABLED, or set enabled = true in zerowatch.toml"
+        )
 
 
 def _announce(steps: int, ranks: int, stage: int, *, place: str) -> None:

@@ -52,7 +52,7 @@ def test_no_port_above_the_highest_is_tried():
 
 
 def test_a_rank_moves_up_when_its_port_is_taken(make_server, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.WARNING)
     with row_of_taken_ports() as [own, next_one, *_]:
         port, next_port = port_of(own), port_of(next_one)
         next_one.close()
@@ -62,7 +62,8 @@ def test_a_rank_moves_up_when_its_port_is_taken(make_server, caplog):
         assert get(address)[0] == 200
     assert address == f"127.0.0.1:{next_port}"
     assert [record.message for record in caplog.records] == [
-        f"port {port} is taken, serving on {next_port}"
+        f"port {port} is taken: local rank 0 serves on {next_port} instead. "
+        "Point Prometheus there, or set serve.port."
     ]
 
 

@@ -116,7 +116,8 @@ def test_an_idle_device_is_named_with_its_likely_cause():
         "cuda:0 is 60% busy, under 70%. It waits for data: give the DataLoader more workers."
     )
     assert "Larger micro-batches" in lines[1][0]
-    assert lines[0][-1] == "Watch your own job: zerowatch run your_script.py"
+    assert lines[0][-1].startswith("Watch your own job: ")
+    assert lines[0][-1].endswith("zerowatch run your_script.py")
 
 
 def test_each_column_of_a_line_holds_its_figure(watch):
