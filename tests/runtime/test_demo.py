@@ -15,7 +15,7 @@ from zerowatch.errors import CommandLineError
 from zerowatch.runtime.demo.corpus import MAX_BYTES, NextByteWindows, standard_library_text
 from zerowatch.runtime.demo.launch import launch_demo
 from zerowatch.runtime.demo.model import ByteGpt, GptConfig
-from zerowatch.runtime.flops import flops_per_token
+from zerowatch.runtime.flops import flops_terms
 
 
 def test_the_text_is_this_pythons_source_and_the_same_each_time():
@@ -97,7 +97,7 @@ def test_the_flops_counter_understands_the_model():
     model = ByteGpt()
     multiplied = sum(p.numel() for p in model.parameters()) - (256 + 128) * 256
 
-    flops = flops_per_token(model, 128)
+    flops = flops_terms(model).per_token(128)
 
     assert flops == 6 * multiplied + 12 * 4 * 256 * 128
 
