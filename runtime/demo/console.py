@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
+from .paths import shown
 from .summary import advise, summarise
 from .table import summary_table
 
@@ -62,7 +63,7 @@ class DemoConsole:
         table = summary_table(
             summary,
             num_ranks=self._num_ranks,
-            run_log=f"{folder}/rank-0.jsonl" if folder else None,
+            run_log=shown(folder / "rank-0.jsonl") if folder else None,
             advice=advise(summary, stage=self._stage),
         )
         self._out.print()
@@ -74,7 +75,9 @@ class DemoConsole:
             self._tell_addresses()
             if not self._records:
                 folder = self._watch.run_folder
-                self._out.print(f"  run log in {folder}\n" if folder else "", highlight=False)
+                self._out.print(
+                    f"  run log in {shown(folder)}\n" if folder else "", highlight=False
+                )
                 self._out.print(header(self._num_steps), soft_wrap=True)
             self._records.append(record)
             self._show(record.step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ...metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from .paths import shown
 
 DATA_RATIO_HIGH = 0.10  # loading should hide behind training; a tenth of it is worth a word
 LAST_STEPS = 10  # over which the loss at the end is averaged, as batches differ; half at most
@@ -186,4 +186,4 @@ def _program() -> str:
     """Return how the program is called from here: by name, or by its path in an environment."""
     if shutil.which("zerowatch"):
         return "zerowatch"
-    return os.path.relpath(Path(sys.executable).with_name("zerowatch"))
+    return shown(Path(sys.executable).with_name("zerowatch"))
