@@ -27,6 +27,7 @@ from ..errors import SettingsError
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
+RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
 
 
 class _Section(BaseModel):
@@ -111,7 +112,7 @@ class Settings(BaseSettings):
 
     enabled: bool = True
     """Whether to watch at all; false makes every entry point a plain pass-through."""
-    run_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,80}$")
+    run_id: str | None = Field(default=None, pattern=RUN_ID_PATTERN)
     """Name of the run and of its folder; by default made on rank 0 and shared with the others."""
     serve: ServeSettings = ServeSettings()
     run_log: RunLogSettings = RunLogSettings()

@@ -60,11 +60,15 @@ def read(one: Number) -> float | None:
 
 def total(numbers: list[Number]) -> float | None:
     """Add up the numbers that are there; None if there are none."""
-    values = [value for value in map(read, numbers) if value is not None]
-    return sum(values) if values else None
+    known = _known(numbers)
+    return sum(known) if known else None
 
 
 def mean(numbers: list[Number]) -> float | None:
     """Average the numbers that are there; None if there are none."""
-    known = [value for value in map(read, numbers) if value is not None]
+    known = _known(numbers)
     return sum(known) / len(known) if known else None
+
+
+def _known(numbers: list[Number]) -> list[float]:
+    return [value for value in map(read, numbers) if value is not None]

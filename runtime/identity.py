@@ -15,10 +15,11 @@ from datetime import UTC, datetime
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ..metrics.settings import RUN_ID_PATTERN
+
 logger = logging.getLogger(__name__)
 
 MAX_PAUSE_SECONDS = 30.0
-RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,80}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def _launcher_run_id() -> str | None:
     """Return torchrun's name for the launch, which its restarts keep, where it may restart."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return name if may_restart and name != "none" and RUN_ID_PATTERN.match(name) else None
+    return name if may_restart and name != "none" and re.match(RUN_ID_PATTERN, name) else None
 
 
 class Addresses:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..metrics.catalog import devices as device_metrics
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.recorder import Recorder
+from .closed_step import Readings
 from .devices.probe import DeviceProbe
 from .hooks import Hooks
 from .memory.probe import MemoryProbe
-
-Readings = Mapping[str, Mapping[str, float]]
 
 # A reading costs 0.1 ms CPU where caches are cold, and all our threads may take 3 ms a second. The
 # kernel keeps peaks from one reading to the next, so that shorter steps lose none.
