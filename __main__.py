@@ -14,7 +14,7 @@ from .errors import ZerowatchError
 # What the deepspeed launcher puts behind a module's name, and torch.distributed.launch likewise.
 _LAUNCHERS_RANK = ("--local_rank=", "--local-rank=")
 # Where each command lives. A room is imported when its command is used or listed, never before.
-_ROOMS = {"run": ".runtime.cli", "demo": ".runtime.cli"}
+_ROOMS = {"run": ".runtime.cli", "demo": ".runtime.cli", "explain": ".runtime.explain"}
 
 
 class _LazyGroup(click.Group):
@@ -50,9 +50,15 @@ def commands() -> None:
 def main() -> None:
     """Run the command line; a mistake of the caller is one line and exit code 2."""
     try:
-        commands(prog_name="zerowatch")
-    except ZerowatchError as error:
+        code = commands(prog_name="zerowatch", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except (ZerowatchError, click.UsageError) as error:
         _refuse(error)
+    except click.Abort:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _names_script(arguments: Sequence[str]) -> bool:
@@ -74,8 +80,14 @@ def _attach(arguments: Sequence[str]) -> None:
     script.run()
 
 
-def _refuse(error: ZerowatchError, hint: str = "") -> NoReturn:
-    click.echo(f"zerowatch: {error}{hint}", err=True)
+def _refuse(error: ZerowatchError | click.UsageError, hint: str = "") -> NoReturn:
+    said = str(error)
+    if isinstance(error, click.UsageError):
+        said = error.format_message().rstrip(".")
+        if said.startswith("No such command") and said.endswith(".py'"):
+            said += "; to train a script, write `zerowatch run` before it"
+        hint = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+    click.echo(f"zerowatch: {said}{hint}", err=True)
     sys.exit(2)
 
 

@@ -97,6 +97,33 @@ class SamplingSettings(_Section):
     """Whether to reset the kernel's peak-RSS mark at each reading, so that each has its own."""
 
 
+class ExchangeSettings(_Section):
+    """How the ranks compare their collectives, over the job's own c10d store."""
+
+    enabled: bool = True
+    """Whether to compare; without it, waiting for other ranks cannot be told from transfer."""
+    seconds: float = Field(default=5.0, ge=0.1)
+    """Seconds between two exchanges."""
+
+
+class HangSettings(_Section):
+    """What to do when training no longer moves."""
+
+    enabled: bool = True
+    """Whether to look for hangs."""
+    seconds: float = Field(default=30.0, gt=0)
+    """Least seconds without progress that are a hang; also ten times the median step."""
+    abort: bool = False
+    """Whether to end the process at twice the limit, so that a launcher can restart it."""
+
+
+class ProfileSettings(_Section):
+    """Steps profiled by PyTorch's profiler, to check what is measured on the other steps."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Profile one step in so many; 0 is never. The first profiled step takes a second longer."""
+
+
 class Settings(BaseSettings):
     """All settings. Build it with `load_settings`, which says what is wrong in one line."""
 
@@ -118,6 +145,9 @@ class Settings(BaseSettings):
     run_log: RunLogSettings = RunLogSettings()
     flops: FlopsSettings = FlopsSettings()
     sampling: SamplingSettings = SamplingSettings()
+    exchange: ExchangeSettings = ExchangeSettings()
+    hang: HangSettings = HangSettings()
+    profile: ProfileSettings = ProfileSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -34,7 +34,8 @@ class StepRecord:
     `seconds` is the wall time since the step before, all phases included; `phase_seconds` adds up
     to it. `memory_bytes` and `device_readings` are keyed by device, then by state or reading
     (units in the keys' catalog metrics). `comm_seconds` is the length of the union of all
-    collectives' intervals.
+    collectives' intervals, `comm_exposed_seconds` the part of it in which training could do nothing
+    else.
     """
 
     step: int
@@ -52,6 +53,7 @@ class StepRecord:
     skipped: bool
     collectives: Mapping[str, CollectiveTotals]
     comm_seconds: float | None
+    comm_exposed_seconds: float | None
     memory_bytes: Mapping[str, Mapping[str, float]]
     device_readings: Mapping[str, Mapping[str, float]]
 

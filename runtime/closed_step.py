@@ -58,6 +58,7 @@ class ClosedStep:
             skipped=window.skipped,
             collectives=comm.totals(),
             comm_seconds=comm.seconds,
+            comm_exposed_seconds=comm.exposed_seconds,
             memory_bytes=memory_bytes,
             device_readings=device_readings,
         )

@@ -1,7 +1,8 @@
 """Hooks on one DeepSpeed engine: which phase it is in, what a window holds, when a step has ended.
 
 Micro-batches are counted by backward, steps by the change of `engine.global_steps`, because
-Accelerate calls `step()` only at boundaries and plain `loss.backward()` is legal.
+Accelerate calls `step()` only at boundaries and plain `loss.backward()` is legal. A pipeline
+engine does a whole window in one `train_batch`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 
 from .batch_shape import BatchShape, batch_shape
-from .deferred import Number, number
+from .deferred import Number
 from .hooks import Hooks
+from .output_loss import loss_in, nowhere, weakly
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
+from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
 from .wrap import Wrap
 
 ENGINE_METHODS = (
@@ -79,7 +82,7 @@ class EngineHooks:
         self._window = Window()
         self._shapes: list[BatchShape] = []
         self._loss: Number = None
-        self._output: Callable[[], Any] = _nowhere
+        self._output: Callable[[], Any] = nowhere
         self._inside_backward = False
         self._bare_backward = False
         self._steps_before = self._skipped_before = 0
@@ -87,11 +90,13 @@ class EngineHooks:
         self._hooks = hooks
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
-        self._wraps = [
+        self._wraps: list[Wrap | InstructionMap] = [
             Wrap(engine, name, partial(self._wrapper, name))
             for name in names
             if hasattr(engine, name)
         ]
+        if hasattr(engine, INSTRUCTION_MAP):
+            self._wraps.append(InstructionMap(engine, self._instruction))
 
     def restore(self) -> None:
         """Take every hook off the engine again."""
@@ -126,6 +131,20 @@ class EngineHooks:
             lambda args, kwargs: self._clock.enter(phase),
             lambda result, returned: self._clock.leave(),
         )
+
+    def _instruction(self, name: str, original: Any) -> Any:
+        """Make the wrapper of one instruction of a pipeline."""
+        phase, is_forward = PHASE_OF_INSTRUCTION[name], name == "ForwardPass"
+
+        def begins(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            training = torch.is_grad_enabled()  # `train_batch` insists on it
+            self._clock.enter(phase if training else EVAL)
+            if is_forward and training:
+                shape = loaded_shape(args[0], kwargs)
+                if shape is not None:
+                    self._shapes.append(shape)
+
+        return self._around(name, original, begins, lambda result, returned: self._clock.leave())
 
     def _around(
         self,
@@ -189,10 +208,10 @@ class EngineHooks:
     def _forward_ended(self, output: Any, returned: bool) -> None:
         self._clock.leave()
         # Weakly, and looked at only if a plain backward comes: it may hold the whole graph.
-        self._output = _weakly(output)
+        self._output = weakly(output)
 
     def _backward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._loss = _loss_in(args[0] if args else kwargs.get("loss"))
+        self._loss = loss_in(args[0] if args else kwargs.get("loss"))
         if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
             self._window.losses_are_shares = True  # the caller has divided them already
         self._inside_backward = True
@@ -208,7 +227,7 @@ class EngineHooks:
         """Notice a plain `loss.backward()`, on whatever thread autograd runs it."""
         if not self._bare_backward:
             self._bare_backward = True
-            self._loss = _loss_in(self._output())
+            self._loss = loss_in(self._output())
             self._clock.enter(BACKWARD)
 
     def _gradients_done(self) -> None:
@@ -226,6 +245,17 @@ class EngineHooks:
         self._window.add(self._shapes, self._loss)
         self._shapes, self._loss = [], None
 
+    def _count_pipeline(self, engine: Any, loss: Any) -> None:
+        """Count the window of one `train_batch`, whose loss is the mean over all pipelines.
+
+        Only the first stage sees what goes in. The others know how many samples it should be.
+        """
+        window = self._window
+        window.add(self._shapes, loss_in(loss))
+        window.micro_batches = engine.micro_batches
+        if window.samples is None:
+            window.samples = engine.micro_batches * engine.train_micro_batch_size_per_gpu()
+
     def _step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
         engine = self._engine()
@@ -238,27 +268,9 @@ class EngineHooks:
         engine = self._engine()
         if engine is None or engine.global_steps == self._steps_before:
             return
+        if self._is_pipeline:
+            self._count_pipeline(engine, result)
         window, self._window = self._window, Window()
         window.skipped = engine.skipped_steps != self._skipped_before
         self._shapes = []  # of forwards that no backward came for
         self._on_step_ended(window)
-
-
-def _nowhere() -> None:
-    """Stand for an output that is gone."""
-
-
-def _weakly(output: Any) -> Callable[[], Any]:
-    """Refer to what forward returned, or to what may be the loss in it, without keeping it."""
-    if isinstance(output, dict):  # a ModelOutput is one too
-        output = output.get("loss")
-    elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    return weakref.ref(output) if isinstance(output, torch.Tensor) else _nowhere
-
-
-def _loss_in(output: Any) -> Number:
-    """Read a loss; what is no tensor with one element is none."""
-    if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return number(output.detach())
-    return None

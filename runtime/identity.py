@@ -9,13 +9,16 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from ..metrics.settings import RUN_ID_PATTERN
+from .meeting_place import MeetingPlace, common_store
 
 logger = logging.getLogger(__name__)
 
@@ -53,38 +56,77 @@ def new_run_id() -> str:
 class NoticeBoard:
     """Short texts that the ranks leave each other in the c10d store. Never waits for a rank.
 
-    What an earlier attempt or watch left is not seen: each has a prefix of its own.
+    What an earlier life of the job or an earlier watch left is not seen, but for a moment where
+    rank 0 is the last to begin anew and this rank's node does not count that restart.
 
     Asking for a key that is not there would block, so a key is checked first. A store that fails,
     as when its host is gone, is left alone from then on.
     """
 
-    def __init__(self, attempt: int, epoch: int) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        epoch: int,
+        store: Store | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place = MeetingPlace(identity.rank, identity.attempt, now)
+        self._now = now
+        self._left: dict[str, str] = {}
+        self._token: str | None = None
+        self._due, self._pause_seconds = 0.0, 0.5
         self._store: Store | None = None
-        if dist.is_initialized():  # the store it was made with outlives the making
-            self._store = PrefixStore(f"zerowatch/{attempt}/{epoch}", _get_default_store())
+        if store is None and dist.is_initialized():  # that store outlives the making
+            store = _get_default_store()
+        if store is not None:
+            self._store = common_store(store, epoch)
+            with self._store_may_fail():
+                self._place.announce(self._store)
 
     def put(self, key: str, text: str) -> None:
         """Leave a text for the others."""
-        if self._store is not None:
-            try:
-                self._store.set(key, text)
-            except RuntimeError as error:
-                self._leave_alone(error)
+        self._left[key] = text
+        self._token = None
+        self._go_there()
 
     def get(self, key: str) -> str | None:
         """Return a text, or None while nobody has left it."""
-        if self._store is None:
-            return None
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError as error:
-            self._leave_alone(error)
-            return None
+        self._go_there()
+        with self._store_may_fail():
+            if self._store is not None and self._token is not None:
+                key = f"{self._token}/{key}"
+                return self._store.get(key).decode() if self._store.check([key]) else None
+        return None
 
-    def _leave_alone(self, error: RuntimeError) -> None:
-        logger.info("the c10d store does not answer (%s); ranks no longer see each other", error)
-        self._store = None
+    def look_again(self) -> None:
+        """Look, less and less often, whether the ranks meet elsewhere by now.
+
+        What this rank has left is then left there too.
+        """
+        if self._now() >= self._due:
+            self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
+            self._due = self._now() + self._pause_seconds
+            self._go_there()
+
+    def _go_there(self) -> None:
+        with self._store_may_fail():
+            if self._store is None:
+                return
+            token = self._place.find(self._store)
+            if token is not None and token != self._token:
+                for key, text in self._left.items():
+                    self._store.set(f"{token}/{key}", text)
+                self._token = token
+
+    @contextmanager
+    def _store_may_fail(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            logger.info(
+                "the c10d store does not answer (%s); ranks no longer see each other", error
+            )
+            self._store = None
 
 
 def share_run_id(board: NoticeBoard, identity: Identity, chosen: str | None) -> str | None:
@@ -106,8 +148,11 @@ def _launcher_run_id() -> str | None:
 class Addresses:
     """Where the ranks serve their metrics, gathered by rank 0."""
 
-    def __init__(self, board: NoticeBoard, identity: Identity) -> None:
+    def __init__(
+        self, board: NoticeBoard, identity: Identity, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._board = board
+        self._now = now
         self._identity = identity
         self._known: dict[int, dict[str, str]] = {}
         self._missing = set(range(identity.world_size))
@@ -120,10 +165,10 @@ class Addresses:
 
     def gather(self) -> bool:
         """Look for ranks not seen yet, less and less often; return whether any turned up."""
-        if not self._missing or time.monotonic() < self._due:
+        if not self._missing or self._now() < self._due:
             return False
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
-        self._due = time.monotonic() + self._pause_seconds
+        self._due = self._now() + self._pause_seconds
         found = {
             rank: json.loads(notice)
             for rank in sorted(self._missing)

@@ -41,6 +41,10 @@ class PhaseClock:
         self._charge()
         self.current = self._outer.pop()
 
+    def idle_seconds(self) -> float:
+        """Return the time since a phase last began or ended. May be asked on any thread."""
+        return (self._now() - self.since_ns) / 1e9
+
     def take(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
         self._charge()

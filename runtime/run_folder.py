@@ -56,6 +56,8 @@ class RunFolder:
             self.run_id = self._learn_name()
             if self.run_id is not None:
                 self._open(self.run_id)
+        if self._identity.rank != 0:
+            self._board.look_again()
         if self._identity.rank != 0 or not self._settings.serve.enabled:
             return
         if self._addresses.gather() and self.path is not None:

@@ -23,7 +23,7 @@ class StepCloser:
     """Closes the steps of one engine, which it holds weakly.
 
     What is read of the engine is guarded each by itself: a number that cannot be had is None, and
-    the steps go on.
+    the steps go on. `profile` is told the number of each step once it is handed over by `give`.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class StepCloser:
         notes: Notes,
         hooks: Hooks,
         give: Callable[[ClosedStep], None],
+        profile: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._clock = clock
@@ -44,6 +45,7 @@ class StepCloser:
         self._gradient_norm = hooks.guard("gradient_norm", _gradient_norm)
         self._learning_rate = hooks.guard("learning_rate", _learning_rate)
         self._loss_scale = hooks.guard("loss_scale", _loss_scale)
+        self._profile = None if profile is None else hooks.guard("profile", profile)
         self._scales_loss: bool = engine.fp16_enabled()
 
     def __call__(self, window: Window) -> None:
@@ -64,6 +66,8 @@ class StepCloser:
             batch=self._notes.take(),
         )
         self._give(closed)
+        if self._profile is not None:
+            self._profile(closed.step)
 
     def _take_coverage(self) -> float | None:
         now = time.monotonic()

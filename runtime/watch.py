@@ -20,9 +20,10 @@ from ..metrics.settings import Settings
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
 from .collectives.comm_time import CommTime
-from .collectives.roles import role_of
+from .collectives.roles import role_of, role_of_pairs
 from .collectives.tally import Tally
 from .collectives.tap import CommTap
+from .comparison import Comparison, Surroundings
 from .data_hooks import DataHooks
 from .devices.choose import device_probes, peak_flops_per_second
 from .engine_hooks import EngineHooks
@@ -66,7 +67,7 @@ class Watch:
         self._recorder = Recorder()
         self._identity = this_process()
         self._clock = PhaseClock()
-        self._listeners: list[Callable[[StepRecord], None]] = []
+        self._listeners: list[Callable[[StepRecord], object]] = []
         self._closed = False
         self._informed = False
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
@@ -74,6 +75,7 @@ class Watch:
             self._open_rooms(engine, undo)
             self._open_hooks(engine, undo)
             self._thread.start()
+            self._comparison.start()
             undo.pop_all()
 
     @property
@@ -120,6 +122,7 @@ class Watch:
             self._close_hooks()
             self._thread.give(self._tap.notes.take())
             self._thread.stop()
+            self._comparison.stop()
             self._recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
         if failed:
@@ -134,12 +137,13 @@ class Watch:
     def abandon(self) -> None:
         """In a forked child: become inert and close the sockets, without touching any thread."""
         self._closed = True
-        self._close_hooks()
         self._server.close()
+        self._comparison.forget_hooks()
+        self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
         settings = self._settings
-        board = NoticeBoard(self._identity.attempt, self._epoch)
+        board = NoticeBoard(self._identity, self._epoch)
         addresses = Addresses(board, self._identity)
         self._folder = RunFolder(settings, self._identity, board, addresses)
         self._server = MetricsServer(
@@ -167,6 +171,8 @@ class Watch:
         undo.callback(self._flops.close)
         flops_of = self._hooks.guard("flops", self._flops)
         self._publisher = Publisher(self._recorder, flops_of, peak)
+        self._comparison = self._new_comparison()
+        self._listeners.extend(self._comparison.listeners)
         self._thread = WatchThread(
             publisher=self._publisher,
             sampler=Sampler(
@@ -179,9 +185,29 @@ class Watch:
             events=self._tap.notes.events,
             hooks=self._hooks,
             append=self._folder.append,
+            keep_pace=self._comparison.keep_pace,
             listeners=self._listeners,
-            duties={"run folder": self._look_around, "costs": self._publish_costs},
+            duties={
+                **self._comparison.duties,
+                "run folder": self._look_around,
+                "costs": self._publish_costs,
+            },
             on_cuda=device is not None,
+        )
+
+    def _new_comparison(self) -> Comparison:
+        return Comparison(
+            Surroundings(
+                engine=self._engine,
+                identity=self._identity,
+                epoch=self._epoch,
+                settings=self._settings,
+                groups=self._tap.notes.groups,
+                clock=self._clock,
+                folder=lambda: self.run_folder,
+                recorder=self._recorder,
+                hooks=self._hooks,
+            )
         )
 
     def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
@@ -190,10 +216,12 @@ class Watch:
         self._tap.open()
         undo.callback(self._tap.close)
         self._tap.open_backend(deepspeed_comm.cdb)
-        notes.groups.name_roles(role_of)
+        notes.groups.name_roles(role_of, role_of_pairs)
         self._count_earlier_calls()
-        notes.connect(self._clock, self._thread.give)
-        close_step = StepCloser(engine, self._clock, notes, hooks, self._thread.give)
+        notes.connect(self._clock, self._thread.give, self._comparison.inquest)
+        profile = self._comparison.step_ended
+        close_step = StepCloser(engine, self._clock, notes, hooks, self._thread.give, profile)
+        undo.callback(self._comparison.close_hooks)
         self._engine_hooks = EngineHooks(engine, self._clock, hooks, close_step)
         undo.callback(self._engine_hooks.restore)
         self._data_hooks = DataHooks(self._clock, hooks, lambda: self._engine_hooks.training)
@@ -205,8 +233,7 @@ class Watch:
         or wait for events that nobody has read.
         """
         earlier = self._tap.notes.take()
-        for call in earlier.calls:
-            call.timed = False
+        earlier.lose()
         tally = Tally()
         tally.add(earlier.calls, CommTime(0.0, {}))
         self._publisher.publish([], tally)
@@ -214,6 +241,7 @@ class Watch:
 
     def _close_hooks(self) -> None:
         self._engine_hooks.restore()
+        self._comparison.close_hooks()
         self._data_hooks.restore()
         self._tap.close()
         self._flops.close()
@@ -243,13 +271,13 @@ class Watch:
     def _publish_costs(self) -> None:
         """Publish what watching costs and what it lost."""
         put = self._recorder
-        idle_seconds = (time.perf_counter_ns() - self._clock.since_ns) / 1e9
         with put.commit():
-            put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
+            put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - self._clock.idle_seconds())
             put.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
             put.set(watching.WATCH_SECONDS, self._engine_hooks.cost_ns / 1e9, "hooks")
-            put.set(watching.WATCH_SECONDS, self._tap.cost_ns / 1e9, "tap")
+            put.set(watching.WATCH_SECONDS, self._tap.total_cost_ns / 1e9, "tap")
             put.set(watching.WATCH_SECONDS, self._thread.cpu_seconds, "watch_thread")
+            put.set(watching.WATCH_SECONDS, self._comparison.cpu_seconds, "exchange_thread")
             lost = self._tap.notes.dropped_calls + self._thread.dropped_calls
             put.set(watching.DROPPED_RECORDS, lost, "collectives")
             put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_in_capture, "graph_capture")

@@ -41,6 +41,7 @@ class WatchThread:
         events: Takes back the CUDA events that were read.
         hooks: Guards what is called here.
         append: Writes a step's record to disk; called for each as soon as it is whole.
+        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
         listeners: Get the records of each second; the sequence may grow.
         duties: What else is to be done each second, by the name under which it may fail.
         on_cuda: Whether calls are timed by CUDA events.
@@ -60,6 +61,7 @@ class WatchThread:
         events: EventPool,
         hooks: Hooks,
         append: Listener,
+        keep_pace: Callable[[Sequence[int], Sequence[int]], object],
         listeners: Sequence[Listener],
         duties: Mapping[str, Callable[[], object]],
         on_cuda: bool,
@@ -71,6 +73,7 @@ class WatchThread:
         self._sampler = sampler
         self._events = events
         self._append = hooks.guard("run log", append)
+        self._keep_pace = hooks.guard("pace", keep_pace)
         self._listeners = listeners
         self._on_cuda = on_cuda
         self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
@@ -99,7 +102,7 @@ class WatchThread:
             self._inbox.put(item)
         else:
             self.dropped_steps += isinstance(item, ClosedStep)
-            self.dropped_calls += len(_batch_of(item).calls)
+            self.dropped_calls += _batch_of(item).lose()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Publish what is there and end. Safe to call twice, and where the thread never ran."""
@@ -161,6 +164,7 @@ class WatchThread:
     def _take_step(self, closed: ClosedStep) -> None:
         comm, self._comm = self._comm, StepComm()
         record = closed.record(comm, self._sampler.read_memory(), self._sampler.device_readings)
+        self._keep_pace(closed.phase_ns, comm.blocked_ns)
         self._append(record)
         self._steps.append(Step(record, closed))
 

@@ -5,8 +5,8 @@ Definitions of payload, wire bytes, comm, exposed, wait and causes: ARCHITECTURE
 
 from __future__ import annotations
 
-from .labels import CAUSE, GROUP, OP, PHASE
-from .spec import counter, gauge, histogram
+from .labels import CAUSE, COMPARED_PHASES, GROUP, OP, PHASE
+from .spec import Label, counter, gauge, histogram
 
 UNVERIFIED = "(NCCL: not yet verified)"
 
@@ -35,21 +35,26 @@ COMM_SECONDS = counter(
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
-    f"Seconds in which training could do nothing but wait for collectives {UNVERIFIED}.",
+    "Seconds in which training could do nothing but wait for collectives; renewed with their "
+    f"causes, some seconds after comm_seconds {UNVERIFIED}.",
     GROUP,
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
-    f"Seconds of collectives spent waiting for a later rank {UNVERIFIED}.",
+    f"Seconds of compared collectives spent waiting for a later rank {UNVERIFIED}.",
     GROUP,
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
-    f"Seconds of collectives spent moving data {UNVERIFIED}.",
+    f"Seconds of compared collectives spent moving data {UNVERIFIED}.",
     GROUP,
 )
 COMM_CAUSE_SECONDS = counter(
-    "comm_cause_seconds_total", f"Exposed seconds by root cause {UNVERIFIED}.", CAUSE
+    "comm_cause_seconds_total",
+    "Exposed seconds of compared collectives by root cause: imbalance (a later rank), latency (the "
+    "price of a call), redundancy (a perfect pattern would not have sent it: see comm_volume_ratio "
+    f"and `zerowatch explain`), bandwidth (the rest) {UNVERIFIED}.",
+    CAUSE,
 )
 COMM_BUS_BANDWIDTH = gauge(
     "comm_bus_bandwidth_bytes_per_second",
@@ -57,8 +62,45 @@ COMM_BUS_BANDWIDTH = gauge(
     OP,
     GROUP,
 )
+COMM_LINK_LATENCY = gauge(
+    "comm_link_latency_seconds",
+    f"Base latency of a collective on this group, estimated from recent ones {UNVERIFIED}.",
+    GROUP,
+)
+COMM_LINK_BANDWIDTH = gauge(
+    "comm_link_bandwidth_bytes_per_second",
+    f"Bandwidth on this group, estimated from recent collectives of several sizes {UNVERIFIED}.",
+    GROUP,
+)
+COMM_LINK_BEST_BANDWIDTH = gauge(
+    "comm_link_best_bandwidth_bytes_per_second",
+    f"Highest bandwidth kept up over three exchanges since the start {UNVERIFIED}.",
+    GROUP,
+)
+COMM_EXPOSED_ERROR_RATIO = gauge(
+    "comm_exposed_error_ratio",
+    "Disagreement on exposed seconds between us and the profiler, over the profiled step's time.",
+)
+STEP_TIME_RATIO = gauge(
+    "step_time_ratio",
+    "Shares of the last profiled step: only computing, only communicating, both, neither.",
+    Label(name="part", values=("compute", "comm", "overlap", "idle")),
+)
+COMM_STEP_WIRE_BYTES = gauge(
+    "comm_step_wire_bytes",
+    "Wire bytes of a step: measured, predicted from the configuration, and the least its ZeRO "
+    "stage needs.",
+    Label(name="kind", values=("measured", "predicted", "least")),
+)
+STRAGGLER_SCORE = gauge(
+    "straggler_score_ratio",
+    "Time by which this rank is slower in a phase than the median rank, over the median step; "
+    f"blocked communication left out; not on CUDA {UNVERIFIED}.",
+    Label(name="phase", values=COMPARED_PHASES),
+)
 COMM_VOLUME_RATIO = gauge(
-    "comm_volume_ratio", "Wire bytes of a step over the least this ZeRO stage needs."
+    "comm_volume_ratio",
+    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch explain` says why.",
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",
@@ -67,6 +109,21 @@ COMM_COVERAGE_RATIO = gauge(
 )
 COLLECTIVE_MISMATCHES = counter(
     "collective_mismatches_total", "Times the ranks' collective sequences were seen to differ."
+)
+EXCHANGE_FAILURES = counter(
+    "exchange_failures_total",
+    "Exchanges between ranks that failed: the store did not answer, a peer did not report in time, "
+    "or collectives could not be matched.",
+    Label(name="reason", values=("store", "peer", "unmatched")),
+)
+PEER_HEARTBEAT_AGE = gauge(
+    "peer_heartbeat_age_seconds",
+    "Seconds since the peer that was silent longest last reported; up to exchange.seconds and two "
+    "looks is normal.",
+)
+HANGS = counter(
+    "hangs_total",
+    "Times this rank made no progress for longer than hang.seconds and ten median steps.",
 )
 
 METRICS = (
@@ -83,4 +140,14 @@ METRICS = (
     COMM_VOLUME_RATIO,
     COMM_COVERAGE_RATIO,
     COLLECTIVE_MISMATCHES,
+    COMM_LINK_LATENCY,
+    COMM_LINK_BANDWIDTH,
+    COMM_LINK_BEST_BANDWIDTH,
+    COMM_EXPOSED_ERROR_RATIO,
+    STEP_TIME_RATIO,
+    COMM_STEP_WIRE_BYTES,
+    STRAGGLER_SCORE,
+    EXCHANGE_FAILURES,
+    PEER_HEARTBEAT_AGE,
+    HANGS,
 )

@@ -23,6 +23,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "oth
 OP = Label(name="op", values=OPS)
 GROUP = Label(name="group", values=GROUPS)
 PHASE = Label(name="phase", values=PHASES)
+COMPARED_PHASES = ("data", "forward", "backward", "optimizer")  # in which ranks can be slow
 DEVICE = Label(name="device")
 CAUSE = Label(name="cause", values=("latency", "bandwidth", "imbalance", "redundancy"))
 KNOB = Label(name="knob")

@@ -7,7 +7,7 @@ from .spec import Label, counter, gauge
 WATCH_SECONDS = counter(
     "watch_seconds_total",
     "Seconds spent watching: wall time of hooks and tap in training, CPU time of our threads.",
-    Label(name="part", values=("hooks", "tap", "watch_thread", "http_thread")),
+    Label(name="part", values=("hooks", "tap", "watch_thread", "exchange_thread", "http_thread")),
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",

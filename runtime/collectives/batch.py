@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .call import Call
+from .call import Call, Join
 from .events import EventPool
 
 if TYPE_CHECKING:
     import torch
+
+# The compute stream is still busy with what came before it would wait, and the call has ended.
+_NOT_REACHED = 2**63
 
 
 @dataclass(slots=True)
@@ -33,18 +36,33 @@ class Batch:
         return True
 
     def resolve(self, events: EventPool) -> None:
-        """Turn the event pairs of timed calls into intervals, in nanoseconds before the anchor."""
+        """Turn the events of timed calls into times, in nanoseconds before the anchor."""
         anchor = self.anchor
         if anchor is None or not anchor.query():
             return
+        joins: dict[Join, int] = {}
         for call in self.calls:
             if not call.timed or call.start_event is None or call.end_event is None:
                 continue
-            call.start_ns = -int(call.start_event.elapsed_time(anchor) * 1e6)
-            call.end_ns = -int(call.end_event.elapsed_time(anchor) * 1e6)
+            holds_compute = call.issued_ns > call.start_ns  # by the host's clock
+            call.start_ns = _time(call.start_event, anchor)
+            call.end_ns = _time(call.end_event, anchor)
+            call.issued_ns = call.end_ns if holds_compute else call.start_ns
             events.give_back(call.start_event)
             events.give_back(call.end_event)
+            if call.join is not None:
+                call.wait_ns = _wait_began(call, call.join, joins, anchor) or 1  # 0 is no wait
+                call.join.num_calls -= 1
+                if not call.join.num_calls:
+                    events.give_back(call.join.event)
         events.give_back(anchor)
+
+    def lose(self) -> int:
+        """Settle all calls as not timed, as nobody will look at them; return how many those are."""
+        for call in self.calls:
+            call.timed = False
+            call.settle()
+        return len(self.calls)
 
     def give_up(self) -> int:
         """Mark the calls that cannot be read as not timed; return how many those are."""
@@ -63,3 +81,20 @@ def _ended(call: Call) -> bool:
     if call.start_event is None:
         return call.end_ns != 0
     return call.end_event is not None and call.end_event.query()
+
+
+def _time(event: torch.cuda.Event, anchor: torch.cuda.Event) -> int:
+    return -int(event.elapsed_time(anchor) * 1e6)
+
+
+def _wait_began(call: Call, join: Join, joins: dict[Join, int], anchor: torch.cuda.Event) -> int:
+    """Return when the compute stream had nothing left to wait for but this call.
+
+    Where it waits for several at once each instant belongs to one of them; `joins` holds how far
+    each wait is accounted for.
+    """
+    if join not in joins:
+        joins[join] = _time(join.event, anchor) if join.event.query() else _NOT_REACHED
+    began = joins[join]
+    joins[join] = max(began, call.end_ns)
+    return began

@@ -31,11 +31,14 @@ class CommClock:
         self._by_group: dict[str, Union] = {}
 
     def measure(self, batch: Batch) -> CommTime:
-        """Return the time that a settled and resolved batch adds."""
+        """Settle the calls of a resolved batch, and return the time that they add."""
         if batch.anchor is not None:
             self._all, self._by_group = Union(), {}
+            for call in batch.calls:
+                call.group.busy_until_ns = _BEFORE_ALL
         by_group: dict[str, list[Interval]] = {}
         for call in batch.calls:
+            call.settle()
             if call.timed:
                 by_group.setdefault(call.group.role, []).append((call.start_ns, call.end_ns))
         everything = [interval for intervals in by_group.values() for interval in intervals]
@@ -56,9 +59,13 @@ class Union:
 
     def add(self, intervals: Iterable[Interval]) -> float:
         """Return the seconds that the intervals, given in nanoseconds, add to the union."""
+        return self.cover(intervals) / 1e9
+
+    def cover(self, intervals: Iterable[Interval]) -> int:
+        """Return the nanoseconds that the intervals add to the union."""
         covered = 0
         for start, end in sorted(intervals):
             if end > self._reached:
                 covered += end - max(start, self._reached)
                 self._reached = end
-        return covered / 1e9
+        return covered

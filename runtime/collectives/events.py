@@ -24,14 +24,15 @@ class EventPool:
     def __init__(self) -> None:
         self.disabled = False
         self._free: deque[torch.cuda.Event] = deque(maxlen=POOL_SIZE)
+        self._record = torch.cuda.Event.record  # as it is before we wrap it
 
-    def record(self) -> torch.cuda.Event:
-        """Mark this moment on the current stream."""
+    def record(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        """Mark this moment on a stream, by default on the current one."""
         try:
             event = self._free.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        self._record(event, stream)
         return event
 
     def give_back(self, event: torch.cuda.Event) -> None:

@@ -3,37 +3,92 @@
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from ...metrics.catalog.labels import OPS
+from ...metrics.catalog.labels import GROUPS, OPS
 from .wire import wire_factor
 
+if TYPE_CHECKING:
+    from .call import Call
+
 RoleOf = Callable[[ProcessGroup], str]
+# The last calls of a group that are kept, for the exchange and for reports of hangs. DeepSpeed
+# issues up to some hundreds a step.
+RECENT_CALLS = 8192
+_REDUCE = OPS.index("reduce")  # the one whose factor depends on the payload
+
+
+class Circle:
+    """The ranks of one or more process groups: what they issue, they issue in the same order.
+
+    DeepSpeed makes a clone of the world group, so that the calls on either must be seen together to
+    tell which rank has left one out. `recent` holds the last calls in the order in which they were
+    issued, of which `issued` are numbered. `key` names the circle alike on all its members.
+    """
+
+    __slots__ = ("issued", "key", "members", "recent", "roles")
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members
+        self.key = f"{len(members)}-{zlib.crc32(repr(members).encode()):08x}"
+        self.issued = 0
+        self.recent: deque[Call] = deque(maxlen=RECENT_CALLS)
+        self.roles: list[str] = []
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.members)
+
+    @property
+    def role(self) -> str:
+        """The role of its groups; of several, that which says most."""
+        return min(self.roles, key=GROUPS.index, default="other")
 
 
 class Group:
     """One process group as the tap saw it.
 
     `recorded` counts calls recorded, in units of the group's own sequence number, since `seen_from`
-    was that number.
+    was that number. `pairs` is a second record, of the messages between two members: these do not
+    queue with the group's collectives, and may serve another role.
     """
 
-    __slots__ = ("_factors", "backend", "recorded", "reference", "role", "seen_from", "size")
+    __slots__ = (
+        "_factors",
+        "backend",
+        "busy_until_ns",
+        "circle",
+        "pairs",
+        "recorded",
+        "reference",
+        "role",
+        "seen_from",
+        "size",
+    )
 
-    def __init__(self, group: ProcessGroup, role: str) -> None:
+    def __init__(self, group: ProcessGroup, role: str, circle: Circle) -> None:
         self.reference = weakref.ref(group)
         self.role = role
         self.size: int = group.size()
         self.backend = _backend_name(group)
         self.seen_from = sequence_number(group)
         self.recorded = 0
+        self.circle = circle
+        self.pairs: Group | None = None
+        self.busy_until_ns = -(2**63)
         self._factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
-    def wire_factor(self, op: int) -> float:
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
         """Bytes sent per payload byte for an operation, given by its place in OPS."""
+        if op == _REDUCE:
+            return wire_factor("reduce", self.backend, self.size, payload_bytes)
         return self._factors[op]
 
     def counted(self) -> int | None:
@@ -47,25 +102,55 @@ class Groups:
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
+        self._role_of_pairs: RoleOf = _unknown_role
         self._known: dict[int, Group] = {}
+        self._circles: dict[tuple[int, ...], Circle] = {}
 
-    def find(self, group: object) -> Group | None:
-        """Return what is known of a group, looking it up the first time; None if it is none."""
+    def circles(self) -> list[Circle]:
+        """Return the circles of ranks seen so far."""
+        return list(self._circles.values())
+
+    def find(self, group: object, *, pairs: bool = False) -> Group | None:
+        """Return what is known of a group, looking it up the first time; None if it is none.
+
+        Args:
+            group: What a call was given for a group.
+            pairs: Whether to return the record of messages between two members.
+        """
         known = self._known.get(id(group))
-        if known is not None and known.reference() is group:
-            return known
-        if not isinstance(group, ProcessGroup):
-            return None
-        known = self._known[id(group)] = Group(group, self._role_of(group))
-        return known
+        if known is None or known.reference() is not group:
+            if not isinstance(group, ProcessGroup):
+                return None
+            circle = self._circle_of(group)
+            known = self._known[id(group)] = Group(group, self._role_of(group), circle)
+            self._name_circles()
+        return self._pairs(known) if pairs else known
 
-    def name_roles(self, role_of: RoleOf) -> None:
+    def name_roles(self, role_of: RoleOf, role_of_pairs: RoleOf) -> None:
         """Say what each group is for, also of the groups known already."""
-        self._role_of = role_of
+        self._role_of, self._role_of_pairs = role_of, role_of_pairs
         for known in list(self._known.values()):
             group = known.reference()
             if group is not None:
                 known.role = role_of(group)
+                if known.pairs is not None:
+                    known.pairs.role = role_of_pairs(group)
+        self._name_circles()
+
+    def _pairs(self, known: Group) -> Group:
+        group = known.reference()
+        if known.pairs is None and group is not None:
+            known.pairs = Group(group, self._role_of_pairs(group), known.circle)
+        return known.pairs or known
+
+    def _circle_of(self, group: ProcessGroup) -> Circle:
+        members = tuple(get_process_group_ranks(group))
+        return self._circles.setdefault(members, Circle(members))
+
+    def _name_circles(self) -> None:
+        for circle in self.circles():
+            groups = (group for group in list(self._known.values()) if group.circle is circle)
+            circle.roles = [group.role for group in groups] or circle.roles
 
     def take_coverage(self) -> float | None:
         """Return the least share of calls recorded since the last time; None if there were none.
@@ -78,9 +163,11 @@ class Groups:
             if counted is None:
                 del self._known[key]
             elif counted > 0:
-                shares.append(1 - max(0, counted - known.recorded) / counted)
+                recorded, known.recorded = known.recorded, 0
+                if known.pairs is not None:  # gloo counts these too
+                    recorded, known.pairs.recorded = recorded + known.pairs.recorded, 0
+                shares.append(1 - max(0, counted - recorded) / counted)
                 known.seen_from += counted
-                known.recorded = 0
         return min(shares, default=None)
 
 

@@ -23,7 +23,8 @@ class Operation:
     function has is used. `per_member` marks a tensor that stands for one of group-size equal parts.
     A process group counts one per call; `counted_by_group` marks the functions of which it counts
     more, differing by backend and size, so that the group itself must be asked. The handles of
-    point-to-point operations have no future that could tell when they ended.
+    point-to-point operations have no future that could tell when they ended, and no number that is
+    common to the group.
     """
 
     label: str
@@ -31,6 +32,7 @@ class Operation:
     per_member: bool = False
     counted_by_group: bool = False
     has_future: bool = True
+    point_to_point: bool = False
 
 
 _ALL_REDUCE = Operation(label="all_reduce", payload=("tensor", "tensors"))
@@ -49,7 +51,10 @@ _ALL_TO_ALL = Operation(label="all_to_all", payload=("input", "input_tensor_list
 _BARRIER = Operation(label="barrier")
 
 # One call, many operations; torch issues them by isend and irecv, which are not wrapped.
-P2P_BATCH = Operation(label="send", counted_by_group=True, has_future=False)
+# gloo counts messages in a group's sequence number, and NCCL need not: the group is asked.
+_SEND = Operation(label="send", payload=("tensor",), point_to_point=True, counted_by_group=True)
+_RECV = replace(_SEND, label="recv")
+P2P_BATCH = replace(_SEND, has_future=False)
 
 OPERATIONS: Mapping[str, Operation] = {
     "all_reduce": _ALL_REDUCE,
@@ -70,8 +75,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "all_to_all_single": _ALL_TO_ALL,
     "gather": Operation(label="gather", payload=("tensor",), per_member=True),
     "scatter": Operation(label="scatter", payload=("tensor",), per_member=True),
-    "send": Operation(label="send", payload=("tensor",)),
-    "recv": Operation(label="recv", payload=("tensor",)),
+    "send": _SEND,
+    "recv": _RECV,
     "barrier": _BARRIER,
     "monitored_barrier": replace(_BARRIER, counted_by_group=True),
     "batch_isend_irecv": P2P_BATCH,
@@ -83,11 +88,11 @@ OPERATIONS: Mapping[str, Operation] = {
 # backend captures torch's functions when it is made.
 BACKEND_METHODS: Mapping[str, tuple[Operation, tuple[str, ...]]] = {
     "isend": (
-        Operation(label="send", payload=("tensor",), has_future=False),
+        replace(_SEND, has_future=False),
         ("tensor", "dst", "group", "tag"),
     ),
     "irecv": (
-        Operation(label="recv", payload=("tensor",), has_future=False),
+        replace(_RECV, has_future=False),
         ("tensor", "src", "group", "tag"),
     ),
     "all_gather_into_tensor": (
@@ -106,14 +111,15 @@ BACKEND_METHODS: Mapping[str, tuple[Operation, tuple[str, ...]]] = {
 }
 
 Getter = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-_SEND, _RECV = OPS.index("send"), OPS.index("recv")
+_SEND_PLACE, _RECV_PLACE = OPS.index("send"), OPS.index("recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
     """Finds what a call is about among its arguments.
 
-    `payloads` gives (place of the operation in OPS, bytes) of each operation that the call issues.
+    `payloads` gives (place of the operation in OPS, bytes, dtype) of each operation that the call
+    issues.
     """
 
     operation: Operation
@@ -153,13 +159,15 @@ def _getter(parameters: Sequence[str], name: str) -> Getter:
 
 def _payloads(op: int, parameters: Sequence[str], spellings: Sequence[str]) -> Getter:
     if not spellings:
-        return lambda args, kwargs: ((op, 0),)
+        return lambda args, kwargs: ((op, 0, None),)
     name = spellings[0]
     place = parameters.index(name)
 
     def payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         value = args[place] if len(args) > place else kwargs.get(name)
-        return ((op, payload_bytes(value)),)
+        if type(value) is torch.Tensor and not value.is_sparse:  # nearly always: the short way
+            return ((op, value.nbytes, value.dtype),)
+        return ((op, payload_bytes(value), payload_dtype(value)),)
 
     return payloads
 
@@ -174,7 +182,11 @@ def _batch_group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _batch_payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return [
-        (_SEND if p2p.op.__name__ == "isend" else _RECV, payload_bytes(p2p.tensor))
+        (
+            _SEND_PLACE if p2p.op.__name__ == "isend" else _RECV_PLACE,
+            payload_bytes(p2p.tensor),
+            p2p.tensor.dtype,
+        )
         for p2p in _batch_list(args, kwargs)
     ]
 
@@ -187,3 +199,10 @@ def payload_bytes(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(payload_bytes, value))
     return 0  # nothing, or what the original will complain of
+
+
+def payload_dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype of a tensor, or of the first in nested lists of tensors."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value.dtype if isinstance(value, torch.Tensor) else None

@@ -19,15 +19,10 @@ class Sums:
     op: str
     group: str
     phase: str
-    wire_factor: float
     calls: int = 0
     payload_bytes: int = 0
+    wire_bytes: float = 0.0
     seconds: list[float] = field(default_factory=list)
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes this rank sent."""
-        return self.payload_bytes * self.wire_factor
 
 
 class Tally:
@@ -57,13 +52,18 @@ class Tally:
                 sums = self._sums[key] = _empty_sums(call)
             sums.calls += 1
             sums.payload_bytes += call.payload_bytes
+            sums.wire_bytes += call.payload_bytes * _wire_factor(call)
             if call.timed:
                 sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
 
 
 def _empty_sums(call: Call) -> Sums:
     op, group = OPS[call.op], call.group
-    return Sums(op, group.role, PHASES[call.phase], group.wire_factor(call.op))
+    return Sums(op, group.role, PHASES[call.phase])
+
+
+def _wire_factor(call: Call) -> float:
+    return call.group.wire_factor(call.op, call.payload_bytes)
 
 
 class StepComm:
@@ -71,25 +71,37 @@ class StepComm:
 
     Attributes:
         seconds: Length of the union of all calls' intervals.
+        blocked_ns: For how long training was blocked by calls, in the order of PHASES.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.blocked_ns = [0] * len(PHASES)
         self._by_op: dict[int, list[float]] = {}
 
     def add(self, calls: Iterable[Call], comm: CommTime) -> None:
         """Count a batch of calls, and the time that they took."""
         self.seconds += comm.seconds
+        blocked_ns = self.blocked_ns
         for call in calls:
+            if call.exposed_ns:
+                blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
+                if call.wait_exposed_ns:
+                    blocked_ns[call.wait_phase] += call.wait_exposed_ns
             known = self._by_op.get(call.op)
             if known is None:
                 known = self._by_op[call.op] = [0, 0, 0.0, 0.0, 0]
             known[0] += 1
             known[1] += call.payload_bytes
-            known[2] += call.payload_bytes * call.group.wire_factor(call.op)
+            known[2] += call.payload_bytes * _wire_factor(call)
             if call.timed:
                 known[3] += call.end_ns - call.start_ns
                 known[4] += 1
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which training could do nothing but wait for communication."""
+        return sum(self.blocked_ns) / 1e9
 
     def totals(self) -> dict[str, CollectiveTotals]:
         """The sums by operation; seconds are None where no call could be timed."""

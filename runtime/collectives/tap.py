@@ -21,6 +21,7 @@ from ..hooks import Hooks
 from ..wrap import Wrap
 from .notes import Notes
 from .operations import BACKEND_METHODS, OPERATIONS, Operation, Reader, reader_for
+from .stream_hooks import StreamHooks
 
 
 class _Inside(threading.local):
@@ -34,7 +35,7 @@ class CommTap:
 
     Attributes:
         notes: Where the calls are noted.
-        cost_ns: Nanoseconds spent noting calls, on whatever thread issued them.
+        cost_ns: Nanoseconds spent noting calls and waits, on whatever thread they came.
     """
 
     def __init__(self, hooks: Hooks) -> None:
@@ -47,6 +48,15 @@ class CommTap:
         self._inside = _Inside()
         self._begin = hooks.guard("tap", self.notes.begin)
         self._end = hooks.guard("tap", self.notes.end)
+        self._waits = hooks.guard("tap", self.notes.waits)
+        self._waited = hooks.guard("tap", self.notes.waited)
+        self._failed = hooks.guard("tap", self.notes.failed)
+        self._stream_hooks = StreamHooks(hooks, self.notes.stalls, self._inside)
+
+    @property
+    def total_cost_ns(self) -> int:
+        """Nanoseconds spent noting calls, waits and the joining of streams."""
+        return self.cost_ns + self._stream_hooks.cost_ns
 
     def open(self) -> None:
         """Wrap torch's functions, under both names by which callers reach them."""
@@ -55,6 +65,8 @@ class CommTap:
         self._open = True
         for name, operation in OPERATIONS.items():
             self._wrap_function(name, operation)
+        self._wraps.append(Wrap(dist.Work, "wait", self._wait_wrapper))
+        self._stream_hooks.open()
 
     def open_backend(self, backend: Any) -> None:
         """Wrap the methods of DeepSpeed's backend object; another one replaces the first."""
@@ -69,6 +81,7 @@ class CommTap:
     def close(self) -> None:
         """Restore every name; wrappers that others hold on to become pass-throughs."""
         self._open = False
+        self._stream_hooks.close()
         for wrap in reversed(self._wraps):
             wrap.restore()
         self._wraps.clear()
@@ -97,7 +110,7 @@ class CommTap:
 
     def _wrapper(self, reader: Reader, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling
-        inside, begin, end = self._inside, self._begin, self._end
+        inside, begin, end, failed = self._inside, self._begin, self._end, self._failed
 
         def tapped(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():  # must come first: else torch.compile(fullgraph=True) breaks
@@ -107,16 +120,43 @@ class CommTap:
             entered_ns = perf_counter_ns()
             calls = begin(reader, args, kwargs)
             inside.value = True
-            work = None
+            work, returned = None, False
             started_ns = perf_counter_ns()
             try:
                 work = original(*args, **kwargs)
+                returned = True
             finally:
                 ended_ns = perf_counter_ns()
                 inside.value = False
                 if calls:
                     end(reader, calls, work, started_ns, ended_ns)
+                    if not returned:
+                        failed(calls[0])
                 self.cost_ns += perf_counter_ns() - ended_ns + started_ns - entered_ns
             return work
+
+        return tapped
+
+    def _wait_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling = torch.compiler.is_compiling
+        inside, waits, failed = self._inside, self._waits, self._failed
+        waited = self._waited
+
+        def tapped(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or inside.value or not self._open:
+                return original(work, *args, **kwargs)
+            entered_ns = perf_counter_ns()
+            call = waits(work)
+            self.cost_ns += perf_counter_ns() - entered_ns
+            try:
+                result = original(work, *args, **kwargs)
+            except RuntimeError:
+                if call is not None:
+                    failed(call)
+                raise
+            ended_ns = perf_counter_ns()
+            waited(work)
+            self.cost_ns += perf_counter_ns() - ended_ns
+            return result
 
         return tapped

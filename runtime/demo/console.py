@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
+from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
 from .paths import shown
@@ -63,11 +65,15 @@ class DemoConsole:
         table = summary_table(
             summary,
             num_ranks=self._num_ranks,
+            causes={cause: seconds for (cause,), seconds in self._causes().items()},
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
             advice=advise(summary, stage=self._stage),
         )
         self._out.print()
         self._out.print(table, soft_wrap=not self._is_terminal)
+
+    def _causes(self) -> Mapping[tuple[str, ...], float]:
+        return self._watch.snapshot().values.get(COMM_CAUSE_SECONDS, {})
 
     def _release(self) -> None:
         """Show the steps held back, the first of them below where to look while it runs."""

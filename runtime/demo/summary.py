@@ -30,6 +30,7 @@ class Summary:
     training_seconds: float
     phase_seconds: Mapping[str, float]
     comm_seconds: float | None
+    exposed_seconds: float | None
     collectives: Mapping[str, CollectiveTotals]
     samples_per_second: float | None
     first_loss: float | None
@@ -41,6 +42,11 @@ class Summary:
     def ratio(self, seconds: float) -> float:
         """Return a duration's share of the training time."""
         return seconds / self.training_seconds if self.training_seconds else 0.0
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Share of the training time in which training waited for communication."""
+        return None if self.exposed_seconds is None else self.ratio(self.exposed_seconds)
 
     @property
     def comm_ratio(self) -> float | None:
@@ -63,6 +69,7 @@ def summarise(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
         training_seconds=seconds,
         phase_seconds=_phase_seconds(records),
         comm_seconds=_total([record.comm_seconds for record in records]),
+        exposed_seconds=_total([record.comm_exposed_seconds for record in records]),
         collectives=_collectives(records),
         samples_per_second=_samples_per_second(records, seconds, num_ranks),
         first_loss=losses[0] if losses else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -12,20 +12,34 @@ from rich.text import Text
 from .line import UNKNOWN, format_bytes, format_ratio
 from .summary import Summary
 
+# What a cause of waiting for communication means, in words.
+CAUSES = {
+    "imbalance": "another rank was late",
+    "latency": "each call has a price",
+    "redundancy": "more was sent than needed",
+    "bandwidth": "the link was busy",
+}
+
 
 def summary_table(
-    summary: Summary, *, num_ranks: int, run_log: str | None, advice: Sequence[str]
+    summary: Summary,
+    *,
+    num_ranks: int,
+    causes: Mapping[str, float],
+    run_log: str | None,
+    advice: Sequence[str],
 ) -> RenderableType:
     """Lay out a run's summary: time, communication, the other figures, and what to try next.
 
     Args:
         summary: The run of one rank.
         num_ranks: Ranks of the job.
+        causes: Seconds in which training waited for communication, by cause.
         run_log: Where the record of each step is; None if none was written.
         advice: What to try next.
     """
     return Group(
-        _time(summary, num_ranks),
+        _time(summary, num_ranks, causes),
         _communication(summary),
         _figures(summary, run_log),
         Text("\nWhat to try next", style="bold"),
@@ -33,7 +47,7 @@ def summary_table(
     )
 
 
-def _time(summary: Summary, num_ranks: int) -> Table:
+def _time(summary: Summary, num_ranks: int, causes: Mapping[str, float]) -> Table:
     title = f"Where the time of {summary.num_steps} steps went (rank 0 of {num_ranks})"
     table = _table(title, "phase", "seconds", "share")
     for phase, seconds in sorted(summary.phase_seconds.items(), key=lambda item: -item[1]):
@@ -41,9 +55,22 @@ def _time(summary: Summary, num_ranks: int) -> Table:
     table.add_section()
     seconds = summary.training_seconds
     table.add_row("all", f"{seconds:.1f}", "100%", style="bold")
-    comm = UNKNOWN if summary.comm_seconds is None else f"{summary.comm_seconds:.1f}"
-    table.add_row("in which communication ran", comm, format_ratio(summary.comm_ratio))
+    table.add_row(
+        "in which communication ran",
+        _seconds(summary.comm_seconds),
+        format_ratio(summary.comm_ratio),
+    )
+    exposed = _seconds(summary.exposed_seconds)
+    table.add_row("and training waited for it", exposed, format_ratio(summary.exposed_ratio))
+    for cause, meaning in CAUSES.items():
+        seconds = causes.get(cause, 0.0)
+        row = (f"  {cause}: {meaning}", f"{seconds:.1f}", format_ratio(summary.ratio(seconds)))
+        table.add_row(*row, style="dim")
     return table
+
+
+def _seconds(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{seconds:.1f}"
 
 
 def _communication(summary: Summary) -> Table:
@@ -65,7 +92,9 @@ def _figures(summary: Summary, run_log: str | None) -> Table:
     figures.add_column(overflow="fold")
     first, last = summary.first_loss, summary.last_loss
     if first is not None and last is not None:
-        figures.add_row("loss", f"{first:.3f} -> {last:.3f} nats per byte")
+        figures.add_row(
+            "loss", f"{first:.3f} -> {last:.3f} nats per byte, a mean of the last steps"
+        )
     if summary.samples_per_second is not None:
         figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
     figures.add_row("peak memory", f"{format_bytes(summary.peak_bytes)} on {summary.device}")

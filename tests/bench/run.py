@@ -13,9 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+import exchange_arithmetic
+import hang
 import hot_path
 import overhead
 import scrape
+import skipped
 import soak
 import threads
 from options import Options
@@ -26,6 +29,9 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "hot_path": hot_path.bench,
     "threads": threads.bench,
     "scrape": scrape.bench,
+    "exchange": exchange_arithmetic.bench,
+    "skipped": skipped.bench,
+    "hang": hang.bench,
     "soak": soak.bench,
 }
 

@@ -45,6 +45,7 @@ def step(
         skipped=False,
         collectives=collectives,
         comm_seconds=comm,
+        comm_exposed_seconds=comm,
         memory_bytes=memory,
         device_readings={} if busy is None else {device: {"utilization_ratio": busy}},
     )

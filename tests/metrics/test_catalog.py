@@ -41,6 +41,16 @@ comm_bus_bandwidth_bytes_per_second gauge op group
 comm_volume_ratio gauge
 comm_coverage_ratio gauge
 collective_mismatches_total counter
+comm_link_latency_seconds gauge group
+comm_link_bandwidth_bytes_per_second gauge group
+comm_link_best_bandwidth_bytes_per_second gauge group
+comm_exposed_error_ratio gauge
+step_time_ratio gauge part
+comm_step_wire_bytes gauge kind
+straggler_score_ratio gauge phase
+exchange_failures_total counter reason
+peer_heartbeat_age_seconds gauge
+hangs_total counter
 memory_bytes gauge device state
 memory_category_bytes gauge device category
 memory_headroom_bytes gauge device
@@ -68,7 +78,10 @@ dropped_records_total counter part
 """
 PROMISED_VALUES = {
     "group": "dp tp pp ep sp world other",
-    "phase": "data forward backward optimizer eval checkpoint other",
+    "phase of phase_seconds_total": "data forward backward optimizer eval checkpoint other",
+    "phase of straggler_score_ratio": "data forward backward optimizer",
+    "part of step_time_ratio": "compute comm overlap idle",
+    "kind": "measured predicted least",
     "cause": "latency bandwidth imbalance redundancy",
     "state of memory_bytes": "allocated reserved peak_allocated peak_reserved inactive_split limit",
     "category": "parameters gradients optimizer activations comm_buffers other",

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 from fakes.steps import collective, step
 
+from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
+from zerowatch.metrics.snapshot import Snapshot
 from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from zerowatch.runtime.demo.console import DemoConsole
 from zerowatch.runtime.demo.summary import advise, summarise
@@ -26,10 +28,16 @@ class ClosedPipe(io.StringIO):
 
 @pytest.fixture
 def watch(tmp_path):
-    """The two things of a watch that the console reads."""
+    """The three things of a watch that the console reads."""
     targets = [{"targets": [f"127.0.0.1:946{rank}"], "labels": {}} for rank in (4, 5)]
     (tmp_path / "targets.json").write_text(json.dumps(targets))
-    return SimpleNamespace(address="127.0.0.1:9464", run_folder=tmp_path)
+    return watch_like(run_folder=tmp_path)
+
+
+def watch_like(run_folder):
+    causes = {("imbalance",): 0.4, ("bandwidth",): 0.2}
+    seen = Snapshot(values={COMM_CAUSE_SECONDS: causes}, distributions={})
+    return SimpleNamespace(address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: seen)
 
 
 def shown(watch, file, *records, steps=None):
@@ -238,7 +246,7 @@ def test_a_rank_that_comes_very_late_is_named_between_the_lines(watch):
 
 
 def test_without_a_run_log_the_own_address_is_told():
-    watch = SimpleNamespace(address="127.0.0.1:9464", run_folder=None)
+    watch = watch_like(run_folder=None)
 
     text = shown(watch, io.StringIO(), step(1))
 
@@ -261,4 +269,6 @@ def test_the_table_names_phases_and_collectives_with_their_totals(watch):
 
     assert ["forward", "1.0", "50%"] in lines
     assert ["all", "2.0", "100%"] in lines
+    assert ["and", "training", "waited", "for", "it", "0.6", "30%"] in lines
+    assert ["imbalance:", "another", "rank", "was", "late", "0.4", "20%"] in lines
     assert ["all_reduce", "4", "3.91", "KiB", "1.95", "KiB", "0.6"] in lines

@@ -20,6 +20,10 @@ KNOBS = "later: changing knobs on the running job"
 REPLAY = "later: abandoning a window to replay it"
 REBUILD = "later: rebuilding the engine in the process"
 
+STREAMS = "runtime/collectives/stream_hooks.py"
+PROFILE = "runtime/profiled_steps.py"
+PLAN = "runtime/plan/engine_plan.py"
+
 C10D = "torch.distributed.distributed_c10d"
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -30,13 +34,27 @@ COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedP
 LEANED_ON: tuple[tuple[str, str, str], ...] = (
     (C10D, TAP, "_world GroupMember P2POp batch_isend_irecv"),
     (f"{C10D}:_World", TAP, "pg_coalesce_state"),
-    (C10D, "runtime/identity.py", "_get_default_store PrefixStore Store"),
+    (C10D, "runtime/identity.py", "_get_default_store Store"),
+    (C10D, "runtime/meeting_place.py", "_get_default_store PrefixStore Store"),
     (
         "torch.distributed:ProcessGroup",
         "runtime/collectives/groups.py",
         "_get_sequence_number_for_group _get_backend size",
     ),
-    ("torch.distributed:Work", TAP, "get_future"),
+    ("torch.distributed:Work", TAP, "get_future wait"),
+    ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
+    ("torch.cuda:Event", STREAMS, "record wait synchronize"),
+    ("torch.cuda", STREAMS, "synchronize"),
+    (
+        "torch.autograd.profiler:profile",
+        PROFILE,
+        "_prepare_trace __enter__ __exit__",
+    ),
+    ("torch._C._autograd", PROFILE, "_profiler_enabled DeviceType"),
+    (C10D, "runtime/exchange/stream.py", "Store"),
+    (f"{C10D}:Store", "runtime/exchange/stream.py", "check get set delete_key clone set_timeout"),
+    (COORDINATOR, PLAN, "is_complete_trace"),
+    (ENGINE, PLAN, "seq_data_parallel_group optimizer_name basic_optimizer"),
     ("torch.compiler", TAP, "is_compiling"),
     (
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
@@ -52,7 +70,7 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/collectives/roles.py",
         "_TENSOR_MODEL_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP "
         "_EXPERT_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP "
-        "_WORLD_GROUP mpu mesh_device",
+        "_ALL_TO_ALL_GROUP _WORLD_GROUP mpu mesh_device",
     ),
     (
         ENGINE,
@@ -66,7 +84,29 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "skipped_steps get_global_grad_norm _get_optimizer_loss_scale fp16_enabled "
         "zero_optimization_stage",
     ),
-    ("deepspeed.runtime.pipe.engine:PipelineEngine", ENGINE_HOOKS, "train_batch eval_batch"),
+    (
+        "deepspeed.runtime.pipe.engine:PipelineEngine",
+        "runtime/engine_hooks.py and runtime/pipeline_hooks.py",
+        "train_batch eval_batch _INSTRUCTION_MAP micro_batches pipe_buffers is_first_stage "
+        "train_micro_batch_size_per_gpu",
+    ),
+    (
+        "deepspeed.runtime.pipe.schedule",
+        "runtime/pipeline_hooks.py",
+        "LoadMicroBatch RecvActivation ForwardPass SendActivation RecvGrad BackwardPass SendGrad "
+        "ReduceTiedGrads ReduceGrads OptimizerStep",
+    ),
+    (
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid",
+        "runtime/collectives/roles.py",
+        "get_pipe_parallel_group get_slice_parallel_group get_data_parallel_group "
+        "get_model_parallel_group",
+    ),
+    (
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        "runtime/collectives/roles.py",
+        "get_sequence_parallel_group get_sequence_data_parallel_group",
+    ),
     (
         "deepspeed.profiling.flops_profiler:FlopsProfiler",
         "runtime/flops_counter.py",

@@ -35,6 +35,7 @@ def record(step: int, loss: float | None = 1.0) -> StepRecord:
         skipped=False,
         collectives={},
         comm_seconds=None,
+        comm_exposed_seconds=None,
         memory_bytes={},
         device_readings={},
     )

@@ -19,14 +19,16 @@ class FourRanks:
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
+        self.busy_until_ns = -(2**63)
 
-    def wire_factor(self, op: int) -> float:
-        return wire_factor(OPS[op], self.backend, self.size)
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
 
 def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None) -> Call:
-    made = Call(OPS.index(op), group or FourRanks(), size, PHASES.index("backward"))
+    made = Call(OPS.index(op), group or FourRanks(), size, None, PHASES.index("backward"))
     made.start_ns, made.end_ns = start_ms * MS, end_ms * MS
+    made.issued_ns = made.end_ns
     return made
 
 
@@ -131,7 +133,7 @@ def test_a_step_adds_up_its_batches() -> None:
         ("all_to_all", "nccl", 2, 0.5),
         ("gather", "gloo", 4, 0.1875),  # three of four parts move, and four ranks share them
         ("broadcast", "gloo", 2, 0.5),
-        ("reduce", "gloo", 2, 0.89),
+        ("reduce", "gloo", 2, 0.75),
         ("reduce", "nccl", 4, 0.75),
         ("send", "gloo", 2, 1.0),
         ("recv", "gloo", 2, 0.0),

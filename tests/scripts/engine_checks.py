@@ -90,6 +90,7 @@ def wrapped_places(engine) -> list[tuple[object, str]]:
         *((owner, name) for owner, name in functions if hasattr(owner, name)),
         *((backend, name) for name in BACKEND_METHODS if hasattr(backend, name)),
         *((engine, name) for name in ENGINE_METHODS),
+        (dist.Work, "wait"),
         (_BaseDataLoaderIter, "__next__"),
         (DeepSpeedDataLoader, "__next__"),
     ]
@@ -447,6 +448,44 @@ def a_forked_child_lets_go_of_everything() -> None:
     step(engine)
     watch.close()
     assert watch.snapshot().value(training.STEPS) == 1
+
+
+def only_collectives_that_all_ranks_issue_in_one_order_are_numbered() -> None:
+    engine = make()
+    (circle,) = engine.watch._tap.notes.groups.circles()
+    numbers = [circle.issued]
+
+    dist.all_reduce(torch.ones(1))
+    numbers.append(circle.issued)
+    aside = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+    aside.start()
+    aside.join()
+    numbers.append(circle.issued)
+    try:
+        dist.all_reduce("no tensor")
+    except TypeError:
+        numbers.append(circle.issued)
+    step(engine)  # autograd's thread issues some of its collectives
+    engine.watch.close()
+
+    first = numbers[0]
+    assert numbers == [first, first + 1, first + 1, first + 1]
+    assert circle.issued > first + 1
+    assert engine.watch.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
+
+
+def profiled_steps_tell_where_their_time_went() -> None:
+    engine = make(watched=False)
+    watch = zerowatch.watch(engine, {**QUIET, "profile": {"every_steps": 2}})
+
+    for _ in range(6):
+        step(engine)
+    watch.close()
+
+    shares = watch.snapshot().values[communication.STEP_TIME_RATIO]
+    assert abs(sum(shares.values()) - 1) < 1e-6, shares
+    assert watch.snapshot().value(communication.COMM_EXPOSED_ERROR_RATIO) is not None
+    assert not torch.autograd._profiler_enabled()
 
 
 def deepspeeds_comms_logger_is_warned_of_and_left_on() -> None:

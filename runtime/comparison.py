@@ -1,0 +1,163 @@
+"""What sets this rank beside others: the other ranks, its plan, and the profiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DsConfigError
+from ..metrics.recorder import Recorder
+from ..metrics.settings import Settings
+from ..metrics.step_record import StepRecord
+from .collectives.groups import Groups
+from .exchange.exchange import Exchange
+from .exchange.inquest import Inquest
+from .facts import cuda_device, is_data_parallel
+from .hang.hang_watch import HangWatch
+from .hang_sources import watch_for_hangs
+from .hooks import Hooks
+from .identity import Identity
+from .meeting_place import StoreClients
+from .phase_clock import PhaseClock
+from .plan.engine_plan import plan_of_engine
+from .plan.plan import Plan
+from .profiled_steps import ProfiledSteps
+from .volume import VolumeWatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What there is to compare.
+
+    `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
+    process has had; `folder` gives the run folder, where there is one.
+    """
+
+    engine: Callable[[], Any]
+    identity: Identity
+    epoch: int
+    settings: Settings
+    groups: Groups
+    clock: PhaseClock
+    folder: Callable[[], Path | None]
+    recorder: Recorder
+    hooks: Hooks
+
+
+class Comparison:
+    """Made on the training thread; runs from `start` until `stop`.
+
+    Attributes:
+        listeners: What gets the record of each step, on the watch thread.
+        duties: What is to be done on the watch thread each second.
+        inquest: Called with a collective that raised.
+        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
+        step_ended: Called on the training thread with the number of each step; None if not needed.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        hooks, recorder = around.hooks, around.recorder
+        self._around = around
+        speaks = around.identity.rank == 0
+        volume = VolumeWatch(hooks.guard("plan", self._plan), recorder, speaks=speaks)
+        self._exchange = self._new_exchange(volume.ratio)
+        self._hang = self._new_hang_watch()
+        self._exchange.pause = lambda: self._hang.pause
+        self._profile = self._new_profile()
+        self.listeners: list[Callable[[StepRecord], object]] = [
+            hooks.guard("volume", volume.add),
+            hooks.guard("hang", self._hang.step_ended),
+        ]
+        if self._profile is not None:
+            self.listeners.append(hooks.guard("profile", self._profile.compare))
+        self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang.look}
+        self.inquest = Inquest(around.identity.rank, recorder, self._exchange.report_now)
+        # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
+        self.keep_pace = self._exchange.pace.add if cuda_device() is None else _keep_no_pace
+        self.step_ended = None if self._profile is None else self._profile.step_ended
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that the exchange's thread has used."""
+        return self._exchange.cpu_seconds
+
+    def start(self) -> None:
+        """Begin to compare."""
+        self._exchange.start()
+
+    def forget_hooks(self) -> None:
+        """In a forked child: let go of what ran in training, which is the parent's."""
+        if self._profile is not None:
+            self._profile.forget()
+
+    def close_hooks(self) -> None:
+        """End what runs in training. Safe to call twice."""
+        if self._profile is not None:
+            self._profile.close()
+
+    def stop(self) -> None:
+        """Compare what is left, and end. Safe to call twice."""
+        self._exchange.stop()
+        self._hang.close()
+
+    def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> Exchange:
+        around, identity, settings = self._around, self._around.identity, self._around.settings
+        compares = settings.exchange.enabled and identity.world_size > 1
+        clients = StoreClients(identity.rank, identity.attempt, around.epoch)
+        return Exchange(
+            connect=clients.connect if compares else None,
+            rank=identity.rank,
+            host=identity.host,
+            circles=around.groups.circles,
+            recorder=around.recorder,
+            hooks=around.hooks,
+            seconds=settings.exchange.seconds,
+            volume_ratio=volume_ratio,
+            idle_seconds=around.clock.idle_seconds,
+            stuck_seconds=settings.hang.seconds / 2,
+            moved=clients.moved,
+        )
+
+    def _new_hang_watch(self) -> HangWatch:
+        around = self._around
+        return watch_for_hangs(
+            rank=around.identity.rank,
+            settings=around.settings.hang,
+            clock=around.clock,
+            circles=around.groups.circles,
+            exchange=self._exchange,
+            folder=around.folder,
+            recorder=around.recorder,
+            hooks=around.hooks,
+            training=self._is_training,
+        )
+
+    def _is_training(self) -> bool:
+        engine = self._around.engine()
+        return engine is None or engine.module.training
+
+    def _new_profile(self) -> ProfiledSteps | None:
+        every_steps = self._around.settings.profile.every_steps
+        on_cuda = cuda_device() is not None
+        recorder = self._around.recorder
+        return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
+
+    def _plan(self, micro_batches: int) -> Plan | None:
+        """Plan a step of this engine; None where more than data parallelism communicates."""
+        engine = self._around.engine()
+        if engine is None or not is_data_parallel(engine):
+            return None
+        try:
+            return plan_of_engine(engine, micro_batches)
+        except DsConfigError as error:  # DeepSpeed takes it, as a newer one may
+            logger.info("steps are not compared with a plan: %s", error)
+            return None
+
+
+def _keep_no_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+    """Stand in where phases are not to be compared."""

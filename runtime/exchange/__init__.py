@@ -1,0 +1,1 @@
+"""The ranks compared: who waits for whom, why, and whether all issue the same collectives."""

@@ -1,0 +1,240 @@
+"""What the planner reads of a DeepSpeed configuration, with DeepSpeed's own defaults.
+
+Knows the keys that decide about collectives and memory, and which features it does not model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config_reader import ConfigReader
+
+_DTYPES = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
+}  # fmt: skip
+_NO_LIMIT = 2**63 - 1
+
+# Features whose collectives or memory the planner does not know, by the key that turns them on.
+_UNMODELLED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("expert_parallel", "enabled"), "expert parallelism"),
+    (("torch_autocast", "enabled"), "torch_autocast"),
+    (("compile", "deepcompile"), "DeepCompile"),
+    (("hybrid_engine", "enabled"), "the hybrid engine"),
+    (("data_efficiency", "enabled"), "data_efficiency"),
+    (("zero_optimization", "zenflow"), "ZenFlow"),
+    (("zero_optimization", "offload_optimizer", "super_offload"), "SuperOffload"),
+    (("zero_optimization", "zero_quantized_weights"), "quantized weights (qwZ)"),
+    (("zero_optimization", "zero_quantized_nontrainable_weights"), "quantized frozen weights"),
+    (("zero_optimization", "zero_quantized_gradients"), "quantized gradients (qgZ)"),
+    (("zero_optimization", "stage3_module_granularity_threshold"), "ZeRO-3 leaf modules"),
+    (("zero_optimization", "leaf_module"), "ZeRO-3 leaf modules"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One configuration at one ZeRO stage. Sizes are in elements, as DeepSpeed has them.
+
+    `model_dtype` is None where neither fp16 nor bf16 is enabled: parameters keep their own.
+    `set_keys` are the keys of zero_optimization that the configuration names; `unmodelled` the
+    features that are on and not planned.
+    """
+
+    stage: int
+    model_dtype: str | None = None
+    accumulation_dtype: str = "fp32"
+    communication_dtype: str = "fp32"
+    checks_overflow: bool = False
+    gradient_clipping: float = 1.0
+    optimizer: str | None = None
+    optimizer_momentum: bool = False
+    legacy_fusion: bool = False
+    activation_checkpointing: bool = False
+    managed_accumulation: bool = True
+    low_precision_master: bool = False
+    low_precision_states: bool = False
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    overlap_comm: bool = False
+    compute_grad_norm: bool = True
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    reduce_bucket_size: int = 500_000_000
+    sub_group_size: int = 1_000_000_000
+    prefetch_bucket_size: int = 50_000_000
+    param_persistence_threshold: int = 100_000
+    model_persistence_threshold: int = _NO_LIMIT
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    allgather_sequential: bool = False
+    use_all_reduce_for_fetch: bool = False
+    memory_efficient_linear: bool = True
+    hpz_partition_size: int = 1
+    offload_optimizer: str = "none"
+    offload_optimizer_ratio: float = 1.0
+    offload_param: str = "none"
+    set_keys: frozenset[str] = frozenset()
+    unmodelled: tuple[str, ...] = ()
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether parameters are of 16 bits, with a master copy of 32."""
+        return self.model_dtype is not None
+
+    @property
+    def weights_first(self) -> bool:
+        """Whether ZeRO-3's linear function is in use (zero/linear.py), for gradients' order."""
+        return self.stage == 3 and self.memory_efficient_linear
+
+    @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed takes its BF16_Optimizer in the place of ZeRO-1's (engine.py:2312)."""
+        wide = self.model_dtype == "bf16" and self.accumulation_dtype == "fp32"
+        return self.stage == 1 and wide and self.offload_optimizer != "cpu"
+
+
+def stage_of(config: Mapping[str, Any], origin: str = "ds config") -> int:
+    """Return the ZeRO stage that a configuration asks for.
+
+    Raises:
+        DsConfigError: There is no such stage.
+    """
+    return ConfigReader(config, origin).stage()
+
+
+def read_options(
+    config: Mapping[str, Any], *, stage: int | None = None, origin: str = "ds config"
+) -> Options:
+    """Read a configuration, at its own ZeRO stage or at another.
+
+    Raises:
+        DsConfigError: A value cannot be used, or is "auto".
+    """
+    reader = ConfigReader(config, origin)
+    options = options_from(reader, reader.stage() if stage is None else stage)
+    reader.raise_for_auto()
+    return options
+
+
+def options_from(reader: ConfigReader, stage: int) -> Options:
+    """Read the options of one stage; values that are "auto" stay with the reader.
+
+    Raises:
+        DsConfigError: A value cannot be used.
+    """
+    return Options(
+        stage=stage,
+        **_precision(reader, stage),
+        **_optimizer(reader),
+        **_zero_options(reader.zero(), stage),
+        activation_checkpointing="activation_checkpointing" in reader.block,
+        managed_accumulation=reader.flag("managed_gradient_accumulation", True),
+        set_keys=frozenset(reader.zero().block),
+        unmodelled=_unmodelled(reader.block),
+    )
+
+
+def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
+    bf16 = reader.section("bf16", "bfloat16")
+    fp16 = reader.section("fp16")
+    half, brain = fp16.flag("enabled"), bf16.flag("enabled")
+    if half and brain:
+        reader.refuse("fp16.enabled and bf16.enabled are both true; enable one")
+    model = "fp16" if half else "bf16" if brain else None
+    own = model or "fp32"
+    checks = bool(half) or (bool(brain) and stage < 3 and bf16.flag("check_grad_overflow", True))
+    return {
+        "model_dtype": model,
+        "accumulation_dtype": reader.section("data_types").choice("grad_accum_dtype", _DTYPES, own),
+        "communication_dtype": reader.choice("communication_data_type", _DTYPES, own),
+        "checks_overflow": checks,
+        "gradient_clipping": reader.number("gradient_clipping", 1.0),
+        "low_precision_master": fp16.flag("fp16_master_weights_and_grads")
+        or bf16.flag("bf16_master_weights_and_grads"),
+        "low_precision_states": bf16.flag("bf16_optimizer_states"),
+    }
+
+
+def _optimizer(reader: ConfigReader) -> dict[str, Any]:
+    block = reader.section("optimizer")
+    name = block.block.get("type")
+    parameters = block.block.get("params")
+    momentum = parameters.get("momentum", 0) if isinstance(parameters, Mapping) else 0
+    return {
+        "optimizer": str(name).lower() if name else None,
+        "optimizer_momentum": bool(momentum),
+        "legacy_fusion": block.flag("legacy_fusion"),
+    }
+
+
+def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
+    old_optimizer = "cpu" if zero.flag("cpu_offload") else "none"
+    old_param = "cpu" if zero.flag("cpu_offload_param") else "none"
+    optimizer = zero.section("offload_optimizer")
+    devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
+    options: dict[str, Any] = {
+        "offload_optimizer": optimizer.choice("device", devices, old_optimizer),
+        "offload_optimizer_ratio": optimizer.number("ratio", 1.0),
+    }
+    if stage == 0:
+        return {}
+    if stage == 3:
+        param = zero.section("offload_param")
+        options["offload_param"] = param.choice("device", devices, old_param)
+        options.update(_stage_3_options(zero))
+    flags = {
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "use_multi_rank_bucket_allreduce": True,
+        "overlap_comm": stage == 3,
+        "compute_grad_norm": True,
+        "round_robin_gradients": False,
+        "parameter_alignment": False,
+    }
+    options.update({key: zero.flag(key, default) for key, default in flags.items()})
+    options["reduce_bucket_size"] = zero.size("reduce_bucket_size", 500_000_000, least=1)
+    return options
+
+
+def _stage_3_options(zero: ConfigReader) -> dict[str, Any]:
+    sizes = {
+        "prefetch_bucket_size": 50_000_000,
+        "param_persistence_threshold": 100_000,
+        "model_persistence_threshold": _NO_LIMIT,
+        "max_live_parameters": 1_000_000_000,
+        "max_reuse_distance": 1_000_000_000,
+    }
+    return {
+        **{key: zero.size(f"stage3_{key}", default, key) for key, default in sizes.items()},
+        "sub_group_size": zero.size("sub_group_size", 1_000_000_000),
+        "hpz_partition_size": zero.size("zero_hpz_partition_size", 1),
+        "allgather_sequential": zero.flag("stage3_allgather_sequential"),
+        "use_all_reduce_for_fetch": zero.flag("stage3_use_all_reduce_for_fetch_params"),
+        "memory_efficient_linear": zero.flag("memory_efficient_linear", True),
+    }
+
+
+def _unmodelled(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = []
+    for path, name in _UNMODELLED:
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value not in (None, False, 0):
+            found.append(name)
+    if _optimizer_is(config, "muon"):
+        found.append("the Muon optimizer")
+    sequence = config.get("sequence_parallel_size", 1)
+    if sequence not in (None, 1):
+        found.append("sequence parallelism")
+    return tuple(dict.fromkeys(found))
+
+
+def _optimizer_is(config: Mapping[str, Any], name: str) -> bool:
+    block = config.get("optimizer")
+    return isinstance(block, Mapping) and str(block.get("type", "")).lower() == name

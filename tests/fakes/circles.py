@@ -1,0 +1,60 @@
+"""Process groups and their calls made by hand, as the tap would have noted them."""
+
+from __future__ import annotations
+
+import torch
+
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.collectives.wire import wire_factor
+
+MS = 1_000_000
+POINT_TO_POINT = ("send", "recv")
+
+
+class FakeGroup:
+    """One rank's view of a process group, with a circle of its own unless one is given."""
+
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        role: str = "dp",
+        backend: str = "gloo",
+        circle: Circle | None = None,
+    ) -> None:
+        self.circle = circle or Circle(members)
+        self.circle.roles = [role]
+        self.role, self.backend, self.size = role, backend, len(members)
+        self.busy_until_ns = -(2**63)
+        self._now_ns = 0
+
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
+
+    def issue(self, op: str = "all_reduce", size: int = 1000) -> Call:
+        """Issue a call that is under way."""
+        call = Call(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
+        if op not in POINT_TO_POINT:
+            self.circle.issued += 1
+            call.sequence = self.circle.issued
+        self.circle.recent.append(call)
+        return call
+
+    def settle(self, call: Call, ms: float, exposed_ms: float | None = None) -> Call:
+        """End a call `ms` after it began, having blocked training for all of that or less."""
+        call.start_ns = self._now_ns
+        call.end_ns = self._now_ns = self._now_ns + round(ms * MS)
+        call.issued_ns = call.start_ns + round((ms if exposed_ms is None else exposed_ms) * MS)
+        call.settle()
+        return call
+
+    def run(
+        self,
+        op: str = "all_reduce",
+        size: int = 1000,
+        ms: float = 1.0,
+        exposed_ms: float | None = None,
+    ) -> Call:
+        """Issue a call and end it."""
+        return self.settle(self.issue(op, size), ms, exposed_ms)

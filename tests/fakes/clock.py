@@ -1,0 +1,13 @@
+"""A clock that stands still until it is told to go on."""
+
+from __future__ import annotations
+
+
+class FakeClock:
+    """Call it for the seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds

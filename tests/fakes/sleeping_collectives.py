@@ -1,0 +1,110 @@
+"""Collectives that take a time said beforehand, on a clock that only moves when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerowatch.metrics.catalog.labels import OPS
+from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.collectives.tap import CommTap
+from zerowatch.runtime.collectives.wire import wire_factor
+from zerowatch.runtime.hooks import Hooks
+
+MS = 1_000_000
+
+
+class StandInGroup:
+    """A group of four ranks as the tap knows it."""
+
+    def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
+        self.role, self.backend, self.size = role, backend, 4
+        self.busy_until_ns = -(2**63)
+        self.recorded = 0
+        self.circle = Circle(tuple(range(4)))
+
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
+
+
+class StandInGroups:
+    """Finds the group that a call names, or the one that stands for the world."""
+
+    def __init__(self, world: StandInGroup) -> None:
+        self.world = world
+
+    def find(self, group: object, **_: object) -> StandInGroup:
+        return group if isinstance(group, StandInGroup) else self.world
+
+
+class HandClock:
+    """Host time in nanoseconds; what is due when it moves on happens on the way."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1000 * MS
+        self._due: list[tuple[int, Callable[[], object]]] = []
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def at(self, when_ns: int, what: Callable[[], object]) -> None:
+        self._due.append((when_ns, what))
+
+    def elapse(self, milliseconds: float) -> None:
+        self.reach(self.now_ns + int(milliseconds * MS))
+
+    def reach(self, until_ns: int) -> None:
+        while self._due and min(self._due, key=lambda due: due[0])[0] <= until_ns:
+            due = min(self._due, key=lambda due: due[0])
+            self._due.remove(due)
+            self.now_ns = max(self.now_ns, due[0])
+            due[1]()
+        self.now_ns = max(self.now_ns, until_ns)
+
+
+class StandInWork(dist.Work):
+    """A handle; `wait` of the class is replaced, as the tap wraps that of the class."""
+
+    def __init__(self, future: Any, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.future, self.wait_for_end = future, wait
+
+    def get_future(self) -> Any:
+        return self.future
+
+
+class SleepingCollectives:
+    """Stands in for gloo: an all_reduce takes `tensor[0]` ms, of which the issue `issue_ms`."""
+
+    def __init__(self, clock: HandClock) -> None:
+        self.clock, self.issue_ms = clock, 0.0
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> StandInWork | None:
+        end_ns = self.clock.now_ns + int(float(tensor[0]) * MS)
+        if not async_op:
+            self.clock.reach(end_ns)
+            return None
+        future: torch.futures.Future[None] = torch.futures.Future()
+        self.clock.at(end_ns, lambda: future.set_result(None))
+        self.clock.elapse(self.issue_ms)
+        return StandInWork(future, lambda: self.clock.reach(end_ns))
+
+
+def tap_over(
+    monkeypatch: Any, all_reduce: Callable[..., Any], clock: HandClock, backend: str
+) -> CommTap:
+    """Return an open tap around a stand-in for all_reduce, on a group of four ranks."""
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
+    for module in ("notes", "tap"):
+        monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
+    tap = CommTap(Hooks())
+    monkeypatch.setattr(tap.notes, "groups", StandInGroups(StandInGroup(backend=backend)))
+    tap.open()
+    return tap

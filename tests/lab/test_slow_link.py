@@ -1,0 +1,88 @@
+"""What the exchange makes of a link that is slow, and of one that is fast."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.two_hosts import missing, run_on_both, two_hosts
+from scripts.launching import SCRIPTS, environment
+
+pytestmark = pytest.mark.jobs
+
+REASON = missing()
+needs_namespaces = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+RATE_MBIT = 200
+# Of what the link carries: 1514 bytes on the wire for 1448 of a full TCP segment's data.
+DATA_SHARE = 1448 / 1514
+
+
+def train(folder: Path, rate: str | None, *arguments: int) -> list[dict[str, Any]]:
+    """Train on two hosts; return what each rank wrote."""
+    variables = environment()
+    del variables["GLOO_SOCKET_IFNAME"]
+    command = (sys.executable, SCRIPTS / "link_job.py", folder, *arguments)
+    with two_hosts(rate) as hosts:
+        ended = run_on_both(hosts, command, variables, timeout_seconds=120)
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    # 4 layers of 700 x 700: 7.8 MB of gradients a step, in buckets of 2 MB.
+    return train(tmp_path_factory.mktemp("slow"), f"{RATE_MBIT}mbit", 500_000, 700, 20)
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("fast"), None, 2_000, 64, 300)
+
+
+@needs_namespaces
+def test_on_a_slow_link_bandwidth_is_the_largest_cause(slow):
+    for rank in slow:
+        cause = rank["cause"]
+
+        assert max(cause, key=cause.get) == "bandwidth"
+        # A third of what ZeRO-2's all-reduce moves, a reduce-scatter would not have.
+        assert cause["bandwidth"] + cause["redundancy"] > 0.8 * sum(cause.values())
+        assert cause["redundancy"] == pytest.approx(cause["bandwidth"] / 2, rel=0.3)
+
+
+@needs_namespaces
+def test_the_bus_bandwidth_of_a_slow_link_is_read_within_a_tenth(slow):
+    for rank in slow:
+        # Of what was read during the run: a lost packet makes an exchange slower now and then.
+        read_mbit = rank["usual_bandwidth"] * 8 / 1e6
+
+        assert read_mbit == pytest.approx(RATE_MBIT * DATA_SHARE, rel=0.1)
+
+
+@needs_namespaces
+def test_the_links_bandwidth_is_estimated_from_collectives_of_several_kinds_and_sizes(slow):
+    for rank in slow:
+        estimated_mbit = rank["link_bandwidth"]["dp"] * 8 / 1e6
+
+        # gloo's all_gather gets less out of the link than its all_reduce.
+        assert estimated_mbit == pytest.approx(RATE_MBIT * DATA_SHARE, rel=0.2)
+
+
+@needs_namespaces
+def test_with_tiny_buckets_on_a_fast_link_latency_is_calls_times_base_latency(fast):
+    for rank in fast:
+        calls, base = sum(rank["calls"].values()), rank["mean_latency"]
+
+        # Until the first exchange no latency is known; the rest of a call then counts as bandwidth.
+        assert rank["cause"]["latency"] == pytest.approx(calls * base, rel=0.25)
+        assert rank["failures"].get("unmatched", 0) == 0
+
+
+@needs_namespaces
+def test_the_base_latency_is_about_what_the_script_measures_itself(fast):
+    for rank in fast:
+        # One call in each backward: what it costs there depends on what ran before it.
+        assert 0.4 < rank["mean_latency"] / rank["measured_latency"] < 2.5

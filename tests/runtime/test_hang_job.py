@@ -1,0 +1,155 @@
+"""Real jobs that hang: one rank stands still or is stopped, and the reports say which."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from scripts.hanging import PATIENCE_SECONDS, Job, running
+
+from zerowatch.metrics.catalog import communication
+
+pytestmark = pytest.mark.jobs
+
+LIMIT_SECONDS = 5
+QUICKLY = {
+    "ZEROWATCH_HANG_SECONDS": str(LIMIT_SECONDS),
+    "ZEROWATCH_EXCHANGE_SECONDS": "1",
+    "ZEROWATCH_SERVE_LINGER_SECONDS": "0",  # scraped once, it would wait for another
+}
+# Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was under way.
+MISSING_RANK = re.compile(
+    r"rank 1 has not arrived at \w+ number \d+ of group \w+ \(.+\); "
+    r"it (is alive|has given no sign of life for at least \d+ s)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What a job left."""
+
+    exit_code: int
+    reports: dict[str, str]
+    recorded: dict[str, set[str]]
+    seconds: float
+    hangs: dict[str, float]
+    steps: dict[str, int]
+
+
+def rank_1_stands_still(folder: Path) -> Ended:
+    """Seconds are those until both ranks have reported."""
+    with running(folder, RANK_1_STANDS_STILL="yes", **QUICKLY) as job:
+        job.wait_until(lambda: (folder / "stands-still").exists(), "standing still")
+        since = time.monotonic()
+        for rank in (0, 1):
+            job.wait_for_report(rank)
+        seconds = time.monotonic() - since
+        hangs = hangs_served(job)
+        (folder / "go-on").touch()
+        code = job.process.wait(PATIENCE_SECONDS)
+        return ended(job, code, seconds=seconds, hangs=hangs)
+
+
+def rank_1_is_stopped(folder: Path) -> Ended:
+    """Seconds are those from the signal to the end of rank 0."""
+    with running(folder, ZEROWATCH_HANG_ABORT="true", **QUICKLY) as job:
+        job.wait_for_steps(300)  # by then it has given signs of life
+        job.signal_rank(1, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        job.wait_for_report(0)
+        said = "ends with exit code 70"
+        job.wait_until(lambda: said in (folder / "output").read_text(), said)
+        seconds = time.monotonic() - stopped_at
+        time.sleep(1)  # the launcher shall see rank 0 go before it sees what became of rank 1
+        job.signal_rank(1, signal.SIGKILL)
+        return ended(job, job.process.wait(PATIENCE_SECONDS), seconds=seconds, hangs={})
+
+
+def ended(job: Job, exit_code: int, *, seconds: float, hangs: dict[str, float]) -> Ended:
+    return Ended(
+        exit_code=exit_code,
+        reports={file.name: file.read_text() for file in sorted(job.run.glob("hang-*.txt"))},
+        recorded={
+            file.name: {each["profiling_name"] for each in json.loads(file.read_text())["entries"]}
+            for file in job.run.glob("hang-*.flight.json")
+        },
+        seconds=seconds,
+        hangs=hangs,
+        steps={log.name: len(log.read_text().splitlines()) for log in job.run.glob("rank-*.jsonl")},
+    )
+
+
+def hangs_served(job: Job) -> dict[str, float]:
+    """Scrape each rank for its number of hangs."""
+    found = {}
+    for target in json.loads((job.run / "targets.json").read_text()):
+        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=10) as page:
+            (line,) = (
+                line
+                for line in page.read().decode().splitlines()
+                if line.startswith(communication.HANGS.name)
+            )
+        found[target["labels"]["rank"]] = float(line.split()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Both jobs, side by side: they mostly wait."""
+    folder = tmp_path_factory.mktemp("hangs")
+    cases = {"stands still": rank_1_stands_still, "stopped": rank_1_is_stopped}
+    with ThreadPoolExecutor() as pool:
+        ends = {name: pool.submit(case, folder / name) for name, case in cases.items()}
+        return {name: end.result() for name, end in ends.items()}
+
+
+def test_every_rank_reports_a_hang_and_the_one_that_found_it_counts_it(
+    jobs: dict[str, Ended],
+) -> None:
+    job = jobs["stands still"]
+
+    assert list(job.reports) == ["hang-rank-0-1.txt", "hang-rank-1-1.txt"]
+    assert job.seconds < 10 * LIMIT_SECONDS
+    assert job.hangs == {"0": 1.0, "1": 0.0}  # rank 1 was told, long before its own limit
+
+
+def test_the_waiting_rank_names_the_missing_one_and_that_one_where_it_stands(
+    jobs: dict[str, Ended],
+) -> None:
+    waiting, still = jobs["stands still"].reports.values()
+
+    assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
+    assert still.startswith("rank 1 (this one) has not arrived at collective number ")
+    assert "at stand_still (hang_job.py:" in still.splitlines()[0]
+    assert "this rank was told so by another one" in still.splitlines()[0]
+    assert "in stand_still" in still.partition("Python stacks")[2]
+
+
+def test_beside_a_report_stands_what_torch_recorded_itself(jobs: dict[str, Ended]) -> None:
+    recorded = jobs["stands still"].recorded
+
+    assert recorded.keys() == {"hang-rank-0-1.flight.json", "hang-rank-1-1.flight.json"}
+    assert all("gloo:all_reduce" in names for names in recorded.values())
+
+
+def test_training_is_left_alone_and_goes_on_after_a_hang(jobs: dict[str, Ended]) -> None:
+    job = jobs["stands still"]
+
+    assert job.exit_code == 0
+    assert job.steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}
+
+
+def test_a_stopped_rank_is_named_and_abort_ends_the_waiting_one(jobs: dict[str, Ended]) -> None:
+    job = jobs["stopped"]
+
+    assert list(job.reports) == ["hang-rank-0-1.txt"]
+    assert MISSING_RANK.fullmatch(job.reports["hang-rank-0-1.txt"].splitlines()[0])
+    assert job.exit_code == 70
+    assert 2 * LIMIT_SECONDS < job.seconds < 20 * LIMIT_SECONDS

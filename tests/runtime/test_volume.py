@@ -1,0 +1,55 @@
+"""What a step moves, against the least that its ZeRO stage needs: a real job of two ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+
+pytestmark = pytest.mark.jobs
+
+# With G = P, both in fp32, and gloo's reduce_scatter, which sends what an all_reduce does:
+# stage 2 (2 A G + P) / (A G + P); stage 3, where parameters stay gathered between forward and
+# backward, (P + 2 G) / (2 P + G).
+EXPECTED = {
+    "stage 0": 1.0,
+    "stage 1": 1.5,
+    "stage 1, accumulation 4": 1.5,
+    "stage 2": 1.5,
+    "stage 2, accumulation 4": 1.8,
+    "stage 3": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("volume")
+
+    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / "volume_job.py", folder, cwd=folder)
+
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_the_volume_ratio_is_that_of_the_stage(ranks, case):
+    for rank in ranks:
+        assert rank[case]["ratio"] == pytest.approx(EXPECTED[case], rel=0.02)
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_what_was_predicted_is_what_was_measured(ranks, case):
+    for rank in ranks:
+        assert rank[case]["wire"]["measured"] == rank[case]["wire"]["predicted"]
+        assert rank[case]["lines"] == []
+
+
+def test_collectives_that_were_not_predicted_are_told_of_once_by_one_rank(ranks):
+    first, second = (rank["own collectives"] for rank in ranks)
+
+    assert first["wire"]["measured"] > first["wire"]["predicted"]
+    (line,) = first["lines"]
+    assert "all_reduce 3 calls of" in line
+    assert second["lines"] == []

@@ -1,0 +1,254 @@
+"""Measures communication twice, by us and by others, on two ranks; run by torchrun with a FOLDER.
+
+Rank 0 leaves what both said in FOLDER/figures.json. `stages`: each step's comm seconds by the watch
+and by PyTorch's profiler. `blocked`: a collective whose waits this script times itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import zerowatch
+from zerowatch.runtime.collectives.comm_time import CommClock
+from zerowatch.runtime.collectives.tally import StepComm
+from zerowatch.runtime.collectives.tap import CommTap
+from zerowatch.runtime.hooks import Hooks
+
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
+STEPS, WARM_UP, LAYERS, WIDTH, BATCH = 40, 3, 6, 512, 256
+# Rank 1 joins so much later: long against the noise of a busy machine, and without work.
+LATE_SECONDS = 0.12
+TENSOR = 1 << 20  # of float32
+
+
+def compare_stages() -> dict[str, list[dict[str, float]]]:
+    return {str(stage): compare_steps(stage) for stage in range(4)}
+
+
+def compare_steps(stage: int) -> list[dict[str, float]]:
+    """Return what the watch and the profiler say of each step.
+
+    `delay` is for how long this thread had to wait for a core: that may be in ours alone.
+    """
+    engine = make(stage)
+    watch = zerowatch.watch(engine, QUIET)
+    records: list[Any] = []
+    watch.subscribe(records.append)
+    batch = torch.ones(BATCH, WIDTH)
+    delays = []
+    for _ in range(WARM_UP):
+        step(engine, batch)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(STEPS):
+            before = run_delay_seconds()
+            with record_function("one step"):
+                step(engine, batch)
+            delays.append(run_delay_seconds() - before)
+    watch.close()
+    engine.destroy()
+    events = profiler.profiler.kineto_results.events()
+    spans = sorted(span(event) for event in events if event.name() == "one step")
+    gloo = [span(event) for event in events if event.name().startswith("gloo:")]
+    compared = []
+    for record, (begin, end), delay in zip(records[WARM_UP:], spans, delays, strict=True):
+        calls = [one for one in gloo if begin <= one[0] < end]
+        compared.append(
+            {
+                "ours": record.comm_seconds,
+                "kineto": union_seconds(calls),
+                "calls": len(calls),
+                "our_calls": sum(totals.calls for totals in record.collectives.values()),
+                "step": record.seconds,
+                "delay": delay,
+            }
+        )
+    return compared
+
+
+def run_delay_seconds() -> float:
+    """Return for how long this thread has waited for a core, where the kernel says it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def make(stage: int) -> Any:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def step(engine: Any, batch: torch.Tensor) -> None:
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+
+
+def span(event: Any) -> tuple[int, int]:
+    return event.start_ns(), event.start_ns() + event.duration_ns()
+
+
+def union_seconds(intervals: Iterable[tuple[int, int]]) -> float:
+    """Paint the intervals, and count what is painted: not how the watch does it."""
+    edges = sorted(edge for start, end in intervals for edge in ((start, 1), (end, -1)))
+    covered, depth, since = 0, 0, 0
+    for at, change in edges:
+        covered += at - since if depth else 0
+        depth, since = depth + change, at
+    return covered / 1e9
+
+
+class Stopwatch:
+    """What this script itself sees of a collective: when it ran, and when it was waited for."""
+
+    def __init__(self) -> None:
+        self.blocked = 0.0
+        self.spans: list[tuple[int, int]] = []
+
+    def issue(self, **options: Any) -> Any:
+        tensor = torch.ones(TENSOR)
+        began = time.perf_counter_ns()
+        work = dist.all_reduce(tensor, **options)
+        returned = time.perf_counter_ns()
+        self.blocked += (returned - began) / 1e9
+        if work is None:
+            self.spans.append((began, returned))
+        else:
+            work.get_future().add_done_callback(
+                lambda _: self.spans.append((began, time.perf_counter_ns()))
+            )
+        return work
+
+    def wait(self, work: Any) -> None:
+        began = time.perf_counter_ns()
+        work.wait()
+        self.blocked += (time.perf_counter_ns() - began) / 1e9
+
+
+def waited_for_at_once(watch: Stopwatch, tap: CommTap) -> None:
+    watch.wait(watch.issue(async_op=True))
+
+
+def waited_for_halfway(watch: Stopwatch, tap: CommTap) -> None:
+    work = watch.issue(async_op=True)
+    time.sleep(LATE_SECONDS / 2)
+    watch.wait(work)
+
+
+def waited_for_when_done(watch: Stopwatch, tap: CommTap) -> None:
+    work = watch.issue(async_op=True)
+    time.sleep(2 * LATE_SECONDS)
+    watch.wait(work)
+
+
+def hidden_behind_matmul(watch: Stopwatch, tap: CommTap) -> None:
+    work = watch.issue(async_op=True)
+    matrix, until = torch.ones(256, 256), time.perf_counter() + LATE_SECONDS / 2
+    while time.perf_counter() < until:
+        matrix @ matrix
+    watch.wait(work)
+
+
+def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CommTap) -> None:
+    first = watch.issue(async_op=True)
+    second = watch.issue(async_op=True)
+    time.sleep(LATE_SECONDS / 2)
+    watch.wait(second)
+    watch.wait(first)
+
+
+def waited_for_in_the_next_step(watch: Stopwatch, tap: CommTap) -> None:
+    work = watch.issue(async_op=True)
+    BATCHES.append(tap.notes.take())
+    time.sleep(LATE_SECONDS / 2)
+    watch.wait(work)
+
+
+def never_waited_for(watch: Stopwatch, tap: CommTap) -> None:
+    watch.issue(async_op=True)
+    time.sleep(2 * LATE_SECONDS)
+
+
+def synchronous(watch: Stopwatch, tap: CommTap) -> None:
+    watch.issue()
+
+
+CASES: tuple[Callable[[Stopwatch, CommTap], None], ...] = (
+    waited_for_at_once,
+    waited_for_halfway,
+    waited_for_when_done,
+    hidden_behind_matmul,
+    two_waited_for_in_the_other_order,
+    waited_for_in_the_next_step,
+    never_waited_for,
+    synchronous,
+)
+BATCHES: list[Any] = []  # closed while their calls were under way
+
+
+def compare_blocked() -> dict[str, dict[str, float]]:
+    tap = CommTap(Hooks())
+    tap.open()
+    tap.notes.connect(None, None)
+    compared = {case.__name__: compare_case(case, tap) for case in CASES}
+    tap.close()
+    return compared
+
+
+def compare_case(case: Callable[[Stopwatch, CommTap], None], tap: CommTap) -> dict[str, float]:
+    """Return what the tap and this script say of one case, rank 1 being late."""
+    dist.barrier()
+    tap.notes.take()
+    BATCHES.clear()
+    watch = Stopwatch()
+    if dist.get_rank() == 1:
+        time.sleep(LATE_SECONDS)
+    case(watch, tap)
+    dist.barrier()
+    BATCHES.append(tap.notes.take())
+    BATCHES[-1].calls.pop()  # the barrier
+    comm, clock = StepComm(), CommClock()
+    for batch in BATCHES:
+        assert batch.settled()
+        comm.add(batch.calls, clock.measure(batch))
+    return {
+        "comm": comm.seconds,
+        "exposed": comm.exposed_seconds,
+        "script_comm": union_seconds(watch.spans),
+        "script_exposed": watch.blocked,
+    }
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    figures = {"blocked": compare_blocked(), "stages": compare_stages()}
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).joinpath("figures.json").write_text(json.dumps(figures))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

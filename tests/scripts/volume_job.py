@@ -1,0 +1,77 @@
+"""Trains some configurations and writes the volume ratio that the watch read, as JSON per rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import zerowatch
+from zerowatch.metrics.catalog import communication
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+WIDTH, LAYERS, STEPS = 256, 4, 12
+CASES = {
+    "stage 0": ({"stage": 0}, 1),
+    "stage 1": ({"stage": 1}, 1),
+    "stage 1, accumulation 4": ({"stage": 1}, 4),
+    "stage 2": ({"stage": 2}, 1),
+    "stage 2, accumulation 4": ({"stage": 2}, 4),
+    "stage 3": ({"stage": 3, "stage3_param_persistence_threshold": 0}, 1),
+    "own collectives": ({"stage": 2}, 1),
+}
+
+
+def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    engine = zerowatch.initialize(
+        settings={"serve": {"enabled": False}, "run_log": {"enabled": False}},
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        },
+    )[0]
+    lines.clear()
+    for number in range(STEPS):
+        for _ in range(accumulation):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+            engine.step()
+        if name == "own collectives":
+            dist.all_reduce(torch.ones(100_000))
+        if number in (5, 6):
+            time.sleep(1.2)  # steps are looked at once a second, and the plan is made meanwhile
+    engine.watch.close()
+    seen = engine.watch.snapshot()
+    engine.destroy()
+    wire = {kind: v for (kind,), v in seen.values[communication.COMM_STEP_WIRE_BYTES].items()}
+    ratio = seen.value(communication.COMM_VOLUME_RATIO)
+    return {"ratio": ratio, "wire": wire, "lines": list(lines)}
+
+
+def listen() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zerowatch").addHandler(handler)
+    return lines
+
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo", verbose=False)
+    heard = listen()
+    results = {name: train(name, dict(z), a, heard) for name, (z, a) in CASES.items()}
+    Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
