@@ -64,6 +64,11 @@ class Recorder:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
 
+    def withdraw(self, spec: MetricSpec, *labels: str) -> None:
+        """Let a series of a gauge end; nothing happens where there is none."""
+        with self._lock:
+            self._values.get(spec, {}).pop(labels, None)
+
     def inform(self, spec: MetricSpec, *labels: str) -> None:
         """Replace an info metric's facts."""
         with self._lock:

@@ -117,6 +117,21 @@ class HangSettings(_Section):
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
 
 
+class MemorySettings(_Section):
+    """Memory by category, and how likely it is to run out."""
+
+    enabled: bool = True
+    """Whether to look into memory beyond its sizes: categories, forecasts, reports."""
+    look_seconds: float = Field(default=10.0, gt=0)
+    """Seconds between two steps that are looked at closely: by category, and by phase."""
+    device_limit_bytes: int | None = Field(default=None, gt=0)
+    """A budget for the GPU, where it is less than what the device has."""
+    host_limit_bytes: int | None = Field(default=None, gt=0)
+    """A budget for the RSS of this process, where it is less than what the host grants."""
+    leak_sites: bool = False
+    """Whether to trace, once a leak is suspected, where its memory is allocated; tracing is slow."""
+
+
 class ProfileSettings(_Section):
     """Steps profiled by PyTorch's profiler, to check what is measured on the other steps."""
 
@@ -147,6 +162,7 @@ class Settings(BaseSettings):
     sampling: SamplingSettings = SamplingSettings()
     exchange: ExchangeSettings = ExchangeSettings()
     hang: HangSettings = HangSettings()
+    memory: MemorySettings = MemorySettings()
     profile: ProfileSettings = ProfileSettings()
 
     @classmethod
