@@ -129,7 +129,7 @@ class MemorySettings(_Section):
     host_limit_bytes: int | None = Field(default=None, gt=0)
     """A budget for the RSS of this process, where it is less than what the host grants."""
     leak_sites: bool = False
-    """Whether to trace, once a leak is suspected, where its memory is allocated; tracing is slow."""
+    """Whether to trace where memory is allocated once it seems to leak; tracing is slow."""
 
 
 class ProfileSettings(_Section):

@@ -6,8 +6,8 @@ misread raises SCHEMA_VERSION.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import orjson
 
@@ -33,9 +33,11 @@ class StepRecord:
 
     `seconds` is the wall time since the step before, all phases included; `phase_seconds` adds up
     to it. `memory_bytes` and `device_readings` are keyed by device, then by state or reading
-    (units in the keys' catalog metrics). `comm_seconds` is the length of the union of all
-    collectives' intervals, `comm_exposed_seconds` the part of it in which training could do nothing
-    else.
+    (units in the keys' catalog metrics). The peaks in `memory_bytes` are those since the record
+    before that has any, and `micro_batch_shapes` the distinct micro-batches since then, as samples
+    and length; `oom_risk_ratio` is by device, as last worked out. `comm_seconds` is the length of
+    the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
+    could do nothing else.
     """
 
     step: int
@@ -56,6 +58,8 @@ class StepRecord:
     comm_exposed_seconds: float | None
     memory_bytes: Mapping[str, Mapping[str, float]]
     device_readings: Mapping[str, Mapping[str, float]]
+    micro_batch_shapes: Sequence[tuple[int, int]] = ()
+    oom_risk_ratio: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def training_seconds(self) -> float:

@@ -13,9 +13,13 @@ TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"
 
 @dataclass(slots=True)
 class BatchShape:
-    """A batch's size; `tokens` counts padding too, and all are None where the batch shows none."""
+    """A batch's size; `tokens` counts padding too, and all are None where the batch shows none.
+
+    `elements` are those of the tensor that told the number of samples.
+    """
 
     samples: int | None = None
+    elements: int | None = None
     tokens: int | None = None
     sequence_length: int | None = None
 
@@ -56,7 +60,7 @@ def _look(named: Any, shape: BatchShape) -> None:
         if not size:
             continue
         if shape.samples is None:
-            shape.samples = size[0]
+            shape.samples, shape.elements = size[0], value.numel()
         if len(size) != 2:
             continue
         is_named = name in TOKEN_NAMES

@@ -12,8 +12,8 @@ from .collectives.batch import Batch
 from .collectives.tally import StepComm
 from .deferred import Number, arrived, mean, read, total
 from .engine_hooks import Window
-
-Readings = Mapping[str, Mapping[str, float]]
+from .memory.meter import Readings
+from .memory_reading import MemoryReading
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class ClosedStep:
     learning_rate: Number
     loss_scale: Number
     trace: Mapping[str, str] | None
+    memory: MemoryReading | None
     batch: Batch
 
     def settled(self) -> bool:
@@ -37,10 +38,10 @@ class ClosedStep:
         return all(map(arrived, numbers)) and self.batch.settled()
 
     def record(
-        self, comm: StepComm, memory_bytes: Readings, device_readings: Readings
+        self, comm: StepComm, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
     ) -> StepRecord:
         """Make the step's record, once `settled`."""
-        window, phase_ns = self.window, self.phase_ns
+        window, phase_ns, memory = self.window, self.phase_ns, self.memory
         loss = total(window.losses) if window.losses_are_shares else mean(window.losses)
         return StepRecord(
             step=self.step,
@@ -59,6 +60,8 @@ class ClosedStep:
             collectives=comm.totals(),
             comm_seconds=comm.seconds,
             comm_exposed_seconds=comm.exposed_seconds,
-            memory_bytes=memory_bytes,
+            memory_bytes=memory.readings if memory else {},
+            micro_batch_shapes=[(s.samples, s.length) for s in memory.shapes] if memory else (),
+            oom_risk_ratio=oom_risk_ratio,
             device_readings=device_readings,
         )

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ..errors import DsConfigError
-from ..metrics.recorder import Recorder
-from ..metrics.settings import Settings
 from ..metrics.step_record import StepRecord
-from .collectives.groups import Groups
 from .exchange.exchange import Exchange
 from .exchange.inquest import Inquest
 from .facts import cuda_device, is_data_parallel
 from .hang.hang_watch import HangWatch
 from .hang_sources import watch_for_hangs
-from .hooks import Hooks
-from .identity import Identity
 from .meeting_place import StoreClients
-from .phase_clock import PhaseClock
 from .plan.engine_plan import plan_of_engine
 from .plan.plan import Plan
 from .profiled_steps import ProfiledSteps
+from .surroundings import Surroundings
 from .volume import VolumeWatch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What there is to compare.
-
-    `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
-    process has had; `folder` gives the run folder, where there is one.
-    """
-
-    engine: Callable[[], Any]
-    identity: Identity
-    epoch: int
-    settings: Settings
-    groups: Groups
-    clock: PhaseClock
-    folder: Callable[[], Path | None]
-    recorder: Recorder
-    hooks: Hooks
 
 
 class Comparison:

@@ -19,6 +19,7 @@ import torch
 from .batch_shape import BatchShape, batch_shape
 from .deferred import Number
 from .hooks import Hooks
+from .memory_hooks import MemoryHooks
 from .output_loss import loss_in, nowhere, weakly
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
 from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
@@ -73,7 +74,12 @@ class EngineHooks:
     """
 
     def __init__(
-        self, engine: Any, clock: PhaseClock, hooks: Hooks, on_step_ended: Callable[[Window], None]
+        self,
+        engine: Any,
+        clock: PhaseClock,
+        hooks: Hooks,
+        memory: MemoryHooks,
+        on_step_ended: Callable[[Window], None],
     ) -> None:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
@@ -88,6 +94,9 @@ class EngineHooks:
         self._steps_before = self._skipped_before = 0
         self._on_step_ended = on_step_ended
         self._hooks = hooks
+        self._batch_begins = hooks.guard("batch risk", memory.batch_begins)
+        self._update_begins = hooks.guard("memory categories", memory.step_begins)
+        self._raised = hooks.guard("post-mortem", memory.raised)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._wraps: list[Wrap | InstructionMap] = [
@@ -143,6 +152,9 @@ class EngineHooks:
                 shape = loaded_shape(args[0], kwargs)
                 if shape is not None:
                     self._shapes.append(shape)
+                    self._batch_begins(shape)
+            elif name == "OptimizerStep":
+                self._update_begins()
 
         return self._around(name, original, begins, lambda result, returned: self._clock.leave())
 
@@ -167,6 +179,9 @@ class EngineHooks:
             try:
                 result = original(*args, **kwargs)
                 returned = True
+            except (RuntimeError, MemoryError) as error:
+                self._raised(error)
+                raise
             finally:
                 ended_ns = perf_counter_ns()
                 ended(result, returned)
@@ -200,8 +215,10 @@ class EngineHooks:
     def _forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._close_bare_backward()
         if self.training and torch.is_grad_enabled():
-            self._shapes.append(batch_shape(args, kwargs))
+            shape = batch_shape(args, kwargs)
+            self._shapes.append(shape)
             self._clock.enter(FORWARD)
+            self._batch_begins(shape)
         else:
             self._clock.enter(EVAL)
 
@@ -261,6 +278,8 @@ class EngineHooks:
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
+            if not self._is_pipeline and engine.is_gradient_accumulation_boundary():
+                self._update_begins()
         self._clock.enter(OTHER if self._is_pipeline else OPTIMIZER)
 
     def _step_ended(self, result: Any, returned: bool) -> None:

@@ -7,7 +7,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ..metrics.catalog import training
+from ..metrics.recorder import Recorder
+from ..metrics.settings import FlopsSettings
 from .batch_shape import batch_shape
+from .devices.choose import peak_flops_per_second
 from .engine_hooks import Window
 from .flops import FlopsTerms, flops_terms
 from .hooks import Hooks
@@ -24,6 +28,19 @@ def flops_counter(
     if method == "profiler":
         return ProfiledFlops(module, hooks)
     return AnalyticFlops(flops_terms(module) if method == "analytic" else None)
+
+
+def publish_peak(
+    settings: FlopsSettings, recorder: Recorder, *, cuda_device: int | None
+) -> float | None:
+    """Find and publish the peak of this rank's device in FLOP/s; None where it is not known."""
+    peak = settings.peak_per_second
+    if peak is None and settings.method != "off":
+        peak = peak_flops_per_second(cuda_device=cuda_device)
+    if peak is not None:
+        device = "cpu" if cuda_device is None else f"cuda:{cuda_device}"
+        recorder.set(training.PEAK_FLOPS, peak, device)
+    return peak
 
 
 class FlopsCounter(Protocol):

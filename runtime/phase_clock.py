@@ -15,15 +15,20 @@ class PhaseClock:
 
     Driven by the training thread. `current` may be read from any thread: it tags collectives, of
     which autograd's threads issue some.
+
+    Attributes:
+        on_change: Called with the phase under way, an index of PHASES, as another begins or it
+            ends; None where nobody listens.
     """
 
-    __slots__ = ("_now", "_outer", "_started", "_totals", "current", "since_ns")
+    __slots__ = ("_now", "_outer", "_started", "_totals", "current", "on_change", "since_ns")
 
     def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
         self._now = now
         self._totals = [0] * len(PHASES)
         self._outer: list[int] = []
         self._started = False
+        self.on_change: Callable[[int], object] | None = None
         self.current = OTHER
         self.since_ns = now()
 
@@ -52,6 +57,8 @@ class PhaseClock:
         return totals
 
     def _charge(self) -> None:
+        if self.on_change is not None:
+            self.on_change(self.current)
         now = self._now()
         self._totals[self.current] += now - self.since_ns
         self.since_ns = now

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..metrics.catalog import communication, memory, training
+from ..metrics.catalog import communication, training
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.recorder import Recorder
 from ..metrics.step_record import StepRecord
 from .closed_step import ClosedStep
+from .collectives.batch import Batch
+from .collectives.comm_time import CommTime
 from .collectives.tally import Tally
 from .engine_hooks import Window
-from .recent_peak import RecentPeak
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Step:
 
 
 class Publisher:
-    """Writes steps to the recorder. The sums live there; it keeps recent peaks only."""
+    """Writes steps to the recorder. The sums live there."""
 
     def __init__(
         self,
@@ -35,7 +36,6 @@ class Publisher:
         self._recorder = recorder
         self._flops_of = flops_of
         self._peak_flops = peak_flops
-        self._peaks: dict[str, RecentPeak] = {}
 
     def publish(self, steps: Sequence[Step], tally: Tally) -> None:
         """Let a stretch of steps, and the calls that came meanwhile, become visible at once."""
@@ -46,6 +46,17 @@ class Publisher:
                 self._count_steps(steps)
                 self._set_latest(records)
                 self._count_arithmetic(steps, sum(record.training_seconds for record in records))
+
+    def publish_earlier(self, batch: Batch) -> None:
+        """Count what was issued before the watch began, such as the broadcast of the weights.
+
+        These calls are in the counters and in no step. They are not timed: some may be under way,
+        or wait for events that nobody has read.
+        """
+        batch.lose()
+        tally = Tally()
+        tally.add(batch.calls, CommTime(0.0, {}))
+        self.publish([], tally)
 
     def _count_steps(self, steps: Sequence[Step]) -> None:
         put, records = self._recorder, [step.record for step in steps]
@@ -79,19 +90,6 @@ class Publisher:
         ):
             if value is not None:
                 self._recorder.set(spec, value)
-        for record in records:
-            for device, states in record.memory_bytes.items():
-                self._set_memory(device, states)
-
-    def _set_memory(self, device: str, states: Mapping[str, float]) -> None:
-        for state, value in states.items():
-            if state == "alloc_retries":
-                self._recorder.set(memory.ALLOC_RETRIES, value, device)
-            elif state == "peak_allocated":
-                peak = self._peaks.setdefault(device, RecentPeak()).add(value)
-                self._recorder.set(memory.MEMORY_BYTES, peak, device, state)
-            else:
-                self._recorder.set(memory.MEMORY_BYTES, value, device, state)
 
     def _count_arithmetic(self, steps: Sequence[Step], seconds: float) -> None:
         counted = [self._flops_of(step.closed.window) for step in steps]

@@ -13,6 +13,7 @@ from .collectives.notes import Notes
 from .deferred import Number, number
 from .engine_hooks import Window
 from .hooks import Hooks
+from .memory_reading import MemoryReading
 from .phase_clock import PhaseClock
 
 # Asking the groups costs more than the rest of a step's end.
@@ -33,12 +34,14 @@ class StepCloser:
         notes: Notes,
         hooks: Hooks,
         give: Callable[[ClosedStep], None],
+        read_memory: Callable[[], MemoryReading | None],
         profile: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._clock = clock
         self._notes = notes
         self._give = give
+        self._read_memory = hooks.guard("memory", read_memory)
         self._coverage_due = 0.0
         self._coverage = hooks.guard("coverage", notes.groups.take_coverage)
         self._trace = hooks.guard("trace", current_trace_labels)
@@ -63,6 +66,7 @@ class StepCloser:
             learning_rate=self._learning_rate(engine),
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
             trace=self._trace(),
+            memory=self._read_memory(),
             batch=self._notes.take(),
         )
         self._give(closed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,30 +13,31 @@ from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
 
-from ..metrics.catalog import training, watching
+from ..metrics.catalog import training
 from ..metrics.exporters.server import MetricsServer
 from ..metrics.recorder import Recorder
 from ..metrics.settings import Settings
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
-from .collectives.comm_time import CommTime
 from .collectives.roles import role_of, role_of_pairs
-from .collectives.tally import Tally
 from .collectives.tap import CommTap
-from .comparison import Comparison, Surroundings
+from .comparison import Comparison
 from .data_hooks import DataHooks
-from .devices.choose import device_probes, peak_flops_per_second
+from .devices.choose import device_probes
 from .engine_hooks import EngineHooks
 from .facts import cuda_device, run_facts, warn_of_comms_logger
-from .flops_counter import flops_counter
+from .flops_counter import flops_counter, publish_peak
 from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
 from .memory.choose import memory_probes
+from .memory_watch import MemoryWatch
+from .own_costs import OwnCosts
 from .phase_clock import PhaseClock
 from .publisher import Publisher
 from .run_folder import RunFolder
 from .sampler import Sampler
 from .step_closer import StepCloser
+from .surroundings import Surroundings
 from .watch_thread import WatchThread
 
 logger = logging.getLogger(__name__)
@@ -119,10 +120,13 @@ class Watch:
         """
         if not self._closed:
             self._closed = True
+            if failed:
+                self._ended_by(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
             self._thread.give(self._tap.notes.take())
             self._thread.stop()
             self._comparison.stop()
+            self._memory.close()
             self._recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
         if failed:
@@ -160,28 +164,33 @@ class Watch:
 
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
         settings, device = self._settings, cuda_device()
-        peak = settings.flops.peak_per_second
-        if peak is None and settings.flops.method != "off":
-            peak = peak_flops_per_second(cuda_device=device)
-        if peak is not None:
-            name = "cpu" if device is None else f"cuda:{device}"
-            self._recorder.set(training.PEAK_FLOPS, peak, name)
         self._recorder.set(training.RUN_ACTIVE, 1)
         self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
         undo.callback(self._flops.close)
         flops_of = self._hooks.guard("flops", self._flops)
+        peak = publish_peak(settings.flops, self._recorder, cuda_device=device)
         self._publisher = Publisher(self._recorder, flops_of, peak)
-        self._comparison = self._new_comparison()
+        around = self._surroundings()
+        probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
+        self._memory = MemoryWatch(around, engine, probes)
+        undo.callback(self._memory.close)
+        self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
+        self._comparison = Comparison(around)
         self._listeners.extend(self._comparison.listeners)
-        self._thread = WatchThread(
+        self._thread = self._new_thread(device)
+        self._costs = self._own_costs()
+
+    def _new_thread(self, device: int | None) -> WatchThread:
+        sampler = Sampler(
+            self._recorder,
+            self._hooks,
+            device_probes(cuda_device=device),
+            self._settings.sampling.device_seconds,
+        )
+        return WatchThread(
             publisher=self._publisher,
-            sampler=Sampler(
-                self._recorder,
-                self._hooks,
-                memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak),
-                device_probes(cuda_device=device),
-                settings.sampling.device_seconds,
-            ),
+            sampler=sampler,
+            take_memory=self._memory.take,
             events=self._tap.notes.events,
             hooks=self._hooks,
             append=self._folder.append,
@@ -189,25 +198,24 @@ class Watch:
             listeners=self._listeners,
             duties={
                 **self._comparison.duties,
+                "memory": self._memory.publish,
                 "run folder": self._look_around,
-                "costs": self._publish_costs,
+                "costs": lambda: self._costs.publish(),
             },
             on_cuda=device is not None,
         )
 
-    def _new_comparison(self) -> Comparison:
-        return Comparison(
-            Surroundings(
-                engine=self._engine,
-                identity=self._identity,
-                epoch=self._epoch,
-                settings=self._settings,
-                groups=self._tap.notes.groups,
-                clock=self._clock,
-                folder=lambda: self.run_folder,
-                recorder=self._recorder,
-                hooks=self._hooks,
-            )
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            engine=self._engine,
+            identity=self._identity,
+            epoch=self._epoch,
+            settings=self._settings,
+            groups=self._tap.notes.groups,
+            clock=self._clock,
+            folder=lambda: self.run_folder,
+            recorder=self._recorder,
+            hooks=self._hooks,
         )
 
     def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
@@ -217,30 +225,21 @@ class Watch:
         undo.callback(self._tap.close)
         self._tap.open_backend(deepspeed_comm.cdb)
         notes.groups.name_roles(role_of, role_of_pairs)
-        self._count_earlier_calls()
+        self._publisher.publish_earlier(notes.take())
+        notes.groups.take_coverage()
         notes.connect(self._clock, self._thread.give, self._comparison.inquest)
-        profile = self._comparison.step_ended
-        close_step = StepCloser(engine, self._clock, notes, hooks, self._thread.give, profile)
+        memory, profile = self._memory.hooks, self._comparison.step_ended
+        close_step = StepCloser(
+            engine, self._clock, notes, hooks, self._thread.give, memory.step_ended, profile
+        )
         undo.callback(self._comparison.close_hooks)
-        self._engine_hooks = EngineHooks(engine, self._clock, hooks, close_step)
+        self._engine_hooks = EngineHooks(engine, self._clock, hooks, memory, close_step)
         undo.callback(self._engine_hooks.restore)
         self._data_hooks = DataHooks(self._clock, hooks, lambda: self._engine_hooks.training)
 
-    def _count_earlier_calls(self) -> None:
-        """Count what was issued before the watch began, such as the broadcast of the weights.
-
-        These calls are in the counters and in no step. They are not timed: some may be under way,
-        or wait for events that nobody has read.
-        """
-        earlier = self._tap.notes.take()
-        earlier.lose()
-        tally = Tally()
-        tally.add(earlier.calls, CommTime(0.0, {}))
-        self._publisher.publish([], tally)
-        self._tap.notes.groups.take_coverage()
-
     def _close_hooks(self) -> None:
         self._engine_hooks.restore()
+        self._memory.hooks.close()
         self._comparison.close_hooks()
         self._data_hooks.restore()
         self._tap.close()
@@ -268,24 +267,26 @@ class Watch:
                 self.run_folder or "not written",
             )
 
-    def _publish_costs(self) -> None:
-        """Publish what watching costs and what it lost."""
-        put = self._recorder
-        with put.commit():
-            put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - self._clock.idle_seconds())
-            put.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
-            put.set(watching.WATCH_SECONDS, self._engine_hooks.cost_ns / 1e9, "hooks")
-            put.set(watching.WATCH_SECONDS, self._tap.total_cost_ns / 1e9, "tap")
-            put.set(watching.WATCH_SECONDS, self._thread.cpu_seconds, "watch_thread")
-            put.set(watching.WATCH_SECONDS, self._comparison.cpu_seconds, "exchange_thread")
-            lost = self._tap.notes.dropped_calls + self._thread.dropped_calls
-            put.set(watching.DROPPED_RECORDS, lost, "collectives")
-            put.set(watching.DROPPED_RECORDS, self._tap.notes.dropped_in_capture, "graph_capture")
-            put.set(watching.DROPPED_RECORDS, self._thread.dropped_steps, "steps")
-            put.set(watching.DROPPED_RECORDS, self._thread.untimed_calls, "timing")
-            put.set(watching.DROPPED_RECORDS, self._folder.dropped, "run_log")
-            for hook, failures in list(self._hooks.failures.items()):
-                put.set(watching.HOOK_FAILURES, failures, hook)
+    def _own_costs(self) -> OwnCosts:
+        notes, thread = self._tap.notes, self._thread
+        return OwnCosts(
+            self._recorder,
+            self._clock,
+            self._hooks,
+            seconds={
+                "hooks": lambda: self._engine_hooks.cost_ns / 1e9,
+                "tap": lambda: self._tap.total_cost_ns / 1e9,
+                "watch_thread": lambda: thread.cpu_seconds,
+                "exchange_thread": lambda: self._comparison.cpu_seconds,
+            },
+            dropped={
+                "collectives": lambda: notes.dropped_calls + thread.dropped_calls,
+                "graph_capture": lambda: notes.dropped_in_capture,
+                "steps": lambda: thread.dropped_steps,
+                "timing": lambda: thread.untimed_calls,
+                "run_log": lambda: self._folder.dropped,
+            },
+        )
 
     def _serve_until_read(self) -> None:
         self._server.linger()

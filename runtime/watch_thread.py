@@ -37,7 +37,8 @@ class WatchThread:
 
     Args:
         publisher: Turns steps into metrics.
-        sampler: Reads memory and devices.
+        sampler: Reads the devices.
+        take_memory: Takes what each step read of memory; returns the risk by device.
         events: Takes back the CUDA events that were read.
         hooks: Guards what is called here.
         append: Writes a step's record to disk; called for each as soon as it is whole.
@@ -58,6 +59,7 @@ class WatchThread:
         *,
         publisher: Publisher,
         sampler: Sampler,
+        take_memory: Callable[[ClosedStep], Mapping[str, float]],
         events: EventPool,
         hooks: Hooks,
         append: Listener,
@@ -71,6 +73,7 @@ class WatchThread:
         self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._sampler = sampler
+        self._take_memory = hooks.guard("memory", take_memory)
         self._events = events
         self._append = hooks.guard("run log", append)
         self._keep_pace = hooks.guard("pace", keep_pace)
@@ -163,7 +166,8 @@ class WatchThread:
 
     def _take_step(self, closed: ClosedStep) -> None:
         comm, self._comm = self._comm, StepComm()
-        record = closed.record(comm, self._sampler.read_memory(), self._sampler.device_readings)
+        risks = self._take_memory(closed) or {}
+        record = closed.record(comm, self._sampler.device_readings, risks)
         self._keep_pace(closed.phase_ns, comm.blocked_ns)
         self._append(record)
         self._steps.append(Step(record, closed))

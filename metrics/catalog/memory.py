@@ -71,7 +71,9 @@ OOM_NEXT_BATCH_RISK = gauge(
     DEVICE,
 )
 OOM_ETA_STEPS = gauge(
-    "oom_eta_steps", "Steps until the predicted peak passes the limit; +Inf if it never does.", DEVICE
+    "oom_eta_steps",
+    "Steps until the predicted peak passes the limit; +Inf if it never does.",
+    DEVICE,
 )
 ALLOC_RETRIES = counter(
     "alloc_retries_total", "Times the allocator had to free its cache and try again.", DEVICE

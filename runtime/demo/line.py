@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ...metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from ..format_bytes import format_bytes
 from .summary import Summary
 
 UNKNOWN = "-"
@@ -50,15 +51,9 @@ def step_line(stretch: Summary, *, step: int, num_steps: int) -> Text:
     return line
 
 
-def format_bytes(num_bytes: float | None) -> str:
+def format_size(num_bytes: float | None) -> str:
     """Write a size with its binary unit."""
-    if num_bytes is None:
-        return UNKNOWN
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1000:  # so that there are never more than three digits
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
+    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
 
 
 def format_ratio(ratio: float | None) -> str:
@@ -81,7 +76,7 @@ def _cells(stretch: Summary) -> dict[str, str]:
         **named,
         "other": format_ratio(stretch.ratio(sum(phases.values()))),
         "comm": format_ratio(stretch.comm_ratio),
-        "memory": format_bytes(stretch.peak_bytes),
+        "memory": format_size(stretch.peak_bytes),
         "busy": format_ratio(stretch.utilization_ratio),
     }
 

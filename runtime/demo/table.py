@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .line import UNKNOWN, format_bytes, format_ratio
+from .line import UNKNOWN, format_ratio, format_size
 from .summary import Summary
 
 # What a cause of waiting for communication means, in words.
@@ -79,8 +79,8 @@ def _communication(summary: Summary) -> Table:
         table.add_row(
             op,
             str(totals.calls),
-            format_bytes(totals.payload_bytes),
-            format_bytes(totals.wire_bytes),
+            format_size(totals.payload_bytes),
+            format_size(totals.wire_bytes),
             UNKNOWN if totals.seconds is None else f"{totals.seconds:.1f}",
         )
     return table
@@ -97,7 +97,7 @@ def _figures(summary: Summary, run_log: str | None) -> Table:
         )
     if summary.samples_per_second is not None:
         figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
-    figures.add_row("peak memory", f"{format_bytes(summary.peak_bytes)} on {summary.device}")
+    figures.add_row("peak memory", f"{format_size(summary.peak_bytes)} on {summary.device}")
     figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy, all ranks")
     figures.add_row("run log", run_log or "none written (setting run_log.enabled)")
     return figures

@@ -13,10 +13,13 @@ def memory_probes(*, cuda_device: int | None, reset_peak: bool) -> list[MemoryPr
 
     Args:
         cuda_device: torch's index of the GPU this rank trains on; None on CPU.
-        reset_peak: Whether the kernel's peak-RSS mark may be reset at each reading.
+        reset_peak: Whether peaks may be reset at each reading: the kernel's mark of peak RSS, and
+            the allocator's, which the training script does not notice until the probe is closed.
     """
     host = _host_probe(reset_peak)
-    return [host] if cuda_device is None else [host, cuda_memory(cuda_device)]
+    return (
+        [host] if cuda_device is None else [host, cuda_memory(cuda_device, reset_peak=reset_peak)]
+    )
 
 
 def _host_probe(reset_peak: bool) -> MemoryProbe:

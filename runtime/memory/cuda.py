@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from .kept_peaks import STATS, KeptPeaks
+
 _LIMIT_SECONDS = 10.0  # mem_get_info asks the driver, which takes longer than all the rest
 _STATES = (
     ("allocated", "allocated_bytes", "current"),
@@ -19,6 +21,9 @@ _STATES = (
 class CudaMemoryStats(Protocol):
     """The part of `torch.cuda` that is needed here."""
 
+    def is_initialized(self) -> bool:
+        """Return whether CUDA is in use."""
+
     def memory_stats_as_nested_dict(self, device: int, /) -> dict[str, Any]:
         """Return the allocator's statistics; empty while CUDA is not initialised."""
 
@@ -29,10 +34,18 @@ class CudaMemoryStats(Protocol):
 class CudaMemory:
     """Reads the allocator's counters; never synchronises the device.
 
-    Peaks are those since the start of the process, or since the training script last called
-    `torch.cuda.reset_peak_memory_stats`. They are not reset here: the script's own figures would
-    change. `limit` is the device's total less what other processes and CUDA itself hold, comparable
-    with `reserved`, and no more than `set_per_process_memory_fraction` grants.
+    Peaks are those since the last reading, where they are kept for the training script as well.
+    Else they are those since the start of the process, or since the script's last
+    `torch.cuda.reset_peak_memory_stats`.
+
+    `limit` is the device's total less what other processes and CUDA itself hold, comparable with
+    `reserved`, and no more than `set_per_process_memory_fraction` grants.
+
+    `unusable` is reserved and free, and serves no large request: free pieces of segments of which
+    other pieces are in use (`inactive_split`), and blocks that were freed while another stream may
+    still use them (active less allocated). A segment that is free as a whole is not among them, as
+    the allocator gives it back before it gives up. With expandable segments free pieces can be
+    unmapped, so that this is too much.
     """
 
     def __init__(
@@ -40,23 +53,47 @@ class CudaMemory:
         device_index: int,
         cuda: CudaMemoryStats,
         clock: Callable[[], float] = time.monotonic,
+        peaks: KeptPeaks | None = None,
     ) -> None:
+        """Describe the probe.
+
+        Args:
+            device_index: torch's index of the device.
+            cuda: `torch.cuda`.
+            clock: Seconds.
+            peaks: What resets peaks and keeps them; None to leave them alone.
+        """
         self.device = f"cuda:{device_index}"
         self._index = device_index
         self._cuda = cuda
+        self._peaks = peaks
         self._clock = clock
         self._limit = 0.0
         self._limit_due = float("-inf")
 
     def read(self) -> Mapping[str, float]:
         """Return bytes by state and the count alloc_retries; nothing before CUDA is in use."""
-        stats = self._cuda.memory_stats_as_nested_dict(self._index)
+        stats = self._stats()
         if not stats:
             return {}
         readings = {state: float(stats[group]["all"][when]) for state, group, when in _STATES}
+        awaited = stats["active_bytes"]["all"]["current"] - readings["allocated"]
+        readings["unusable"] = readings["inactive_split"] + awaited
         readings["limit"] = self._limit_bytes(readings["reserved"])
         readings["alloc_retries"] = float(stats["num_alloc_retries"])
         return readings
+
+    def close(self) -> None:
+        """Put torch's functions back, if they were wrapped. Safe to call twice."""
+        if self._peaks is not None:
+            self._peaks.restore()
+
+    def _stats(self) -> Mapping[str, Any]:
+        if not self._cuda.is_initialized():
+            return {}
+        if self._peaks is not None:
+            return self._peaks.take(self._index)
+        return self._cuda.memory_stats_as_nested_dict(self._index)
 
     def _limit_bytes(self, reserved: float) -> float:
         now = self._clock()
@@ -72,8 +109,10 @@ class CudaMemory:
         return float(ask(self._index)) if ask else 1.0
 
 
-def cuda_memory(device_index: int) -> CudaMemory:
-    """Return the probe of one of torch's CUDA devices."""
+def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
+    """Return the probe of one of torch's CUDA devices; close it if it resets peaks."""
     import torch
 
-    return CudaMemory(device_index, torch.cuda)
+    # A build of torch without CUDA has nothing to reset.
+    resets = reset_peak and hasattr(torch._C, STATS)
+    return CudaMemory(device_index, torch.cuda, peaks=KeptPeaks(torch._C) if resets else None)

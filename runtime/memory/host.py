@@ -44,6 +44,9 @@ class HostMemory:
         # gVisor, for one, has a /proc without the peak.
         return {**readings, "peak_allocated": peak} if peak else readings
 
+    def close(self) -> None:
+        """Do nothing: the files close when nobody holds them any more."""
+
     def _reset_peak(self) -> None:
         if self._peak_mark is None:
             return

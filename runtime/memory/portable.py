@@ -28,3 +28,6 @@ class PortableMemory:
                 self._failed = True
                 logger.info("the memory of this process cannot be read: %s", error)
             return {}
+
+    def close(self) -> None:
+        """Do nothing."""

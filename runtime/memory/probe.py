@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class MemoryProbe(Protocol):
-    """Reads the memory of one device; there is nothing to close."""
+    """Reads the memory of one device."""
 
     device: str
 
@@ -16,3 +16,6 @@ class MemoryProbe(Protocol):
 
         What is not known is absent.
         """
+
+    def close(self) -> None:
+        """Take back what was wrapped. Safe to call twice."""

@@ -1,0 +1,158 @@
+"""Forecasts of each device's memory while a run goes on: renewed, published, and acted on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from ..metrics.catalog import memory
+from ..metrics.recorder import Recorder
+from .forecast.forecaster import Forecaster
+from .forecast.outlook import Outlook
+from .forecast.series import PeakPoint, Shape
+from .format_bytes import format_bytes
+from .oom.evidence import Foresight
+
+logger = logging.getLogger(__name__)
+
+# An outlook takes a millisecond or two, and all our threads may take three a second.
+RENEWAL_SECONDS = 2.0
+ALARM_RISK, REARM_RISK = 0.5, 0.3
+# A script may catch the error and go on with such batches.
+BATCH_ALARM_SECONDS = 60.0
+LAST_PEAKS = 20
+
+
+class Forecasts:
+    """One forecaster per device. `judge` runs on the training thread, all else on the watch thread.
+
+    Attributes:
+        risks: The risk by device, as last worked out.
+        outlooks: The outlook by device; replaced whole, so that any thread may read it.
+        foreseen: By device the first step of the present alarm; None where there is none.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.risks: Mapping[str, float] = {}
+        self.outlooks: Mapping[str, Outlook] = {}
+        self.foreseen: dict[str, int | None] = {}
+        self._recorder = recorder
+        self._forecasters: dict[str, Forecaster] = {}
+        self._last: dict[str, deque[tuple[PeakPoint, Foresight]]] = {}
+        self._renewal_due = 0.0
+        self._stale = False
+        self._batch_risks: dict[str, float] = {}
+        self._batch_alarm_due = 0.0
+
+    def add(self, points: Mapping[str, PeakPoint]) -> None:
+        """Take the readings at the end of a step, by device."""
+        for device, point in points.items():
+            self._forecasters.setdefault(device, Forecaster()).add(point)
+            last = self._last.setdefault(device, deque(maxlen=LAST_PEAKS))
+            last.append((point, self._foresight(device, point)))
+            self._stale = True
+
+    def last_peaks(self, device: str) -> list[PeakPoint]:
+        """Return the last readings of a device, the oldest first."""
+        return [point for point, _ in list(self._last.get(device, ()))]
+
+    def last_foresights(self, device: str) -> list[Foresight]:
+        """Return what was thought of the last readings, the oldest first."""
+        return [foresight for _, foresight in list(self._last.get(device, ()))]
+
+    def predicted(self, device: str, shape: Shape) -> float | None:
+        """Return the peak to expect with a micro-batch, in bytes; None where nothing tells."""
+        outlook = self.outlooks.get(device)
+        return None if outlook is None else outlook.predicted(shape)
+
+    def risk_of(self, device: str, shape: Shape | None) -> float | None:
+        """Return the probability that a micro-batch does not fit; None where nothing tells."""
+        outlook = self.outlooks.get(device)
+        return None if outlook is None or shape is None else outlook.batch_risk(shape)
+
+    def judge(self, shape: Shape) -> None:
+        """Judge a micro-batch that begins, by the outlooks there are."""
+        for device, outlook in self.outlooks.items():
+            risk = outlook.batch_risk(shape)
+            if risk > self._batch_risks.get(device, -1.0):
+                self._batch_risks[device] = risk
+            if risk >= ALARM_RISK:
+                self._warn_of_batch(device, shape, outlook, risk)
+
+    def renew(self) -> None:
+        """Work out and publish the outlooks anew, if that is due."""
+        now = time.monotonic()
+        if not self._stale or now < self._renewal_due:
+            return
+        self._renewal_due, self._stale = now + RENEWAL_SECONDS, False
+        found = {device: each.outlook() for device, each in self._forecasters.items()}
+        self.outlooks = {device: outlook for device, outlook in found.items() if outlook}
+        self.risks = {device: outlook.risk_ratio for device, outlook in self.outlooks.items()}
+        batch_risks, self._batch_risks = self._batch_risks, {}
+        with self._recorder.commit():
+            for device, outlook in self.outlooks.items():
+                self._publish(device, outlook)
+                self._recorder.set(memory.OOM_NEXT_BATCH_RISK, batch_risks.get(device, 0.0), device)
+        for device, outlook in self.outlooks.items():
+            self._warn(device, outlook)
+
+    def _foresight(self, device: str, point: PeakPoint) -> Foresight:
+        """Say what is thought of a reading by the outlook there was before it."""
+        predictions = [self.predicted(device, shape) for shape in point.shapes]
+        known = [predicted for predicted in predictions if predicted is not None]
+        return Foresight(
+            step=point.step,
+            predicted_bytes=max(known, default=None),
+            risk_ratio=self.risks.get(device),
+        )
+
+    def _publish(self, device: str, outlook: Outlook) -> None:
+        put = self._recorder
+        put.set(memory.MEMORY_PREDICTED_PEAK, outlook.predicted_peak_bytes, device)
+        put.set(memory.MEMORY_PREDICTION_ERROR, outlook.error_ratio, device)
+        put.set(memory.OOM_RISK, outlook.risk_ratio, device)
+        put.set(memory.OOM_ETA_STEPS, outlook.eta_steps, device)
+        if math.isfinite(outlook.headroom_bytes):
+            put.set(memory.MEMORY_HEADROOM, outlook.headroom_bytes, device)
+
+    def _warn(self, device: str, outlook: Outlook) -> None:
+        """Say once that memory will run out, and not again before that was over."""
+        foreseen = self.foreseen.get(device)
+        if outlook.risk_ratio < REARM_RISK:
+            self.foreseen[device] = None
+        elif outlook.risk_ratio >= ALARM_RISK and foreseen is None:
+            self.foreseen[device] = outlook.step
+            soon = (
+                f"; about {outlook.eta_steps:.0f} steps are left"
+                if (math.isfinite(outlook.eta_steps))
+                else ""
+            )
+            logger.warning(
+                "memory of %s is likely to run out within 50 steps (%.0f %%): the next peak is "
+                "predicted at %s of %s%s. Use a smaller micro-batch, or more sharding or offload.",
+                device,
+                100 * outlook.risk_ratio,
+                format_bytes(outlook.predicted_peak_bytes),
+                format_bytes(outlook.limit_bytes),
+                soon,
+            )
+
+    def _warn_of_batch(self, device: str, shape: Shape, outlook: Outlook, risk: float) -> None:
+        """Say so at once, on the training thread: the kernel may kill this process next."""
+        now = time.monotonic()
+        if now < self._batch_alarm_due:
+            return
+        self._batch_alarm_due = now + BATCH_ALARM_SECONDS
+        logger.warning(
+            "this micro-batch (%d x %d) is likely not to fit into the memory of %s (%.0f %%): it "
+            "needs about %s of %s. Split it, or limit the length.",
+            shape.samples,
+            shape.length,
+            device,
+            100 * risk,
+            format_bytes(outlook.predicted(shape)),
+            format_bytes(outlook.limit_bytes),
+        )

@@ -1,0 +1,150 @@
+"""What the training thread notes of memory: the batches, peaks of steps, and now and then all.
+
+A step in some seconds is looked at closely: memory is read wherever its phase changes, and the
+engine's tensors are added up twice. On all others there is one reading at the end at most.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..metrics.catalog.labels import PHASES
+from .batch_shape import BatchShape
+from .forecast.series import Shape
+from .hooks import Hooks
+from .memory.holdings import engine_holdings
+from .memory.meter import MemoryMeter
+from .memory_reading import CloseLook, Held, MemoryReading
+from .phase_clock import PhaseClock
+
+# The kernel and the allocator keep peaks from one reading to the next, so that shorter steps lose
+# none; a reading costs 0.1 ms where caches are cold.
+READING_SECONDS = 0.25
+# Of steps with many micro-batches only the first are looked at phase by phase.
+READINGS_PER_LOOK = 40
+# Adding up the tensors of a model with many parameters may take this share of the time at most.
+LOOK_SHARE = 1e-3
+# Batches of more kinds than this between two readings cannot be told apart any more.
+MOST_SHAPES = 64
+
+
+class MemoryHooks:
+    """Called by the engine's hooks, on the training thread; holds the engine weakly.
+
+    Attributes:
+        shape: The micro-batch under way, or the last one; None before the first.
+        micro_batch: Its number within its step, from 1 on.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        meter: MemoryMeter,
+        clock: PhaseClock,
+        hooks: Hooks,
+        *,
+        judge: Callable[[Shape], object],
+        raised: Callable[[BaseException], object],
+        look_seconds: float | None,
+    ) -> None:
+        """Describe the hooks.
+
+        Args:
+            engine: A DeepSpeed engine.
+            meter: Reads memory.
+            clock: Tells when a phase ends.
+            hooks: Guards what runs in training.
+            judge: Is told each micro-batch's shape before it runs.
+            raised: Is told each error that passes through the engine.
+            look_seconds: Seconds from one close look to the next; None for no looks.
+        """
+        self.shape: Shape | None = None
+        self.micro_batch = 0
+        self.raised = raised
+        self._judge = judge
+        self._engine = weakref.ref(engine)
+        self._meter = meter
+        self._clock = clock
+        self._look_seconds = look_seconds
+        self._shapes: dict[Shape, None] = {}
+        self._reading_due = self._look_due = 0.0
+        self._holdings = hooks.guard("memory categories", engine_holdings)
+        self._phase_ended = hooks.guard("memory phases", self._read_phase)
+        self._readings_left = 0
+        self._phase_peaks: dict[str, dict[str, float]] = {}
+        self._held_before: Held | None = None
+        self._looks_cost = 0.0
+
+    def batch_begins(self, shape: BatchShape) -> None:
+        """Note a micro-batch, and let it be judged."""
+        self.micro_batch += 1
+        if shape.samples is None:
+            return
+        length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
+        batch = self.shape = Shape(shape.samples, length)
+        if len(self._shapes) < MOST_SHAPES:
+            self._shapes[batch] = None
+        self._judge(batch)
+
+    def step_begins(self) -> None:
+        """Add up what the engine holds while the gradients are there, if this step is looked at."""
+        engine = self._engine()
+        if self._clock.on_change is not None and engine is not None:
+            self._held_before = self._add_up(engine)
+
+    def step_ended(self) -> MemoryReading | None:
+        """Return this step's reading; None where the last one is too fresh."""
+        self.micro_batch = 0
+        now = time.monotonic()
+        look = self._end_look()
+        if look is None and now < self._reading_due:
+            return None
+        self._reading_due = now + READING_SECONDS
+        shapes, self._shapes = tuple(self._shapes), {}
+        reading = MemoryReading(readings=self._meter.take(), shapes=shapes, look=look)
+        if self._look_seconds is not None and now >= self._look_due:
+            self._begin_look(now)
+        return reading
+
+    def close(self) -> None:
+        """Stop looking. Safe to call twice."""
+        self._clock.on_change = None
+
+    def _begin_look(self, now: float) -> None:
+        """Look at the step that begins now."""
+        pause = max(self._look_seconds or 0.0, self._looks_cost / LOOK_SHARE)
+        self._look_due = now + pause
+        self._readings_left = READINGS_PER_LOOK
+        self._phase_peaks = {}
+        self._held_before = None
+        self._looks_cost = 0.0
+        self._clock.on_change = self._phase_ended
+
+    def _end_look(self) -> CloseLook | None:
+        engine = self._engine()
+        if self._clock.on_change is None or engine is None:
+            return None
+        self._clock.on_change = None
+        before, after = self._held_before, self._add_up(engine)
+        if before is None or after is None:
+            return None
+        return CloseLook(phase_peaks=self._phase_peaks, held_before=before, held_after=after)
+
+    def _add_up(self, engine: Any) -> Held | None:
+        begin = time.perf_counter()
+        held = self._holdings(engine)
+        self._looks_cost += time.perf_counter() - begin
+        return held
+
+    def _read_phase(self, phase: int) -> None:
+        if self._readings_left <= 0:
+            return
+        self._readings_left -= 1
+        for device, states in self._meter.read().items():
+            peak = states.get("peak_allocated", states.get("allocated", 0.0))
+            peaks = self._phase_peaks.setdefault(device, {})
+            name = PHASES[phase]
+            peaks[name] = max(peaks.get(name, 0.0), peak)

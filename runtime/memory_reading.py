@@ -1,0 +1,57 @@
+"""What the training thread read of memory at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .forecast.series import PeakPoint, Shape
+from .memory.meter import Reading, Readings
+
+Held = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseLook:
+    """A step looked at closely.
+
+    Attributes:
+        phase_peaks: By device and phase, the most that was in use, in bytes.
+        held_before: By device and category, what the engine held as its optimizer's step began.
+        held_after: The same, once that had ended.
+    """
+
+    phase_peaks: Mapping[str, Mapping[str, float]]
+    held_before: Held
+    held_after: Held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """All devices at the end of a step; peaks and `shapes` are those since the reading before."""
+
+    readings: Readings
+    shapes: tuple[Shape, ...]
+    look: CloseLook | None = None
+
+    def points(self, step: int) -> Mapping[str, PeakPoint]:
+        """Return, by device, what forecasts are made from."""
+        return {
+            device: _point(step, states, self.shapes)
+            for device, states in self.readings.items()
+            if "allocated" in states
+        }
+
+
+def _point(step: int, states: Reading, shapes: tuple[Shape, ...]) -> PeakPoint:
+    peak = states.get("peak_allocated", states["allocated"])
+    return PeakPoint(
+        step=step,
+        peak_bytes=peak,
+        floor_bytes=states["allocated"],
+        limit_bytes=states.get("limit", float("inf")),
+        reserved_bytes=states.get("peak_reserved", peak),
+        unusable_bytes=states.get("unusable", 0.0),
+        retries=states.get("alloc_retries", 0.0),
+        shapes=shapes,
+    )

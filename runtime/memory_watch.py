@@ -1,0 +1,145 @@
+"""Memory of this rank: what it is, what the next steps will need, and reports once it is out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..metrics.catalog import memory
+from ..metrics.settings import MemorySettings
+from .closed_step import ClosedStep
+from .forecasts import Forecasts
+from .leak_watch import LeakWatch
+from .memory.category_sums import baseline
+from .memory.holdings import engine_holdings
+from .memory.meter import MemoryMeter, Readings
+from .memory.probe import MemoryProbe
+from .memory_figures import MemoryFigures
+from .memory_hooks import MemoryHooks
+from .memory_reading import MemoryReading
+from .oom.killed import find_killed
+from .oom.life import LifeFile
+from .oom.post_mortem import PostMortem
+from .oom.recognise import out_of_memory
+from .oom_sources import MemoryParts, oom_sources
+from .surroundings import Surroundings
+
+# Without steps, as in an evaluation or while data is loaded, memory is read this often.
+IDLE_SECONDS = 5.0
+
+
+class MemoryWatch:
+    """Made on the training thread; `take` and `publish` run on the watch thread.
+
+    Attributes:
+        hooks: What the engine's hooks call.
+    """
+
+    def __init__(self, around: Surroundings, engine: Any, probes: Sequence[MemoryProbe]) -> None:
+        guard, settings = around.hooks.guard, around.settings.memory
+        self._enabled = settings.enabled
+        reads = {probe.device: guard("memory", probe.read) for probe in probes}
+        self._meter = MemoryMeter(reads, _budgets(settings, reads))
+        self._figures = MemoryFigures(around.recorder, self._baseline(around, engine))
+        self._forecasts = Forecasts(around.recorder)
+        self._leaks = LeakWatch(
+            around.recorder,
+            around.identity.rank,
+            around.folder,
+            trace_sites=settings.leak_sites,
+        )
+        self._readings: list[tuple[int, MemoryReading]] = []
+        self.hooks = MemoryHooks(
+            engine,
+            self._meter,
+            around.clock,
+            around.hooks,
+            judge=self._forecasts.judge,
+            raised=self._raised,
+            look_seconds=settings.look_seconds if settings.enabled else None,
+        )
+        parts = MemoryParts(
+            meter=self._meter,
+            hooks=self.hooks,
+            figures=self._figures,
+            forecasts=self._forecasts,
+            leaks=self._leaks,
+        )
+        sources = oom_sources(around, parts)
+        self._post_mortem = PostMortem(around.identity.rank, sources) if settings.enabled else None
+        self._around = around
+        self._life: LifeFile | None = None
+
+    def take(self, closed: ClosedStep) -> Mapping[str, float]:
+        """Take what was read at the end of a step; return the risk by device."""
+        reading = closed.memory
+        if reading is not None:
+            self._readings.append((closed.step, reading))
+            if self._enabled:
+                points = reading.points(closed.step)
+                self._forecasts.add(points)
+                self._leaks.add(points)
+        return self._forecasts.risks
+
+    def publish(self) -> None:
+        """Publish what has come since the last second."""
+        readings, self._readings = self._readings, []
+        for step, reading in readings:
+            self._figures.publish(reading)
+            if reading.look is not None:
+                self._leaks.add_look(step, self._figures.categories)
+        if self._enabled:
+            self._forecasts.renew()
+            self._leaks.look()
+            self._sign_of_life()
+        if self._meter.age_seconds > IDLE_SECONDS:
+            self._figures.publish_states(self._meter.read())
+
+    def ended_by(self, error: BaseException | None) -> None:
+        """Take note of the error that ends this run, which need not have passed the engine."""
+        out = None if error is None else out_of_memory(error)
+        if error is not None and out is not None:
+            self.hooks.raised(error)
+            self._around.recorder.add(memory.OOMS, 1, out.device, "fatal")
+
+    def close(self) -> None:
+        """End what is under way. Safe to call twice."""
+        self.hooks.close()
+        self._leaks.close()
+        if self._life is not None:
+            self._life.close()
+
+    def _sign_of_life(self) -> None:
+        """Once there is a run folder, look for ranks that were killed, and leave a life file."""
+        folder = self._around.folder() if self._life is None else None
+        if folder is None:
+            return
+        rank, host = self._around.identity.rank, self._around.identity.host
+        killed = [found for found in find_killed(folder.parent, host) if found.by_oom_killer]
+        if killed:
+            self._around.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
+        self._life = LifeFile(folder, rank, host)
+        self._life.open()
+
+    def _baseline(self, around: Surroundings, engine: Any) -> Mapping[str, float]:
+        held = around.hooks.guard("memory categories", engine_holdings)(engine) or {}
+        readings: Readings = self._meter.take()
+        return {
+            device: baseline(device, states.get("allocated", 0.0), held.get(device, {}))
+            for device, states in readings.items()
+        }
+
+    def _raised(self, error: BaseException) -> None:
+        """Look into an error that passes through the engine. Training thread."""
+        if self._post_mortem is not None:
+            out = self._post_mortem.on_error(error)
+            if out is not None:
+                self._around.recorder.add(memory.OOMS, 1, out.device, "raised")
+
+
+def _budgets(settings: MemorySettings, devices: Mapping[str, object]) -> Mapping[str, float]:
+    budgets = {
+        device: settings.host_limit_bytes if device == "cpu" else settings.device_limit_bytes
+        for device in devices
+    }
+    return {device: float(budget) for device, budget in budgets.items() if budget is not None}

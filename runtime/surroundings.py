@@ -1,0 +1,34 @@
+"""What the rooms that are joined on one engine are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..metrics.recorder import Recorder
+from ..metrics.settings import Settings
+from .collectives.groups import Groups
+from .hooks import Hooks
+from .identity import Identity
+from .phase_clock import PhaseClock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The watch of one engine, as its parts see it.
+
+    `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
+    process has had; `folder` gives the run folder, where there is one.
+    """
+
+    engine: Callable[[], Any]
+    identity: Identity
+    epoch: int
+    settings: Settings
+    groups: Groups
+    clock: PhaseClock
+    folder: Callable[[], Path | None]
+    recorder: Recorder
+    hooks: Hooks
