@@ -1,0 +1,185 @@
+"""Tells an out-of-memory error from all others, by its type's name and its text. Knows no torch.
+
+The texts are those of torch 2.13: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
+ATen/cuda/Exceptions.h, ProcessGroupNCCL; and Python's and numpy's own.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Who could not get memory: torch's allocator for a device; a library on the device, which allocates
+# past torch; torch's allocator on the host; Python, numpy or C++; the kernel.
+Kind = Literal["device allocator", "device library", "host allocator", "python", "operating system"]
+
+MAX_CHAIN = 16
+MAX_TEXT = 100_000
+MAX_MESSAGE = 1000
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+_DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b.*")
+_DEVICE_LIBRARY = re.compile(
+    r".*(?:\b(?:CUDA|HIP)(?: driver)? error: out of memory"
+    r"|\b(?:CU|HIP)\w+_ALLOC_FAILED\b"
+    r"|\bCUDNN_STATUS_\w*(?:ALLOC_FAILED|ALLOCATION_FAILED)\b"
+    r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory').*"
+)
+_HOST_ALLOCATOR = re.compile(
+    r".*DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"(?:: you tried to allocate (\d+) bytes)?.*"
+)
+_PYTHON = re.compile(
+    r".*(?:std::bad_alloc|\bMemoryError\b|Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)).*"
+)
+# Not every "Cannot allocate memory": network libraries say it of the limit on locked memory too.
+_KERNEL = re.compile(r".*\bunable to mmap (\d+) bytes.*\bCannot allocate memory\b.*")
+_REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
+_INDEX = re.compile(r"\bGPU (\d+) has a total capacity")
+_WORKER = re.compile(r"^Caught \w+ in (\S.*? process \d+)\.")
+_TOLD = {
+    "total": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "in_use": re.compile(rf"this process has {_SIZE} memory in use"),
+    "allowed": re.compile(rf"{_SIZE} allowed"),
+    "allocated": re.compile(rf"Of the allocated memory {_SIZE}"),
+    "reserved_unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """An error that says that memory ran out.
+
+    Attributes:
+        kind: Who could not get memory.
+        device: Such as "cuda:0"; "cuda" where the text does not say which; else "cpu".
+        requested_bytes: What was asked for; on a device in two digits of its unit, as the text is.
+        message: The line that says so, without any stack.
+        told_bytes: What the text says beside: total, free, in_use, allowed (by
+            `set_per_process_memory_fraction`), allocated, reserved_unallocated.
+        worker: The process in which it was raised, if that is not this one.
+    """
+
+    kind: Kind
+    device: str
+    requested_bytes: float | None
+    message: str
+    told_bytes: Mapping[str, float] = field(default_factory=dict)
+    worker: str | None = None
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory | None:
+    """Say what ran out if this error, or one that it wraps or answers, is out-of-memory."""
+    found = find(error)
+    return None if found is None else found[1]
+
+
+def find(error: BaseException) -> tuple[BaseException, OutOfMemory] | None:
+    """Return the error in the chain that is out-of-memory, and what it says."""
+    for link in _chain(error):
+        said = _read(link)
+        if said is not None:
+            return link, said
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then what it wraps or was raised during, each once."""
+    waiting, seen = [error], 0
+    while waiting and seen < MAX_CHAIN:
+        link = waiting.pop(0)
+        yield link
+        seen += 1
+        if isinstance(link, BaseExceptionGroup):
+            waiting.extend(link.exceptions)
+        if link.__cause__ is not None:
+            waiting.append(link.__cause__)
+        elif link.__context__ is not None and not link.__suppress_context__:
+            waiting.append(link.__context__)
+
+
+def _read(error: BaseException) -> OutOfMemory | None:
+    if isinstance(error, MemoryError):
+        return _read_text(str(error)) or _on_host("python", "MemoryError", None)
+    if isinstance(error, OSError):
+        short = error.errno == errno.ENOMEM
+        return _on_host("operating system", str(error), None) if short else None
+    if not isinstance(error, RuntimeError):
+        return None
+    said = _read_text(str(error)[:MAX_TEXT])
+    if said is None and type(error).__name__ == "OutOfMemoryError":
+        return OutOfMemory(
+            kind="device allocator",
+            device="cuda",
+            requested_bytes=None,
+            message=str(error)[:MAX_MESSAGE],
+        )
+    return said
+
+
+def _read_text(text: str) -> OutOfMemory | None:
+    """Read the text of an error, which may hold the whole stack of another process's."""
+    worker = _WORKER.match(text)
+    # Of a stack that came along, the last line is the error; the lines before are source code.
+    said = _read_line(text.rstrip().rpartition("\n")[2] if worker else text)
+    if said is None or worker is None:
+        return said
+    return OutOfMemory(
+        kind=said.kind,
+        device=said.device,
+        requested_bytes=said.requested_bytes,
+        message=said.message,
+        told_bytes=said.told_bytes,
+        worker=worker[1],
+    )
+
+
+def _read_line(text: str) -> OutOfMemory | None:
+    if match := _DEVICE_ALLOCATOR.search(text):
+        # The rest may go on for some lines, by the script or by the launcher.
+        return _on_device("device allocator", match[1], text[match.start() :].replace("\n", " "))
+    if match := _DEVICE_LIBRARY.search(text):
+        return _on_device("device library", "HIP" if "HIP" in match[0] else "CUDA", match[0])
+    if match := _HOST_ALLOCATOR.search(text):
+        return _on_host("host allocator", match[0], _whole(match[1]))
+    if match := _KERNEL.search(text):
+        return _on_host("operating system", match[0], _whole(match[1]))
+    if match := _PYTHON.search(text):
+        asked = _bytes(match[1], match[2]) if match[1] else None
+        return _on_host("python", match[0], asked)
+    return None
+
+
+def _on_device(kind: Kind, maker: str, text: str) -> OutOfMemory:
+    request, index = _REQUEST.search(text), _INDEX.search(text)
+    name = "cuda" if maker == "HIP" else maker.lower()  # torch calls AMD's devices so too
+    told = {what: pattern.search(text) for what, pattern in _TOLD.items()}
+    return OutOfMemory(
+        kind=kind,
+        device=f"{name}:{index[1]}" if index else name,
+        requested_bytes=_bytes(request[1], request[2]) if request else None,
+        message=text.strip()[:MAX_MESSAGE],
+        told_bytes={what: _bytes(size[1], size[2]) for what, size in told.items() if size},
+    )
+
+
+def _on_host(kind: Kind, text: str, requested_bytes: float | None) -> OutOfMemory:
+    return OutOfMemory(
+        kind=kind,
+        device="cpu",
+        requested_bytes=requested_bytes,
+        message=text.strip()[:MAX_MESSAGE],
+    )
+
+
+def _whole(digits: str | None) -> float | None:
+    return None if digits is None else float(digits)
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * _UNITS[unit]
