@@ -44,6 +44,7 @@ class Forecasts:
         self._last: dict[str, deque[tuple[PeakPoint, Foresight]]] = {}
         self._renewal_due = 0.0
         self._stale = False
+        self._judged: dict[str, float] = {}
         self._batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
 
@@ -68,15 +69,14 @@ class Forecasts:
         outlook = self.outlooks.get(device)
         return None if outlook is None else outlook.predicted(shape)
 
-    def risk_of(self, device: str, shape: Shape | None) -> float | None:
-        """Return the probability that a micro-batch does not fit; None where nothing tells."""
-        outlook = self.outlooks.get(device)
-        return None if outlook is None or shape is None else outlook.batch_risk(shape)
+    def judged(self, device: str) -> float | None:
+        """Return the probability that the micro-batch under way does not fit, as it began."""
+        return self._judged.get(device)
 
     def judge(self, shape: Shape) -> None:
         """Judge a micro-batch that begins, by the outlooks there are."""
         for device, outlook in self.outlooks.items():
-            risk = outlook.batch_risk(shape)
+            risk = self._judged[device] = outlook.batch_risk(shape)
             if risk > self._batch_risks.get(device, -1.0):
                 self._batch_risks[device] = risk
             if risk >= ALARM_RISK:

@@ -99,7 +99,7 @@ class MemoryWatch:
         """Take note of the error that ends this run, which need not have passed the engine."""
         out = None if error is None else out_of_memory(error)
         if error is not None and out is not None:
-            self.hooks.raised(error)
+            self._raised(error, is_end=True)
             self._around.recorder.add(memory.OOMS, 1, out.device, "fatal")
 
     def close(self) -> None:
@@ -129,10 +129,10 @@ class MemoryWatch:
             for device, states in readings.items()
         }
 
-    def _raised(self, error: BaseException) -> None:
-        """Look into an error that passes through the engine. Training thread."""
+    def _raised(self, error: BaseException, *, is_end: bool = False) -> None:
+        """Look into an error that passes through the engine, or ends the run. Training thread."""
         if self._post_mortem is not None:
-            out = self._post_mortem.on_error(error)
+            out = self._post_mortem.on_error(error, is_end=is_end)
             if out is not None:
                 self._around.recorder.add(memory.OOMS, 1, out.device, "raised")
 

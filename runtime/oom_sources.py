@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from .leak_watch import LeakWatch
 from .memory.meter import MemoryMeter
 from .memory_figures import MemoryFigures
 from .memory_hooks import MemoryHooks
-from .oom.evidence import RunFacts, Sources
+from .oom.evidence import Limit, RunFacts, Sources
 from .oom.snapshot import dump_snapshot
 from .oom.would_fit import Layout, Planned
 from .plan.engine_plan import engine_config, engine_shape
@@ -52,17 +53,26 @@ def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
         readings=guard("post-mortem memory", parts.meter.read),
         micro_batch=lambda: hooks.micro_batch,
         shape=lambda: hooks.shape,
-        batch_risk=guard("post-mortem risk", lambda device: forecasts.risk_of(device, hooks.shape)),
+        batch_risk=guard("post-mortem risk", forecasts.judged),
         categories=parts.figures.categories.get,
         peaks=guard("post-mortem peaks", forecasts.last_peaks),
         foresights=guard("post-mortem peaks", forecasts.last_foresights),
         alarm_step=forecasts.foreseen.get,
+        limit=guard("post-mortem limit", partial(_gpu_budget, parts.meter)),
         growth=parts.leaks.growth,
         facts=guard("post-mortem facts", _of_engine(around, run_facts)),
         predicted=guard("post-mortem risk", forecasts.predicted),
         planned=guard("post-mortem plan", _of_engine(around, planned_layouts)),
         snapshot=guard("post-mortem snapshot", dump_snapshot),
     )
+
+
+def _gpu_budget(meter: MemoryMeter, device: str) -> Limit | None:
+    """Return a GPU's limit where it is of the settings; of all others the report finds the name."""
+    limit = meter.read().get(device, {}).get("limit")
+    if limit is None or device == "cpu" or limit != meter.budgets.get(device):
+        return None
+    return Limit(num_bytes=limit, name="memory.device_limit_bytes")
 
 
 def run_facts(engine: Any) -> RunFacts | None:

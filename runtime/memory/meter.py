@@ -16,6 +16,9 @@ class MemoryMeter:
     """Reads all probes at once. A probe's peak is that since it was last read, by anybody.
 
     Safe on any thread. A reading takes 0.02 ms, and 0.1 ms where caches are cold.
+
+    Attributes:
+        budgets: Bytes that a device may use, where that is less than it has.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class MemoryMeter:
             budgets: Bytes that a device may use, where that is less than it has.
         """
         self._probes = probes
-        self._budgets = budgets
+        self.budgets = budgets
         self._lock = threading.Lock()
         self._peaks: dict[tuple[str, str], float] = {}
         self._read_at = float("-inf")
@@ -64,7 +67,7 @@ class MemoryMeter:
         return readings
 
     def _within_budget(self, device: str, states: Reading) -> Reading:
-        budget = self._budgets.get(device)
+        budget = self.budgets.get(device)
         if budget is None or budget >= states.get("limit", float("inf")):
             return states
         return {**states, "limit": budget}

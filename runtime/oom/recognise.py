@@ -22,22 +22,22 @@ MAX_MESSAGE = 1000
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-_DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b.*")
+# None begins with a wildcard: that would take a time that grows with the square of the text.
+_DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b")
 _DEVICE_LIBRARY = re.compile(
-    r".*(?:\b(?:CUDA|HIP)(?: driver)? error: out of memory"
-    r"|\b(?:CU|HIP)\w+_ALLOC_FAILED\b"
-    r"|\bCUDNN_STATUS_\w*(?:ALLOC_FAILED|ALLOCATION_FAILED)\b"
-    r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory').*"
+    r"\b(?:CUDA|HIP)(?: driver)? error: out of memory"
+    r"|\b(?:CU|HIP)\w{1,40}_ALLOC_FAILED\b"
+    r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
+    r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
 )
 _HOST_ALLOCATOR = re.compile(
-    r".*DefaultCPUAllocator: (?:can't allocate|not enough) memory"
-    r"(?:: you tried to allocate (\d+) bytes)?.*"
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"(?:: you tried to allocate (\d+) bytes)?"
 )
-_PYTHON = re.compile(
-    r".*(?:std::bad_alloc|\bMemoryError\b|Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)).*"
-)
+_ARRAY = re.compile(r"Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)")
+_PYTHON = re.compile(r"std::bad_alloc|\bMemoryError\b")
 # Not every "Cannot allocate memory": network libraries say it of the limit on locked memory too.
-_KERNEL = re.compile(r".*\bunable to mmap (\d+) bytes.*\bCannot allocate memory\b.*")
+_KERNEL = re.compile(r"\bunable to mmap (\d+) bytes\b[^\n]*\bCannot allocate memory\b")
 _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 _INDEX = re.compile(r"\bGPU (\d+) has a total capacity")
 _WORKER = re.compile(r"^Caught \w+ in (\S.*? process \d+)\.")
@@ -142,17 +142,26 @@ def _read_text(text: str) -> OutOfMemory | None:
 def _read_line(text: str) -> OutOfMemory | None:
     if match := _DEVICE_ALLOCATOR.search(text):
         # The rest may go on for some lines, by the script or by the launcher.
-        return _on_device("device allocator", match[1], text[match.start() :].replace("\n", " "))
+        rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
+        return _on_device("device allocator", match[1], rest)
     if match := _DEVICE_LIBRARY.search(text):
-        return _on_device("device library", "HIP" if "HIP" in match[0] else "CUDA", match[0])
+        maker = "HIP" if "HIP" in match[0] else "CUDA"
+        return _on_device("device library", maker, _line_of(match))
     if match := _HOST_ALLOCATOR.search(text):
-        return _on_host("host allocator", match[0], _whole(match[1]))
+        return _on_host("host allocator", _line_of(match), float(match[1]) if match[1] else None)
     if match := _KERNEL.search(text):
-        return _on_host("operating system", match[0], _whole(match[1]))
+        return _on_host("operating system", _line_of(match), float(match[1]))
+    if match := _ARRAY.search(text):
+        return _on_host("python", _line_of(match), _bytes(match[1], match[2]))
     if match := _PYTHON.search(text):
-        asked = _bytes(match[1], match[2]) if match[1] else None
-        return _on_host("python", match[0], asked)
+        return _on_host("python", _line_of(match), None)
     return None
+
+
+def _line_of(match: re.Match[str]) -> str:
+    text = match.string
+    end = text.find("\n", match.end())
+    return text[text.rfind("\n", 0, match.start()) + 1 : end if end >= 0 else len(text)]
 
 
 def _on_device(kind: Kind, maker: str, text: str) -> OutOfMemory:
@@ -175,10 +184,6 @@ def _on_host(kind: Kind, text: str, requested_bytes: float | None) -> OutOfMemor
         requested_bytes=requested_bytes,
         message=text.strip()[:MAX_MESSAGE],
     )
-
-
-def _whole(digits: str | None) -> float | None:
-    return None if digits is None else float(digits)
 
 
 def _bytes(number: str, unit: str) -> float:

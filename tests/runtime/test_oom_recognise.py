@@ -65,6 +65,12 @@ TEXTS = {
         1.0 * MIB,
     ),
     "C++": ("std::bad_alloc", "python", "cpu", None),
+    "a mapping": (
+        "unable to mmap 4000000000 bytes from file </data/f>: Cannot allocate memory (12)",
+        "operating system",
+        "cpu",
+        4e9,
+    ),
 }
 OTHERS = {
     "a shape": "mat1 and mat2 shapes cannot be multiplied (8x4 and 5x6)",
@@ -90,6 +96,13 @@ def test_an_error_s_text_says_whose_memory_ran_out_and_what_was_asked_for(case: 
 def test_other_errors_are_not_out_of_memory(case: str) -> None:
     assert out_of_memory(RuntimeError(OTHERS[case])) is None
     assert out_of_memory(ValueError("CUDA out of memory")) is None
+
+
+def test_of_many_lines_the_one_that_says_so_is_kept() -> None:
+    said = out_of_memory(RuntimeError(f"the layer failed:\n  {ON_CPU}\nsee above\n"))
+
+    assert said is not None
+    assert said.message == ON_CPU
 
 
 def test_torch_s_own_type_is_known_whatever_its_text() -> None:

@@ -1,0 +1,109 @@
+"""Memory that ran out, made by hand: errors, their evidence, and the sources it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zerowatch.runtime.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.oom.evidence import Evidence, Foresight, Limit, RunFacts, Sources
+from zerowatch.runtime.oom.recognise import OutOfMemory
+from zerowatch.runtime.oom.would_fit import Layout, Planned
+
+MIB, GIB = 2**20, 2**30
+
+# As torch 2.13 writes them; the first from a run with `set_per_process_memory_fraction`.
+ON_CUDA = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.19 GiB of "
+    "which 2.07 GiB is free. Process 1839 has 322.23 MiB memory in use. Including non-PyTorch "
+    "memory, this process has 77.11 GiB memory in use. 75.23 GiB allowed; Of the allocated memory "
+    "74.23 GiB is allocated by PyTorch, with 17.00 MiB allocated in private pools (e.g., CUDA "
+    "Graphs), and 943.54 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid "
+    "fragmentation."
+)
+ON_CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 536870912 bytes. Error code 12 (Cannot allocate memory)"
+)
+SAID = OutOfMemory(kind="host allocator", device="cpu", requested_bytes=512.0 * MIB, message=ON_CPU)
+CATEGORIES = {
+    "parameters": 100.0 * MIB,
+    "gradients": 100.0 * MIB,
+    "optimizer": 200.0 * MIB,
+    "activations": 400.0 * MIB,
+    "comm_buffers": 40.0 * MIB,
+    "other": 10.0 * MIB,
+}
+FACTS = RunFacts(
+    layout=Layout(1), world_size=4, dtype="bf16", samples=8, accumulation=2, checkpointing=False
+)
+
+
+def point(step: int, peak_bytes: float, **changes: Any) -> PeakPoint:
+    facts = {
+        "step": step,
+        "peak_bytes": peak_bytes,
+        "floor_bytes": 450.0 * MIB,
+        "limit_bytes": 1.0 * GIB,
+        "reserved_bytes": peak_bytes,
+        "shapes": (Shape(8, 512),),
+    }
+    return PeakPoint(**(facts | changes))
+
+
+def evidence(**changes: Any) -> Evidence:
+    """Return the evidence of an error in the forward of step 61 on CPU, that nobody foresaw."""
+    facts = Evidence(
+        rank=0,
+        host="node-0",
+        at_unix_seconds=1e9,
+        step=60,
+        phase="forward",
+        micro_batch=2,
+        out_of_memory=SAID,
+        device="cpu",
+        readings={
+            "allocated": 812.0 * MIB,
+            "peak_allocated": 900.0 * MIB,
+            "reserved": 4.0 * GIB,
+            "limit": 1.0 * GIB,
+        },
+        categories=CATEGORIES,
+        shape=Shape(8, 2048),
+        peaks=[point(step, (800 + step) * MIB) for step in range(31, 61)],
+        foresights={
+            step: Foresight(step=step, predicted_bytes=850.0 * MIB, risk_ratio=0.12)
+            for step in range(40, 61)
+        },
+        limit=Limit(num_bytes=1.0 * GIB, name="RLIMIT_AS"),
+        facts=FACTS,
+    )
+    return replace(facts, **changes)
+
+
+def sources(folder: Path | None, **changes: Callable[..., Any]) -> Sources:
+    """Return the sources of the same evidence; give others by their names."""
+    known = evidence()
+    facts: Mapping[str, Callable[..., Any]] = {
+        "folder": lambda: folder,
+        "step": lambda: known.step,
+        "phase": lambda: known.phase,
+        "readings": lambda: {"cpu": known.readings},
+        "micro_batch": lambda: known.micro_batch,
+        "shape": lambda: known.shape,
+        "categories": lambda device: known.categories,
+        "peaks": lambda device: known.peaks,
+        "foresights": lambda device: list((known.foresights or {}).values()),
+        "limit": lambda device: known.limit,
+        "facts": lambda: known.facts,
+        "predicted": lambda device, shape: 450.0 * MIB + 70_000.0 * shape.samples * shape.length,
+        "planned": lambda: {
+            Layout(1): Planned(device_bytes=300.0 * MIB, host_bytes=0.0),
+            Layout(2): Planned(device_bytes=225.0 * MIB, host_bytes=0.0),
+            Layout(3): Planned(device_bytes=150.0 * MIB, host_bytes=0.0),
+        },
+    }
+    return Sources(**{**facts, **changes})
