@@ -36,11 +36,24 @@ class MemoryReading:
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
         """Return, by device, what forecasts are made from."""
+        shapes = _neediest(self.shapes)
         return {
-            device: _point(step, states, self.shapes)
+            device: _point(step, states, shapes)
             for device, states in self.readings.items()
             if "allocated" in states
         }
+
+
+def _neediest(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+    """Leave out each micro-batch that another one is at least as large as, in both ways."""
+    if len(shapes) < 2:
+        return shapes
+    ordered = sorted(shapes, key=lambda shape: (shape.samples, shape.length), reverse=True)
+    kept: list[Shape] = []
+    for shape in ordered:
+        if not kept or shape.length > kept[-1].length:
+            kept.append(shape)
+    return tuple(kept)
 
 
 def _point(step: int, states: Reading, shapes: tuple[Shape, ...]) -> PeakPoint:

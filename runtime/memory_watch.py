@@ -17,6 +17,7 @@ from .memory.probe import MemoryProbe
 from .memory_figures import MemoryFigures
 from .memory_hooks import MemoryHooks
 from .memory_reading import MemoryReading
+from .offload.traffic import OffloadTraffic
 from .oom.killed import find_killed
 from .oom.life import LifeFile
 from .oom.post_mortem import PostMortem
@@ -68,7 +69,16 @@ class MemoryWatch:
         sources = oom_sources(around, parts)
         self._post_mortem = PostMortem(around.identity.rank, sources) if settings.enabled else None
         self._around = around
+        self._offload: OffloadTraffic | None = None
+        if settings.enabled:
+            events = around.notes.events
+            self._offload = guard("offload", OffloadTraffic)(engine, around.hooks, events)
         self._life: LifeFile | None = None
+
+    @property
+    def cost_ns(self) -> int:
+        """Nanoseconds that hooks on offloading took on the training thread."""
+        return 0 if self._offload is None else self._offload.cost_ns
 
     def take(self, closed: ClosedStep) -> Mapping[str, float]:
         """Take what was read at the end of a step; return the risk by device."""
@@ -92,6 +102,8 @@ class MemoryWatch:
             self._forecasts.renew()
             self._leaks.look()
             self._sign_of_life()
+        if self._offload is not None:
+            self._offload.publish(self._around.recorder)
         if self._meter.age_seconds > IDLE_SECONDS:
             self._figures.publish_states(self._meter.read())
 
@@ -102,9 +114,15 @@ class MemoryWatch:
             self._raised(error, is_end=True)
             self._around.recorder.add(memory.OOMS, 1, out.device, "fatal")
 
+    def close_hooks(self) -> None:
+        """End what runs in training. Safe to call twice."""
+        self.hooks.close()
+        if self._offload is not None:
+            self._offload.restore()
+
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
-        self.hooks.close()
+        self.close_hooks()
         self._leaks.close()
         if self._life is not None:
             self._life.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..metrics.recorder import Recorder
 from ..metrics.settings import Settings
-from .collectives.groups import Groups
+from .collectives.notes import Notes
 from .hooks import Hooks
 from .identity import Identity
 from .phase_clock import PhaseClock
@@ -20,14 +20,15 @@ class Surroundings:
     """The watch of one engine, as its parts see it.
 
     `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
-    process has had; `folder` gives the run folder, where there is one.
+    process has had; `notes` are those of its collectives; `folder` gives the run folder, where
+    there is one.
     """
 
     engine: Callable[[], Any]
     identity: Identity
     epoch: int
     settings: Settings
-    groups: Groups
+    notes: Notes
     clock: PhaseClock
     folder: Callable[[], Path | None]
     recorder: Recorder

@@ -211,7 +211,7 @@ class Watch:
             identity=self._identity,
             epoch=self._epoch,
             settings=self._settings,
-            groups=self._tap.notes.groups,
+            notes=self._tap.notes,
             clock=self._clock,
             folder=lambda: self.run_folder,
             recorder=self._recorder,
@@ -239,7 +239,7 @@ class Watch:
 
     def _close_hooks(self) -> None:
         self._engine_hooks.restore()
-        self._memory.hooks.close()
+        self._memory.close_hooks()
         self._comparison.close_hooks()
         self._data_hooks.restore()
         self._tap.close()
@@ -274,7 +274,7 @@ class Watch:
             self._clock,
             self._hooks,
             seconds={
-                "hooks": lambda: self._engine_hooks.cost_ns / 1e9,
+                "hooks": lambda: (self._engine_hooks.cost_ns + self._memory.cost_ns) / 1e9,
                 "tap": lambda: self._tap.total_cost_ns / 1e9,
                 "watch_thread": lambda: thread.cpu_seconds,
                 "exchange_thread": lambda: self._comparison.cpu_seconds,

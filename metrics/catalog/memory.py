@@ -85,8 +85,16 @@ OOMS = counter(
     Label(name="outcome", values=("replayed", "fatal", "killed", "raised")),
 )
 _DIRECTION = Label(name="direction", values=("to_host", "to_device", "to_nvme", "from_nvme"))
-OFFLOAD_BYTES = counter("offload_bytes_total", "Bytes moved by offloading.", _DIRECTION)
-OFFLOAD_SECONDS = counter("offload_seconds_total", "Seconds spent offloading.", _DIRECTION)
+OFFLOAD_BYTES = counter(
+    "offload_bytes_total",
+    "Bytes moved by ZeRO's offloading; on cpu what would move between host and device.",
+    _DIRECTION,
+)
+OFFLOAD_SECONDS = counter(
+    "offload_seconds_total",
+    "Seconds in code that offloads, casts and norms included; of NVMe only what blocked the host.",
+    _DIRECTION,
+)
 
 METRICS = (
     MEMORY_BYTES,

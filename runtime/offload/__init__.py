@@ -1,0 +1,1 @@
+"""What ZeRO's offloading moves between device, host and NVMe, and for how long."""
