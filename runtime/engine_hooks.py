@@ -95,6 +95,7 @@ class EngineHooks:
         self._on_step_ended = on_step_ended
         self._hooks = hooks
         self._batch_begins = hooks.guard("batch risk", memory.batch_begins)
+        self._backward_ends = hooks.guard("memory categories", memory.backward_ends)
         self._update_begins = hooks.guard("memory categories", memory.step_begins)
         self._raised = hooks.guard("post-mortem", memory.raised)
         self._is_pipeline = hasattr(type(engine), "train_batch")
@@ -204,6 +205,8 @@ class EngineHooks:
         done = self._hooks.guard("_backward_epilogue", self._gradients_done)
 
         def hooked() -> Any:
+            if self._open:
+                self._backward_ends()
             try:
                 return original()
             finally:

@@ -24,7 +24,7 @@ class MemoryFigures:
         self.categories: dict[str, Mapping[str, float]] = {}
         self._recorder = recorder
         self._baseline_bytes = baseline_bytes
-        self._peaks: dict[str, RecentPeak] = {}
+        self._peaks: dict[tuple[str, str], RecentPeak] = {}
 
     def publish(self, reading: MemoryReading) -> None:
         """Publish the end of a step."""
@@ -43,8 +43,8 @@ class MemoryFigures:
                     put.set(memory.ALLOC_RETRIES, value, device)
                 elif state == "unusable":
                     put.set(memory.MEMORY_FRAGMENTATION, value, device)
-                elif state == "peak_allocated":
-                    peak = self._peaks.setdefault(device, RecentPeak()).add(value)
+                elif state.startswith("peak_"):
+                    peak = self._peaks.setdefault((device, state), RecentPeak()).add(value)
                     put.set(memory.MEMORY_BYTES, peak, device, state)
                 else:
                     put.set(memory.MEMORY_BYTES, value, device, state)
@@ -60,7 +60,7 @@ class MemoryFigures:
         categories = categories_at_peak(
             look.held_before.get(device, {}),
             look.held_after.get(device, {}),
-            floor_bytes=states["allocated"],
+            floor_bytes=states["allocated"] - (look.heap_free_bytes if device == "cpu" else 0),
             peak_bytes=max(passes, default=states.get("peak_allocated", states["allocated"])),
             baseline_bytes=self._baseline_bytes.get(device, 0.0),
         )

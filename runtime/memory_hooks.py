@@ -1,7 +1,7 @@
 """What the training thread notes of memory: the batches, peaks of steps, and now and then all.
 
 A step in some seconds is looked at closely: memory is read wherever its phase changes, and the
-engine's tensors are added up twice. On all others there is one reading at the end at most.
+engine's tensors are added up three times. On all others there is one reading at the end at most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from ..metrics.catalog.labels import PHASES
 from .batch_shape import BatchShape
 from .forecast.series import Shape
 from .hooks import Hooks
+from .memory.category_sums import larger_of
+from .memory.free_heap import free_heap_bytes
 from .memory.holdings import engine_holdings
 from .memory.meter import MemoryMeter
 from .memory_reading import CloseLook, Held, MemoryReading
@@ -75,6 +77,7 @@ class MemoryHooks:
         self._phase_ended = hooks.guard("memory phases", self._read_phase)
         self._readings_left = 0
         self._phase_peaks: dict[str, dict[str, float]] = {}
+        self._held_in_backward: Held | None = None
         self._held_before: Held | None = None
         self._looks_cost = 0.0
 
@@ -89,11 +92,22 @@ class MemoryHooks:
             self._shapes[batch] = None
         self._judge(batch)
 
+    def backward_ends(self) -> None:
+        """Add up what the engine holds while buckets are there, if this step is looked at."""
+        engine = self._engine()
+        if self._clock.on_change is None or engine is None or self._held_in_backward is not None:
+            return
+        self._held_in_backward = self._add_up(engine)
+
     def step_begins(self) -> None:
         """Add up what the engine holds while the gradients are there, if this step is looked at."""
         engine = self._engine()
-        if self._clock.on_change is not None and engine is not None:
-            self._held_before = self._add_up(engine)
+        if self._clock.on_change is None or engine is None:
+            return
+        held = self._add_up(engine)
+        if held is not None and self._held_in_backward is not None:
+            held = larger_of(self._held_in_backward, held)
+        self._held_before = held
 
     def step_ended(self) -> MemoryReading | None:
         """Return this step's reading; None where the last one is too fresh."""
@@ -119,7 +133,7 @@ class MemoryHooks:
         self._look_due = now + pause
         self._readings_left = READINGS_PER_LOOK
         self._phase_peaks = {}
-        self._held_before = None
+        self._held_in_backward = self._held_before = None
         self._looks_cost = 0.0
         self._clock.on_change = self._phase_ended
 
@@ -131,7 +145,15 @@ class MemoryHooks:
         before, after = self._held_before, self._add_up(engine)
         if before is None or after is None:
             return None
-        return CloseLook(phase_peaks=self._phase_peaks, held_before=before, held_after=after)
+        begin = time.perf_counter()
+        free_bytes = free_heap_bytes()
+        self._looks_cost += time.perf_counter() - begin
+        return CloseLook(
+            phase_peaks=self._phase_peaks,
+            held_before=before,
+            held_after=after,
+            heap_free_bytes=free_bytes,
+        )
 
     def _add_up(self, engine: Any) -> Held | None:
         begin = time.perf_counter()

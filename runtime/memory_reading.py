@@ -17,13 +17,16 @@ class CloseLook:
 
     Attributes:
         phase_peaks: By device and phase, the most that was in use, in bytes.
-        held_before: By device and category, what the engine held as its optimizer's step began.
-        held_after: The same, once that had ended.
+        held_before: By device and category, the most that the engine held at two moments: as the
+            first backward pass ended, and as its optimizer's step began.
+        held_after: What it held once that had ended.
+        heap_free_bytes: What the C library kept then of the memory that was freed.
     """
 
     phase_peaks: Mapping[str, Mapping[str, float]]
     held_before: Held
     held_after: Held
+    heap_free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from .closed_step import ClosedStep
 from .forecasts import Forecasts
 from .leak_watch import LeakWatch
 from .memory.category_sums import baseline
+from .memory.free_heap import free_heap_bytes
 from .memory.holdings import engine_holdings
 from .memory.meter import MemoryMeter, Readings
 from .memory.probe import MemoryProbe
@@ -39,6 +40,7 @@ class MemoryWatch:
     def __init__(self, around: Surroundings, engine: Any, probes: Sequence[MemoryProbe]) -> None:
         guard, settings = around.hooks.guard, around.settings.memory
         self._enabled = settings.enabled
+        self._probes = probes
         reads = {probe.device: guard("memory", probe.read) for probe in probes}
         self._meter = MemoryMeter(reads, _budgets(settings, reads))
         self._figures = MemoryFigures(around.recorder, self._baseline(around, engine))
@@ -123,6 +125,8 @@ class MemoryWatch:
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
         self.close_hooks()
+        for probe in self._probes:
+            probe.close()
         self._leaks.close()
         if self._life is not None:
             self._life.close()
@@ -142,9 +146,11 @@ class MemoryWatch:
     def _baseline(self, around: Surroundings, engine: Any) -> Mapping[str, float]:
         held = around.hooks.guard("memory categories", engine_holdings)(engine) or {}
         readings: Readings = self._meter.take()
+        in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
+        if "cpu" in in_use:
+            in_use["cpu"] -= free_heap_bytes()
         return {
-            device: baseline(device, states.get("allocated", 0.0), held.get(device, {}))
-            for device, states in readings.items()
+            device: baseline(device, size, held.get(device, {})) for device, size in in_use.items()
         }
 
     def _raised(self, error: BaseException, *, is_end: bool = False) -> None:

@@ -24,8 +24,8 @@ MEMORY_CATEGORIES = (
 
 MEMORY_BYTES = gauge(
     "memory_bytes",
-    "Memory of a device; on cpu allocated is RSS, peak_allocated the peak RSS of the last "
-    "minute and reserved the virtual size.",
+    "Memory of a device, peaks those of the last minute; on cpu allocated is RSS and reserved the "
+    "virtual size.",
     DEVICE,
     Label(name="state", values=MEMORY_STATES),
 )

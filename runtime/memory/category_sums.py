@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from .categories import ACTIVATIONS, COMM_BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
+Held = Mapping[str, Mapping[str, int]]
+
 # Which of them may not have been there in full at the moment of the peak, likeliest first.
 _PARTLY_THERE = (OTHER, COMM_BUFFERS, GRADIENTS)
 
@@ -24,18 +26,17 @@ def categories_at_peak(
     - parameters are those after the step; so is the optimizer, but for the step that creates its
       states, which are not there yet at the peak
     - gradients and comm_buffers are the larger of the two moments, for they come and go
-    - other = floor - baseline - all that the engine held after the step: the script's own growth,
-      caches, what the allocator keeps; on CUDA its rounding too
+    - other = floor - baseline - all that the engine held after the step
     - activations are what is left, and include whatever lives only within a pass
 
-    Where these are more than peak - baseline, not all of them can have been there at the peak:
-    other, comm_buffers and gradients are cut, in this order. Only if parameters and optimizer alone
-    are more than that is the sum, too.
+    Where the others are more than peak - baseline, not all of them were there at the peak: other,
+    comm_buffers and gradients are cut, in this order. Parameters and optimizer never are.
 
     Args:
         before_step: Bytes by category as the update begins, gradients there; may be empty.
         after_step: Bytes by category when it has ended.
-        floor_bytes: In use when the step has ended.
+        floor_bytes: In use when the step has ended; on CPU RSS less what the C library's heap has
+            free (`free_heap.py`), as the next pass is served from that.
         peak_bytes: Most in use during its forward and backward.
         baseline_bytes: In use for anything but training, see `baseline`.
     """
@@ -50,12 +51,18 @@ def categories_at_peak(
         OTHER: max(0.0, floor_bytes - baseline_bytes - held),
     }
     left = peak_bytes - baseline_bytes - sum(bytes_of.values())
+    return {**_cut(bytes_of, -left), ACTIVATIONS: max(0.0, left)}
+
+
+def _cut(bytes_of: Mapping[str, float], excess: float) -> dict[str, float]:
+    """Take off what is too much, as far as there is something to take it from."""
+    cut = dict(bytes_of)
     for category in _PARTLY_THERE:
-        if left < 0:
-            cut = min(-left, bytes_of[category])
-            bytes_of[category] -= cut
-            left += cut
-    return {**bytes_of, ACTIVATIONS: max(0.0, left)}
+        if excess > 0:
+            less = min(excess, cut[category])
+            cut[category] -= less
+            excess -= less
+    return cut
 
 
 def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float:
@@ -66,10 +73,27 @@ def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float
 
     Args:
         device: "cpu" or "cuda:0".
-        in_use_bytes: RSS at that moment.
+        in_use_bytes: RSS at that moment, less what the C library's heap has free.
         held: The engine's bytes by category on that device at that moment.
     """
     return max(0.0, in_use_bytes - sum(held.values())) if device == "cpu" else 0.0
+
+
+def larger_of(one: Held, other: Held) -> dict[str, dict[str, int]]:
+    """Return by device and category the larger of two looks at an engine.
+
+    Under ZeRO-1 and 2 the reduction buckets are there until the backward pass ends and no longer: a
+    look taken as `_backward_epilogue` begins has them, one taken before the update has not.
+    """
+    return {
+        device: {
+            category: max(one.get(device, {}).get(category, 0), other[device].get(category, 0))
+            for category in other[device]
+        }
+        if device in other
+        else dict(one[device])
+        for device in {**one, **other}
+    }
 
 
 def _larger(before_step: Mapping[str, int], after_step: Mapping[str, int], name: str) -> float:

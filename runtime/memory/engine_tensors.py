@@ -64,6 +64,8 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("optimizer.fp32_partitioned_groups_flat.grad", GRADIENTS),  # stage 3
     ("optimizer.grad_partitions_flat_buffer", GRADIENTS),
     ("optimizer.lp_grad_partitions_flat_pin_buffers", GRADIENTS),
+    # Ends too short for NVMe, each of which keeps its whole fp32 gradient alive.
+    ("optimizer.optimizer_swapper.swap_params_info.unswapped_gradients", GRADIENTS),
     ("optimizer.inf_or_nan_tracker", GRADIENTS),
     ("optimizer._global_grad_norm", GRADIENTS),
     ("optimizer.fp32_groups_gradients_flat", GRADIENTS),  # BF16_Optimizer
@@ -83,23 +85,23 @@ PLACES: tuple[tuple[str, str], ...] = (
     ("optimizer.state", OPTIMIZER),  # stage 0 has torch's optimizer itself
     ("optimizer._dummy_overflow_buf", OPTIMIZER),
 )
-_STEPS = tuple((place.split("."), category) for place, category in PLACES)
+_STEPS = tuple((place, place.split("."), category) for place, category in PLACES)
 _CONTAINERS = (list, dict, tuple, deque)
 _NO_DICTIONARY: Mapping[str, Any] = {}
 
 
-def engine_tensors(engine: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Tell category and what stands at its places, tensors among them, in the table's order."""
+def engine_tensors(engine: Any) -> Iterator[tuple[str, str, list[Any]]]:
+    """Tell place, category and what stands there, tensors among it, in the table's order."""
     parameters, buffers = _of_module(engine.module)
     roots = {"parameters": parameters, "buffers": buffers, "optimizer": [engine.optimizer]}
-    for (root, *names), category in _STEPS:
+    for place, (root, *names), category in _STEPS:
         found = roots[root]
         for name in names:
             found = _next(found, name)
             if not found:
                 break
         else:
-            yield category, found
+            yield place, category, found
 
 
 def _next(owners: list[Any], name: str) -> list[Any]:

@@ -29,7 +29,7 @@ def engine_holdings(engine: Any) -> Holdings:
     """
     seen: set[int] = set()
     holdings: dict[str, dict[str, int]] = {}
-    for category, found in engine_tensors(engine):
+    for _, category, found in engine_tensors(engine):
         for device, size in _new_bytes(found, seen, as_buffers=category == COMM_BUFFERS).items():
             by_category = holdings.setdefault(str(device), dict.fromkeys(HELD, 0))
             by_category[category] += size

@@ -1,18 +1,28 @@
-"""The part of torch.cuda that tells about memory, over plain numbers."""
+"""The parts of torch.cuda and torch._C that tell about memory, over plain numbers."""
 
 from __future__ import annotations
 
+import types
 from typing import Any
+
+_COUNTED = ("allocation", "segment", "active", "inactive_split")
+_SIZED = ("allocated", "reserved", "active", "inactive_split", "requested")
+_GROUPS = (*_COUNTED, *(f"{name}_bytes" for name in _SIZED))
+_OVERSIZE = ("oversize_allocations", "oversize_segments")
 
 
 class FakeCudaMemory:
     def __init__(self, *, free: int, total: int, share: float = 1.0) -> None:
         self.free, self.total, self.share = free, total, share
-        self.current = {"allocated_bytes": 0, "reserved_bytes": 0, "inactive_split_bytes": 0}
+        groups = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "active_bytes")
+        self.current = dict.fromkeys(groups, 0)
         self.peak = dict(self.current)
         self.retries = 0
         self.initialized = True
         self.info_calls = 0
+
+    def is_initialized(self) -> bool:
+        return self.initialized
 
     def memory_stats_as_nested_dict(self, device: int, /) -> dict[str, Any]:
         if not self.initialized:
@@ -29,3 +39,31 @@ class FakeCudaMemory:
 
     def get_per_process_memory_fraction(self, device: int, /) -> float:
         return self.share
+
+
+class FakeAllocator(types.ModuleType):
+    """One device's allocator as `torch._C` shows it: what is in use, its peak, a private pool."""
+
+    def __init__(self) -> None:
+        super().__init__("torch._C")
+        self.bytes = self.peak = 0
+        self.has_pool = True
+
+        def stats(device: int) -> dict[str, Any]:
+            now = {"current": self.bytes, "peak": self.peak, "allocated": 7, "freed": 3}
+            by_pool = {"all": now, "large_pool": now, "small_pool": now}
+            groups = {name: by_pool for name in _GROUPS} | {name: now for name in _OVERSIZE}
+            private = {(0, 1): {"all": dict(now)}} if self.has_pool else {}
+            retries = {"num_alloc_retries": 0, "num_ooms": 0}
+            return {**groups, **retries, "reserved_bytes_by_private_pools": private}
+
+        def reset(device: int) -> None:
+            self.peak = self.bytes
+
+        self._cuda_memoryStats = self._accelerator_getDeviceStats = stats
+        self._cuda_resetPeakMemoryStats = self._accelerator_resetPeakStats = reset
+
+    def use(self, size: int) -> None:
+        """Hold so many bytes from now on."""
+        self.bytes = size
+        self.peak = max(self.peak, size)

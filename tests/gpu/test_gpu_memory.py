@@ -20,9 +20,9 @@ pytestmark = [
 def test_all_states_are_read_and_agree_with_torch() -> None:
     block = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
 
-    readings = cuda_memory(0).read()
+    readings = cuda_memory(0, reset_peak=False).read()
 
-    assert set(readings) == {*MEMORY_STATES, "alloc_retries"}
+    assert set(readings) == {*MEMORY_STATES, "alloc_retries", "unusable"}
     assert readings["allocated"] == torch.cuda.memory_allocated(0) >= block.numel()
     assert readings["reserved"] == torch.cuda.memory_reserved(0)
     assert readings["peak_allocated"] == torch.cuda.max_memory_allocated(0)
@@ -34,17 +34,17 @@ def test_reading_leaves_torch_s_peak_alone() -> None:
     del block
     peak = torch.cuda.max_memory_allocated(0)
 
-    cuda_memory(0).read()
+    cuda_memory(0, reset_peak=False).read()
 
     assert torch.cuda.max_memory_allocated(0) == peak
 
 
 def test_the_limit_does_not_depend_on_what_torch_holds() -> None:
     torch.ones(1, device="cuda")
-    before = cuda_memory(0).read()["limit"]
+    before = cuda_memory(0, reset_peak=False).read()["limit"]
 
     block = torch.ones(1024 * MIB, dtype=torch.uint8, device="cuda")
-    after = cuda_memory(0).read()["limit"]
+    after = cuda_memory(0, reset_peak=False).read()["limit"]
 
     assert block.numel() == 1024 * MIB
     assert after == pytest.approx(before, abs=64 * MIB)
@@ -61,7 +61,9 @@ def test_reading_on_another_thread_does_not_break_a_graph_capture() -> None:
 
     with torch.cuda.graph(graph):
         tensor.add_(1)
-        thread = threading.Thread(target=lambda: readings.append(cuda_memory(0).read()))
+        thread = threading.Thread(
+            target=lambda: readings.append(cuda_memory(0, reset_peak=False).read())
+        )
         thread.start()
         thread.join()
     graph.replay()

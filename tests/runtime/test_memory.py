@@ -231,8 +231,9 @@ def test_a_container_that_is_resized_shows_within_ten_seconds(tmp_path: Path) ->
 
 def test_cuda_readings_are_the_allocator_s() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
-    cuda.current = {"allocated_bytes": 5, "reserved_bytes": 10, "inactive_split_bytes": 2}
-    cuda.peak = {"allocated_bytes": 8, "reserved_bytes": 12, "inactive_split_bytes": 4}
+    cuda.current |= {"allocated_bytes": 5, "reserved_bytes": 10, "inactive_split_bytes": 2}
+    cuda.current["active_bytes"] = 6  # a byte is freed, and another stream may still use it
+    cuda.peak |= {"allocated_bytes": 8, "reserved_bytes": 12, "inactive_split_bytes": 4}
     cuda.retries = 3
 
     readings = CudaMemory(0, cuda).read()
@@ -243,10 +244,11 @@ def test_cuda_readings_are_the_allocator_s() -> None:
         "peak_allocated": 8,
         "peak_reserved": 12,
         "inactive_split": 2,
+        "unusable": 3,
         "limit": 40,
         "alloc_retries": 3,
     }
-    assert set(readings) - {"alloc_retries"} == set(MEMORY_STATES)
+    assert set(readings) - {"alloc_retries", "unusable"} == set(MEMORY_STATES)
 
 
 def test_a_granted_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:

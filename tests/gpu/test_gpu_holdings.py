@@ -1,0 +1,101 @@
+"""Holdings and peaks of a real engine on a GPU, against what torch's allocator says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scripts.launching import SCRIPTS
+
+from zerowatch.runtime.memory.cuda import cuda_memory
+from zerowatch.runtime.memory.kept_peaks import KeptPeaks
+
+MIB = 2**20
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def block(size: int) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8, device="cuda")
+
+
+def test_each_reading_has_the_peak_since_the_last_and_torch_goes_on_telling_its_own() -> None:
+    torch.cuda.reset_peak_memory_stats(0)
+    floor = torch.cuda.memory_allocated(0)
+    probe = cuda_memory(0, reset_peak=True)
+    try:
+        probe.read()
+        del_me = block(256 * MIB)
+        del del_me
+        first, second = probe.read(), probe.read()
+
+        assert first["peak_allocated"] == floor + 256 * MIB
+        assert second["peak_allocated"] == floor
+        assert torch.cuda.max_memory_allocated(0) == floor + 256 * MIB
+        assert torch.accelerator.max_memory_allocated(0) == floor + 256 * MIB
+        torch.cuda.reset_peak_memory_stats(0)
+        assert torch.cuda.max_memory_allocated(0) == floor
+    finally:
+        probe.close()
+
+
+def test_statistics_but_for_ours_are_as_without_us() -> None:
+    held = block(64 * MIB)
+    before = torch.cuda.memory_stats_as_nested_dict(0)
+    peaks = KeptPeaks(torch._C)
+    try:
+        peaks.take(0)
+
+        assert torch.cuda.memory_stats_as_nested_dict(0) == before
+    finally:
+        peaks.restore()
+    assert held.numel() == 64 * MIB
+
+
+def test_pieces_that_fit_no_large_request_are_unusable() -> None:
+    torch.cuda.empty_cache()
+    probe = cuda_memory(0, reset_peak=False)
+    blocks = [block(4 * MIB) for _ in range(64)]
+    before = probe.read()["unusable"]
+
+    del blocks[::2]
+    after = probe.read()["unusable"]
+
+    assert after - before >= 100 * MIB
+
+
+CASES = (
+    "fp32 stage 0",
+    "bf16 stage 1",
+    "fp32 stage 2",
+    "bf16 stage 3",
+    "bf16 stage 2, optimizer on cpu",
+    "bf16 stage 3, all on cpu",
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_a_step_s_end_the_holdings_are_what_the_allocator_has(name: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    inherited = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
+    # cuBLAS's workspaces come from the allocator too, and are nobody's tensors.
+    no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+
+    subprocess.run(
+        [sys.executable, str(SCRIPTS / "holdings_cuda_job.py"), str(report), name],
+        env={**inherited, **rank, **address, **no_workspace},
+        check=True,
+        timeout=300,
+    )
+
+    for look in json.loads(report.read_text()):
+        assert look["told"] == pytest.approx(look["allocated"], rel=0.01)

@@ -1,0 +1,27 @@
+"""Real peaks of RSS, explained: what nobody accounts for is small, and all of it adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+
+pytestmark = pytest.mark.jobs
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_less_than_a_tenth_of_a_peak_is_other(stage: int, tmp_path: Path) -> None:
+    script = SCRIPTS / "holdings_rss_job.py"
+    job = start(TORCHRUN, *TWO_RANKS, script, tmp_path, f"fp32 stage {stage}", 2, cwd=tmp_path)
+
+    assert job.returncode == 0, job.stderr[-3000:]
+    for rank in range(2):
+        last = json.loads((tmp_path / f"rank-{rank}.json").read_text())[-1]
+        above = last["peak"] - last["baseline"]
+        assert sum(last["categories"].values()) == pytest.approx(above)
+        assert last["categories"]["other"] < 0.1 * above
+        assert last["categories"]["activations"] > 20 * MIB  # the logits alone are more

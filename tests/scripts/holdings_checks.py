@@ -1,0 +1,135 @@
+"""Trains each case on two ranks and writes what the engine holds, told and counted another way.
+
+`holdings_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. The other way: every tensor
+that the garbage collector knows, less those that were there before the engine; parameters and
+optimizer by module, parameter groups and optimizer state.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+from deepspeed.utils import groups, safe_get_local_fp32_param
+from holdings_cases import CASES, Case, Net
+
+from zerowatch.runtime.memory.engine_tensors import engine_tensors
+from zerowatch.runtime.memory.holdings import engine_holdings
+
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed refuses fp16 on CPUs; torch computes it.
+get_accelerator().is_fp16_supported = lambda: True
+
+PARTS = ("ds_tensor", "ds_secondary_tensor")
+Storages = dict[int, int]
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> Storages:
+    """Return bytes by address."""
+    seen = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in seen if storage.nbytes()}
+
+
+def tensors_of_this_process() -> list[torch.Tensor]:
+    """Return all that Python knows, and their gradients, which C++ may have to itself."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
+
+
+def of_the_optimizer(engine) -> list[torch.Tensor]:
+    optimizer = engine.basic_optimizer
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    # Stage 3 puts its part into a parameter group for the moment of the update only. On NVMe it is
+    # in no tensor but then, and asking for it would read it into one.
+    on_nvme = getattr(engine.optimizer, "optimizer_swapper", None) is not None
+    module = [] if on_nvme else engine.module.parameters()
+    partitioned = [p for p in module if hasattr(p, "ds_tensor")]
+    masters = [safe_get_local_fp32_param(p) for p in partitioned if p.ds_tensor.numel()]
+    return [t for t in [*optimizer.state, *grouped, *states, *masters] if torch.is_tensor(t)]
+
+
+def look(engine, foreign: Storages) -> dict:
+    told = {device: dict(held) for device, held in engine_holdings(engine).items()}
+    module = engine.module
+    parameters = storages(
+        tensor
+        for parameter in [*module.parameters(), *module.buffers()]
+        for tensor in (parameter, *(getattr(parameter, name, None) for name in PARTS))
+        if tensor is not None
+    )
+    optimizer = storages(of_the_optimizer(engine))
+    told_bytes, total = sum(sum(held.values()) for held in told.values()), -1
+    for _ in range(50):  # gloo's threads let go of a call's tensors a moment after its end
+        gc.collect()
+        everything = storages(tensors_of_this_process())
+        total = sum(size for at, size in everything.items() if at not in foreign)
+        if total == told_bytes:
+            break
+        time.sleep(0.02)
+    return {
+        "told": told,
+        "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
+        "parameters": sum(parameters.values()),
+        "found": sorted(
+            place for place, _, found in engine_tensors(engine) if any(map(torch.is_tensor, found))
+        ),
+        "optimizer": sum(size for at, size in optimizer.items() if at not in parameters),
+        "total": total,
+    }
+
+
+def train(engine, case: Case, foreign: Storages) -> list[dict]:
+    looks = []
+    for _ in range(3):
+        for _ in range(case.accumulation):
+            batch = torch.randn(2, case.width).to(next(engine.module.parameters()).dtype)
+            engine.backward(engine(batch))
+            if engine.is_gradient_accumulation_boundary():
+                looks.append(look(engine, {**foreign, **storages([batch])}))
+            engine.step()
+        looks.append(look(engine, {**foreign, **storages([batch])}))
+    return looks
+
+
+def measure(case: Case, folder: Path) -> list[dict]:
+    gc.collect()
+    before = tensors_of_this_process()  # kept, so that no address is used again
+    torch.manual_seed(0)
+    model = Net(case.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=case.ds_config(folder))[
+        0
+    ]
+    del model, optimizer
+    looks = train(engine, case, storages(before))
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if plain is not None:
+        torch.nn.functional.linear = plain
+    return looks
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed("gloo", verbose=False)
+    gc.freeze()  # what is there by now is no engine's, and costs time at each collection
+    results = {name: measure(CASES[name], target) for name in sys.argv[2:] or CASES}
+    (target / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
