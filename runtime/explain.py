@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +14,20 @@ import click
 from ..errors import CommandLineError, DsConfigError
 
 if TYPE_CHECKING:
+    from .explain_batch import BatchPlan
     from .plan.plan import Plan
     from .plan.shapes import ModelShape, Topology
 
 _ALL = "all"
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-# What code that builds a model may raise; anything else is worth its traceback.
-_BUILD_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 @click.command(short_help="What a configuration will send and hold, per ZeRO stage.")
 @click.argument("config_file", metavar="DS_JSON")
 @click.option("--world", type=int, required=True, help="Ranks of the job.")
 @click.option("--params", "size", help="Parameters of the model, as 125M, 7B, 1e9 or 350000.")
-@click.option("--model", metavar="MODULE:CALLABLE", help="A callable that returns the model.")
+@click.option(
+    "--model", "model_name", metavar="MODULE:CALLABLE", help="A callable that returns the model."
+)
 @click.option("--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True)
 @click.option("--tp", type=int, help="Ranks of tensor parallelism.  [default: the configuration's]")
 @click.option("--pp", type=int, default=1, show_default=True, help="Ranks of pipeline parallelism.")
@@ -50,39 +38,52 @@ _BUILD_ERRORS = (
     show_default=True,
     help="ZeRO stage to plan for.",
 )
+@click.option("--sequence", type=int, help="Tokens of a sample; adds what activations take.")
+@click.option(
+    "--micro-batch", type=int, help="Samples of a micro-batch.  [default: the configuration's]"
+)
+@click.option("--memory", metavar="SIZE", help="Memory of the device, as 80GiB: what fits in it?")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
 def explain(
     config_file: str,
     world: int,
     size: str | None,
-    model: str | None,
+    model_name: str | None,
     backend: str,
     tp: int | None,
     pp: int,
     stage: str,
+    sequence: int | None,
+    micro_batch: int | None,
+    memory: str | None,
     as_json: bool,
 ) -> None:
     """Say what the configuration DS_JSON will put on the wire and hold in memory.
 
-    Nothing is trained and no GPU is needed: the collectives, their bytes and the memory of one rank
-    are worked out from the configuration and the model's shapes, for each ZeRO stage, beside the
-    least that the stage needs.
+    Nothing is trained and no GPU is needed: collectives, bytes and the memory of one rank are
+    worked out from the configuration and the model's shapes, for each ZeRO stage.
 
     Example: zerowatch explain ds.json --world 8 --model my_project.model:build
     """
+    from .explain_batch import Asked, batch_plan
+    from .explain_model import model_of
     from .plan.options import stage_of
 
     config = _read_config(config_file)
+    _warn_of_misspelt_keys(config, config_file)
     own_stage = stage_of(config, config_file)
-    shape = _model_shape(size, model)
+    model = model_of(size, model_name)
     topology = _topology(config, world, tp, pp, backend)
-    plans = _plans(config, shape, topology, stage, config_file)
+    plans = _plans(config, model[0], topology, stage, config_file)
+    asked = Asked(sequence=sequence, micro_batch=micro_batch, memory=memory)
+    batch = batch_plan(asked, config, model, topology, config_file)
     if as_json:
-        click.echo(json.dumps(_as_json(plans, shape, topology), indent=2))
+        click.echo(json.dumps(_as_json(plans, model[0], topology, batch), indent=2))
         return
     from .explain_table import Heading, print_plans
 
-    print_plans(plans, Heading(config_file, shape, topology, own_stage), sys.stdout)
+    heading = Heading(config_file, model[0], topology, own_stage, batch)
+    print_plans(plans, heading, sys.stdout)
 
 
 def _read_config(config_file: str) -> Mapping[str, Any]:
@@ -99,63 +100,15 @@ def _read_config(config_file: str) -> Mapping[str, Any]:
     return config
 
 
-def _model_shape(size: str | None, model: str | None) -> ModelShape:
-    if (size is None) == (model is None):
-        raise CommandLineError("give either --params, as 7B, or --model, as my_project.model:build")
-    if model is not None:
-        return _shape_of_model(model)
-    from .plan.typical_model import typical_transformer
+def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
+    from .explain_keys import misspelt_keys
 
-    return typical_transformer(_num_parameters(size or ""))
-
-
-def _num_parameters(size: str) -> int:
-    unit = size[-1:].upper()
-    digits = size[:-1] if unit in _UNITS else size
-    try:
-        number = round(float(digits) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError) as error:
-        raise CommandLineError(f"--params {size} is no size; give it as 125M, 7B or 1e9") from error
-    if number < 1000:
-        raise CommandLineError(f"--params {size} is no size of a model; give 1000 or more")
-    return number
-
-
-def _shape_of_model(name: str) -> ModelShape:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise CommandLineError(f"--model {name} names no callable; give it as package.module:name")
-    sys.path.insert(0, "")  # as `python -m` finds modules
-    try:
-        build = getattr(import_module(module_name), attribute)
-    except _BUILD_ERRORS as error:
-        raise _unusable(name, "does not import", error) from error
-    return _build(name, build)
-
-
-def _build(name: str, build: Any) -> ModelShape:
-    import torch
-
-    from .plan.read_module import shape_of
-    from .plan.run_order import run_order
-
-    try:
-        with torch.device("meta"):  # no memory, and no time for random weights
-            module = build()
-    except _BUILD_ERRORS:
-        try:
-            module = build()
-        except _BUILD_ERRORS as error:
-            raise _unusable(name, "fails when it is called without arguments", error) from error
-    if not isinstance(module, torch.nn.Module):
-        kind = type(module).__name__
-        raise CommandLineError(f"--model {name} returns a {kind}; let it return a torch.nn.Module")
-    return shape_of(module, order=run_order(module))
-
-
-def _unusable(name: str, fault: str, error: BaseException) -> CommandLineError:
-    reason = " ".join(str(error).split())
-    return CommandLineError(f"--model {name} {fault}: {type(error).__name__}: {reason}; correct it")
+    found = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
+    if found:
+        ignored = ", ".join(found)
+        click.echo(
+            f"zerowatch: {config_file}: DeepSpeed does not know and ignores {ignored}", err=True
+        )
 
 
 def _topology(
@@ -187,13 +140,26 @@ def _plans(
     return [plan_step(model, config, topology, stage=one, origin=origin) for one in stages]
 
 
-def _as_json(plans: list[Plan], model: ModelShape, topology: Topology) -> dict[str, Any]:
+def _as_json(
+    plans: list[Plan], model: ModelShape, topology: Topology, batch: BatchPlan
+) -> dict[str, Any]:
     return {
         "topology": asdict(topology),
         "parameters": model.num_parameters,
         "trained_parameters": model.num_trained,
+        "batch": {**asdict(batch), "activation_bytes": _known_activation_bytes(batch)},
         "plans": [
-            {**asdict(plan), "wire_bytes": plan.wire_bytes, "volume_ratio": plan.volume_ratio}
+            {
+                **asdict(plan),
+                "wire_bytes": plan.wire_bytes,
+                "volume_ratio": plan.volume_ratio,
+                "peak": asdict(batch.peak(plan)),
+                "largest_micro_batch": batch.largest(plan),
+            }
             for plan in plans
         ],
     }
+
+
+def _known_activation_bytes(batch: BatchPlan) -> int | None:
+    return batch.activation_bytes if batch.activations else None

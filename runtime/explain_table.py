@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from textwrap import wrap
 from typing import TextIO
@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .explain_batch import BatchPlan
+from .format_bytes import format_bytes
+from .plan.activations import Activations
 from .plan.plan import Plan, PlannedCollective
 from .plan.shapes import ModelShape, Topology
 
@@ -28,6 +31,7 @@ class Heading:
     model: ModelShape
     topology: Topology
     own_stage: int
+    batch: BatchPlan = field(default_factory=BatchPlan)
 
 
 def print_plans(plans: Sequence[Plan], heading: Heading, file: TextIO) -> None:
@@ -48,19 +52,12 @@ def _print(
     console.print(_wire_table(plans, heading, frame))
     console.print()
     console.print(_memory_table(plans, heading, frame))
+    for line in _on_memory(plans, heading.batch):
+        console.print(Text(line), soft_wrap=True)
     for plan in plans:
         for line in _sentences(plan, plans, heading):
             style = "" if line.startswith(" ") else "bold"
             console.print(Text(line, style=style), soft_wrap=True)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Write a size with its binary unit, in three digits."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB" if num_bytes < 1000 else f"{num_bytes / 1024:.1f} TiB"
 
 
 def _title(heading: Heading) -> str:
@@ -123,21 +120,50 @@ def _collective_cells(collective: PlannedCollective, topology: Topology) -> Iter
 
 
 def _memory_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None) -> Table:
-    title = "Memory of one rank in training, without activations"
-    columns = ("stage", *(name.replace("_", " ") for name in _MEMORY), "on device", "host", "NVMe")
-    table = _table(title, frame, columns, num_texts=1)
+    batch = heading.batch
+    columns = ["stage", *(name.replace("_", " ") for name in _MEMORY)]
+    columns += ["activations"] * (batch.samples is not None) + ["at peak", "host"]
+    on_disk = any(plan.memory.nvme_bytes for plan in plans)
+    title = _memory_title(batch)
+    dense = on_disk and frame is None  # so that all columns fit in a line
+    table = _table(title, frame, columns + ["NVMe"] * on_disk, num_texts=1, dense=dense)
     for plan in plans:
-        memory = plan.memory
-        cells = [memory.device_bytes[name] for name in _MEMORY]
-        cells += [memory.total_device_bytes, memory.host_bytes, memory.nvme_bytes]
-        table.add_row(
-            _mark(plan, heading), *(format_bytes(size) if size else "-" for size in cells)
-        )
+        cells = [_cell(plan.memory.device_bytes[name]) for name in _MEMORY]
+        if batch.samples is not None:
+            cells.append(_cell(batch.activation_bytes) if batch.activations else "?")
+        peak = batch.peak(plan)
+        cells += [_cell(peak.device_bytes), _cell(peak.host_bytes)]
+        table.add_row(_mark(plan, heading), *cells, *[_cell(plan.memory.nvme_bytes)] * on_disk)
     return table
 
 
-def _table(title: str, frame: box.Box | None, columns: Sequence[str], num_texts: int) -> Table:
-    table = Table(title=title, box=frame, title_justify="left", title_style="bold", pad_edge=False)
+def _memory_title(batch: BatchPlan) -> str:
+    title = "Memory of one rank in training, "
+    if batch.samples is None or batch.activations is None:
+        return title + "without activations"
+    return title + f"micro-batches of {batch.samples} x {batch.activations.tokens:,} tokens"
+
+
+def _cell(size: int) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def _table(
+    title: str,
+    frame: box.Box | None,
+    columns: Sequence[str],
+    num_texts: int,
+    *,
+    dense: bool = False,
+) -> Table:
+    table = Table(
+        title=title,
+        box=frame,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+        collapse_padding=dense,
+    )
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < num_texts else "right", no_wrap=True)
     return table
@@ -145,6 +171,41 @@ def _table(title: str, frame: box.Box | None, columns: Sequence[str], num_texts:
 
 def _mark(plan: Plan, heading: Heading) -> str:
     return f"{plan.stage} <-" if plan.stage == heading.own_stage else str(plan.stage)
+
+
+def _on_memory(plans: Sequence[Plan], batch: BatchPlan) -> Iterable[str]:
+    """Say what the table leaves out, and what would fit."""
+    in_step = [str(plan.stage) for plan in plans if batch.peak(plan).moment == "step"]
+    if in_step:
+        yield from _indent(
+            f"Stage {', '.join(in_step)}: the peak is in the optimizer's step, which copies "
+            "gradients; elsewhere it is as backward begins or ends."
+        )
+    if batch.samples is None:
+        yield from _indent(
+            "Activations are left out; --sequence, the tokens of a sample, adds them."
+        )
+    elif batch.activations is None:
+        yield from _indent(f"Activations are unknown: {batch.unknown}.")
+    else:
+        yield from _on_recomputation(batch.activations, batch.samples)
+    if batch.limit_bytes is not None and batch.activations is not None:
+        fitting = ", ".join(
+            f"stage {plan.stage}: {batch.largest(plan) or 'none'}" for plan in plans
+        )
+        yield from _indent(
+            f"Largest micro-batch in {format_bytes(batch.limit_bytes)}, in samples: {fitting}. "
+            "What CUDA itself takes and fragmentation are not counted."
+        )
+
+
+def _on_recomputation(activations: Activations, samples: int) -> Iterable[str]:
+    recomputed = activations.recomputed_sample_bytes
+    if recomputed is not None and recomputed < activations.sample_bytes:
+        yield from _indent(
+            f"With activation checkpointing of each layer, activations would take "
+            f"{format_bytes(samples * recomputed)}."
+        )
 
 
 def _sentences(plan: Plan, plans: Sequence[Plan], heading: Heading) -> Iterable[str]:
@@ -155,6 +216,9 @@ def _sentences(plan: Plan, plans: Sequence[Plan], heading: Heading) -> Iterable[
     yield f"Stage {plan.stage}, as configured" if own else f"Stage {plan.stage}"
     for remark in plan.remarks if full else _briefly(plan):
         yield from _indent(remark)
+    if full:
+        resting = format_bytes(plan.memory.resting_bytes)
+        yield from _indent(f"Between steps the device holds {resting}.")
     if full and plan.exact:
         yield from _indent("Calls and payload bytes are exact.")
     if full and plan.assumptions:

@@ -22,6 +22,7 @@ from .oom.snapshot import dump_snapshot
 from .oom.would_fit import Layout, Planned
 from .plan.engine_plan import engine_config, engine_shape
 from .plan.options import read_options
+from .plan.peak import peak_of
 from .plan.shapes import Topology
 from .plan.step import plan_step
 from .surroundings import Surroundings
@@ -104,8 +105,9 @@ def planned_layouts(engine: Any) -> Mapping[Layout, Planned]:
             memory = plan_step(shape, changed, topology, stage=stage, origin="engine").memory
         except DsConfigError:  # this stage cannot do that
             continue
+        peak = peak_of(memory, micro_batches=config["gradient_accumulation_steps"])
         planned[Layout(stage, optimizer, parameters)] = Planned(
-            device_bytes=memory.total_device_bytes, host_bytes=memory.host_bytes
+            device_bytes=peak.device_bytes, host_bytes=peak.host_bytes
         )
     return planned
 

@@ -1,9 +1,10 @@
-"""What a rank holds in memory between steps, by category, on the device and on the host.
+"""What a rank holds in memory in training, by category, on the device and on the host.
 
 Source: section 5 of the ZeRO paper (arXiv 1910.02054): with P parameters over n ranks, 16-bit
 training by Adam holds 2P of parameters, 2P of gradients and 12P of optimizer (fp32 copy, momentum,
 variance); stage 1 divides the last by n, stage 2 the gradients too, stage 3 all. Where DeepSpeed
-0.19.8 holds something else, the line that does so is named. Activations are not planned.
+0.19.8 holds something else, the line that does so is named. Gradients are planned in gradients.py,
+activations in activations.py; peak.py puts them together.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .gradients import Sizes, gradient_bytes, master_width
 from .options import Options
 from .shapes import BYTES_OF, ModelShape
 
@@ -29,22 +31,54 @@ _STATES = {
 _ADAMS_STATES = 2
 
 
+# What backward fills and the step then needs no more, or in another form.
+_OF_BACKWARD = ("gathered", "gradients", "comm_buffers")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank. `host_bytes` is what offloading keeps in CPU memory.
+    """Bytes of one rank, without activations.
 
-    Categories of `device_bytes`: parameters, gathered (the most that ZeRO-3 has whole at any time),
-    gradients, optimizer, comm_buffers (the buckets of gradients).
+    Attributes:
+        device_bytes: At the end of backward, by category: parameters, gathered (the most that
+            ZeRO-3 has whole at any time, with what a gather lands in), gradients, optimizer,
+            comm_buffers (buckets of gradients, messages, temporary copies).
+        step_bytes: What the optimizer's step has on the device beside parameters and optimizer:
+            gradients and their copies.
+        forward_bytes: What is there of gradients and buffers while forward runs.
+        resting_bytes: All that is on the device between steps.
+        host_bytes: What offloading keeps in CPU memory.
+        nvme_bytes: What offloading keeps on disk.
+        accumulated_device_bytes: What is more on the device at the end of backward where a step
+            has several micro-batches.
+        accumulated_forward_bytes: What is more while forward runs, from the second one on.
+        accumulated_host_bytes: What is more in CPU memory.
     """
 
     device_bytes: Mapping[str, int]
+    step_bytes: int
+    forward_bytes: int
+    resting_bytes: int
     host_bytes: int
     nvme_bytes: int
+    accumulated_device_bytes: int = 0
+    accumulated_forward_bytes: int = 0
+    accumulated_host_bytes: int = 0
+
+    @property
+    def backward_bytes(self) -> int:
+        """What backward has on the device at its end beside parameters and optimizer."""
+        return sum(self.device_bytes[category] for category in _OF_BACKWARD)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the device holds at all times."""
+        return sum(self.device_bytes.values()) - self.backward_bytes
 
     @property
     def total_device_bytes(self) -> int:
-        """Sum over the categories."""
-        return sum(self.device_bytes.values())
+        """The most on the device in a step of one micro-batch, without activations."""
+        return self.kept_bytes + max(self.backward_bytes, self.step_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +108,33 @@ def memory_of(model: ModelShape, options: Options, partition: Partition) -> Memo
     width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
     kept = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
     optimizer = _optimizer(options, partition, width)
+    sizes = Sizes(part=partition.part, whole=partition.whole, width=width)
+    gradients = gradient_bytes(model, options, sizes)
+    landing = _landing(model, options, partition) * width
     offload, offload_param = options.offload_optimizer, options.offload_param
     moved = round(optimizer * options.offload_optimizer_ratio) if offload != "none" else 0
     kept_away = kept * width if offload_param != "none" else 0
-    host = _host_gradients(options, partition, width) if offload != "none" else 0
-    host += moved * (offload == "cpu") + kept_away * (offload_param == "cpu")
+    parameters, optimizer_left = kept * width - kept_away, optimizer - moved
+    whole = _persistent(model, options) * width
     return MemoryPlan(
         device_bytes={
-            "parameters": kept * width - kept_away,
-            "gathered": partition.gathered * width,
-            "gradients": _gradients(options, partition, width),
-            "optimizer": optimizer - moved,
-            "comm_buffers": _buffers(options, partition, width),
+            "parameters": parameters,
+            "gathered": partition.gathered * width + landing,
+            "gradients": gradients.kept,
+            "optimizer": optimizer_left,
+            # Gathering and reducing do not fill up at the same moment.
+            "comm_buffers": gradients.buffers + max(0, gradients.transient - landing),
         },
-        host_bytes=host,
+        step_bytes=gradients.in_step,  # which first lets go of what is whole (stage3.py, step)
+        forward_bytes=gradients.in_forward,
+        resting_bytes=parameters + optimizer_left + gradients.in_forward + whole,
+        host_bytes=gradients.host
+        + moved * (offload == "cpu")
+        + kept_away * (offload_param == "cpu"),
         nvme_bytes=moved * (offload == "nvme") + kept_away * (offload_param == "nvme"),
+        accumulated_device_bytes=gradients.accumulated,
+        accumulated_forward_bytes=gradients.accumulated_in_forward,
+        accumulated_host_bytes=gradients.host_accumulated,
     )
 
 
@@ -99,40 +145,27 @@ def _optimizer(options: Options, partition: Partition, width: int) -> int:
     """
     states = optimizer_states(options)
     states = _ADAMS_STATES if states is None else states
-    master = 0 if options.stage == 0 and not options.mixed_precision else 4
-    if options.low_precision_master:
-        master = width
+    has_master = options.stage > 0 or options.mixed_precision
+    master = master_width(options, width) if has_master else 0
     state_width = 2 if options.low_precision_states else 4
     return partition.part * (master + states * state_width)
 
 
-def _gradients(options: Options, partition: Partition, width: int) -> int:
-    accumulated = BYTES_OF[options.accumulation_dtype]
-    if options.stage == 0:
-        return partition.whole * width
-    if options.uses_bf16_optimizer:  # whole fp32 gradients beside the model's own
-        return partition.whole * (width + accumulated)  # fp32_groups_gradients_flat
-    if options.stage == 1:
-        return partition.whole * accumulated
-    if options.offload_optimizer != "none":  # they leave the device bucket by bucket
+def _landing(model: ModelShape, options: Options, partition: Partition) -> int:
+    """Return the elements of the buffer of a gather, out of which parameters are then copied.
+
+    A gather of several is one buffer (partition_parameters.py:1343, 795), at most of the prefetch
+    bucket and one more parameter; a lone parameter is gathered into its own place.
+    """
+    if not options.prefetch_bucket_size or options.allgather_sequential:
         return 0
-    return partition.part * accumulated
-
-
-def _host_gradients(options: Options, partition: Partition, width: int) -> int:
-    """Return the host's bytes beside the optimizer: fp32 gradients, and a staging copy."""
-    staging = width if options.stage < 3 else BYTES_OF[options.accumulation_dtype]
-    return partition.part * ((width if options.low_precision_master else 4) + staging)
-
-
-def _buffers(options: Options, partition: Partition, width: int) -> int:
-    """Return the bytes of reduction buckets, allocated whole however small the model is."""
-    communicated = BYTES_OF[options.communication_dtype]
-    if options.stage == 0 or options.uses_bf16_optimizer:  # flattened copies of gradients
-        return min(partition.whole, 500_000_000) * communicated
-    if options.stage == 3:
-        return options.reduce_bucket_size * communicated * options.contiguous_gradients
-    if not options.contiguous_gradients and options.offload_optimizer == "none":
+    if partition.part == partition.whole:  # a lone rank gathers nothing
         return 0
-    staged = BYTES_OF[options.accumulation_dtype] if options.stage == 1 else width
-    return options.reduce_bucket_size * staged * (2 if options.overlap_comm else 1)
+    largest = max((parameter.numel for parameter in model.parameters), default=0)
+    return min(partition.gathered, options.prefetch_bucket_size + largest)
+
+
+def _persistent(model: ModelShape, options: Options) -> int:
+    """Return the elements that ZeRO-3 keeps whole between steps (parameter_offload.py)."""
+    small = [p.numel for p in model.parameters if p.numel <= options.param_persistence_threshold]
+    return min(sum(small), options.model_persistence_threshold) if options.stage == 3 else 0

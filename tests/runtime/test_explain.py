@@ -189,6 +189,28 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(explain, tmp_path):
     refused_in_one_line(explain(tmp_path / "none.json", *SIZE), "cannot be read")
 
 
+def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(explain, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
+
+    code, out, err = explain(file, *SIZE)
+
+    assert (code, err.count("\n")) == (0, 1)
+    assert "'gradient_cliping' (did you mean 'gradient_clipping'?)" in err
+    assert "'zero_optimisation' (did you mean 'zero_optimization'?)" in err
+    assert "Stage 2, as configured" in out
+
+
+@pytest.mark.parametrize("key", ["my_project", "wandb", "data_parallel_size", "zerowatch"])
+def test_other_keys_are_passed_over_in_silence(explain, tmp_path, key):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, key: {}}))
+
+    _, _, err = explain(file, *SIZE)
+
+    assert err == ""
+
+
 def refused_in_one_line(result: tuple[int, str, str], *words: str) -> None:
     code, out, err = result
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -1,0 +1,46 @@
+"""Finds misspelt top-level keys of a ds config without importing DeepSpeed, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_READ_ELSEWHERE = ("zerowatch", "data_parallel_size")  # by us, and in DeepSpeed's engine
+_ALIKE = 0.85  # of difflib's ratio: a letter or two; keys that resemble none are the user's own
+_SOURCES = ("*config.py", "*constants.py")
+
+
+def misspelt_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each top-level key that is nearly one of DeepSpeed's, and the one it is near to."""
+    known = _known_keys()
+    for key in config:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=_ALIKE)
+        if key not in known and close:
+            yield key, close[0]
+
+
+def _known_keys() -> set[str]:
+    """Collect names and texts of DeepSpeed's modules on configuration; none without DeepSpeed."""
+    package = find_spec("deepspeed")
+    if package is None or package.origin is None:
+        return set()
+    root = Path(package.origin).parent
+    known = set(_READ_ELSEWHERE)
+    for pattern in _SOURCES:
+        for file in root.rglob(pattern):
+            known.update(_names(ast.parse(file.read_text(encoding="utf-8"))))
+    return known
+
+
+def _names(module: ast.Module) -> Iterator[str]:
+    """Yield the texts that could be keys, and the fields of classes."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.isidentifier():
+                yield node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id

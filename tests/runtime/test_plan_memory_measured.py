@@ -1,0 +1,52 @@
+"""Planned memory against what real engines of two ranks hold, and real passes take."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from scripts.estimating import Compared, compare, compare_activations
+
+pytestmark = pytest.mark.jobs
+
+# Of the bench's twelve, those whose memory differs most in kind.
+STATES = (
+    "0, bf16",
+    "1, bf16 over fp32",
+    "2, fp32",
+    "2, bf16 over fp32, optimizer on cpu",
+    "3, fp32",
+    "3, bf16, all on cpu",
+)
+WITH_ACTIVATIONS = ("2, bf16, 4 x 256 tokens",)
+ALONE = ("fp32, 4 x 256", "fp32, 8 x 128, recomputed")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> dict[str, Compared]:
+    folder = tmp_path_factory.mktemp("estimates")
+    return {one.name: one for one in compare(STATES + WITH_ACTIVATIONS, "small", folder)}
+
+
+def test_the_peak_of_model_states_is_planned_within_five_percent_on_the_median(compared):
+    errors = [abs(compared[name].error) for name in STATES]
+
+    assert median(errors) < 0.05
+    assert max(errors) < 0.10
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_held_between_steps_is_planned_as_the_walk_over_tensors_finds_it(compared, name):
+    one = compared[name]
+
+    assert one.held_planned == pytest.approx(one.held_measured, rel=0.01)
+
+
+def test_the_peak_with_activations_is_planned_within_ten_percent(compared):
+    assert [abs(compared[name].error) < 0.10 for name in WITH_ACTIVATIONS] == [True]
+
+
+def test_activations_are_known_within_ten_percent_by_tracing_and_by_formula(tmp_path):
+    pairs = list(compare_activations(ALONE, tmp_path))
+
+    assert {one.name: one.error for pair in pairs for one in pair if abs(one.error) > 0.10} == {}

@@ -1,0 +1,143 @@
+"""A decoder and DeepSpeed configurations of which planned and measured memory are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+RANKS = 2
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """Takes token ids and returns logits; its output layer has a weight of its own."""
+
+    def __init__(
+        self, vocabulary: int, width: int, layers: int, *, recompute: bool = False
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.layers = nn.ModuleList(Layer(width, 4) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(self.norm(x))
+
+
+# Large enough for buckets and padding to matter, with a vocabulary that two ranks share unevenly.
+SMALL = partial(Decoder, 3001, 192, 4)
+LARGE = partial(Decoder, 8003, 384, 6)
+MODELS = {"small": SMALL, "large": LARGE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One configuration; `dtype` is that of parameters, `batch` samples x tokens of a micro-batch.
+
+    By default so few tokens that activations hardly count.
+    """
+
+    zero: Mapping[str, Any]
+    dtype: str = "fp32"
+    accumulation: int = 1
+    batch: tuple[int, int] = (1, 4)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        return {
+            "train_micro_batch_size_per_gpu": self.batch[0],
+            "gradient_accumulation_steps": self.accumulation,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "zero_optimization": dict(self.zero),
+            **self.config,
+        }
+
+
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BUCKET = {"reduce_bucket_size": 500_000}
+CPU = {"device": "cpu", "pin_memory": False}
+OPTIMIZER_ON_CPU = {"offload_optimizer": CPU}
+TIGHT = {
+    **BUCKET,
+    "stage3_param_persistence_threshold": 1000,
+    "stage3_prefetch_bucket_size": 200_000,
+    "stage3_max_reuse_distance": 300_000,
+    "stage3_max_live_parameters": 900_000,
+}
+
+CASES: Mapping[str, Case] = {
+    "0, fp32": Case(zero={"stage": 0}),
+    "0, bf16": Case(zero={"stage": 0}, dtype="bf16", accumulation=2),
+    "1, fp32": Case(zero={"stage": 1, **BUCKET}),
+    "1, bf16, overlap_comm": Case(
+        zero={"stage": 1, "overlap_comm": True, **BUCKET}, dtype="bf16", accumulation=2
+    ),
+    "1, bf16 over fp32": Case(zero={"stage": 1, **BUCKET}, dtype="bf16", config=FP32_GRADIENTS),
+    "1, bf16, optimizer on cpu": Case(
+        zero={"stage": 1, **OPTIMIZER_ON_CPU, **BUCKET}, dtype="bf16", accumulation=2
+    ),
+    "2, fp32": Case(zero={"stage": 2, **BUCKET}, accumulation=2),
+    "2, bf16, not contiguous": Case(
+        zero={"stage": 2, "contiguous_gradients": False, **BUCKET}, dtype="bf16", accumulation=2
+    ),
+    "2, bf16 over fp32, optimizer on cpu": Case(
+        zero={"stage": 2, "overlap_comm": True, **OPTIMIZER_ON_CPU, **BUCKET},
+        dtype="bf16",
+        accumulation=2,
+        config=FP32_GRADIENTS,
+    ),
+    "3, fp32": Case(zero={"stage": 3, **BUCKET}),
+    "3, bf16 over fp32": Case(zero={"stage": 3, **TIGHT}, dtype="bf16", config=FP32_GRADIENTS),
+    "3, bf16, all on cpu": Case(
+        zero={"stage": 3, **OPTIMIZER_ON_CPU, "offload_param": CPU, **TIGHT},
+        dtype="bf16",
+        accumulation=2,
+    ),
+}
+# The same with activations that count.
+WITH_ACTIVATIONS: Mapping[str, Case] = {
+    "0, fp32, 4 x 256 tokens": Case(zero={"stage": 0}, batch=(4, 256)),
+    "1, bf16, 4 x 256 tokens, accumulated": Case(
+        zero={"stage": 1, **BUCKET}, dtype="bf16", accumulation=2, batch=(4, 256)
+    ),
+    "2, bf16, 4 x 256 tokens": Case(zero={"stage": 2, **BUCKET}, dtype="bf16", batch=(4, 256)),
+    "3, bf16, 4 x 256 tokens": Case(zero={"stage": 3, **TIGHT}, dtype="bf16", batch=(4, 256)),
+}
+
+# Micro-batches of which activations alone are compared: model, data type, samples, tokens.
+SHAPES: Mapping[str, tuple[partial[Decoder], str, int, int]] = {
+    "fp32, 4 x 256": (SMALL, "fp32", 4, 256),
+    "bf16, 4 x 256": (SMALL, "bf16", 4, 256),
+    "bf16, 2 x 512, wide": (LARGE, "bf16", 2, 512),
+    "fp32, 8 x 128, recomputed": (partial(SMALL, recompute=True), "fp32", 8, 128),
+}

@@ -1,0 +1,108 @@
+"""Trains each case and writes what its ranks held; `estimate_job.py FOLDER MODEL [CASES...]`.
+
+Three readings that know nothing of the plan: a walk over Python's objects for tensors, the bytes of
+the storages that operations made (the peaks, as a device's allocator would have them), and RSS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from estimate_cases import CASES, MODELS, WITH_ACTIVATIONS, Case
+from measure_plans import forget_stage_3
+
+from zerowatch.runtime.plan.live_bytes import LiveBytes
+
+importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+STEPS = 4  # ZeRO-3 prefetches from the fourth on
+ALL_CASES = {**CASES, **WITH_ACTIVATIONS}
+
+
+def measure(case: Case, model: str) -> dict[str, int]:
+    """Train an engine; return the bytes of its last step, by what was read and when."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, rss_before = storages(), rss("VmRSS")
+    torch.manual_seed(0)
+    counted = LiveBytes()
+    with counted:
+        module = MODELS[model]()
+        # Fused, as DeepSpeed's own is: torch's other one makes copies in its step.
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=case.ds_config)[0]
+        for _ in range(STEPS - 1):
+            step(engine, case, module.words.num_embeddings)
+        read = step(engine, case, module.words.num_embeddings, counted)
+        read["walked"] = sum(bytes_ for key, bytes_ in storages().items() if key not in before)
+        read["counted"] = counted.live
+    read["rss_peak"] -= rss_before
+    engine.destroy()
+    forget_stage_3()
+    return read
+
+
+def step(
+    engine: Any, case: Case, vocabulary: int, counted: LiveBytes | None = None
+) -> dict[str, int]:
+    """Train one step; return the peaks of its passes, of the optimizer's part, and of RSS."""
+    if counted:
+        counted.peak = counted.live
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's mark of the peak
+    for micro_batch in range(case.accumulation):
+        ids = torch.randint(0, vocabulary, case.batch)
+        logits = engine(ids)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        engine.backward(loss)
+        del logits, loss
+        passes_peak = counted.peak if counted else 0
+        if counted and micro_batch == case.accumulation - 1:
+            counted.peak = counted.live
+        engine.step()
+    if not counted:
+        return {}
+    return {
+        "passes_peak": passes_peak,
+        "step_peak": counted.peak,
+        "rss_peak": rss("VmHWM"),
+    }
+
+
+def storages() -> dict[int, int]:
+    """Return the bytes of each storage that a tensor which Python knows stands on."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.Tensor) or thing.is_meta:
+            continue
+        for tensor in (thing, thing.grad if thing.is_leaf else None):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def rss(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+if __name__ == "__main__":
+    folder, model = Path(sys.argv[1]), sys.argv[2]
+    names = sys.argv[3:] or list(CASES)
+    deepspeed.init_distributed("gloo", verbose=False)
+    measure(ALL_CASES[names[0]], model)  # what libraries allocate once belongs to no case
+    gc.collect()
+    gc.freeze()
+    results = {name: measure(ALL_CASES[name], model) for name in names}
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -1,0 +1,110 @@
+"""Compares planned memory with what real engines held, and with what real passes took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zerowatch.runtime.plan.activations import typical_activations
+from zerowatch.runtime.plan.options import Options
+from zerowatch.runtime.plan.peak import peak_of
+from zerowatch.runtime.plan.read_module import shape_of
+from zerowatch.runtime.plan.shapes import ModelShape, ModuleShape, ParameterShape, Topology
+from zerowatch.runtime.plan.step import plan_step
+from zerowatch.runtime.plan.trace_activations import trace_activations
+
+from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
+from .launching import SCRIPTS, TORCHRUN, start
+
+# glibc keeps freed memory otherwise, so that RSS would show an earlier peak.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Bytes planned and measured; `rss` is what the process itself grew by."""
+
+    name: str
+    planned: int
+    measured: int
+    rss: int
+    held_planned: int = 0
+    held_measured: int = 0
+
+    @property
+    def error(self) -> float:
+        """Return what the plan is off, relative to what was measured."""
+        return self.planned / self.measured - 1
+
+
+def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared]:
+    """Train these cases on two ranks; of each quantity the fuller rank counts."""
+    script = SCRIPTS / "estimate_job.py"
+    command = (TORCHRUN, "--standalone", "--nproc-per-node", RANKS, script, folder, model)
+    finished = start(*command, *names, cwd=folder, variables=GIVES_BACK)
+    files = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
+    assert all(file.exists() for file in files), finished.stderr[-3000:]
+    ranks = [json.loads(file.read_text()) for file in files]
+    for name in names:
+        read = {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]}
+        planned, held = _planned({**CASES, **WITH_ACTIVATIONS}[name], model)
+        yield Compared(
+            name=name,
+            planned=planned,
+            measured=max(read["passes_peak"], read["step_peak"]),
+            rss=read["rss_peak"],
+            held_planned=held,
+            held_measured=read["walked"],
+        )
+
+
+def _planned(case: Case, model: str) -> tuple[int, int]:
+    """Return the peak, and what is held between steps; on CPU the host's bytes are the device's."""
+    with torch.device("meta"):
+        module = MODELS[model]()
+    topology = Topology(world_size=RANKS, backend="gloo")
+    memory = plan_step(shape_of(module), case.ds_config, topology).memory
+    samples, tokens = case.batch
+    known = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
+    activation_bytes = known.bytes_of(samples) if case.batch[0] > 1 else 0
+    several = case.accumulation > 1
+    peak = peak_of(memory, micro_batches=case.accumulation, activation_bytes=activation_bytes)
+    held = memory.resting_bytes + memory.host_bytes
+    held += several * memory.accumulated_host_bytes
+    return peak.device_bytes + peak.host_bytes, held
+
+
+def compare_activations(names: Sequence[str], folder: Path) -> Iterator[tuple[Compared, Compared]]:
+    """Run each micro-batch for real; yield how the traced model does, and the formula."""
+    file = folder / "activations.json"
+    script = SCRIPTS / "estimate_activations.py"
+    finished = start(sys.executable, script, file, *names, cwd=folder, variables=GIVES_BACK)
+    assert file.exists(), finished.stderr[-3000:]
+    for name, read in json.loads(file.read_text()).items():
+        build, dtype, samples, tokens = SHAPES[name]
+        with torch.device("meta"):
+            module = build()
+        traced = trace_activations(module, dtype, samples=samples, tokens=tokens)
+        taken = {"name": name, "measured": read["rss"], "rss": read["rss"]}
+        by_trace = Compared(planned=traced.bytes_of(samples), **taken)
+        formula = _by_formula(module, dtype, tokens)
+        yield by_trace, Compared(planned=samples * formula, **taken)
+
+
+def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:
+    """Return a sample's bytes by the formula, for a model of the same widths."""
+    width = module.words.embedding_dim
+    words = ParameterShape(name="embedding.weight", shape=(module.words.weight.numel(),))
+    layers = (
+        ParameterShape(name=f"layers.{n}.attention.qkv", shape=(3 * width, width))
+        for n in range(len(module.layers))
+    )
+    shape = ModelShape(parameters=(words, *layers), root=ModuleShape(name=""))
+    model_dtype = None if dtype == "fp32" else dtype
+    options = Options(stage=0, model_dtype=model_dtype, activation_checkpointing=module.recompute)
+    return typical_activations(shape, options, tokens).sample_bytes
