@@ -18,8 +18,10 @@ from .oom.evidence import Foresight
 
 logger = logging.getLogger(__name__)
 
-# An outlook takes a millisecond or two, and all our threads may take three a second.
-RENEWAL_SECONDS = 2.0
+# An outlook takes a millisecond or two, and all our threads may take three a second: it is renewed
+# each second only where the limit is near, by steps or by bytes.
+FAR_SECONDS = 5.0
+NEAR_STEPS, NEAR_RATIO = 500, 0.3
 ALARM_RISK, REARM_RISK = 0.5, 0.3
 # A script may catch the error and go on with such batches.
 BATCH_ALARM_SECONDS = 60.0
@@ -87,10 +89,12 @@ class Forecasts:
         now = time.monotonic()
         if not self._stale or now < self._renewal_due:
             return
-        self._renewal_due, self._stale = now + RENEWAL_SECONDS, False
+        self._stale = False
         found = {device: each.outlook() for device, each in self._forecasters.items()}
         self.outlooks = {device: outlook for device, outlook in found.items() if outlook}
         self.risks = {device: outlook.risk_ratio for device, outlook in self.outlooks.items()}
+        if not any(map(_is_near, self.outlooks.values())):
+            self._renewal_due = now + FAR_SECONDS
         batch_risks, self._batch_risks = self._batch_risks, {}
         with self._recorder.commit():
             for device, outlook in self.outlooks.items():
@@ -156,3 +160,9 @@ class Forecasts:
             format_bytes(outlook.predicted(shape)),
             format_bytes(outlook.limit_bytes),
         )
+
+
+def _is_near(outlook: Outlook) -> bool:
+    return (
+        outlook.eta_steps < NEAR_STEPS or outlook.headroom_bytes < NEAR_RATIO * outlook.limit_bytes
+    )

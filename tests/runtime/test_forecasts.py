@@ -140,13 +140,16 @@ def test_a_device_without_a_limit_has_neither_risk_nor_headroom(clock: FakeClock
     assert memory.MEMORY_HEADROOM not in run.recorder.snapshot().values
 
 
-def test_outlooks_are_not_renewed_at_every_step(clock: FakeClock) -> None:
-    run = Run(clock)
+@pytest.mark.parametrize(("limit_bytes", "is_renewed"), [(100 * GIB, False), (3.2 * GIB, True)])
+def test_outlooks_are_renewed_at_once_only_where_the_limit_is_near(
+    clock: FakeClock, limit_bytes: float, is_renewed: bool
+) -> None:
+    run = Run(clock, limit_bytes)
     run.train(80, lengths=SHORT)
+    clock.seconds += 10
+    run.train(1, lengths=SHORT)
     before = run.forecasts.outlooks["cuda:0"]
 
-    run.forecasts.add({"cuda:0": run.forecasts.last_peaks("cuda:0")[-1]})
-    run.clock.seconds += 0.5
-    run.forecasts.renew()
+    run.train(1, lengths=SHORT)
 
-    assert run.forecasts.outlooks["cuda:0"] is before
+    assert (run.forecasts.outlooks["cuda:0"] is not before) == is_renewed
