@@ -25,6 +25,8 @@ NEAR_STEPS, NEAR_RATIO = 500, 0.3
 ALARM_RISK, REARM_RISK = 0.5, 0.3
 # A script may catch the error and go on with such batches.
 BATCH_ALARM_SECONDS = 60.0
+# A batch of such a risk need not be judged again by the same outlook.
+HARMLESS_RISK = 0.01
 LAST_PEAKS = 20
 
 
@@ -47,6 +49,7 @@ class Forecasts:
         self._renewal_due = 0.0
         self._stale = False
         self._judged: dict[str, float] = {}
+        self._harmless: dict[Shape, dict[str, float]] = {}
         self._batch_risks: dict[str, float] = {}
         self._batch_alarm_due = 0.0
 
@@ -77,12 +80,19 @@ class Forecasts:
 
     def judge(self, shape: Shape) -> None:
         """Judge a micro-batch that begins, by the outlooks there are."""
+        harmless = self._harmless
+        if shape in harmless:  # most batches are alike
+            self._judged = harmless[shape]
+            return
+        self._judged = judged = {}
         for device, outlook in self.outlooks.items():
-            risk = self._judged[device] = outlook.batch_risk(shape)
+            risk = judged[device] = outlook.batch_risk(shape)
             if risk > self._batch_risks.get(device, -1.0):
                 self._batch_risks[device] = risk
             if risk >= ALARM_RISK:
                 self._warn_of_batch(device, shape, outlook, risk)
+        if max(judged.values(), default=1.0) < HARMLESS_RISK:
+            harmless[shape] = judged
 
     def renew(self) -> None:
         """Work out and publish the outlooks anew, if that is due."""
@@ -92,6 +102,7 @@ class Forecasts:
         self._stale = False
         found = {device: each.outlook() for device, each in self._forecasters.items()}
         self.outlooks = {device: outlook for device, outlook in found.items() if outlook}
+        self._harmless = {}
         self.risks = {device: outlook.risk_ratio for device, outlook in self.outlooks.items()}
         if not any(map(_is_near, self.outlooks.values())):
             self._renewal_due = now + FAR_SECONDS

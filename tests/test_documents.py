@@ -36,7 +36,9 @@ def test_a_document_stays_short(document: str) -> None:
 def test_every_setting_is_listed_as_it_is() -> None:
     document = (ROOT / "SETTINGS.md").read_text().splitlines()
 
-    listed = [line for line in document if f"`{ENVIRONMENT_PREFIX}" in line and line.startswith("| ")]
+    listed = [
+        line for line in document if f"`{ENVIRONMENT_PREFIX}" in line and line.startswith("| ")
+    ]
 
     assert listed == list(setting_rows(Settings))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """The size of one micro-batch: so many samples of so many tokens each, padding included.
 
     `length` is the tokens of the longest sample; of data without tokens, the elements per sample.

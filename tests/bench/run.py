@@ -13,10 +13,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+import estimator
 import exchange_arithmetic
 import hang
 import hot_path
+import oom_risk
 import overhead
+import prediction
 import scrape
 import skipped
 import soak
@@ -33,6 +36,9 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "skipped": skipped.bench,
     "hang": hang.bench,
     "soak": soak.bench,
+    "prediction": prediction.bench,
+    "oom_risk": oom_risk.bench,
+    "estimator": estimator.bench,
 }
 
 
