@@ -75,11 +75,6 @@ class MemoryPlan:
         """What the device holds at all times."""
         return sum(self.device_bytes.values()) - self.backward_bytes
 
-    @property
-    def total_device_bytes(self) -> int:
-        """The most on the device in a step of one micro-batch, without activations."""
-        return self.kept_bytes + max(self.backward_bytes, self.step_bytes)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
