@@ -94,7 +94,8 @@ class SamplingSettings(_Section):
     device_seconds: float = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
     reset_peak: bool = True
-    """Whether to reset the kernel's peak-RSS mark at each reading, so that each has its own."""
+    """Whether to reset peaks of memory at each reading, the kernel's mark of peak RSS and those of
+    CUDA's allocator (which the script does not notice). Without, nothing is foreseen."""
 
 
 class ExchangeSettings(_Section):

@@ -153,7 +153,7 @@ class EngineHooks:
                 shape = loaded_shape(args[0], kwargs)
                 if shape is not None:
                     self._shapes.append(shape)
-                    self._batch_begins(shape)
+                    self._batch_begins(shape, len(self._shapes))
             elif name == "OptimizerStep":
                 self._update_begins()
 
@@ -205,7 +205,7 @@ class EngineHooks:
         done = self._hooks.guard("_backward_epilogue", self._gradients_done)
 
         def hooked() -> Any:
-            if self._open:
+            if self._open and not torch.compiler.is_compiling():
                 self._backward_ends()
             try:
                 return original()
@@ -221,7 +221,7 @@ class EngineHooks:
             shape = batch_shape(args, kwargs)
             self._shapes.append(shape)
             self._clock.enter(FORWARD)
-            self._batch_begins(shape)
+            self._batch_begins(shape, self._window.micro_batches + 1)
         else:
             self._clock.enter(EVAL)
 

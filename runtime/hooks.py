@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -41,12 +42,13 @@ class Hooks:
             except Exception:  # whatever it is, training goes on
                 dropped = True
                 self.failures[name] += 1
-                logger.warning(
-                    "hook %r failed and was dropped; training goes on, its metrics stop. "
-                    "Please report this.",
-                    name,
-                    exc_info=True,
-                )
+                with contextlib.suppress(Exception):  # memory may be out
+                    logger.warning(
+                        "hook %r failed and was dropped; training goes on, its metrics stop. "
+                        "Please report this.",
+                        name,
+                        exc_info=True,
+                    )
                 return None
 
         return guarded

@@ -27,6 +27,7 @@ TRACE_SECONDS = 60.0
 TOP_SITES = 15
 FRAMES = 8
 _OURS = str(Path(__file__).parent)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 TensorKind = tuple[str, tuple[int, ...], str]
 
 
@@ -42,17 +43,18 @@ class LeakSites:
         self._began = 0.0
         self._done = False
 
-    def start(self, *, on_cuda: bool) -> None:
-        """Begin to trace; does nothing the second time, or where the script traces itself."""
+    def start(self, *, on_cuda: bool) -> bool:
+        """Begin to trace, and say so; not the second time, nor where the script traces itself."""
         if self._done or self._baseline is not None or tracemalloc.is_tracing():
-            return
-        self._on_cuda = on_cuda
+            return False
         self._began = time.monotonic()
+        self._tensors = _live_tensors()
         tracemalloc.start(FRAMES)
         self._baseline = tracemalloc.take_snapshot()
-        self._tensors = _live_tensors()
-        if on_cuda:
+        if on_cuda and not torch._C._cuda_isHistoryEnabled():
+            self._on_cuda = True
             torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return True
 
     def write_when_due(self) -> None:
         """Write what was found once it had time to show."""
@@ -119,12 +121,14 @@ def _tensor_lines(grown: Counter[TensorKind]) -> list[str]:
 
 
 def _live_tensors() -> Counter[TensorKind]:
-    return Counter(
-        (str(each.dtype).removeprefix("torch."), tuple(each.shape), str(each.device))
-        for each in _tensors(gc.get_objects())
-    )
+    return Counter(map(_kind, _tensors(gc.get_objects())))
+
+
+def _kind(tensor: torch.Tensor) -> TensorKind:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), str(tensor.device)
 
 
 def _tensors(objects: Iterable[object]) -> Iterable[torch.Tensor]:
-    # By type: isinstance asks an object for its class, and a lazy one then does things.
-    return (each for each in objects if issubclass(type(each), torch.Tensor))  # type: ignore[misc]
+    # By exact type: isinstance asks an object for its class, and a lazy one then does things; a
+    # subclass may refuse to tell its shape, as lazy parameters do.
+    return (each for each in objects if type(each) in _PLAIN)  # type: ignore[misc]

@@ -97,10 +97,9 @@ class LeakWatch:
 
     def _warn(self, device: str, leak: Leak, category: str) -> None:
         traced = ""
-        if self._sites is not None:
+        if self._sites is not None and self._sites.start(on_cuda=device != "cpu"):
             traced = " Where it is allocated is traced now."
-            self._sites.start(on_cuda=device != "cpu")
-        elif category == "other":
+        elif self._sites is None and category == "other":
             traced = " Set memory.leak_sites to see where it is allocated."
         logger.warning(
             "memory of %s grows by %s a step since step %d, which no batch explains; it is "

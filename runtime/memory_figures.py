@@ -57,11 +57,13 @@ class MemoryFigures:
         for phase, peak in peaks.items():
             self._recorder.set(memory.MEMORY_PHASE_PEAK, peak, device, phase)
         passes = [peaks[phase] for phase in ("forward", "backward") if phase in peaks]
+        if not passes:
+            return
         categories = categories_at_peak(
             look.held_before.get(device, {}),
             look.held_after.get(device, {}),
             floor_bytes=states["allocated"] - (look.heap_free_bytes if device == "cpu" else 0),
-            peak_bytes=max(passes, default=states.get("peak_allocated", states["allocated"])),
+            peak_bytes=max(passes),
             baseline_bytes=self._baseline_bytes.get(device, 0.0),
         )
         self.categories[device] = categories

@@ -19,17 +19,18 @@ from .memory.category_sums import larger_of
 from .memory.free_heap import free_heap_bytes
 from .memory.holdings import engine_holdings
 from .memory.meter import MemoryMeter
-from .memory_reading import CloseLook, Held, MemoryReading
-from .phase_clock import PhaseClock
+from .memory_reading import CloseLook, Held, MemoryReading, neediest
+from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseClock
 
 # The kernel and the allocator keep peaks from one reading to the next, so that shorter steps lose
 # none; a reading costs 0.1 ms where caches are cold.
 READING_SECONDS = 0.25
-# Of steps with many micro-batches only the first are looked at phase by phase.
-READINGS_PER_LOOK = 40
+_PASSES = (FORWARD, BACKWARD, OPTIMIZER)
+# Of steps with many micro-batches only the first are looked at phase by phase, and the update.
+READINGS_PER_LOOK, READINGS_OF_UPDATE = 40, 4
 # Adding up the tensors of a model with many parameters may take this share of the time at most.
 LOOK_SHARE = 1e-3
-# Batches of more kinds than this between two readings cannot be told apart any more.
+# Of more kinds of batches between two readings only those are kept that no other exceeds.
 MOST_SHAPES = 64
 
 
@@ -75,21 +76,22 @@ class MemoryHooks:
         self._reading_due = self._look_due = 0.0
         self._holdings = hooks.guard("memory categories", engine_holdings)
         self._phase_ended = hooks.guard("memory phases", self._read_phase)
-        self._readings_left = 0
+        self._readings_left = [0, 0]  # of all else, and of passes
         self._phase_peaks: dict[str, dict[str, float]] = {}
         self._held_in_backward: Held | None = None
         self._held_before: Held | None = None
         self._looks_cost = 0.0
 
-    def batch_begins(self, shape: BatchShape) -> None:
-        """Note a micro-batch, and let it be judged."""
-        self.micro_batch += 1
+    def batch_begins(self, shape: BatchShape, micro_batch: int) -> None:
+        """Note a forward pass of the given micro-batch of its step, and let it be judged."""
+        self.micro_batch = micro_batch
         if shape.samples is None:
             return
         length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
         batch = self.shape = Shape(shape.samples, length)
-        if len(self._shapes) < MOST_SHAPES:
-            self._shapes[batch] = None
+        if len(self._shapes) >= MOST_SHAPES:
+            self._shapes = dict.fromkeys(neediest(tuple(self._shapes)))
+        self._shapes[batch] = None
         self._judge(batch)
 
     def backward_ends(self) -> None:
@@ -104,6 +106,8 @@ class MemoryHooks:
         engine = self._engine()
         if self._clock.on_change is None or engine is None:
             return
+        self._meter.take_phase()  # what passed belongs to no phase that is read from here on
+        self._readings_left[True] = max(self._readings_left[True], READINGS_OF_UPDATE)
         held = self._add_up(engine)
         if held is not None and self._held_in_backward is not None:
             held = larger_of(self._held_in_backward, held)
@@ -111,14 +115,19 @@ class MemoryHooks:
 
     def step_ended(self) -> MemoryReading | None:
         """Return this step's reading; None where the last one is too fresh."""
-        self.micro_batch = 0
         now = time.monotonic()
         look = self._end_look()
         if look is None and now < self._reading_due:
             return None
         self._reading_due = now + READING_SECONDS
         shapes, self._shapes = tuple(self._shapes), {}
-        reading = MemoryReading(readings=self._meter.take(), shapes=shapes, look=look)
+        reading = MemoryReading(
+            readings=self._meter.take(),
+            shapes=shapes,
+            trained_only=not self._clock.strayed,
+            look=look,
+        )
+        self._clock.strayed = False
         if self._look_seconds is not None and now >= self._look_due:
             self._begin_look(now)
         return reading
@@ -131,7 +140,7 @@ class MemoryHooks:
         """Look at the step that begins now."""
         pause = max(self._look_seconds or 0.0, self._looks_cost / LOOK_SHARE)
         self._look_due = now + pause
-        self._readings_left = READINGS_PER_LOOK
+        self._readings_left = [READINGS_PER_LOOK, READINGS_PER_LOOK]
         self._phase_peaks = {}
         self._held_in_backward = self._held_before = None
         self._looks_cost = 0.0
@@ -162,10 +171,13 @@ class MemoryHooks:
         return held
 
     def _read_phase(self, phase: int) -> None:
-        if self._readings_left <= 0:
-            return
-        self._readings_left -= 1
-        for device, states in self._meter.read().items():
+        # An evaluation is read always, or its peak would be that of the next pass.
+        if phase not in (EVAL, CHECKPOINT):
+            is_pass = phase in _PASSES
+            if self._readings_left[is_pass] <= 0:
+                return
+            self._readings_left[is_pass] -= 1
+        for device, states in self._meter.take_phase().items():
             peak = states.get("peak_allocated", states.get("allocated", 0.0))
             peaks = self._phase_peaks.setdefault(device, {})
             name = PHASES[phase]

@@ -31,15 +31,19 @@ class CloseLook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """All devices at the end of a step; peaks and `shapes` are those since the reading before."""
+    """All devices at the end of a step; peaks and `shapes` are those since the reading before.
+
+    `trained_only` says that there was neither evaluation nor a checkpoint meanwhile.
+    """
 
     readings: Readings
     shapes: tuple[Shape, ...]
+    trained_only: bool = True
     look: CloseLook | None = None
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
         """Return, by device, what forecasts are made from."""
-        shapes = _neediest(self.shapes)
+        shapes = neediest(self.shapes)
         return {
             device: _point(step, states, shapes)
             for device, states in self.readings.items()
@@ -47,7 +51,7 @@ class MemoryReading:
         }
 
 
-def _neediest(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def neediest(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """Leave out each micro-batch that another one is at least as large as, in both ways."""
     if len(shapes) < 2:
         return shapes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..metrics.catalog import memory
 from ..metrics.settings import MemorySettings
 from .closed_step import ClosedStep
+from .forecast.series import PeakPoint
 from .forecasts import Forecasts
 from .leak_watch import LeakWatch
 from .memory.category_sums import baseline
@@ -22,12 +25,15 @@ from .offload.traffic import OffloadTraffic
 from .oom.killed import find_killed
 from .oom.life import LifeFile
 from .oom.post_mortem import PostMortem
-from .oom.recognise import out_of_memory
+from .oom.recognise import ends_by_memory
 from .oom_sources import MemoryParts, oom_sources
 from .surroundings import Surroundings
 
+logger = logging.getLogger(__name__)
+
 # Without steps, as in an evaluation or while data is loaded, memory is read this often.
 IDLE_SECONDS = 5.0
+MAX_READINGS = 256
 
 
 class MemoryWatch:
@@ -45,13 +51,11 @@ class MemoryWatch:
         self._meter = MemoryMeter(reads, _budgets(settings, reads))
         self._figures = MemoryFigures(around.recorder, self._baseline(around, engine))
         self._forecasts = Forecasts(around.recorder)
+        rank = around.identity.rank
         self._leaks = LeakWatch(
-            around.recorder,
-            around.identity.rank,
-            around.folder,
-            trace_sites=settings.leak_sites,
+            around.recorder, rank, around.folder, trace_sites=settings.leak_sites
         )
-        self._readings: list[tuple[int, MemoryReading]] = []
+        self._readings: deque[tuple[int, MemoryReading]] = deque(maxlen=MAX_READINGS)
         self.hooks = MemoryHooks(
             engine,
             self._meter,
@@ -61,21 +65,17 @@ class MemoryWatch:
             raised=self._raised,
             look_seconds=settings.look_seconds if settings.enabled else None,
         )
-        parts = MemoryParts(
-            meter=self._meter,
-            hooks=self.hooks,
-            figures=self._figures,
-            forecasts=self._forecasts,
-            leaks=self._leaks,
-        )
-        sources = oom_sources(around, parts)
-        self._post_mortem = PostMortem(around.identity.rank, sources) if settings.enabled else None
         self._around = around
+        self._post_mortem = self._new_post_mortem() if settings.enabled else None
+        self._oom_device = "cpu"
+        self._life: LifeFile | None = None
+        self._closed = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
-            events = around.notes.events
-            self._offload = guard("offload", OffloadTraffic)(engine, around.hooks, events)
-        self._life: LifeFile | None = None
+            self._say_what_is_blind()
+            offload = guard("offload", OffloadTraffic)
+            self._offload = offload(engine, around.hooks, around.notes.events)
+        self._duties = self._guarded_duties()
 
     @property
     def cost_ns(self) -> int:
@@ -89,32 +89,21 @@ class MemoryWatch:
             self._readings.append((closed.step, reading))
             if self._enabled:
                 points = reading.points(closed.step)
-                self._forecasts.add(points)
                 self._leaks.add(points)
+                if reading.trained_only:
+                    self._forecasts.add(self._with_own_peaks(points, reading))
         return self._forecasts.risks
 
     def publish(self) -> None:
         """Publish what has come since the last second."""
-        readings, self._readings = self._readings, []
-        for step, reading in readings:
-            self._figures.publish(reading)
-            if reading.look is not None:
-                self._leaks.add_look(step, self._figures.categories)
-        if self._enabled:
-            self._forecasts.renew()
-            self._leaks.look()
-            self._sign_of_life()
-        if self._offload is not None:
-            self._offload.publish(self._around.recorder)
-        if self._meter.age_seconds > IDLE_SECONDS:
-            self._figures.publish_states(self._meter.read())
+        for duty in self._duties:
+            duty()
 
     def ended_by(self, error: BaseException | None) -> None:
         """Take note of the error that ends this run, which need not have passed the engine."""
-        out = None if error is None else out_of_memory(error)
-        if error is not None and out is not None:
+        if error is not None and self._post_mortem is not None and ends_by_memory(error):
             self._raised(error, is_end=True)
-            self._around.recorder.add(memory.OOMS, 1, out.device, "fatal")
+            self._around.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
     def close_hooks(self) -> None:
         """End what runs in training. Safe to call twice."""
@@ -124,16 +113,67 @@ class MemoryWatch:
 
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
-        self.close_hooks()
-        for probe in self._probes:
-            probe.close()
-        self._leaks.close()
+        self._closed = True
+        guard = self._around.hooks.guard
+        for end in (self.close_hooks, *(probe.close for probe in self._probes), self._leaks.close):
+            guard("memory", end)()
         if self._life is not None:
             self._life.close()
 
+    def _new_post_mortem(self) -> PostMortem:
+        parts = MemoryParts(
+            meter=self._meter,
+            hooks=self.hooks,
+            figures=self._figures,
+            forecasts=self._forecasts,
+            leaks=self._leaks,
+        )
+        return PostMortem(self._around.identity.rank, oom_sources(self._around, parts))
+
+    def _guarded_duties(self) -> list[Callable[[], object]]:
+        """List what is done each second; one that fails leaves the others be."""
+        duties: dict[str, Callable[[], object]] = {"memory figures": self._publish_figures}
+        if self._enabled:
+            duties["forecasts"] = self._forecasts.renew
+            duties["leaks"] = self._leaks.look
+            duties["killed ranks"] = self._sign_of_life
+        offload = self._offload
+        if offload is not None:
+            duties["offload"] = lambda: offload.publish(self._around.recorder)
+        return [self._around.hooks.guard(name, duty) for name, duty in duties.items()]
+
+    def _publish_figures(self) -> None:
+        while self._readings:
+            step, reading = self._readings.popleft()
+            self._figures.publish(reading)
+            if reading.look is not None:
+                self._leaks.add_look(step, self._figures.categories)
+        if self._meter.age_seconds > IDLE_SECONDS:
+            self._figures.publish_states(self._meter.read())
+
+    def _with_own_peaks(
+        self, points: Mapping[str, PeakPoint], reading: MemoryReading
+    ) -> Mapping[str, PeakPoint]:
+        """Leave out devices whose peaks are not of these steps alone."""
+        own = {probe.device for probe in self._probes if probe.own_peaks}
+        return {
+            device: point
+            for device, point in points.items()
+            if device in own and "peak_allocated" in reading.readings[device]
+        }
+
+    def _say_what_is_blind(self) -> None:
+        blind = [probe.device for probe in self._probes if not probe.own_peaks]
+        if blind:
+            logger.info(
+                "nothing is foreseen of the memory of %s: its peaks are not told by step "
+                "(sampling.reset_peak is off, or the system does not allow it)",
+                " and ".join(blind),
+            )
+
     def _sign_of_life(self) -> None:
         """Once there is a run folder, look for ranks that were killed, and leave a life file."""
-        folder = self._around.folder() if self._life is None else None
+        folder = None if self._life is not None or self._closed else self._around.folder()
         if folder is None:
             return
         rank, host = self._around.identity.rank, self._around.identity.host
@@ -158,6 +198,7 @@ class MemoryWatch:
         if self._post_mortem is not None:
             out = self._post_mortem.on_error(error, is_end=is_end)
             if out is not None:
+                self._oom_device = out.device
                 self._around.recorder.add(memory.OOMS, 1, out.device, "raised")
 
 

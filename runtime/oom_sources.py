@@ -28,8 +28,9 @@ from .plan.step import plan_step
 from .surroundings import Surroundings
 
 _STAGES = (0, 1, 2, 3)
-# Optimizer and parameters on the device, or on the host.
+# Optimizer and parameters on the device, on the host, or on NVMe, which takes stage 3.
 _HOMES = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+_NVME_HOMES = (("nvme", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,8 @@ def planned_layouts(engine: Any) -> Mapping[Layout, Planned]:
     ranks = dist.get_world_size(engine.seq_data_parallel_group)
     topology = Topology(world_size=ranks, backend=str(dist.get_backend()))
     planned: dict[Layout, Planned] = {}
-    for stage, (optimizer, parameters) in product(_STAGES, _HOMES):
+    homes = [*product(_STAGES, _HOMES), *product((3,), _NVME_HOMES)]
+    for stage, (optimizer, parameters) in homes:
         changed = _with_offload(config, optimizer, parameters)
         try:
             memory = plan_step(shape, changed, topology, stage=stage, origin="engine").memory

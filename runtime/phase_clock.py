@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from ..metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
+_ASTRAY = (EVAL, CHECKPOINT)
 
 
 class PhaseClock:
@@ -17,17 +18,28 @@ class PhaseClock:
     which autograd's threads issue some.
 
     Attributes:
+        strayed: Set when an evaluation or a checkpoint begins; to be taken back by who reads it.
         on_change: Called with the phase under way, an index of PHASES, as another begins or it
             ends; None where nobody listens.
     """
 
-    __slots__ = ("_now", "_outer", "_started", "_totals", "current", "on_change", "since_ns")
+    __slots__ = (
+        "_now",
+        "_outer",
+        "_started",
+        "_totals",
+        "current",
+        "on_change",
+        "since_ns",
+        "strayed",
+    )
 
     def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
         self._now = now
         self._totals = [0] * len(PHASES)
         self._outer: list[int] = []
         self._started = False
+        self.strayed = False
         self.on_change: Callable[[int], object] | None = None
         self.current = OTHER
         self.since_ns = now()
@@ -40,6 +52,8 @@ class PhaseClock:
         self._charge()
         self._outer.append(self.current)
         self.current = phase
+        if phase in _ASTRAY:
+            self.strayed = True
 
     def leave(self) -> None:
         """End the innermost phase and go on with the one around it."""

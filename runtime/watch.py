@@ -172,6 +172,8 @@ class Watch:
         self._publisher = Publisher(self._recorder, flops_of, peak)
         around = self._surroundings()
         probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
+        for probe in probes:
+            undo.callback(probe.close)
         self._memory = MemoryWatch(around, engine, probes)
         undo.callback(self._memory.close)
         self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)

@@ -80,7 +80,8 @@ ALLOC_RETRIES = counter(
 )
 OOMS = counter(
     "ooms_total",
-    "Out-of-memory errors by what became of them.",
+    "Out-of-memory errors: raised as they pass, fatal where they also end the run, replayed, or "
+    "killed by the kernel and found at the next start.",
     DEVICE,
     Label(name="outcome", values=("replayed", "fatal", "killed", "raised")),
 )

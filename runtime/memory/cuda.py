@@ -71,6 +71,11 @@ class CudaMemory:
         self._limit = 0.0
         self._limit_due = float("-inf")
 
+    @property
+    def own_peaks(self) -> bool:
+        """Whether the allocator's peaks are reset at each reading."""
+        return self._peaks is not None
+
     def read(self) -> Mapping[str, float]:
         """Return bytes by state and the count alloc_retries; nothing before CUDA is in use."""
         stats = self._stats()

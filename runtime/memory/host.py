@@ -33,6 +33,11 @@ class HostMemory:
         self._peak_mark = _open_peak_mark(root) if reset_peak else None
         self._reset_peak()
 
+    @property
+    def own_peaks(self) -> bool:
+        """Whether the peak mark is set back at each reading."""
+        return self._peak_mark is not None
+
     def read(self) -> Mapping[str, float]:
         """Return allocated, peak_allocated, reserved and limit in bytes."""
         status = self._status.read()

@@ -58,6 +58,8 @@ class KeptPeaks:
         """Return the allocator's statistics, with peaks since `take` was last called."""
         with self._lock:
             stats = self._stats(device)
+            if not self._open:
+                return stats
             peaks = peaks_in(stats)
             self._reset(device)
             self._of_script[device] = larger_peaks(self._of_script.get(device, {}), peaks)

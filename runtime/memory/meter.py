@@ -34,6 +34,7 @@ class MemoryMeter:
         self.budgets = budgets
         self._lock = threading.Lock()
         self._peaks: dict[tuple[str, str], float] = {}
+        self._phase_peaks: dict[tuple[str, str], float] = {}
         self._read_at = float("-inf")
 
     @property
@@ -50,11 +51,15 @@ class MemoryMeter:
         """Return the same, with the peaks since `take` was last called."""
         with self._lock:
             readings = self._read()
-            peaks, self._peaks = self._peaks, {}
-        return {
-            device: {state: peaks.get((device, state), value) for state, value in states.items()}
-            for device, states in readings.items()
-        }
+            peaks, self._peaks, self._phase_peaks = self._peaks, {}, {}
+        return _with_peaks(readings, peaks)
+
+    def take_phase(self) -> Readings:
+        """Return the same, with the peaks since this or `take` was last called."""
+        with self._lock:
+            readings = self._read()
+            peaks, self._phase_peaks = self._phase_peaks, {}
+        return _with_peaks(readings, peaks)
 
     def _read(self) -> Readings:
         self._read_at = time.monotonic()
@@ -75,5 +80,13 @@ class MemoryMeter:
     def _keep_peaks(self, device: str, states: Reading) -> None:
         for state in _PEAKS:
             if state in states:
-                key = device, state
-                self._peaks[key] = max(self._peaks.get(key, 0.0), states[state])
+                for peaks in (self._peaks, self._phase_peaks):
+                    key = device, state
+                    peaks[key] = max(peaks.get(key, 0.0), states[state])
+
+
+def _with_peaks(readings: Readings, peaks: Mapping[tuple[str, str], float]) -> Readings:
+    return {
+        device: {state: peaks.get((device, state), value) for state, value in states.items()}
+        for device, states in readings.items()
+    }

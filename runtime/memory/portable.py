@@ -14,6 +14,7 @@ class PortableMemory:
     """Reads RSS through psutil."""
 
     device = "cpu"
+    own_peaks = False
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -7,9 +7,18 @@ from typing import Protocol
 
 
 class MemoryProbe(Protocol):
-    """Reads the memory of one device."""
+    """Reads the memory of one device.
+
+    Attributes:
+        device: Its name, such as "cuda:0" or "cpu".
+        own_peaks: Whether a peak is that since the last reading; else it says little of a step.
+    """
 
     device: str
+
+    @property
+    def own_peaks(self) -> bool:
+        """See above."""
 
     def read(self) -> Mapping[str, float]:
         """Return bytes by memory state, and `alloc_retries` where there is such a count.

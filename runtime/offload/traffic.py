@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -89,7 +90,10 @@ class OffloadTraffic:
         self._returned = partial(self._of_optimizer, moves_of.stage_2_updated)
         # One guard for all: after a failure nothing is begun that would not be ended.
         self._guarded = hooks.guard("offload", lambda body, *args: body(*args))
-        self._wrap(engine.optimizer)
+        with ExitStack() as undo:  # what is wrapped is put back if the rest cannot be
+            undo.callback(self.restore)
+            self._wrap(engine.optimizer)
+            undo.pop_all()
 
     def publish(self, recorder: Recorder) -> None:
         """Write the sums so far, of the directions that this engine has."""

@@ -20,7 +20,7 @@ Readings = Mapping[str, Mapping[str, float]]
 def gather(rank: int, host: str, said: OutOfMemory, sources: Sources) -> Evidence:
     """Put together what is known of this error, on the thread that raised it."""
     readings = sources.readings() or {}
-    device = _device_of(said, readings)
+    device = device_of(said, readings)
     evidence = Evidence(
         rank=rank,
         host=host,
@@ -44,7 +44,7 @@ def gather(rank: int, host: str, said: OutOfMemory, sources: Sources) -> Evidenc
     return replace(evidence, remedies=_remedies(evidence, readings, sources))
 
 
-def _device_of(said: OutOfMemory, readings: Readings) -> str:
+def device_of(said: OutOfMemory, readings: Readings) -> str:
     """Complete the name of a device whose number the error does not tell: this rank has one."""
     if said.device in readings or said.device == "cpu":
         return said.device

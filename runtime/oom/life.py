@@ -79,7 +79,8 @@ class LifeFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             self._descriptor = os.open(self._path, flags, 0o600)
             # Held until the process is gone: it tells those who cannot see its id.
-            _lock(self._descriptor)
+            with contextlib.suppress(OSError):  # some network file systems refuse
+                _lock(self._descriptor)
             os.write(self._descriptor, json.dumps(asdict(life), indent=2).encode() + b"\n")
         except OSError as error:
             logger.info("the life file %s cannot be written: %s", self._path, error)

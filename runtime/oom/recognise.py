@@ -79,6 +79,16 @@ def out_of_memory(error: BaseException) -> OutOfMemory | None:
     return None if found is None else found[1]
 
 
+def ends_by_memory(error: BaseException) -> bool:
+    """Whether an error is out-of-memory or raised from one; not if it only came after one."""
+    link: BaseException | None = error
+    while link is not None:
+        if _read(link) is not None:
+            return True
+        link = link.__cause__
+    return False
+
+
 def find(error: BaseException) -> tuple[BaseException, OutOfMemory] | None:
     """Return the error in the chain that is out-of-memory, and what it says."""
     for link in _chain(error):

@@ -239,7 +239,8 @@ def _offloads(shortage: Shortage) -> Iterator[Remedy]:
     home = "nvme" if shortage.device == "cpu" else "cpu"
     if layout.optimizer != home:
         words = f"offload_optimizer to {home} ({_PRICE[home]})"
-        yield from _moved(shortage, Layout(max(1, layout.stage), home, layout.parameters), words)
+        stage = 3 if home == "nvme" else max(1, layout.stage)
+        yield from _moved(shortage, Layout(stage, home, layout.parameters), words)
     if layout.parameters != home:
         words = f"ZeRO stage 3 with offload_optimizer and offload_param to {home} (slow)"
         yield from _moved(shortage, Layout(3, home, home), words)

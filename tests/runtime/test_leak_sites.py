@@ -25,6 +25,17 @@ def test_the_report_names_the_line_and_the_tensors_that_grow(tmp_path: Path) -> 
     assert len(kept) == 40
 
 
+def test_a_parameter_that_has_no_shape_yet_is_passed_over(tmp_path: Path) -> None:
+    lazy = torch.nn.LazyLinear(4)
+    sites = LeakSites(0, lambda: tmp_path)
+
+    sites.start(on_cuda=False)
+    sites.close()
+
+    assert (tmp_path / "memory" / "leak-rank-0.txt").exists()
+    assert lazy is not None
+
+
 def test_tracing_ends_and_leaves_nothing_running(tmp_path: Path) -> None:
     sites = LeakSites(0, lambda: tmp_path)
     sites.start(on_cuda=False)

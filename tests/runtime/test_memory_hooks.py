@@ -14,7 +14,7 @@ from zerowatch.runtime.forecast.series import Shape
 from zerowatch.runtime.hooks import Hooks
 from zerowatch.runtime.memory.meter import MemoryMeter
 from zerowatch.runtime.memory_hooks import MemoryHooks
-from zerowatch.runtime.phase_clock import BACKWARD, FORWARD, PhaseClock
+from zerowatch.runtime.phase_clock import BACKWARD, EVAL, FORWARD, PhaseClock
 
 
 class Engine(SimpleNamespace):
@@ -44,11 +44,10 @@ class Job:
         )
 
     def step(self, *shapes: tuple[int, int], seconds: float = 1.0) -> Any:
-        for samples, length in shapes:
+        for number, (samples, length) in enumerate(shapes, 1):
             tokens = samples * length
-            self.hooks.batch_begins(
-                BatchShape(samples=samples, tokens=tokens, sequence_length=length)
-            )
+            shape = BatchShape(samples=samples, tokens=tokens, sequence_length=length)
+            self.hooks.batch_begins(shape, number)
         self.pass_through()
         self.hooks.step_begins()
         self.clock.seconds += seconds
@@ -87,13 +86,13 @@ def test_short_steps_share_a_reading(job: Job) -> None:
 
 
 def test_data_without_tokens_has_its_elements_for_a_length(job: Job) -> None:
-    job.hooks.batch_begins(BatchShape(samples=4, elements=4 * 3 * 32 * 32))
+    job.hooks.batch_begins(BatchShape(samples=4, elements=4 * 3 * 32 * 32), 1)
 
     assert job.judged == [Shape(4, 3072)]
 
 
 def test_a_batch_that_shows_no_size_is_not_judged(job: Job) -> None:
-    job.hooks.batch_begins(BatchShape())
+    job.hooks.batch_begins(BatchShape(), 1)
 
     assert job.judged == []
 
@@ -132,7 +131,50 @@ def test_a_step_with_many_micro_batches_is_read_a_few_times_only(
         job.pass_through()
     job.step()
 
-    assert len(reads) <= memory_hooks.READINGS_PER_LOOK + 1
+    allowed = 2 * memory_hooks.READINGS_PER_LOOK + memory_hooks.READINGS_OF_UPDATE
+    assert len(reads) <= allowed + 2
+
+
+def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    for _ in range(100):
+        job.phases.enter(EVAL)
+        job.peak_bytes = 5000.0
+        job.phases.leave()
+        job.peak_bytes = 600.0
+
+    reading = job.step()
+
+    assert reading.look.phase_peaks["cpu"]["eval"] == 5000.0
+    assert reading.look.phase_peaks["cpu"]["backward"] == 900.0
+    assert not reading.trained_only
+    assert job.step().trained_only
+
+
+def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    job.phases.enter(FORWARD)
+    job.peak_bytes = 3000.0
+    job.hooks._meter.read()
+    job.peak_bytes = 600.0
+    job.phases.leave()
+
+    look = job.step().look
+
+    assert look.phase_peaks["cpu"]["forward"] == 3000.0
+
+
+def test_of_very_many_kinds_of_batches_the_largest_are_kept(job: Job) -> None:
+    reading = job.step(*((2, length) for length in range(8, 800, 8)), (2, 4096), (2, 4))
+
+    assert Shape(2, 4096) in reading.shapes
+    assert len(reading.shapes) <= memory_hooks.MOST_SHAPES
 
 
 def test_a_step_without_an_update_of_its_own_ends_no_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,20 @@ def test_a_peak_read_in_between_is_not_lost() -> None:
     assert second["cpu"]["peak_allocated"] == 200.0
 
 
+def test_phases_have_peaks_of_their_own_and_the_step_has_the_highest() -> None:
+    probe = Probe(allocated=100.0)
+    meter = MemoryMeter({"cpu": probe}, {})
+    phases = []
+    for peak in (300.0, 900.0, 200.0):
+        probe.states["peak_allocated"] = peak
+        phases.append(meter.take_phase()["cpu"]["peak_allocated"])
+
+    step = meter.take()["cpu"]["peak_allocated"]
+
+    assert phases == [300.0, 900.0, 200.0]
+    assert step == 900.0
+
+
 def test_a_budget_lowers_the_limit_and_never_raises_it() -> None:
     probe = Probe(allocated=1.0, limit=1000.0)
 

@@ -189,7 +189,7 @@ def test_on_cpu_offloading_to_the_same_memory_is_no_remedy() -> None:
 
 
 def test_a_host_that_offloads_fill_is_emptied_by_sharding_or_nvme() -> None:
-    now, sharing = Layout(2, "cpu"), Layout(2, "nvme")
+    now, sharing = Layout(2, "cpu"), Layout(3, "nvme")
     host = sharded(
         device="cpu",
         trains_here=False,
