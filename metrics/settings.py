@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
@@ -125,9 +125,9 @@ class MemorySettings(_Section):
     """Whether to look into memory beyond its sizes: categories, forecasts, reports."""
     look_seconds: float = Field(default=10.0, gt=0)
     """Seconds between two steps that are looked at closely: by category, and by phase."""
-    device_limit_bytes: int | None = Field(default=None, gt=0)
-    """A budget for the GPU, where it is less than what the device has."""
-    host_limit_bytes: int | None = Field(default=None, gt=0)
+    device_limit_bytes: ByteSize | None = Field(default=None, gt=0)
+    """A budget for the GPU, such as 60GiB, where it is less than what the device has."""
+    host_limit_bytes: ByteSize | None = Field(default=None, gt=0)
     """A budget for the RSS of this process, where it is less than what the host grants."""
     leak_sites: bool = False
     """Whether to trace where memory is allocated once it seems to leak; tracing is slow."""

@@ -52,7 +52,7 @@ def _print(
     console.print(_wire_table(plans, heading, frame))
     console.print()
     console.print(_memory_table(plans, heading, frame))
-    for line in _on_memory(plans, heading.batch):
+    for line in _on_memory(plans, heading.batch, invented=heading.model.invented):
         console.print(Text(line), soft_wrap=True)
     for plan in plans:
         for line in _sentences(plan, plans, heading):
@@ -173,14 +173,14 @@ def _mark(plan: Plan, heading: Heading) -> str:
     return f"{plan.stage} <-" if plan.stage == heading.own_stage else str(plan.stage)
 
 
-def _on_memory(plans: Sequence[Plan], batch: BatchPlan) -> Iterable[str]:
+def _on_memory(plans: Sequence[Plan], batch: BatchPlan, *, invented: bool) -> Iterable[str]:
     """Say what the table leaves out, and what would fit."""
     in_step = [str(plan.stage) for plan in plans if batch.peak(plan).moment == "step"]
-    if in_step:
-        yield from _indent(
-            f"Stage {', '.join(in_step)}: the peak is in the optimizer's step, which copies "
-            "gradients; elsewhere it is as backward begins or ends."
-        )
+    but = f", at stage {', '.join(in_step)} in the optimizer's step, which copies gradients"
+    yield from _indent(
+        "Not all columns are there at once: the peak is as backward begins or ends"
+        f"{but if in_step else ''}."
+    )
     if batch.samples is None:
         yield from _indent(
             "Activations are left out; --sequence, the tokens of a sample, adds them."
@@ -188,6 +188,8 @@ def _on_memory(plans: Sequence[Plan], batch: BatchPlan) -> Iterable[str]:
     elif batch.activations is None:
         yield from _indent(f"Activations are unknown: {batch.unknown}.")
     else:
+        if invented:
+            yield from _indent("Activations are those of attention that keeps no scores.")
         yield from _on_recomputation(batch.activations, batch.samples)
     if batch.limit_bytes is not None and batch.activations is not None:
         fitting = ", ".join(

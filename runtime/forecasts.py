@@ -103,7 +103,7 @@ class Forecasts:
         found = {device: each.outlook() for device, each in self._forecasters.items()}
         self.outlooks = {device: outlook for device, outlook in found.items() if outlook}
         self._harmless = {}
-        self.risks = {device: outlook.risk_ratio for device, outlook in self.outlooks.items()}
+        self.risks = {device: self._risk(device, each) for device, each in self.outlooks.items()}
         if not any(map(_is_near, self.outlooks.values())):
             self._renewal_due = now + FAR_SECONDS
         batch_risks, self._batch_risks = self._batch_risks, {}
@@ -124,35 +124,39 @@ class Forecasts:
             risk_ratio=self.risks.get(device),
         )
 
+    def _risk(self, device: str, outlook: Outlook) -> float:
+        """Return the risk; a limit that was passed, as a budget can be, is none any more."""
+        last, _ = self._last[device][-1]
+        return 1.0 if last.peak_bytes > last.limit_bytes else outlook.risk_ratio
+
     def _publish(self, device: str, outlook: Outlook) -> None:
         put = self._recorder
         put.set(memory.MEMORY_PREDICTED_PEAK, outlook.predicted_peak_bytes, device)
         put.set(memory.MEMORY_PREDICTION_ERROR, outlook.error_ratio, device)
-        put.set(memory.OOM_RISK, outlook.risk_ratio, device)
+        put.set(memory.OOM_RISK, self.risks[device], device)
         put.set(memory.OOM_ETA_STEPS, outlook.eta_steps, device)
         if math.isfinite(outlook.headroom_bytes):
             put.set(memory.MEMORY_HEADROOM, outlook.headroom_bytes, device)
 
     def _warn(self, device: str, outlook: Outlook) -> None:
         """Say once that memory will run out, and not again before that was over."""
-        foreseen = self.foreseen.get(device)
-        if outlook.risk_ratio < REARM_RISK:
+        risk = self.risks[device]
+        if risk < REARM_RISK:
             self.foreseen[device] = None
-        elif outlook.risk_ratio >= ALARM_RISK and foreseen is None:
+        elif risk >= ALARM_RISK and self.foreseen.get(device) is None:
             self.foreseen[device] = outlook.step
-            soon = (
-                f"; about {outlook.eta_steps:.0f} steps are left"
-                if (math.isfinite(outlook.eta_steps))
-                else ""
-            )
             logger.warning(
-                "memory of %s is likely to run out within 50 steps (%.0f %%): the next peak is "
-                "predicted at %s of %s%s. Use a smaller micro-batch, or more sharding or offload.",
+                "memory of %s %s: the next peak is predicted at %s, the limit is %s%s. Use a "
+                "smaller micro-batch, or more sharding or offload.",
                 device,
-                100 * outlook.risk_ratio,
+                "has passed its limit"
+                if risk == 1.0
+                else f"is likely to run out within 50 steps ({100 * risk:.0f} %)",
                 format_bytes(outlook.predicted_peak_bytes),
                 format_bytes(outlook.limit_bytes),
-                soon,
+                f"; about {outlook.eta_steps:.0f} steps are left"
+                if 1 <= outlook.eta_steps < math.inf
+                else "",
             )
 
     def _warn_of_batch(self, device: str, shape: Shape, outlook: Outlook, risk: float) -> None:
@@ -163,7 +167,7 @@ class Forecasts:
         self._batch_alarm_due = now + BATCH_ALARM_SECONDS
         logger.warning(
             "this micro-batch (%d x %d) is likely not to fit into the memory of %s (%.0f %%): it "
-            "needs about %s of %s. Split it, or limit the length.",
+            "needs about %s, the limit is %s. Split it, or limit the length.",
             shape.samples,
             shape.length,
             device,

@@ -32,6 +32,7 @@ class _Device:
         default_factory=lambda: deque(maxlen=KEPT_LOOKS)
     )
     category: str | None = None
+    is_told: bool = False
     growth_bytes_per_step: float | None = None
 
 
@@ -90,8 +91,11 @@ class LeakWatch:
             self._recorder.withdraw(memory.MEMORY_LEAK, device, known.category)
         if leak is not None and category is not None:
             self._recorder.set(memory.MEMORY_LEAK, leak.bytes_per_step, device, category)
-            if known.category is None:
+            if not known.is_told:
+                known.is_told = True
                 self._warn(device, leak, category)
+        elif known.category is not None:
+            logger.info("memory of %s does not grow any more", device)
         known.category = category
         known.growth_bytes_per_step = None if leak is None else leak.bytes_per_step
 
@@ -102,8 +106,8 @@ class LeakWatch:
         elif self._sites is None and category == "other":
             traced = " Set memory.leak_sites to see where it is allocated."
         logger.warning(
-            "memory of %s grows by %s a step since step %d, which no batch explains; it is "
-            "counted as %s.%s",
+            "memory of %s grows by %s a step since step %d, which no batch explains: something "
+            "leaks, or a cache grows. It is counted as %s.%s",
             device,
             format_bytes(leak.bytes_per_step),
             leak.since_step,

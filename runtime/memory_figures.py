@@ -24,6 +24,8 @@ class MemoryFigures:
         self.categories: dict[str, Mapping[str, float]] = {}
         self._recorder = recorder
         self._baseline_bytes = baseline_bytes
+        for device, size in baseline_bytes.items():
+            recorder.set(memory.MEMORY_BASELINE, size, device)
         self._peaks: dict[tuple[str, str], RecentPeak] = {}
 
     def publish(self, reading: MemoryReading) -> None:

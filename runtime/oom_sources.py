@@ -60,7 +60,7 @@ def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
         peaks=guard("post-mortem peaks", forecasts.last_peaks),
         foresights=guard("post-mortem peaks", forecasts.last_foresights),
         alarm_step=forecasts.foreseen.get,
-        limit=guard("post-mortem limit", partial(_gpu_budget, parts.meter)),
+        limit=guard("post-mortem limit", partial(_budget, parts.meter)),
         growth=parts.leaks.growth,
         facts=guard("post-mortem facts", _of_engine(around, run_facts)),
         predicted=guard("post-mortem risk", forecasts.predicted),
@@ -69,12 +69,13 @@ def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
     )
 
 
-def _gpu_budget(meter: MemoryMeter, device: str) -> Limit | None:
-    """Return a GPU's limit where it is of the settings; of all others the report finds the name."""
+def _budget(meter: MemoryMeter, device: str) -> Limit | None:
+    """Return a limit that the settings have set; of all others the report finds the name."""
     limit = meter.read().get(device, {}).get("limit")
-    if limit is None or device == "cpu" or limit != meter.budgets.get(device):
+    if limit is None or limit != meter.budgets.get(device):
         return None
-    return Limit(num_bytes=limit, name="memory.device_limit_bytes")
+    name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
+    return Limit(num_bytes=limit, name=name)
 
 
 def run_facts(engine: Any) -> RunFacts | None:

@@ -23,6 +23,7 @@ def show_own_lines() -> None:
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
     # Of what is said once per run, this is what everybody wants to know.
-    telling = logging.getLogger("zerowatch.runtime.watch")
-    if telling.level == logging.NOTSET:
-        telling.setLevel(logging.INFO)
+    for name in ("zerowatch.runtime.watch", "zerowatch.runtime.oom.killed"):
+        telling = logging.getLogger(name)
+        if telling.level == logging.NOTSET:
+            telling.setLevel(logging.INFO)

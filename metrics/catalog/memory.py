@@ -36,6 +36,11 @@ MEMORY_CATEGORY_BYTES = gauge(
     DEVICE,
     _CATEGORY,
 )
+MEMORY_BASELINE = gauge(
+    "memory_baseline_bytes",
+    "Memory in use beside the engine as watching began; with the categories it is a step's peak.",
+    DEVICE,
+)
 MEMORY_PHASE_PEAK = gauge(
     "memory_phase_peak_bytes",
     "Most memory in use in a phase of the step last looked at.",
@@ -100,6 +105,7 @@ OFFLOAD_SECONDS = counter(
 METRICS = (
     MEMORY_BYTES,
     MEMORY_CATEGORY_BYTES,
+    MEMORY_BASELINE,
     MEMORY_PHASE_PEAK,
     MEMORY_FRAGMENTATION,
     MEMORY_PREDICTED_PEAK,

@@ -35,8 +35,8 @@ class HostLimit:
             self._renew()
         return min(
             self._resident_limit,
-            resident + self._virtual_limit - virtual,
-            resident + self._data_limit - data,
+            resident + _soft_limit(resource.RLIMIT_AS) - virtual,
+            resident + _soft_limit(resource.RLIMIT_DATA) - data,
         )
 
     def _renew(self) -> None:
@@ -44,8 +44,6 @@ class HostLimit:
         self._renewal_due = self._clock() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
         self._resident_limit = min([self._physical_bytes, *cgroups])
-        self._virtual_limit = _soft_limit(resource.RLIMIT_AS)
-        self._data_limit = _soft_limit(resource.RLIMIT_DATA)
 
 
 def _soft_limit(kind: int) -> float:

@@ -56,7 +56,7 @@ def _of_remedies(evidence: Evidence) -> Iterator[str]:
 def _most_likely(remedies: Sequence[Remedy]) -> Remedy | None:
     """Return the cheapest that fits for sure; without any, the one that leaves most room."""
     sure = [each for each in remedies if each.fits == "yes"]
-    likely = [each for each in remedies if each.fits != "no" and each.kind != "bound"]
+    likely = [each for each in remedies if each.fits != "no" and each.kind in ("forecast", "guess")]
     least = sorted(likely, key=lambda each: each.need_bytes)
     bounds = [each for each in remedies if each.fits == "perhaps"]
     return next(iter([*sure, *least, *bounds]), None)

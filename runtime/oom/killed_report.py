@@ -51,9 +51,9 @@ def _memory(records: Sequence[LastRecord]) -> str:
     if resident is None:
         return ""
     risk = latest(records, "risk_ratio")
-    of_limit = f" of {format_bytes(limit)}" if limit else ""
+    of_limit = f", limit {format_bytes(limit)}" if limit else ""
     peak = latest(records, "peak_bytes")
-    at_peak = f", {format_bytes(peak)} at its peak" if peak else ""
+    at_peak = f", peak {format_bytes(peak)}" if peak else ""
     said = f"; its last reading was {format_bytes(resident)} RSS{at_peak}{of_limit}"
     return said if risk is None else f"{said}, risk {percent(risk, 1)}"
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..cgroups import cgroup_folders
+from ..format_bytes import format_bytes
 
 ROOT = Path("/")
 # Readings are of slightly different moments; limits of different kinds are further apart.
 _TOLERANCE_BYTES = 2**20
 _CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
-_UNNAMED = "this host"
+_UNNAMED = "a limit that is not known"
 
 
 def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
@@ -20,7 +21,7 @@ def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
     limit = states.get("limit", math.inf)
     found = [(abs(size - limit), name) for name, size in _candidates(states, root)]
     distance, name = min(found, default=(math.inf, _UNNAMED))
-    return name if distance <= _TOLERANCE_BYTES else "memory.host_limit_bytes"
+    return name if distance <= _TOLERANCE_BYTES else _UNNAMED
 
 
 def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
@@ -28,8 +29,13 @@ def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, 
     resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
     limits = _limits(root / "proc/self/limits")
     data = _kilobytes(root / "proc/self/status", "VmData:")
-    yield "RLIMIT_AS (ulimit -v)", resident + limits.get("Max address space", math.inf) - virtual
-    yield "RLIMIT_DATA (ulimit -d)", resident + limits.get("Max data size", math.inf) - data
+    for name, kind, used in (
+        ("Max address space", "RLIMIT_AS (ulimit -v) of {} of addresses", virtual),
+        ("Max data size", "RLIMIT_DATA (ulimit -d) of {}", data),
+    ):
+        allowed = limits.get(name)
+        if allowed is not None:
+            yield kind.format(format_bytes(allowed)), resident + allowed - used
     yield "this machine's memory", _kilobytes(root / "proc/meminfo", "MemTotal:")
     for folder in cgroup_folders("memory", root):
         for name in _CGROUP_FILES:

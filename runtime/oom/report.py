@@ -237,4 +237,6 @@ def _remedies(evidence: Evidence) -> Iterator[str]:
 
 
 def _need(remedy: Remedy) -> str:
+    if remedy.kind == "unknown":
+        return "not known"
     return f"{_KINDS_OF_NEED[remedy.kind]}{format_bytes(max(0.0, remedy.need_bytes))}"

@@ -10,7 +10,7 @@ from typing import Literal
 from ..forecast.series import Shape
 
 Fits = Literal["yes", "barely", "perhaps", "no"]
-Kind = Literal["forecast", "guess", "bound"]
+Kind = Literal["forecast", "guess", "bound", "unknown"]
 
 # Forecasts of peaks miss by about this share at worst; what leaves less than that may not fit.
 MARGIN_RATIO = 0.05
@@ -157,7 +157,11 @@ def remedies(shortage: Shortage) -> list[Remedy]:
         *_shorter(shortage),
     ]
     least = LEAST_GAIN_RATIO * shortage.need_bytes
-    return [each for each in found if shortage.need_bytes - each.need_bytes >= least]
+    return [
+        each
+        for each in found
+        if each.kind == "unknown" or shortage.need_bytes - each.need_bytes >= least
+    ]
 
 
 def nothing_fits(found: Sequence[Remedy]) -> bool:
@@ -171,7 +175,9 @@ def _tokens(shape: Shape) -> int:
 
 def _remedy(shortage: Shortage, words: str, need_bytes: float, kind: Kind = "forecast") -> Remedy:
     fits: Fits = "yes"
-    if need_bytes > shortage.limit_bytes:
+    if kind == "unknown":
+        fits = "perhaps"
+    elif need_bytes > shortage.limit_bytes:
         fits = "no"
     elif kind != "forecast":
         fits = "perhaps"
@@ -191,7 +197,7 @@ def _without_fragmentation(shortage: Shortage) -> Iterator[Remedy]:
 
 def _smaller_buckets(shortage: Shortage) -> Iterator[Remedy]:
     buffers = (shortage.categories or {}).get("comm_buffers", 0.0)
-    if buffers:
+    if 0.75 * buffers >= MARGIN_RATIO * shortage.need_bytes:  # less would be lost in the errors
         words = "a quarter of reduce_bucket_size (more and smaller collectives)"
         yield _remedy(shortage, words, shortage.need_bytes - 0.75 * buffers)
 
@@ -203,15 +209,13 @@ def _smaller_micro_batches(shortage: Shortage) -> Iterator[Remedy]:
             return
         samples = math.ceil(shape.samples / part)
         smaller = Shape(samples, shape.length)
-        need = shortage.need_of(smaller)
-        if need is None:
-            return
+        need, kind = shortage.need_of(smaller), shortage.kind_of(smaller)
+        if need is None or shortage.need_bytes - need < LEAST_GAIN_RATIO * shortage.need_bytes:
+            need, kind = shortage.need_bytes, "unknown"
         steps = shortage.accumulation
         count = f"{part * steps} micro-batches" if steps else f"{part} times the micro-batches"
         words = f"{name} the micro-batch, {samples} of {shape.samples} samples, and {count} a step"
-        yield _remedy(
-            shortage, f"{words} (the global batch stays)", need, shortage.kind_of(smaller)
-        )
+        yield _remedy(shortage, f"{words} (the global batch stays)", need, kind)
 
 
 def _checkpointing(shortage: Shortage) -> Iterator[Remedy]:

@@ -88,10 +88,25 @@ def test_a_growing_run_is_warned_of_once_and_well_before(
 
     (line,) = (record.message for record in caplog.records)
     assert "memory of cuda:0 is likely to run out within 50 steps" in line
-    assert "of 6.0 GiB" in line
+    assert "the limit is 6.00 GiB" in line
     alarm = run.forecasts.foreseen["cuda:0"]
     fatal = next(step for step in range(200) if 2 * GIB + step * 30 * MIB + 0.9 * GIB > 6 * GIB)
     assert alarm is not None and alarm <= fatal - 20
+
+
+def test_a_budget_that_was_passed_is_told_as_such(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(clock)
+    run.train(80, lengths=SHORT)
+
+    run.limit_bytes = 2.1 * GIB
+    with caplog.at_level(logging.WARNING):
+        run.train(5, lengths=range(448, 449))
+
+    (line,) = (r.message for r in caplog.records if "micro-batch (" not in r.message)
+    assert "memory of cuda:0 has passed its limit" in line
+    assert run.value(memory.OOM_RISK) == 1.0
 
 
 def test_a_batch_too_long_is_warned_of_as_it_begins(

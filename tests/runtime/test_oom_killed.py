@@ -305,7 +305,7 @@ def test_only_records_of_that_life_are_told_and_half_a_line_is_passed_over(
     )
     assert killed.report is not None
     first = killed.report.read_text().splitlines()[0]
-    assert "after step 39; its last reading was 900 B RSS of 0.977 KiB, risk 75 %" in first
+    assert "after step 39; its last reading was 900 B RSS, limit 0.977 KiB, risk 75 %" in first
 
 
 def grown(runs: Path, steps: int, cgroup: Path | None = None) -> subprocess.Popen[str]:
@@ -341,7 +341,7 @@ def test_a_rank_that_the_kernel_s_oom_killer_killed_is_told_of_at_the_next_start
         f"rank 0 was killed by the kernel's OOM killer, after step {steps[-1]}; its last reading"
     )
     assert lines[0].startswith(after)
-    assert " of 300 MiB, risk " in lines[0]
+    assert ", limit 300 MiB, risk " in lines[0]
     assert f"rank 0 on {HOST}, process {child.pid}, started " in lines[2]
     rise = "it has killed 1 process(es) of this rank's memory cgroup since"
     assert f"the kernel's OOM killer: {rise}" in lines

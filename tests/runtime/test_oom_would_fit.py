@@ -22,6 +22,9 @@ from zerowatch.runtime.oom.would_fit import (
 BATCH = Shape(8, 2048)
 
 
+BIG_BUFFERS = {**CATEGORIES, "comm_buffers": 80.0 * MIB}
+
+
 def predicted(shape: Shape) -> float:
     return 100 * MIB + 51200.0 * shape.samples * shape.length
 
@@ -111,8 +114,11 @@ def test_figures_far_beyond_the_batches_that_fitted_are_called_guesses() -> None
     )
 
 
-def test_without_a_forecast_and_categories_nothing_is_said_of_the_batch() -> None:
-    assert remedies(shortage(predicted=lambda shape: None)) == []
+def test_without_a_forecast_and_categories_smaller_batches_are_named_without_a_figure() -> None:
+    told = remedies(shortage(predicted=lambda shape: None))
+
+    assert [each.words.partition(" the micro-batch")[0] for each in told] == ["half", "a quarter"]
+    assert {(each.kind, each.fits) for each in told} == {("unknown", "perhaps")}
 
 
 def test_checkpointing_is_given_as_a_bound_only() -> None:
@@ -128,10 +134,16 @@ def test_checkpointing_is_given_as_a_bound_only() -> None:
 
 
 def test_smaller_buckets_are_named_where_there_are_any() -> None:
-    remedy = found(shortage(categories=CATEGORIES), "reduce_bucket_size")
+    remedy = found(shortage(categories=BIG_BUFFERS), "reduce_bucket_size")
 
-    assert remedy.need_bytes == (900 - 30) * MIB
+    assert remedy.need_bytes == (900 - 60) * MIB
     assert remedy.fits == "no"
+
+
+def test_smaller_buckets_are_not_named_where_they_save_less_than_forecasts_miss_by() -> None:
+    told = remedies(shortage(categories=CATEGORIES))
+
+    assert not [each for each in told if "reduce_bucket_size" in each.words]
 
 
 def test_fragmentation_is_blamed_only_where_the_pieces_would_have_been_enough() -> None:
@@ -211,7 +223,7 @@ def test_a_host_that_offloads_fill_is_emptied_by_sharding_or_nvme() -> None:
 
 
 def test_the_cheapest_for_training_comes_first() -> None:
-    facts = sharded(unusable_bytes=200.0 * MIB, categories=CATEGORIES)
+    facts = sharded(unusable_bytes=200.0 * MIB, categories=BIG_BUFFERS)
 
     first_words = [each.words.partition(" (")[0] for each in remedies(facts)]
 

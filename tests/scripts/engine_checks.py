@@ -200,7 +200,10 @@ def phases_add_up_to_wall_time() -> None:
     engine.watch.close()
 
     measured = sum(record.seconds for record in records[1:])
-    assert abs(measured - wall) < 0.002 + 0.02 * wall, (measured, wall)
+    between_ends = records[-1].ended_at_unix_seconds - records[0].ended_at_unix_seconds
+    assert abs(measured - between_ends) < 0.002, (measured, between_ends)
+    # What passed between the end of the first step and `began` is in no time of ours.
+    assert wall - 0.002 < measured < wall + 0.1, (measured, wall)
     for record in records:
         assert abs(sum(record.phase_seconds.values()) - record.seconds) < 1e-9
         assert {"forward", "backward", "optimizer"} <= record.phase_seconds.keys()
