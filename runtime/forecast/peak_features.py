@@ -39,6 +39,17 @@ class Features:
     reference_floor: float
     usual_peak: float
 
+    @property
+    def floors(self) -> Floats:
+        """The n floors that the rises are over."""
+        floors: Floats = self.reference_floor - self.columns[:, 4]
+        return floors
+
+    @property
+    def of_one_shape(self) -> bool:
+        """Whether all micro-batches are alike."""
+        return self.candidates is None and not np.ptp(self.columns[:, 1:4], axis=0).any()
+
     def columns_of_neediest(self, coefficients: Floats) -> Floats:
         """Return the columns of the micro-batch that needs most by these coefficients."""
         if self.candidates is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .peak_features import TOO_SMALL_TO_SEE, read_features
+from .peak_features import TOO_SMALL_TO_SEE, Features, read_features
 from .peak_regression import fit_branches
 from .series import PeakPoint, Shape
+from .valleys import deepest_valley
 
 MOST_POINTS = 256
 LEAST_RISES = 4
@@ -69,6 +70,8 @@ def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
         branches = fit_branches(features.last(branches.changed), precision=precision)
     constant, per_sample, per_token, per_token_pair, reused = branches.coefficients.tolist()
     reused = min(reused, 1.0)
+    if not per_token and features.of_one_shape:
+        constant, per_token = _by_tokens(constant, features)
     shift = branches.drift + reused * features.reference_floor
     return PeakModel(
         least_rise=branches.least_rise,
@@ -79,3 +82,16 @@ def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
         reused_ratio=reused,
         usual_need=branches.usual_need + shift,
     )
+
+
+def _by_tokens(constant: float, features: Features) -> tuple[float, float]:
+    """Divide a constant into what stays and what the tokens of the only shape take.
+
+    A heap that keeps freed memory hides that in most steps. What this shape needs stays the same.
+    """
+    tokens = float(features.columns[-1, 2])
+    if not tokens:
+        return constant, 0.0
+    floors = features.floors
+    taken = deepest_valley(floors, floors + features.rises)
+    return constant - taken, taken / tokens

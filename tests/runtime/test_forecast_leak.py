@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,10 @@ from zerowatch.runtime.forecast.leak import Leak, find_leak
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 STEPS = 400
+# RSS after each step, or every 0.25 s, of the GPT of bench/training.py on one rank that leaks
+# nothing: 4 layers 128 wide, and 2 layers 64 wide that warm up for a thousand steps.
+CREEPING = ("floors-width-128", "floors-width-64")
+REPLAYS = Path(__file__).parents[1] / "replays"
 
 
 def noise(size_bytes: float, seed: int, memory: float = 0.0) -> np.ndarray:
@@ -24,6 +30,12 @@ def noise(size_bytes: float, seed: int, memory: float = 0.0) -> np.ndarray:
 
 def leak_in(sizes: Sequence[float] | np.ndarray) -> Leak | None:
     return find_leak(range(len(sizes)), [float(size) for size in sizes])
+
+
+def floors_of(name: str) -> tuple[list[int], list[float]]:
+    """Return the steps of a recorded run and what was in use after each."""
+    records = [json.loads(line) for line in (REPLAYS / f"{name}.jsonl").read_text().splitlines()]
+    return [record["step"] for record in records], [float(record["floor"]) for record in records]
 
 
 @pytest.mark.parametrize("memory", (0.0, 0.8))
@@ -92,3 +104,33 @@ def test_noise_that_lasts_is_hardly_ever_taken_for_a_leak() -> None:
 def test_few_readings_are_no_leak() -> None:
     assert find_leak((), ()) is None
     assert leak_in(4 * GIB + 50 * MIB * np.arange(40)) is None
+
+
+@pytest.mark.parametrize("name", CREEPING)
+def test_a_real_run_that_creeps_as_it_warms_up_never_leaks(name: str) -> None:
+    steps, floors = floors_of(name)
+
+    found = [find_leak(steps[:end], floors[:end]) for end in range(len(floors) + 1)]
+
+    assert found == [None] * len(found)
+
+
+@pytest.mark.parametrize("name", CREEPING)
+@pytest.mark.parametrize("per_reading", (0.5 * MIB, 2 * MIB, 0.0005 * 500 * MIB))
+def test_a_leak_in_a_real_run_is_found_within_two_hundred_readings(
+    name: str, per_reading: float
+) -> None:
+    _, floors = floors_of(name)
+    leaking = floors[:200] + per_reading * np.arange(200)
+
+    leak = leak_in(leaking)
+
+    assert leak is not None
+    assert leak.bytes_per_step == pytest.approx(per_reading, rel=0.25)
+
+
+def test_what_comes_and_goes_more_and_more_is_no_leak() -> None:
+    comes = np.random.default_rng(7).random(STEPS) < 0.7
+    sizes = 500 * MIB + comes * MIB * np.arange(STEPS)
+
+    assert leak_in(sizes) is None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from scripts.peaks import REPLAYS, read_series
 
 from zerowatch.runtime.forecast.forecaster import Forecaster
 from zerowatch.runtime.forecast.outlook import Outlook
 from zerowatch.runtime.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.forecast.valleys import deepest_valley
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 FLOOR, PER_TOKEN = 8 * GIB, 2 * MIB
@@ -83,6 +86,45 @@ def test_a_batch_longer_than_any_before_is_known_not_to_fit() -> None:
     assert outlook.predicted(LONG) == pytest.approx(FLOOR + PER_TOKEN * 4 * 512, rel=1e-2)
     assert outlook.batch_risk(LONG) > 0.9
     assert outlook.batch_risk(USUAL) < 0.01
+
+
+# How much more a batch twice as large took, in MiB: in the same job with an allocator that gives
+# back 110. A heap that keeps freed memory shows part of it.
+@pytest.mark.parametrize(
+    ("allocator", "least", "most"), [("gives-back", 105, 115), ("default", 60, 115)]
+)
+def test_where_all_batches_are_alike_one_twice_as_large_is_known_not_to_fit(
+    allocator: str, least: float, most: float
+) -> None:
+    readings = read_series(REPLAYS / f"peaks-fixed-{allocator}.jsonl")
+    (usual,) = readings[-1].shapes
+    highest = max(reading.peak_bytes for reading in readings[3:])
+    limit = highest + 0.25 * least * MIB
+    large = Shape(2 * usual.samples, usual.length)
+
+    outlook = outlook_after(replace(reading, limit_bytes=limit) for reading in readings)
+
+    more = outlook.predicted(large) - outlook.predicted(usual)
+    assert least * MIB < more < most * MIB
+    assert outlook.predicted_peak_bytes == pytest.approx(readings[-1].peak_bytes, rel=0.03)
+    assert outlook.batch_risk(large) > 0.5
+    assert outlook.batch_risk(usual) < 0.05
+
+
+def test_what_is_freed_for_good_or_leaks_is_not_what_a_step_takes() -> None:
+    freed = np.where(np.arange(60) < 30, 900.0, 500.0) * MIB
+    leaking = (500.0 + 10 * np.arange(60)) * MIB
+
+    assert deepest_valley(freed, freed) == 0.0
+    assert deepest_valley(leaking, leaking + 3 * MIB) <= 3 * MIB
+    assert deepest_valley(freed[:1], freed[:1]) == 0.0
+
+
+def test_what_is_given_back_and_taken_again_is_what_a_step_takes() -> None:
+    floors = (600.0 - 80 * (np.arange(60) % 10 == 5)) * MIB
+    peaks = np.full(60, 610.0 * MIB)
+
+    assert deepest_valley(floors, peaks) == 90 * MIB
 
 
 def test_a_leak_is_seen_to_pass_the_limit_and_when() -> None:
