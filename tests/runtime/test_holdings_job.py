@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.async_io import why_not_nvme
+from scripts.async_io import HOW_TO_BUILD, built_extensions
 from scripts.holdings_cases import CASES, NVME_CASES
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 
@@ -34,8 +34,8 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
 
 @pytest.fixture(scope="module")
 def nvme_looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
-    if reason := why_not_nvme():
-        pytest.skip(reason)
+    if built_extensions() is None:
+        pytest.skip(HOW_TO_BUILD)
     return look(tmp_path_factory.mktemp("nvme"), NVME_CASES)
 
 

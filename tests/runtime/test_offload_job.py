@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.async_io import HOW_TO_BUILD, built_extensions
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 
 pytestmark = pytest.mark.jobs
@@ -168,15 +168,10 @@ PAGES = 64 * 1024  # what the file system itself may read and write
 
 @pytest.fixture(scope="module")
 def nvme(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    built = [op.parent.parent for op in Path(root).rglob("async_io/async_io.so")]
-    if not built:
-        pytest.skip(
-            "needs DeepSpeed's op for asynchronous I/O: with g++ and libaio-dev run, once, "
-            "DS_ACCELERATOR=cpu python -c 'import deepspeed.ops.op_builder as b; "
-            "b.AsyncIOBuilder().load()'"
-        )
-    return run("offload_nvme_job.py", tmp_path_factory.mktemp("nvme"), built[0])
+    extensions = built_extensions()
+    if extensions is None:
+        pytest.skip(HOW_TO_BUILD)
+    return run("offload_nvme_job.py", tmp_path_factory.mktemp("nvme"), extensions)
 
 
 @pytest.mark.parametrize("name", NVME_CASES)

@@ -1,21 +1,33 @@
-"""Whether NVMe offloading can be tried here."""
+"""DeepSpeed's op for asynchronous I/O, used as it was built once: to build it takes minutes."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
+HOW_TO_BUILD = (
+    "needs DeepSpeed's op for asynchronous I/O: with g++ and libaio-dev run, once, "
+    "DS_ACCELERATOR=cpu python -c 'import deepspeed.ops.op_builder as b; "
+    "b.AsyncIOBuilder().load()'"
+)
 
-def why_not_nvme() -> str | None:
-    """Return why DeepSpeed's asynchronous I/O cannot be used at once, if so."""
-    if shutil.which("g++") is None:
-        return "needs g++"
-    command = ["g++", "-E", "-include", "libaio.h", "-xc++", os.devnull]
-    if subprocess.run(command, capture_output=True).returncode:
-        return "needs libaio.h (apt-get install libaio-dev)"
-    built = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    if not any(Path(built).rglob("async_io.so")):
-        return "needs DeepSpeed's async_io, which takes minutes to build at its first use"
-    return None
+
+def built_extensions() -> Path | None:
+    """Return where torch keeps what it has built, if the op is there."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    ops = Path(root).rglob("async_io/async_io.so")
+    return next((op.parent.parent for op in ops), None)
+
+
+def use_built_op(extensions: Path) -> None:
+    """Let DeepSpeed use the op without asking whether it is to be built anew."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    ctypes.CDLL(str(extensions / "pin_memory" / "pin_memory.so"), mode=ctypes.RTLD_GLOBAL)
+    built = extensions / "async_io" / "async_io.so"
+    spec = importlib.util.spec_from_file_location("async_io", built)
+    op = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(op)
+    AsyncIOBuilder.load = lambda self, **_: op

@@ -7,8 +7,6 @@ taken from there as it is, for to build it takes minutes.
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+from async_io import use_built_op
 from offload_job import attributes, held_on_host, published, weights
 from offload_oracle import SeparateMemories, TwoMemories
 
@@ -60,16 +58,6 @@ def make_engine(folder: Path, params: bool, pipeline: bool) -> Any:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def use_built_op(extensions: Path) -> None:
-    """Let DeepSpeed use its op without asking whether it is to be built anew."""
-    ctypes.CDLL(str(extensions / "pin_memory" / "pin_memory.so"), mode=ctypes.RTLD_GLOBAL)
-    built = extensions / "async_io" / "async_io.so"
-    spec = importlib.util.spec_from_file_location("async_io", built)
-    op = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(op)
-    AsyncIOBuilder.load = lambda self, **_: op
 
 
 def data() -> torch.Generator:
