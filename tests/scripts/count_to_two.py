@@ -6,8 +6,9 @@ import sys
 import time
 
 rank = int(os.environ["RANK"])
-print(f"out: rank {rank} of {os.environ['WORLD_SIZE']} args {sys.argv[1:]}", flush=True)
-print(f"out: run {os.environ.get('ZEROWATCH_RUN_ID')}", flush=True)
+# In one write each: print may write its newline apart, and the ranks share a pipe.
+os.write(1, f"out: rank {rank} of {os.environ['WORLD_SIZE']} args {sys.argv[1:]}\n".encode())
+os.write(1, f"out: run {os.environ.get('ZEROWATCH_RUN_ID')}\n".encode())
 if "fail" in sys.argv and rank == 1:
     sys.exit(7)
 if "die" in sys.argv and rank == 1:
