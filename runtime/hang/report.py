@@ -7,9 +7,9 @@ import faulthandler
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
+from ..report_file import create_first, create_private, utc_text
 from .culprits import missing, named_ranks, size_of, verdict, waiting
 from .evidence import CallLine, Evidence, Peer
 
@@ -39,23 +39,17 @@ def write_report(
         OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(1, MAX_REPORTS + 1):
-        path = folder / f"hang-rank-{evidence.rank}-{number}.txt"
-        try:
-            descriptor = _create(path)
-        except FileExistsError:
-            continue
-        with os.fdopen(descriptor, "w") as file:
-            file.write(report_text(evidence))
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-        _write_flight(path, flight_dump())
-        return path
-    return None
-
-
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    names = (f"hang-rank-{evidence.rank}-{number}.txt" for number in range(1, MAX_REPORTS + 1))
+    created = create_first(folder / name for name in names)
+    if created is None:
+        return None
+    path, descriptor = created
+    with os.fdopen(descriptor, "w") as file:
+        file.write(report_text(evidence))
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    _write_flight(path, flight_dump())
+    return path
 
 
 def _write_flight(report: Path, dump: bytes | None) -> None:
@@ -64,14 +58,13 @@ def _write_flight(report: Path, dump: bytes | None) -> None:
     kind = "json" if dump.startswith(b"{") else "pickle"
     with (
         contextlib.suppress(OSError),  # the report itself is written and says more
-        os.fdopen(_create(report.with_suffix(f".flight.{kind}")), "wb") as file,
+        os.fdopen(create_private(report.with_suffix(f".flight.{kind}")), "wb") as file,
     ):
         file.write(dump)
 
 
 def _moment(evidence: Evidence) -> Iterator[str]:
-    at = datetime.fromtimestamp(evidence.at_unix_seconds, UTC)
-    yield f"rank {evidence.rank} on {evidence.host}, {at:%Y-%m-%d %H:%M:%S} UTC"
+    yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
     yield f"last step that ended: {evidence.step}; phase: {evidence.phase}"
     yield (
         f"no progress for {evidence.silent_seconds:.1f} s; "

@@ -9,8 +9,10 @@ import logging
 import os
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
+from ..report_file import create_first
 from .killed_report import headline, report_text
 from .last_records import LastRecord, last_records, latest
 from .life import ROOT, SUFFIX, Life, boot_id, count_kills_in, is_over, read_life
@@ -134,15 +136,14 @@ def _of_one_launch(life: Life, other: Life) -> bool:
 
 
 def _write(folder: Path, rank: int, text: str) -> Path | None:
-    number = 1
-    while True:
-        path = folder / f"rank-{rank}-killed{f'-{number}' if number > 1 else ''}.txt"
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            return path
-        except FileExistsError:
-            number += 1
-        except OSError:
+    endings = chain([""], (f"-{number}" for number in count(2)))
+    try:
+        created = create_first(folder / f"rank-{rank}-killed{ending}.txt" for ending in endings)
+        if created is None:
             return None
+        path, descriptor = created
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError:
+        return None
+    return path

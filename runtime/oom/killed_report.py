@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 
 from ..format_bytes import format_bytes
+from ..report_file import utc_text
 from .figures import percent, shapes_words
 from .last_records import LastRecord, latest
 from .life import Life
@@ -35,11 +35,11 @@ def headline(life: Life, finding: Finding, records: Sequence[LastRecord]) -> str
 
 def report_text(life: Life, finding: Finding, records: Sequence[LastRecord]) -> str:
     """Write the whole report; line 1 is the headline."""
-    started = _time(life.started_at_unix_seconds)
+    started = utc_text(life.started_at_unix_seconds)
     lines = [headline(life, finding, records), ""]
     lines += [f"rank {life.rank} on {life.host}, process {life.pid}, started {started}"]
     if records:
-        lines += [f"last record: {_time(records[-1].ended_at_unix_seconds)}"]
+        lines += [f"last record: {utc_text(records[-1].ended_at_unix_seconds)}"]
     lines += [f"the kernel's OOM killer: {finding.why}", "", *_table(records), ""]
     lines += ["What to do next:"]
     lines += [f"  {n}. {words}" for n, words in enumerate(_ADVICE[finding.verdict], 1)]
@@ -74,7 +74,3 @@ def _table(records: Sequence[LastRecord]) -> Iterator[str]:
             "-" if each.risk_ratio is None else percent(each.risk_ratio, 1),
             shapes_words(each.shapes),
         )
-
-
-def _time(unix_seconds: float) -> str:
-    return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ..format_bytes import format_bytes
+from ..report_file import create_first, utc_text
 from .advice import advice
 from .evidence import Evidence, RunFacts
 from .figures import free_bytes, percent, shape_words, shapes_words, step_under_way, use_bytes
@@ -83,18 +83,16 @@ def write_report(
     """
     folder = folder / "oom"
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(1, MAX_REPORTS + 1):
-        path = folder / f"rank-{evidence.rank}-{number}.txt"
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            continue
-        with os.fdopen(descriptor, "w") as file:
-            file.write(report_text(evidence))
-            file.flush()  # the snapshot may take long, and the process be killed meanwhile
-            _add_snapshot(file.write, path.with_suffix(".pickle"), snapshot)
-        return path
-    return None
+    names = (f"rank-{evidence.rank}-{number}.txt" for number in range(1, MAX_REPORTS + 1))
+    created = create_first(folder / name for name in names)
+    if created is None:
+        return None
+    path, descriptor = created
+    with os.fdopen(descriptor, "w") as file:
+        file.write(report_text(evidence))
+        file.flush()  # the snapshot may take long, and the process be killed meanwhile
+        _add_snapshot(file.write, path.with_suffix(".pickle"), snapshot)
+    return path
 
 
 def _add_snapshot(
@@ -114,8 +112,7 @@ def _of_limit(evidence: Evidence) -> str:
 
 
 def _moment(evidence: Evidence) -> Iterator[str]:
-    at = datetime.fromtimestamp(evidence.at_unix_seconds, UTC)
-    yield f"rank {evidence.rank} on {evidence.host}, {at:%Y-%m-%d %H:%M:%S} UTC"
+    yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
     yield f"last step that ended: {evidence.step}; phase: {evidence.phase}"
     batch = shape_words(evidence.shape) if evidence.shape else "its shape is not known"
     facts = evidence.facts

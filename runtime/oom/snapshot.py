@@ -8,6 +8,8 @@ import pickle
 import sys
 from pathlib import Path
 
+from ..report_file import create_private
+
 
 def dump_snapshot(device: str, path: Path) -> bool:
     """Write the memory snapshot of CUDA to a file for its owner alone; say whether it is there.
@@ -19,7 +21,7 @@ def dump_snapshot(device: str, path: Path) -> bool:
     if torch is None or not device.startswith("cuda"):
         return False
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(create_private(path))
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError, MemoryError, AttributeError, ValueError, pickle.PickleError):
         with contextlib.suppress(OSError):

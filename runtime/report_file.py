@@ -1,0 +1,37 @@
+"""Files of reports: readable by their owner alone, and never written over one that exists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+def create_private(path: Path) -> int:
+    """Create a file and return its descriptor, open for writing.
+
+    Raises:
+        FileExistsError: It is there already.
+        OSError: It cannot be created.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def create_first(paths: Iterable[Path]) -> tuple[Path, int] | None:
+    """Create the first of these files that is not there yet; None if all of them are.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    for path in paths:
+        try:
+            return path, create_private(path)
+        except FileExistsError:
+            continue
+    return None
+
+
+def utc_text(unix_seconds: float) -> str:
+    """Write a moment, to the second."""
+    return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
