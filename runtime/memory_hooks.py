@@ -9,18 +9,21 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..metrics.catalog.labels import PHASES
 from .batch_shape import BatchShape
 from .forecast.series import Shape
 from .hooks import Hooks
+from .memory.categories import Held
 from .memory.category_sums import larger_of
 from .memory.free_heap import free_heap_bytes
 from .memory.holdings import engine_holdings
 from .memory.meter import MemoryMeter
-from .memory_reading import CloseLook, Held, MemoryReading, neediest
+from .memory_reading import CloseLook, MemoryReading, neediest
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseClock
+
+T = TypeVar("T")
 
 # The kernel and the allocator keep peaks from one reading to the next, so that shorter steps lose
 # none; a reading costs 0.1 ms where caches are cold.
@@ -154,21 +157,22 @@ class MemoryHooks:
         before, after = self._held_before, self._add_up(engine)
         if before is None or after is None:
             return None
-        begin = time.perf_counter()
-        free_bytes = free_heap_bytes()
-        self._looks_cost += time.perf_counter() - begin
         return CloseLook(
             phase_peaks=self._phase_peaks,
             held_before=before,
             held_after=after,
-            heap_free_bytes=free_bytes,
+            heap_free_bytes=self._timed(free_heap_bytes),
         )
 
     def _add_up(self, engine: Any) -> Held | None:
+        return self._timed(lambda: self._holdings(engine))
+
+    def _timed(self, ask: Callable[[], T]) -> T:
+        """Ask, and count what that takes as a cost of this look."""
         begin = time.perf_counter()
-        held = self._holdings(engine)
+        answer = ask()
         self._looks_cost += time.perf_counter() - begin
-        return held
+        return answer
 
     def _read_phase(self, phase: int) -> None:
         # An evaluation is read always, or its peak would be that of the next pass.

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .forecast.series import PeakPoint, Shape
+from .memory.categories import Held
 from .memory.meter import Reading, Readings
-
-Held = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..metrics.catalog import devices as device_metrics
 from ..metrics.catalog.spec import MetricSpec
 from ..metrics.recorder import Recorder
 from .devices.probe import DeviceProbe
 from .hooks import Hooks
-
-Readings = Mapping[str, Mapping[str, float]]
+from .memory.meter import Readings
 
 
 class Sampler:

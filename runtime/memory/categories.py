@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
@@ -11,3 +13,5 @@ OTHER = "other"
 
 # Those whose tensors the engine has; the others are what is left.
 HELD = (PARAMETERS, GRADIENTS, OPTIMIZER, COMM_BUFFERS)
+# Bytes of those, by device and category.
+Held = Mapping[str, Mapping[str, int]]

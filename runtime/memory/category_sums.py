@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .categories import ACTIVATIONS, COMM_BUFFERS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
-
-Held = Mapping[str, Mapping[str, int]]
+from .categories import (
+    ACTIVATIONS,
+    COMM_BUFFERS,
+    GRADIENTS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    Held,
+)
 
 # Which of them may not have been there in full at the moment of the peak, likeliest first.
 _PARTLY_THERE = (OTHER, COMM_BUFFERS, GRADIENTS)

@@ -7,21 +7,18 @@ a buffer counts as far as its pages were ever written (`touched.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .categories import COMM_BUFFERS, HELD
+from .categories import COMM_BUFFERS, HELD, Held
 from .engine_tensors import engine_tensors
 from .touched import touched_bytes
-
-Holdings = Mapping[str, Mapping[str, int]]
 
 _CPU = torch.device("cpu")
 
 
-def engine_holdings(engine: Any) -> Holdings:
+def engine_holdings(engine: Any) -> Held:
     """Return bytes by device ("cpu", "cuda:0") and category, of every device that holds anything.
 
     Args:

@@ -40,7 +40,7 @@ class HostLimit:
         )
 
     def _renew(self) -> None:
-        """Ask again: a container can be resized, and a process be given other limits."""
+        """Ask again, as a container can be resized."""
         self._renewal_due = self._clock() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
         self._resident_limit = min([self._physical_bytes, *cgroups])
