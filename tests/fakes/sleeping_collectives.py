@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerowatch.metrics.catalog.labels import OPS
+from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.comm_time import CommClock
 from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.collectives.tally import StepComm
 from zerowatch.runtime.collectives.tap import CommTap
 from zerowatch.runtime.collectives.wire import wire_factor
 from zerowatch.runtime.hooks import Hooks
@@ -108,3 +111,14 @@ def tap_over(
     monkeypatch.setattr(tap.notes, "groups", StandInGroups(StandInGroup(backend=backend)))
     tap.open()
     return tap
+
+
+def add_up(batches: Iterable[Batch], tap: CommTap) -> list[StepComm]:
+    """Add up each step's calls, all of which have ended, as the watch thread does."""
+    measuring, steps = CommClock(), []
+    for batch in batches:
+        assert batch.settled()
+        batch.resolve(tap.notes.events)
+        steps.append(StepComm())
+        steps[-1].add(batch.calls, measuring.measure(batch))
+    return steps

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.cuda_streams import FakeCuda
-from fakes.sleeping_collectives import MS, HandClock, StandInGroup, tap_over
+from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, tap_over
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.collectives.comm_time import CommClock
 from zerowatch.runtime.collectives.tally import StepComm
 from zerowatch.runtime.phase_clock import BACKWARD, OPTIMIZER, PhaseClock
 
@@ -54,13 +53,7 @@ class Rank:
         """Close the last step, let all of it end, and add each up."""
         self.end_step()
         self.host.elapse(1000)
-        measuring, steps = CommClock(), []
-        for batch in self.batches:
-            assert batch.settled()
-            batch.resolve(self.tap.notes.events)
-            steps.append(StepComm())
-            steps[-1].add(batch.calls, measuring.measure(batch))
-        return steps
+        return add_up(self.batches, self.tap)
 
 
 @pytest.fixture
