@@ -1,0 +1,1 @@
+"""What people look at and are woken by, generated from the catalog."""

@@ -1,0 +1,24 @@
+"""Alerts, as data. To add one: its function beside its kin, its page in runbook.md, its cases.
+
+An alert fires on what a person can do something about, says what, and is quiet otherwise: while a
+run warms up, once it has ended, and while another alert names the cause.
+"""
+
+from __future__ import annotations
+
+from ..timing import Timing
+from .alert import Alert
+from .communication import communication_alerts
+from .memory import memory_alerts
+from .training import training_alerts
+from .watching import watching_alerts
+
+
+def alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return all alerts, with windows of this timing."""
+    return (
+        *communication_alerts(timing),
+        *training_alerts(timing),
+        *memory_alerts(),
+        *watching_alerts(timing),
+    )

@@ -1,0 +1,39 @@
+"""Conditions that keep alerts quiet where there is nothing to be alarmed about."""
+
+from __future__ import annotations
+
+from ...metrics.catalog import memory, training
+from ...metrics.thresholds import STEPS_TO_JUDGE
+from ..promql import IDENTITY, by, select
+from ..timing import Timing
+
+
+def while_training(expression: str, *labels: str) -> str:
+    """Keep what belongs to a run that goes on, or with "rank" to a rank that does.
+
+    A run that has ended leaves no samples behind but for those in the window of a rate.
+    """
+    return f"{expression}\nand on ({_names(*labels)}) {select(training.RUN_ACTIVE)} == 1"
+
+
+def after_some_steps(expression: str, timing: Timing) -> str:
+    """Keep what belongs to a run that has taken steps enough for a share of them to mean much."""
+    steps = by("max", f"increase({select(training.STEPS)}[{timing.long}])")
+    return f"{expression}\nand on ({_names()}) {steps} >= {STEPS_TO_JUDGE}"
+
+
+def on_gpu(expression: str) -> str:
+    """Keep the ranks that train on a GPU, whatever the device of the expression."""
+    return f"{expression}\nand on ({_names('rank')}) {_GPU_MEMORY}"
+
+
+def not_on_gpu(expression: str) -> str:
+    """Leave out the ranks that train on a GPU."""
+    return f"{expression}\nunless on ({_names('rank')}) {_GPU_MEMORY}"
+
+
+_GPU_MEMORY = select(memory.MEMORY_BYTES, 'device!="cpu"', 'state="allocated"')
+
+
+def _names(*labels: str) -> str:
+    return ", ".join((*IDENTITY, *labels))

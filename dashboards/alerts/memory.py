@@ -1,0 +1,102 @@
+"""Alerts on memory that runs out, or leaks."""
+
+from __future__ import annotations
+
+from ...metrics.catalog import memory
+from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
+from ..promql import IDENTITY, by, select
+from ..recording.memory import OOM_RISK
+from ..timing import MINUTE
+from .alert import BYTES, PERCENT, RANK, RUN, Alert, Silence
+from .guards import not_on_gpu, on_gpu, while_training
+
+BOARD = "zerowatch-memory"
+DEVICE = "{{ $labels.device }}"
+ON_HOST, NOT_ON_HOST = 'device="cpu"', 'device!="cpu"'
+OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
+
+
+def memory_alerts() -> tuple[Alert, ...]:
+    """Return the alerts; none has a window."""
+    return (_oom_risk_high(), _oom_risk_critical(), _host_memory_risk(), _memory_leak())
+
+
+def _training_device_risk(limit: float) -> str:
+    """Write which ranks are likely to run out of the memory that they train in.
+
+    That is the GPU's where there is one; else the host's, where the device is called cpu.
+    """
+    gpu = f"{OOM_RISK.select(NOT_ON_HOST)} > {limit}"
+    host = not_on_gpu(f"{OOM_RISK.select(ON_HOST)} > {limit}")
+    return while_training(f"(\n{gpu}\nor\n({host})\n)", "rank")
+
+
+def _oom_risk_high() -> Alert:
+    return Alert(
+        name=OOM_RISK_HIGH_ALERT,
+        component="memory",
+        severity="warning",
+        expression=_training_device_risk(OOM_RISK_HIGH),
+        for_seconds=MINUTE / 2,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Rank {RANK} of training {RUN} is likely to run out of memory on {DEVICE}",
+        description=(
+            f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
+            "checkpoint if you can, then make the micro-batch smaller or shard more."
+        ),
+        board=BOARD,
+    )
+
+
+def _oom_risk_critical() -> Alert:
+    return Alert(
+        name="ZerowatchOomRiskCritical",
+        component="memory",
+        severity="critical",
+        expression=_training_device_risk(OOM_RISK_CRITICAL),
+        for_seconds=0,  # it may be a matter of seconds
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Rank {RANK} of training {RUN} is about to run out of memory on {DEVICE}",
+        description=(
+            f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
+            "checkpoint now if you can; the run is likely to end by itself."
+        ),
+        board=BOARD,
+        silences=Silence(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
+    )
+
+
+def _host_memory_risk() -> Alert:
+    host = on_gpu(f"{OOM_RISK.select(ON_HOST)} > {OOM_RISK_HIGH}")
+    return Alert(
+        name="ZerowatchHostMemoryRisk",
+        component="memory",
+        severity="critical",  # the kernel kills without an error that anything could catch
+        expression=while_training(host, "rank"),
+        for_seconds=MINUTE / 2,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Rank {RANK} of training {RUN} is likely to run out of its host's memory",
+        description=(
+            f"The probability that it does within the next 50 steps is {PERCENT}; then the kernel "
+            "kills the process. Save a checkpoint if you can, and see what else runs on that host."
+        ),
+        board=BOARD,
+    )
+
+
+def _memory_leak() -> Alert:
+    growth = by("max", select(memory.MEMORY_LEAK), "rank", "device", "category")
+    return Alert(
+        name="ZerowatchMemoryLeak",
+        component="memory",
+        severity="warning",
+        expression=while_training(f"{growth} > 0", "rank"),  # absent while nothing leaks
+        for_seconds=2 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Rank {RANK} of training {RUN} leaks memory on {DEVICE}",
+        description=(
+            f"{BYTES} more with each step, in {{{{ $labels.category }}}}, and no batch explains "
+            "it. See on the board how many steps are left, and look for tensors that are kept."
+        ),
+        board=BOARD,
+    )

@@ -1,0 +1,180 @@
+"""Alerts on training: that it moves, that its numbers are sound, and what it waits for."""
+
+from __future__ import annotations
+
+from ...metrics.catalog import training
+from ...metrics.thresholds import (
+    DATA_RATIO_HIGH,
+    DEVICE_UTILIZATION_LOW,
+    LOSS_SCALE_FALL,
+    LOSS_SCALE_LOW,
+)
+from ..promql import by, select
+from ..recording import devices as recorded_devices
+from ..recording import training as recorded
+from ..timing import MINUTE, Timing
+from .alert import NUMBER, PERCENT, RANK, RUN, Alert, Silence
+from .communication import COMM_BOTTLENECK, LINK_SLOW, STRAGGLER_RANK
+from .guards import after_some_steps, while_training
+
+OVERVIEW, ANATOMY = "zerowatch-overview", "zerowatch-step-anatomy"
+DATA_BOUND = "ZerowatchDataBound"
+LOW_DEVICE_UTILIZATION = "ZerowatchLowDeviceUtilization"
+# How far back it is looked whether a rank that does not answer was training.
+REMEMBERED_SECONDS = 15 * MINUTE
+
+
+def training_alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return the alerts with windows of this timing."""
+    return (
+        _training_stalled(timing),
+        _rank_down(timing),
+        _loss_not_finite(timing),
+        _loss_scale_collapse(timing),
+        _data_bound(timing),
+        _low_device_utilization(timing),
+    )
+
+
+def _training_stalled(timing: Timing) -> Alert:
+    # An evaluation takes no steps either, but its phases go on. Differences of one host's clock
+    # are compared with nothing but themselves, so that clocks need not agree.
+    steps = by("max", f"changes({select(training.STEPS)}[{timing.short}])")
+    moves = by("max", f"delta({select(training.LAST_ACTIVITY_TIMESTAMP)}[{timing.short}])")
+    stands = (
+        f"{by('max', select(training.STEPS))}\n"
+        f"and on (job, run) {steps} == 0\n"
+        f"and on (job, run) {moves} < 1"
+    )
+    return Alert(
+        name="ZerowatchTrainingStalled",
+        component="training",
+        severity="critical",
+        expression=while_training(stands),
+        for_seconds=5 * MINUTE,
+        keep_firing_seconds=0,  # a step ends it for certain
+        summary=f"Training {RUN} stands still",
+        description=(
+            f"Nothing has moved for ten minutes, on any rank; {NUMBER} steps were done. Read "
+            "hang-rank-*.txt in the run folder: the first line says who is missing where."
+        ),
+        board=OVERVIEW,
+        silences=Silence(
+            alerts=(
+                COMM_BOTTLENECK,
+                DATA_BOUND,
+                LINK_SLOW,
+                LOW_DEVICE_UTILIZATION,
+                STRAGGLER_RANK,
+            )
+        ),
+    )
+
+
+def _rank_down(timing: Timing) -> Alert:
+    # A rank that ended as it should has told so: its last run_active is 0. One that came back on
+    # another port answers there.
+    active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(REMEMBERED_SECONDS)}])"
+    return Alert(
+        name="ZerowatchRankDown",
+        component="training",
+        severity="critical",
+        expression=(
+            f"up == 0\nand on (job, run, rank) {active} == 1\nunless on (job, run, rank) up == 1"
+        ),
+        for_seconds=MINUTE,
+        keep_firing_seconds=0,  # an answer ends it for certain
+        summary=f"Rank {RANK} of training {RUN} does not answer",
+        description=(
+            "It was training when it was last heard of, on {{ $labels.node }} "
+            "({{ $labels.instance }}). See whether its process is alive, and what it wrote last; "
+            "other alerts of this run are silenced meanwhile."
+        ),
+        board=OVERVIEW,
+        silences=Silence(),
+    )
+
+
+def _loss_not_finite(timing: Timing) -> Alert:
+    losses = by("max", f"increase({select(training.NONFINITE_LOSSES)}[{timing.short}])")
+    return Alert(
+        name="ZerowatchLossNotFinite",
+        component="training",
+        severity="critical",
+        expression=while_training(f"{losses} > 0"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"The loss of training {RUN} is not a finite number",
+        description=(
+            f"So it was in {NUMBER} of the last five minutes' steps. See on the board whether it "
+            "still is; if so, stop the run and go back to the last good checkpoint."
+        ),
+        board=ANATOMY,
+    )
+
+
+def _loss_scale_collapse(timing: Timing) -> Alert:
+    lowest = by("min", select(training.LOSS_SCALE))
+    hour = timing.duration(60 * MINUTE)
+    highest = by("max", f"max_over_time({select(training.LOSS_SCALE)}[{hour}])")
+    fell = (
+        f"{lowest} <= {LOSS_SCALE_LOW:g}\n"
+        f"and on (job, run) {lowest} / {highest} <= {LOSS_SCALE_FALL}"
+    )
+    return Alert(
+        name="ZerowatchLossScaleCollapse",
+        component="training",
+        severity="critical",
+        expression=while_training(fell),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"The loss scale of training {RUN} has collapsed",
+        description=(
+            f"It is down to {NUMBER}: gradients overflow at every scale. At its least scale "
+            "DeepSpeed ends the run. Look at the loss and the gradient norm before it fell."
+        ),
+        board=ANATOMY,
+    )
+
+
+def _data_bound(timing: Timing) -> Alert:
+    loading = recorded.PHASE_RATIO.select('phase="data"')
+    return Alert(
+        name=DATA_BOUND,
+        component="training",
+        severity="warning",
+        expression=while_training(after_some_steps(f"{loading} > {DATA_RATIO_HIGH}", timing)),
+        for_seconds=10 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} waits for its data",
+        description=(
+            f"{PERCENT} of the training time goes into loading; with a loader that keeps ahead "
+            "it is next to none. Give the DataLoader more workers, and see whether the disk keeps "
+            "up."
+        ),
+        board=ANATOMY,
+        silences=Silence(alerts=(LOW_DEVICE_UTILIZATION,)),
+    )
+
+
+def _low_device_utilization(timing: Timing) -> Alert:
+    # Not of the CPU: there it is the process's share of all cores, of which two ranks on one host
+    # can have a half each at best.
+    busy = by("avg", recorded_devices.DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'))
+    return Alert(
+        name=LOW_DEVICE_UTILIZATION,
+        component="devices",
+        severity="warning",
+        expression=while_training(
+            after_some_steps(f"{busy} < {DEVICE_UTILIZATION_LOW}", timing),
+        ),
+        for_seconds=10 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"The GPUs of training {RUN} are idle too often",
+        description=(
+            f"They are busy for {PERCENT} of the time, less than {DEVICE_UTILIZATION_LOW:.0%}. See "
+            "on the board of a step's anatomy what they wait for; if for nothing, try a larger "
+            "micro-batch."
+        ),
+        board="zerowatch-devices",
+    )

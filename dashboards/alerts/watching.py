@@ -1,0 +1,52 @@
+"""Alerts on zerowatch itself: what watching costs, and a tuner that has given up."""
+
+from __future__ import annotations
+
+from ...metrics.catalog import tuner
+from ...metrics.thresholds import WATCH_RATIO_HIGH
+from ..promql import by, select
+from ..recording.watching import WATCH_RATIO_BY_RANK
+from ..timing import MINUTE, Timing
+from .alert import PERCENT, RUN, Alert
+from .guards import after_some_steps, while_training
+
+
+def watching_alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return the alerts with windows of this timing."""
+    return (_watch_overhead(timing), _tuner_safe_mode())
+
+
+def _watch_overhead(timing: Timing) -> Alert:
+    cost = f"{by('avg', WATCH_RATIO_BY_RANK.select())} > {WATCH_RATIO_HIGH}"
+    return Alert(
+        name="ZerowatchWatchOverhead",
+        component="watch",
+        severity="info",
+        expression=while_training(after_some_steps(cost, timing)),
+        for_seconds=10 * MINUTE,
+        keep_firing_seconds=15 * MINUTE,
+        summary=f"Watching training {RUN} costs more than it should",
+        description=(
+            f"{PERCENT} of the time of a rank goes into watching it. See on the board which part "
+            "of zerowatch it is; the runbook says which settings make each part cheaper."
+        ),
+        board="zerowatch-watch",
+    )
+
+
+def _tuner_safe_mode() -> Alert:
+    state = by("max", select(tuner.TUNER_STATE, 'state="safe_mode"'))
+    return Alert(
+        name="ZerowatchTunerSafeMode",
+        component="tuner",
+        severity="warning",
+        expression=while_training(f"{state} == 1"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"The tuner of training {RUN} is in safe mode",
+        description=(
+            "It has put every knob back to where you set it and changes nothing any more. "
+            "Training goes on. Look at its last decisions on the board."
+        ),
+        board="zerowatch-tuner",
+    )

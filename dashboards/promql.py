@@ -1,0 +1,46 @@
+"""PromQL from the catalog's metrics. The functions that need one are here; the rest is plain text.
+
+A matcher is PromQL's own text, such as `phase="data"`.
+"""
+
+from __future__ import annotations
+
+from ..metrics.catalog.spec import MetricSpec
+
+IDENTITY = ("job", "run")  # what tells one run's series from another's
+
+
+def select(spec: MetricSpec, *matchers: str, part: str = "") -> str:
+    """Write an instant selector.
+
+    Args:
+        spec: The metric.
+        matchers: Label matchers.
+        part: Of a histogram the series: "_bucket", "_sum" or "_count".
+    """
+    braces = f"{{{', '.join(matchers)}}}" if matchers else ""
+    return f"{spec.name}{part}{braces}"
+
+
+def rate(spec: MetricSpec, window: str, *matchers: str, part: str = "") -> str:
+    """Write the rate per second of a counter over a window such as "5m"."""
+    return f"rate({select(spec, *matchers, part=part)}[{window}])"
+
+
+def by(operation: str, expression: str, *labels: str) -> str:
+    """Aggregate over all labels but job, run and those named."""
+    return f"{operation} by ({', '.join((*IDENTITY, *labels))}) ({expression})"
+
+
+def ratio(part: str, whole: str, *labels: str) -> str:
+    """Divide, matching job, run and the labels named; `part` may have more labels than `whole`."""
+    return f"{part}\n/ on ({', '.join((*IDENTITY, *labels))}) group_left ()\n{whole}"
+
+
+def recorded_name(level: str, spec: MetricSpec, operation: str) -> str:
+    """Name a recording rule as Prometheus advises: level:metric:operations.
+
+    Source: prometheus.io/docs/practices/rules (the metric loses `_total` under a rate).
+    """
+    metric = spec.name.removesuffix("_total") if "rate" in operation else spec.name
+    return f"{level}:{metric}:{operation}"

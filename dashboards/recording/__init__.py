@@ -1,0 +1,19 @@
+"""Recording rules: what panels and alerts divide, or add up over ranks, worked out once.
+
+Boards and alerts name a rule by its constant. To add one: a constant beside its kin, and its place
+in the file's RULES. Sums are divided, never ratios averaged. "5m" and "30m" in a name are the
+shipped windows. A level names the labels that stay beside job: `run_rank` keeps run and rank.
+"""
+
+from __future__ import annotations
+
+from . import communication, devices, memory, training, watching
+from .rule import RecordingRule
+
+GROUPS: dict[str, tuple[RecordingRule, ...]] = {
+    "zerowatch-communication": communication.RULES,
+    "zerowatch-training": training.RULES,
+    "zerowatch-memory": memory.RULES,
+    "zerowatch-devices": devices.RULES,
+    "zerowatch-watch": watching.RULES,
+}

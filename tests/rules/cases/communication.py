@@ -1,0 +1,156 @@
+"""Alerts on communication."""
+
+from __future__ import annotations
+
+from rules.history import counter, gauge, of_both, of_rank, training, training_rank
+from rules.promtool import Case, says
+
+LABELS = {"component": "communication", "job": "zerowatch", "run": "night-7"}
+BOTTLENECK = {"alertname": "ZerowatchCommBottleneck", "severity": "warning", **LABELS}
+LINK = {"alertname": "ZerowatchLinkSlow", "severity": "warning", "group": "dp", **LABELS}
+STRAGGLER = {"alertname": "ZerowatchStragglerRank", "severity": "warning", "rank": "1", **LABELS}
+MISMATCH = {"alertname": "ZerowatchCollectiveMismatch", "severity": "critical", **LABELS}
+SCORE = "zerowatch_straggler_score_ratio"
+COVERAGE = {"alertname": "ZerowatchCommCoverageLow", "severity": "info", **LABELS}
+
+
+def exposed(*stretches: tuple[float, float]) -> dict[str, str]:
+    minutes = sum(stretch[0] for stretch in stretches)
+    ratio = counter(*stretches)
+    return training(minutes) | of_both("zerowatch_comm_exposed_seconds_total", ratio, group="dp")
+
+
+def link(*stretches: tuple[float, float]) -> dict[str, str]:
+    """A link whose bandwidth changes, of which 1 GB/s was the best."""
+    minutes = sum(stretch[0] for stretch in stretches)
+    now, best = gauge(*stretches), gauge((minutes, 1e9))
+    return (
+        training(minutes)
+        | of_both("zerowatch_comm_link_bandwidth_bytes_per_second", now, group="dp")
+        | of_both("zerowatch_comm_link_best_bandwidth_bytes_per_second", best, group="dp")
+    )
+
+
+def slow_backward(*stretches: tuple[float, float]) -> dict[str, str]:
+    minutes = sum(stretch[0] for stretch in stretches)
+    return (
+        training(minutes)
+        | of_rank(0, SCORE, gauge((minutes, 0)), phase="backward")
+        | of_rank(1, SCORE, gauge(*stretches), phase="backward")
+    )
+
+
+CASES = (
+    Case(
+        title="Waiting for communication a quarter of the time, from the start on, is told of",
+        series=exposed((10, 0.25), (20, 0.05)),
+        alert=BOTTLENECK,
+        fires_at="2m15s",
+        recovers_at="16m15s",
+        annotations=says(
+            "ZerowatchCommBottleneck",
+            board="zerowatch-communication",
+            summary="Training night-7 waits for communication",
+            description="25% of the training time nothing is done but wait for collectives; up to "
+            "20% is usual. Look on the board which cause is the largest: imbalance, latency, "
+            "redundancy or bandwidth. The runbook says what helps against each.",
+        ),
+    ),
+    Case(
+        title="Waiting half of the time in a run of half an hour takes ten minutes to be a habit",
+        series=exposed((30, 0.05), (15, 0.5), (10, 0.05)),
+        alert=BOTTLENECK,
+        fires_at="42m15s",
+        recovers_at="53m30s",
+    ),
+    Case(
+        title="Waiting for communication a fifth of the time is not too much",
+        series=exposed((15, 0.2)),
+        until="15m",
+    ),
+    Case(
+        title="A hiccup of five minutes in a run of half an hour is not told of",
+        series=exposed((25, 0.05), (5, 0.6), (10, 0.05)),
+        until="40m",
+    ),
+    Case(
+        title="The first nine steps of a run are not judged",
+        series=exposed((20, 0.5)) | of_both("zerowatch_steps_total", counter((20, 9 / 20 / 60))),
+        until="20m",
+    ),
+    Case(
+        title="A link that gives a tenth of its best bandwidth is slow",
+        series=link((5, 1e9), (10, 1e8), (15, 9.5e8)),
+        alert=LINK,
+        fires_at="10m",
+        recovers_at="22m30s",
+        annotations=says(
+            "ZerowatchLinkSlow",
+            board="zerowatch-communication",
+            summary="A link of training night-7 has become slow, in group dp",
+            description="Its bandwidth is 10% of the best that it kept up in this run. See "
+            "which ranks measure it, and look for errors and other traffic on their hosts' "
+            "network.",
+        ),
+        words_at="12m",  # when its mean knows only of the slow link
+    ),
+    Case(
+        title="A link that gives three fifths of its best bandwidth is not slow",
+        series=link((5, 1e9), (15, 6e8)),
+        until="20m",
+    ),
+    Case(
+        title="A rank that stays a little more than a twentieth of a step behind is a straggler",
+        series=slow_backward((5, 0), (10, 0.06), (10, 0.03)),
+        alert={**STRAGGLER, "phase": "backward"},
+        fires_at="11m",
+        recovers_at="21m30s",
+        annotations=says(
+            "ZerowatchStragglerRank",
+            board="zerowatch-communication",
+            summary="Rank 1 of training night-7 is slow in backward",
+            description="For 75% of the last minutes it was slower than the median rank by 6% of a "
+            "step or more, and all others wait for it. Look at its host first: other processes, "
+            "clocks that are throttled, a slow disk.",
+        ),
+    ),
+    Case(
+        title="Two ranks that are slow by turns are no stragglers",
+        series=slow_backward(*((1, 0.3), (1, 0)) * 8)
+        | of_rank(0, SCORE, gauge(*((1, 0), (1, 0.3)) * 8), phase="backward"),
+        until="16m",
+    ),
+    Case(
+        title="A rank that is slower by a twenty-fifth of a step is not yet a straggler",
+        series=slow_backward((15, 0.04)),
+        until="15m",
+    ),
+    Case(
+        title="Ranks that were once seen to issue different collectives are told of to the end",
+        series=training(25)
+        | of_rank(0, "zerowatch_collective_mismatches_total", gauge((5, 0), (20, 1)))
+        | of_both("zerowatch_run_active", gauge((15, 1), (10, 0))),
+        alert=MISMATCH,
+        fires_at="5m15s",
+        recovers_at="20m15s",
+    ),
+    Case(
+        title="Collectives of which a fiftieth is not recorded are told of",
+        series=training(40)
+        | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (15, 0.978), (20, 0.9995))),
+        alert=COVERAGE,
+        fires_at="12m30s",
+        recovers_at="38m",
+    ),
+    Case(
+        title="One lapse of coverage is not told of",
+        series=training(15)
+        | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (0.5, 0.95), (9.5, 1))),
+        until="15m",
+    ),
+    Case(
+        title="A single rank, which has nobody to communicate with, is fine",
+        series=training_rank(0, (15, 1)),
+        until="15m",
+    ),
+)

@@ -1,0 +1,28 @@
+"""The rule files, as they are shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from rules.promtool import ALERTS, RECORDING, written
+
+from zerowatch.dashboards.prometheus_files import rule_files
+
+
+@pytest.fixture(scope="session")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files, as fresh as the code."""
+    return written(rule_files(), tmp_path_factory.mktemp("rules"))
+
+
+@pytest.fixture(scope="session")
+def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without what only boards need, so that promtool is quicker."""
+    files = rule_files()
+    recording = yaml.safe_load(files[RECORDING])
+    for group in recording["groups"]:
+        group["rules"] = [rule for rule in group["rules"] if rule["record"] in files[ALERTS]]
+    files[RECORDING] = yaml.safe_dump(recording)
+    return written(files, tmp_path_factory.mktemp("alert-rules"))

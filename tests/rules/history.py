@@ -1,0 +1,103 @@
+"""What a Prometheus has scraped of a run, as the series that promtool takes.
+
+A stretch is (minutes, value): a counter grows by that value per second, a gauge stands at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# Prometheus 2 counts a sample on the early edge of a window, 3 does not. So scrapes keep out of
+# step with evaluations, and figures over what is recorded are such that 20 and 21 samples agree.
+SCRAPE_SECONDS = 7
+GONE = None  # the scrape failed, or no longer told the value
+
+Series = dict[str, str]
+Stretch = tuple[float, float | None]
+
+# Seconds of a second's training, by phase.
+USUAL_PHASES = {"data": 0.02, "forward": 0.3, "backward": 0.6, "optimizer": 0.05, "other": 0.03}
+
+
+def gauge(*stretches: Stretch) -> str:
+    """Write a value that is set."""
+    values: list[str] = []
+    for value, _ in _scrapes(stretches):
+        stale = value is GONE and values and values[-1] not in ("stale", "_")
+        values.append("stale" if stale else "_" if value is GONE else f"{value:g}")
+    return " ".join(values)
+
+
+def counter(*stretches: Stretch) -> str:
+    """Write a value that grows; a gap starts it anew."""
+    values: list[str] = []
+    total = 0.0
+    for growth, seconds in _scrapes(stretches):
+        if growth is GONE:
+            values.append("stale" if values and values[-1] not in ("stale", "_") else "_")
+            total = 0.0
+        else:
+            total += growth * seconds
+            values.append(f"{total:.10g}")
+    return " ".join(values)
+
+
+def _scrapes(stretches: tuple[Stretch, ...]) -> Iterator[tuple[float | None, float]]:
+    """Yield each scrape's value, and the seconds since the one before."""
+    begun, moment = 0.0, 0
+    for minutes, value in stretches:
+        while moment < begun + 60 * minutes:
+            yield value, SCRAPE_SECONDS if moment else 0
+            moment += SCRAPE_SECONDS
+        begun += 60 * minutes
+
+
+def of_rank(rank: int, metric: str, values: str, **labels: str) -> Series:
+    """Write one rank's series, with the labels that Prometheus adds."""
+    known = {
+        "job": "zerowatch",
+        "instance": f"10.0.0.{rank}:9464",
+        "run": "night-7",
+        "node": f"node-{rank}",
+        "rank": str(rank),
+        **labels,
+    }
+    matchers = ", ".join(f'{name}="{value}"' for name, value in known.items())
+    return {f"{metric}{{{matchers}}}": values}
+
+
+def of_both(metric: str, values: str, **labels: str) -> Series:
+    """Write the same series for ranks 0 and 1."""
+    return of_rank(0, metric, values, **labels) | of_rank(1, metric, values, **labels)
+
+
+def answers(*stretches: Stretch, rank: int) -> Series:
+    """Write whether a rank answered; where the value is GONE it did not."""
+    reached = tuple((minutes, 0 if value is GONE else 1) for minutes, value in stretches)
+    return of_rank(rank, "up", gauge(*reached))
+
+
+def training(minutes: float) -> Series:
+    """Write two ranks that train: two steps a second, and nothing is wrong."""
+    series: Series = {}
+    for rank in (0, 1):
+        series |= training_rank(rank, (minutes, 1))
+    return series
+
+
+def training_rank(rank: int, *stretches: Stretch) -> Series:
+    """Write one rank that trains while the value is 1, has ended at 0, and is GONE otherwise."""
+
+    def paced(per_second: float) -> str:
+        return counter(*((m, v if v is GONE else v * per_second) for m, v in stretches))
+
+    series = answers(*stretches, rank=rank)
+    series |= of_rank(rank, "zerowatch_run_active", gauge(*stretches))
+    series |= of_rank(rank, "zerowatch_steps_total", paced(2))
+    series |= of_rank(rank, "zerowatch_last_activity_timestamp_seconds", paced(1))
+    series |= of_rank(rank, "zerowatch_nonfinite_losses_total", paced(0))
+    series |= of_rank(rank, "zerowatch_collective_mismatches_total", paced(0))
+    series |= of_rank(rank, "zerowatch_comm_exposed_seconds_total", paced(0.05), group="dp")
+    for phase, seconds in USUAL_PHASES.items():
+        series |= of_rank(rank, "zerowatch_phase_seconds_total", paced(seconds), phase=phase)
+    return series

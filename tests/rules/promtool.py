@@ -1,0 +1,139 @@
+"""Cases for promtool: which alert fires on which history, from when, and until when."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from require import program
+from rules.history import SCRAPE_SECONDS, Series
+
+EVALUATION_SECONDS = 15
+FIRING = 'ALERTS{alertstate="firing"}'
+RECORDING, ALERTS = RULE_FILES = ("prometheus/recording.yaml", "prometheus/alerts.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One history, and the only alert that fires on it, if any.
+
+    Args:
+        title: A sentence.
+        series: The history.
+        alert: The alert's labels, "alertname" included; none if nothing fires.
+        fires_at: The evaluation at which it fires first, such as "13m15s".
+        recovers_at: The first at which it does so no longer.
+        annotations: What it says, as it fires first.
+        words_at: When that is looked at instead.
+        until: How far to look, if nothing fires, at each evaluation.
+    """
+
+    title: str
+    series: Series
+    alert: Mapping[str, str] = field(default_factory=dict)
+    fires_at: str = ""
+    recovers_at: str = ""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    words_at: str = ""
+    until: str = ""
+
+    def test(self) -> dict[str, Any]:
+        """Return what promtool is to test."""
+        return {
+            "name": self.title,
+            "interval": f"{SCRAPE_SECONDS}s",
+            "input_series": [
+                {"series": series, "values": values} for series, values in self.series.items()
+            ],
+            "promql_expr_test": [self._look(moment, fires) for moment, fires in self._moments()],
+            "alert_rule_test": self._words(),
+        }
+
+    def _moments(self) -> Iterable[tuple[int, bool]]:
+        if not self.fires_at:
+            return [(moment, False) for moment in evaluations(seconds(self.until))]
+        fires, recovers = seconds(self.fires_at), seconds(self.recovers_at)
+        return [
+            *((moment, False) for moment in evaluations(fires - EVALUATION_SECONDS)),
+            *((fires + late, True) for late in range(0, recovers - fires, EVALUATION_SECONDS)),
+            (recovers, False),
+        ]
+
+    def _look(self, moment: int, fires: bool) -> dict[str, Any]:
+        alert = {**self.alert, "alertstate": "firing"}
+        labels = ", ".join(f'{name}="{value}"' for name, value in alert.items())
+        expected = [{"labels": f"ALERTS{{{labels}}}", "value": 1}]
+        return {
+            "expr": FIRING,
+            "eval_time": f"{moment}s",
+            "exp_samples": expected if fires else [],
+        }
+
+    def _words(self) -> list[dict[str, Any]]:
+        if not self.annotations:
+            return []
+        labels = {name: value for name, value in self.alert.items() if name != "alertname"}
+        return [
+            {
+                "eval_time": self.words_at or self.fires_at,
+                "alertname": self.alert["alertname"],
+                "exp_alerts": [{"exp_labels": labels, "exp_annotations": dict(self.annotations)}],
+            }
+        ]
+
+
+def says(alert: str, *, board: str, summary: str, description: str) -> dict[str, str]:
+    """Return all annotations of an alert of the run night-7."""
+    page = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
+    shown = f"http://127.0.0.1:3000/d/{board}?var-job=zerowatch&var-run=night-7"
+    return {
+        "summary": summary,
+        "description": description,
+        "runbook_url": f"{page}#{alert.lower()}",
+        "dashboard_url": shown,
+    }
+
+
+def evaluations(until_seconds: int) -> range:
+    """Return the moments at which rules are evaluated, in seconds."""
+    return range(0, until_seconds + 1, EVALUATION_SECONDS)
+
+
+def seconds(duration: str) -> int:
+    """Read a duration such as "13m15s"."""
+    sizes = {"h": 3600, "m": 60, "s": 1}
+    return sum(int(n) * sizes[unit] for n, unit in re.findall(r"(\d+)([hms])", duration))
+
+
+def written(files: Mapping[str, str], folder: Path) -> Path:
+    """Write files by their paths in a folder, and return it."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def failures(rules: Path, tests: Iterable[Mapping[str, Any]], folder: Path) -> str:
+    """Run promtool's tests over the rule files in `rules`; return what failed, in its words."""
+    file = folder / "tests.yaml"
+    content = {
+        "rule_files": [str(rules / name) for name in RULE_FILES],
+        "evaluation_interval": f"{EVALUATION_SECONDS}s",
+        "group_eval_order": _groups(rules),  # else promtool takes them in any order
+        "tests": list(tests),
+    }
+    file.write_text(yaml.safe_dump(content, sort_keys=False, width=10_000))
+    command = [program("promtool", apt="prometheus"), "test", "rules", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if ended.returncode == 0 else ended.stdout + ended.stderr
+
+
+def _groups(rules: Path) -> list[str]:
+    """Return the names of all groups: what is recorded first, as alerts are made of it."""
+    files = [yaml.safe_load((rules / name).read_text()) for name in RULE_FILES]
+    return [group["name"] for file in files for group in file["groups"]]

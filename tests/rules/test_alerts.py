@@ -1,0 +1,43 @@
+"""Each alert fires, at which evaluation, and recovers; and is quiet where nothing is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from rules.cases import communication, memory, training, watching
+from rules.promtool import failures
+
+from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.timing import Timing
+
+CASES = (*communication.CASES, *training.CASES, *memory.CASES, *watching.CASES)
+NAMES = [alert.name for alert in alerts(Timing())]
+OF_NAME = {alert.name: alert for alert in alerts(Timing())}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_alerts(case, alert_rules, tmp_path):
+    assert failures(alert_rules, [case.test()], tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_tried_that_each_alert_fires_and_recovers(name):
+    fired = [case for case in CASES if case.alert.get("alertname") == name]
+
+    assert fired and all(case.recovers_at for case in fired)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.alert], ids=lambda case: case.title
+)
+def test_an_alert_carries_its_own_severity_and_component(case):
+    alert = OF_NAME[case.alert["alertname"]]
+
+    assert case.alert.items() >= alert.labels.items()
+
+
+def test_a_case_that_expects_the_wrong_minute_fails(alert_rules, tmp_path):
+    test = watching.CASES[2].test()
+    fires = next(look for look in test["promql_expr_test"] if look["exp_samples"])
+    fires["eval_time"] = "3m"
+
+    assert "FAILED" in failures(alert_rules, [test], tmp_path)

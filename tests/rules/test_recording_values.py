@@ -1,0 +1,159 @@
+"""What is recorded has the value that can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from rules.history import counter, gauge, of_both, of_rank, training
+from rules.promtool import failures
+
+from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.recording import (
+    GROUPS,
+    communication,
+    devices,
+    memory,
+    watching,
+)
+from zerowatch.dashboards.recording import training as recorded_training
+from zerowatch.dashboards.timing import Timing
+
+MINUTES = 6
+PHASES = "zerowatch_phase_seconds_total"
+EXPOSED = "zerowatch_comm_exposed_seconds_total"
+STEP_SECONDS = "zerowatch_step_seconds"
+
+
+def growing(per_second: float) -> str:
+    return counter((MINUTES, per_second))
+
+
+def standing(value: float) -> str:
+    return gauge((MINUTES, value))
+
+
+# By what is recorded: further series, and the values by their labels beside job and run.
+CASES = {
+    # 0.1 s of rank 0's second and 0.3 s of rank 1's: a fifth. A mean of ratios would say so, too,
+    # but for rank 1 being in an evaluation half of the time: then it is 0.4 of 1.5 seconds.
+    communication.EXPOSED_RATIO: (
+        of_rank(0, EXPOSED, growing(0.1), group="dp")
+        | of_rank(1, EXPOSED, growing(0.3), group="dp")
+        | of_rank(1, PHASES, growing(0.1), phase="backward")
+        | of_rank(1, PHASES, growing(0.5), phase="eval"),
+        {"": 0.4 / 1.5},
+    ),
+    communication.EXPOSED_RATIO_BY_GROUP: (
+        of_both(EXPOSED, growing(0.2), group="dp") | of_both(EXPOSED, growing(0.1), group="tp"),
+        {'group="dp"': 0.2, 'group="tp"': 0.1},
+    ),
+    communication.EXPOSED_RATIO_BY_RANK: (
+        of_rank(0, EXPOSED, growing(0.1), group="dp")
+        | of_rank(0, EXPOSED, growing(0.2), group="tp"),
+        {'rank="0"': 0.3, 'rank="1"': 0.05},
+    ),
+    communication.CAUSE_RATIO: (
+        of_both("zerowatch_comm_cause_seconds_total", growing(0.03), cause="latency"),
+        {'cause="latency"': 0.03},
+    ),
+    communication.LINK_BANDWIDTH_RATIO: (
+        of_rank(0, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(3e8), group="dp")
+        | of_rank(
+            0, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
+        ),
+        {'group="dp", rank="0"': 0.75},
+    ),
+    communication.COVERAGE: (
+        of_rank(0, "zerowatch_comm_coverage_ratio", standing(1))
+        | of_rank(1, "zerowatch_comm_coverage_ratio", standing(0.9)),
+        {"": 0.9},
+    ),
+    communication.STRAGGLER_SCORE: (
+        of_rank(1, "zerowatch_straggler_score_ratio", standing(0.2), phase="forward"),
+        {'phase="forward", rank="1"': 0.2},
+    ),
+    # Both ranks take the same two steps a second.
+    recorded_training.STEPS_RATE: ({}, {"": 2}),
+    recorded_training.PHASE_RATIO: (
+        {},
+        {
+            'phase="backward"': 0.6,
+            'phase="data"': 0.02,
+            'phase="forward"': 0.3,
+            'phase="optimizer"': 0.05,
+            'phase="other"': 0.03,
+        },
+    ),
+    recorded_training.STEP_SECONDS: (
+        of_both(f"{STEP_SECONDS}_sum", growing(1)) | of_both(f"{STEP_SECONDS}_count", growing(2)),
+        {"": 0.5},
+    ),
+    recorded_training.SKIPPED_RATIO: (
+        of_both("zerowatch_skipped_steps_total", growing(0.5)),
+        {"": 0.25},
+    ),
+    recorded_training.ACTIVE_RANKS: ({}, {"": 2}),
+    devices.DEVICE_UTILIZATION_BY_RANK: (
+        of_rank(0, "zerowatch_device_utilization_ratio", standing(0.5), device="cpu"),
+        {'device="cpu", rank="0"': 0.5},
+    ),
+    memory.OOM_RISK: (
+        of_rank(1, "zerowatch_oom_risk_ratio", standing(0.75), device="cuda:0"),
+        {'device="cuda:0", rank="1"': 0.75},
+    ),
+    memory.PEAK_RATIO: (
+        of_rank(1, "zerowatch_memory_bytes", standing(3e9), device="cpu", state="peak_allocated")
+        | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
+        {'device="cpu", rank="1"': 0.75},
+    ),
+    watching.WATCH_RATIO_BY_RANK: (
+        of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
+        | of_both("zerowatch_watch_seconds_total", growing(0.002), part="tap"),
+        {'rank="0"': 0.003, 'rank="1"': 0.003},
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.name)
+def test_what_is_recorded(rule, rules, tmp_path):
+    own_series, values = CASES[rule]
+    series = training(MINUTES) | own_series
+
+    assert failures(rules, [look(rule, series, values)], tmp_path) == ""
+
+
+def test_a_wrong_value_would_be_noticed(rules, tmp_path):
+    wrong = look(recorded_training.STEPS_RATE, training(MINUTES), {"": 2.1})
+
+    assert "FAILED" in failures(rules, [wrong], tmp_path)
+
+
+def test_what_alerts_need_is_tried():
+    """Each of the names that stand in an expression of an alert."""
+    expressions = " ".join(alert.expression for alert in alerts(Timing()))
+    needed = {rule for rules in GROUPS.values() for rule in rules if rule.name in expressions}
+
+    # Over thirty minutes it is the same division.
+    assert needed - CASES.keys() == {communication.EXPOSED_RATIO_LONG}
+
+
+def look(rule, series: dict[str, str], values: dict[str, float]):
+    """Compare in whole millionths: rates are not exact, and promtool's comparison is."""
+    expected = [
+        {
+            "labels": "{" + ", ".join(filter(None, ['job="zerowatch", run="night-7"', own])) + "}",
+            "value": round(1e6 * value),
+        }
+        for own, value in values.items()
+    ]
+    return {
+        "name": rule.name,
+        "interval": "7s",
+        "input_series": [{"series": name, "values": text} for name, text in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f"round(1e6 * {rule.name})",
+                "eval_time": f"{MINUTES}m",
+                "exp_samples": expected,
+            }
+        ],
+    }

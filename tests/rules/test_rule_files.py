@@ -1,0 +1,183 @@
+"""The files of rules are what Prometheus takes, and name only what exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from require import program
+from rules.expressions import unknown
+from rules.promtool import ALERTS, RECORDING, RULE_FILES, written
+
+from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.alerts.alert import Links
+from zerowatch.dashboards.prometheus_files import rule_files
+from zerowatch.dashboards.recording import GROUPS
+from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics.catalog.training import RUN_ACTIVE
+
+BOARDS = {
+    "zerowatch-overview",
+    "zerowatch-step-anatomy",
+    "zerowatch-communication",
+    "zerowatch-memory",
+    "zerowatch-devices",
+    "zerowatch-tuner",
+    "zerowatch-watch",
+}
+KNOWN = {alert.name: alert for alert in alerts(Timing())}
+EXPRESSIONS = {
+    **{alert.name: alert.expression for alert in KNOWN.values()},
+    **{rule.name: rule.expression(Timing()) for rules in GROUPS.values() for rule in rules},
+}
+each_alert = pytest.mark.parametrize("alert", KNOWN.values(), ids=KNOWN)
+
+
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [program("promtool", apt="prometheus"), "check", "rules", "--lint=all"]
+    files = [str(folder / name) for name in RULE_FILES]
+    return subprocess.run(
+        [*command, "--lint-fatal", *files], capture_output=True, text=True, check=False
+    )
+
+
+def test_promtool_has_nothing_to_complain_of(rules):
+    ended = check(rules)
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "ours", "wrong", "complaint"),
+    [
+        (RECORDING, "sum by (job, run)", "sum over (job, run)", "parse error"),
+        (ALERTS, "for: 2m", "for: 2 minutes", "not a valid duration string"),
+        (ALERTS, "{{ $value | humanizePercentage }}", "{{ $value | humanise }}", "humanise"),
+        (ALERTS, "keep_firing_for", "keep_fire_for", "keep_fire_for"),
+    ],
+)
+def test_promtool_refuses_what_is_wrong(file, ours, wrong, complaint, tmp_path):
+    files = rule_files()
+    mutated = files[file].replace(ours, wrong, 1)
+
+    ended = check(written({**files, file: mutated}, tmp_path))
+
+    assert mutated != files[file]
+    assert ended.returncode != 0
+    assert complaint in ended.stdout + ended.stderr
+
+
+def test_promtool_refuses_a_rule_that_stands_twice(tmp_path):
+    files = rule_files()
+    content = yaml.safe_load(files[RECORDING])
+    content["groups"][0]["rules"].append(content["groups"][0]["rules"][0])
+
+    ended = check(written({**files, RECORDING: yaml.safe_dump(content)}, tmp_path))
+
+    assert ended.returncode != 0
+    assert "duplicate rule" in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_a_rule_names_only_metrics_and_labels_that_exist(name):
+    assert unknown(EXPRESSIONS[name]) == []
+
+
+def test_a_metric_or_label_that_does_not_exist_is_noticed():
+    assert unknown("rate(zerowatch_step_total[5m])") == ["zerowatch_step_total: no metric"]
+    assert unknown('sum(zerowatch_loss{phase="data"}) > 1') == ["zerowatch_loss: phase"]
+    assert unknown("zerowatch_step_seconds") == ["zerowatch_step_seconds: no metric"]
+    assert unknown('zerowatch_step_seconds_bucket{le="1.0"}') == []
+
+
+def test_no_rule_names_a_bucket_by_its_bound_which_prometheus_3_writes_otherwise():
+    assert [name for name, text in EXPRESSIONS.items() if re.search(r"\ble\s*[=!]", text)] == []
+
+
+@each_alert
+def test_an_alert_is_about_runs_that_go_on(alert):
+    # Of a rank that is down nothing tells it directly, so the last word of it counts.
+    last_word = r"last_over_time\(.*\[15m\]\) == 1"
+    end = (
+        last_word
+        if alert.name == "ZerowatchRankDown"
+        else rf"and on \(.*\) {RUN_ACTIVE.name} == 1$"
+    )
+
+    assert re.search(end, alert.expression)
+
+
+@each_alert
+def test_what_an_alert_says_first_does_not_change_while_it_lasts(alert):
+    assert "$value" not in alert.summary
+    assert "{{ $labels.run }}" in alert.summary
+    assert not alert.summary.endswith(".")
+
+
+@each_alert
+def test_an_alert_leads_to_its_page_and_to_the_board_of_its_run(alert):
+    links = Links(runbook="https://wiki/runbook", grafana="https://grafana")
+
+    annotations = alert.annotations(links)
+
+    assert alert.board in BOARDS
+    assert annotations["runbook_url"] == f"https://wiki/runbook#{alert.name.lower()}"
+    assert annotations["dashboard_url"] == (
+        f"https://grafana/d/{alert.board}"
+        "?var-job={{$labels.job|urlquery}}&var-run={{$labels.run|urlquery}}"
+    )
+
+
+def test_only_alerts_that_exist_are_silenced():
+    silenced = {
+        name for alert in KNOWN.values() if alert.silences for name in alert.silences.alerts
+    }
+
+    assert silenced < KNOWN.keys()
+
+
+def test_names_are_unique():
+    assert len(KNOWN) == len(alerts(Timing())) == 17
+
+
+def test_a_test_may_hurry_by_the_very_same_rules():
+    """Shipped and hurried files differ in durations alone, and those in one factor."""
+    shipped, hurried = rule_files(), rule_files(Timing(scale=1 / 30))
+
+    assert shipped.keys() == hurried.keys()
+    for name in shipped:
+        assert without_durations(shipped[name]) == without_durations(hurried[name])
+    assert "for: 4s" in hurried[ALERTS]
+    assert "[10s]" in hurried[RECORDING]
+    assert "interval: 1s" in hurried[ALERTS]
+
+
+def without_durations(text: str) -> str:
+    return re.sub(r"\b\d+(ms|s|m|h|d)\b", "DURATION", text)
+
+
+@pytest.mark.parametrize("name", rule_files())
+def test_a_file_says_first_that_it_is_generated_and_how(name):
+    first = rule_files()[name].splitlines()[0]
+
+    assert first.startswith("# Generated by `zerowatch dashboards build`")
+    assert "edits here are lost" in first
+
+
+def test_no_expression_is_broken_into_lines_by_yaml():
+    content = yaml.safe_load(rule_files()[ALERTS])
+    written_as = {
+        rule["alert"]: rule["expr"] for group in content["groups"] for rule in group["rules"]
+    }
+
+    assert written_as == {name: alert.expression for name, alert in KNOWN.items()}
+
+
+def test_an_alert_that_silences_nothing_needs_no_rule():
+    quiet = [alert.name for alert in KNOWN.values() if alert.silences is None]
+    inhibitions = rule_files()["alertmanager/alertmanager.yml"].partition("inhibit_rules")[2]
+
+    assert [name for name in quiet if f'alertname="{name}"' in inhibitions] == []

@@ -1,0 +1,79 @@
+"""Each alert has its page in the runbook, complete, and with queries that work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from rules.expressions import selectors, unknown
+
+import zerowatch.dashboards
+from zerowatch.dashboards.alerts import alerts
+from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics.settings import Settings
+
+TEXT = (Path(zerowatch.dashboards.__file__).parent / "runbook.md").read_text()
+SECTIONS = [
+    "Meaning",
+    "How to confirm",
+    "Likely causes",
+    "What to do",
+    "What the tuner does by itself",
+]
+NAMES = [alert.name for alert in alerts(Timing())]
+
+
+def pages(text: str) -> dict[str, str]:
+    """Return the pages by the anchors that GitHub makes of their headings."""
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
+    titles = [title.lower().replace(" ", "-") for title in parts[::2]]
+    return dict(zip(titles, parts[1::2], strict=True))
+
+
+PAGES = pages(TEXT)
+QUERIES = [
+    pytest.param(query, id=f"{anchor} {number}")
+    for anchor, page in PAGES.items()
+    for number, query in enumerate(re.findall(r"```promql\n(.+?)```", page, flags=re.DOTALL), 1)
+]
+
+
+def test_there_is_one_page_for_each_alert():
+    assert sorted(PAGES) == sorted(name.lower() for name in NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_a_page_has_its_five_sections(page):
+    parts = re.split(r"^### (.+)$", page, flags=re.MULTILINE)[1:]
+
+    assert parts[::2] == SECTIONS
+    assert all(body.strip() for body in parts[1::2])
+    assert "```promql" in parts[3]
+    assert parts[5].strip().startswith("1. ")
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_names_only_what_exists(query):
+    assert unknown(query) == []
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_is_about_one_run(query):
+    assert all("run" in selector.labels for selector in selectors(query))
+
+
+def test_links_within_the_runbook_lead_to_a_page():
+    anchors = re.findall(r"\]\(#(.+?)\)", TEXT)
+
+    assert set(anchors) == PAGES.keys()
+
+
+def test_settings_that_are_named_exist():
+    rooms = {name: field.annotation for name, field in Settings.model_fields.items()}
+    named = set(re.findall(r"`([a-z]+)\.([a-z_]+)`", TEXT)) - {("metrics", "thresholds")}
+
+    assert ("memory", "leak_sites") in named
+    assert [
+        f"{room}.{option}" for room, option in named if option not in rooms[room].model_fields
+    ] == []
