@@ -1,7 +1,8 @@
 """Two hosts joined by a link of a chosen bandwidth, made of network namespaces on this machine.
 
 Needs root and iproute2. The link is a pair of virtual devices, each throttled by the kernel's token
-bucket (tc-tbf(8)).
+bucket (tc-tbf(8)). Each host can also have a line of its own to this machine, which is never
+throttled: monitoring goes over that.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One end of the link."""
+    """One end of the link.
+
+    Attributes:
+        management_address: Where this machine reaches the host, past the link; None if not at all.
+    """
 
     namespace: str
     device: str
     address: str
+    management_address: str | None = None
 
     def command(self, *command: object) -> list[str]:
         """Return a command line that runs on this host."""
@@ -51,30 +57,54 @@ class Host:
 
 
 @contextmanager
-def two_hosts(rate: str | None) -> Iterator[Sequence[Host]]:
+def two_hosts(rate: str | None, *, managed: bool = False) -> Iterator[Sequence[Host]]:
     """Make the hosts, and take them away again.
 
     Args:
         rate: The link's bandwidth as tc spells it, such as "200mbit"; None leaves it fast.
+        managed: Whether each host gets its own line to this machine.
     """
     prefix = f"zw{os.getpid()}"
-    hosts = [Host(f"{prefix}n{n}", f"{prefix}e{n}", f"10.77.0.{n + 1}") for n in (0, 1)]
+    hosts = [
+        Host(
+            namespace=f"{prefix}n{n}",
+            device=f"{prefix}e{n}",
+            address=f"10.77.0.{n + 1}",
+            management_address=f"10.77.{n + 1}.2" if managed else None,
+        )
+        for n in (0, 1)
+    ]
     with ExitStack() as undo:
         for host in hosts:
             _run("ip", "netns", "add", host.namespace)
             undo.callback(_run, "ip", "netns", "del", host.namespace)
+            _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
         first, second = hosts
         _run("ip", "link", "add", first.device, "type", "veth", "peer", "name", second.device)
         for host in hosts:
-            _run("ip", "link", "set", host.device, "netns", host.namespace)
-            inside = ("ip", "-n", host.namespace)
-            _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.device)
-            _run(*inside, "link", "set", "lo", "up")
-            _run(*inside, "link", "set", host.device, "up")
-            if rate is not None:
-                shape = ("rate", rate, "burst", BURST, "latency", QUEUE)
-                _run(*host.command("tc", "qdisc", "add", "dev", host.device, "root", "tbf", *shape))
+            _settle(host, host.device, f"{host.address}/24")
+        for n, host in enumerate(hosts):
+            if host.management_address is not None:
+                _manage(host, here=f"{prefix}m{n}", there=f"{prefix}c{n}")
+        if rate is not None:
+            throttle(hosts, rate)
         yield hosts
+
+
+def throttle(hosts: Sequence[Host], rate: str | None) -> None:
+    """Change the link's bandwidth, also while programs run on it; None takes the throttle away.
+
+    Args:
+        hosts: Both ends; only what a host sends is throttled.
+        rate: The bandwidth as tc spells it.
+    """
+    for host in hosts:
+        queue = ("dev", host.device, "root")
+        if rate is None:
+            _run(*host.command("tc", "qdisc", "del", *queue))
+        else:
+            shape = ("rate", rate, "burst", BURST, "latency", QUEUE)
+            _run(*host.command("tc", "qdisc", "replace", *queue, "tbf", *shape))
 
 
 def run_on_both(
@@ -87,17 +117,9 @@ def run_on_both(
     with ExitStack() as undo:
         running = []
         for rank, host in enumerate(hosts):
-            place = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(hosts)),
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": hosts[0].address,
-                "MASTER_PORT": "29577",  # nobody else is in the namespace
-                "GLOO_SOCKET_IFNAME": host.device,
-            }
             process = subprocess.Popen(
                 host.command(*command),
-                env=environment | place,
+                env=environment | place_of(rank, hosts),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -109,6 +131,39 @@ def run_on_both(
             out, error = process.communicate(timeout=timeout_seconds)
             ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
         return ended
+
+
+def place_of(rank: int, hosts: Sequence[Host], port: int = 29577) -> dict[str, str]:
+    """Return the variables that tell a rank its place; `port`, where the ranks of a job meet.
+
+    Nobody else is in the namespaces, so that any port is free but another such job's.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": hosts[rank].device,
+    }
+
+
+def _manage(host: Host, *, here: str, there: str) -> None:
+    """Lay a line from this machine to the host; it goes with the host's namespace."""
+    address = str(host.management_address)
+    gateway = address.removesuffix(".2") + ".1"
+    _run("ip", "link", "add", here, "type", "veth", "peer", "name", there)
+    _settle(host, there, f"{address}/30")
+    _run("ip", "addr", "add", f"{gateway}/30", "dev", here)
+    _run("ip", "link", "set", here, "up")
+
+
+def _settle(host: Host, device: str, address: str) -> None:
+    """Move a device to the host, and give it its address there."""
+    inside = ("ip", "-n", host.namespace)
+    _run("ip", "link", "set", device, "netns", host.namespace)
+    _run(*inside, "addr", "add", address, "dev", device)
+    _run(*inside, "link", "set", device, "up")
 
 
 def _run(*command: object) -> None:

@@ -1,0 +1,83 @@
+"""A job on two hosts that goes on while a test does something to it, and serves its metrics."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.two_hosts import Host, place_of
+from scripts.launching import SCRIPTS, environment
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """The processes of a job, by rank, and the folder that it takes its orders from."""
+
+    name: str
+    folder: Path
+    ranks: Sequence[subprocess.Popen[bytes]]
+
+    def has_begun(self) -> bool:
+        """Whether all ranks train; one that ended early is an error, and its log the reason."""
+        ended = [rank for rank, process in enumerate(self.ranks) if process.poll() is not None]
+        if ended:
+            raise RuntimeError("\n".join(self.log(rank) for rank in ended))
+        return all((self.folder / f"rank-{rank}.pid").exists() for rank in range(len(self.ranks)))
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"rank-{rank}.log").read_text()
+
+    def begin(self, fault: str) -> None:
+        (self.folder / fault).touch()
+
+    def cease(self, fault: str) -> None:
+        (self.folder / fault).unlink()
+
+
+@contextmanager
+def watched_run(
+    hosts: Sequence[Host], folder: Path, name: str, *, ports: tuple[int, int]
+) -> Iterator[WatchedRun]:
+    """Start scripts/faults_job.py as one rank on each host, and end it in any case.
+
+    Args:
+        hosts: The hosts, which this machine reaches.
+        folder: A folder that does not exist yet.
+        name: The run's name.
+        ports: On which each rank serves, and where the ranks meet.
+    """
+    folder.mkdir()
+    serves, meets = ports
+    variables = environment(
+        ZEROWATCH_RUN_ID=name,
+        ZEROWATCH_SERVE_HOST="0.0.0.0",
+        ZEROWATCH_SERVE_PORT=str(serves),
+        ZEROWATCH_EXCHANGE_SECONDS="1",
+        ZEROWATCH_RUN_LOG_FOLDER=str(folder / "runs"),
+        # Else the C library keeps what is let go, and memory does not shrink again.
+        MALLOC_MMAP_THRESHOLD_="131072",
+    )
+    with ExitStack() as undo:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            advertised = {"ZEROWATCH_SERVE_ADVERTISE_HOST": str(host.management_address)}
+            log = undo.enter_context((folder / f"rank-{rank}.log").open("wb"))
+            process = subprocess.Popen(
+                host.command(sys.executable, SCRIPTS / "faults_job.py", folder),
+                env=variables | place_of(rank, hosts, meets) | advertised,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            ranks.append(process)
+        yield WatchedRun(name=name, folder=folder, ranks=ranks)
+
+
+def targets_url(hosts: Sequence[Host], serves: int) -> str:
+    """Return where the run whose ranks serve on this port tells who its ranks are."""
+    return f"http://{hosts[0].management_address}:{serves}/targets"
