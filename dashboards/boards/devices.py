@@ -1,0 +1,190 @@
+"""Are the devices used well, and are they well?"""
+
+from __future__ import annotations
+
+from ...metrics.catalog import devices as catalog
+from ...metrics.thresholds import DEVICE_UTILIZATION_LOW
+from ..grafana.board import Board, Row
+from ..grafana.panels import Column, Gauge, Stat, Table, TimeSeries
+from ..grafana.style import (
+    BYTES_PER_SECOND,
+    CELSIUS,
+    HERTZ,
+    PLAIN_TEXT,
+    RATIO,
+    WATTS,
+    Query,
+    above,
+    below,
+)
+from ..promql import by
+from ..recording import devices, training
+from .parts import sized
+from .queries import of_ranks, of_run, total, worst
+
+NOT_A_GPU = "only GPUs tell"
+BUSY = below(DEVICE_UTILIZATION_LOW)
+HOT = above(83, 90)  # GPUs begin to slow down at about 83 to 87 degrees
+JOULES = "joule"
+LEAST_BUSY = (
+    f"bottomk(10, {by('min', of_ranks(devices.DEVICE_UTILIZATION_BY_RANK), 'rank', 'device')})"
+)
+
+USE = (
+    Gauge(
+        title="Busy",
+        description="Share of the last five minutes in which a device worked, as a mean over the "
+        "chosen ranks. Under 70 % it waits: for communication, for data, or for more work at "
+        "once. On the CPU it is the share of the cores that the process may use.",
+        queries=(Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busy", "now"),),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        decimals=0,
+        thresholds=BUSY,
+        width=6,
+    ),
+    TimeSeries(
+        title="Busy, mean and extremes",
+        description="Over the chosen ranks. A wide gap is imbalance: see Communication.",
+        queries=(
+            Query(by("max", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
+            Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
+            Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
+        ),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        thresholds=BUSY,
+        width=9,
+    ),
+    TimeSeries(
+        title="Least busy ranks",
+        description="Those that are idle most of the time you look at. Idle ranks wait for "
+        "others; the busy one may be the straggler.",
+        queries=(
+            Query(
+                worst(devices.DEVICE_UTILIZATION_BY_RANK, lowest=True, also="device"),
+                "rank {{rank}} {{device}}",
+            ),
+        ),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        thresholds=BUSY,
+        width=9,
+    ),
+    *sized(
+        8,
+        8,
+        TimeSeries(
+            title="Multiprocessors active",
+            description="As a mean over ranks, by device. Busy but not active: kernels too small "
+            "to fill the device; raise the micro-batch or compile the model.",
+            queries=(Query(of_run(devices.SM_ACTIVE), "{{device}}"),),
+            unit=RATIO,
+            minimum=0,
+            maximum=1,
+            empty=NOT_A_GPU,
+        ),
+        TimeSeries(
+            title="Model FLOPs utilisation",
+            description="Arithmetic needed over the device's peak, as a mean over ranks: what "
+            "counts in the end.",
+            queries=(Query(of_run(training.MFU), "MFU"),),
+            unit=RATIO,
+            minimum=0,
+            maximum=1,
+            empty="the device's peak is not known",
+        ),
+        TimeSeries(
+            title="Over the device's links",
+            description="Bytes a second of all ranks. Much PCIe traffic without offloading: look "
+            "at where batches are copied from.",
+            queries=(Query(of_run(devices.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
+            unit=BYTES_PER_SECOND,
+            minimum=0,
+            empty=NOT_A_GPU,
+        ),
+    ),
+)
+
+HEALTH = (
+    *sized(
+        8,
+        8,
+        TimeSeries(
+            title="Hottest, by device",
+            description="The hottest of all nodes. From about 85 degrees on GPUs slow down: look "
+            "at fans, power limit and room.",
+            queries=(Query(of_run(devices.TEMPERATURE), "{{device}}"),),
+            unit=CELSIUS,
+            thresholds=HOT,
+            empty=NOT_A_GPU,
+        ),
+        TimeSeries(
+            title="Slowest clock, by device",
+            description="The slowest of all nodes. One that falls while the device is hot or at "
+            "its power limit is throttled, and slows down every rank.",
+            queries=(Query(of_run(devices.CLOCK), "{{device}}"),),
+            unit=HERTZ,
+            minimum=0,
+        ),
+        TimeSeries(
+            title="Power",
+            description="Of all devices together. It falls when they wait.",
+            queries=(Query(of_run(devices.POWER), "power"),),
+            unit=WATTS,
+            minimum=0,
+            empty=NOT_A_GPU,
+        ),
+    ),
+    Stat(
+        title="Energy used",
+        description="By the chosen ranks' devices since the watch began.",
+        queries=(Query(total(catalog.DEVICE_ENERGY), "energy", shape="now"),),
+        unit=JOULES,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+        empty=NOT_A_GPU,
+        width=6,
+    ),
+    Table(
+        title="Least busy devices now",
+        description="With clock and temperature beside: idle, throttled or hot?",
+        labels={"rank": "Rank", "device": "Device"},
+        columns=(
+            Column(
+                title="Busy",
+                expression=LEAST_BUSY,
+                unit=RATIO,
+                thresholds=BUSY,
+                decimals=0,
+            ),
+            Column(
+                title="Clock",
+                expression=f"{by('min', of_ranks(catalog.DEVICE_CLOCK), 'rank', 'device')}\n"
+                f"and on (job, run, rank, device) {LEAST_BUSY}",
+                unit=HERTZ,
+                decimals=2,
+            ),
+            Column(
+                title="Temperature",
+                expression=f"{by('max', of_ranks(catalog.DEVICE_TEMPERATURE), 'rank', 'device')}\n"
+                f"and on (job, run, rank, device) {LEAST_BUSY}",
+                unit=CELSIUS,
+                thresholds=HOT,
+                decimals=0,
+            ),
+        ),
+        sort_by="Busy",
+        width=18,
+    ),
+)
+
+BOARD = Board(
+    name="devices",
+    title="Devices",
+    description="Are the devices used well, and are they well?",
+    rows=(Row("Use", USE), Row("Health", HEALTH)),
+)

@@ -1,0 +1,239 @@
+"""Is the run healthy, and what holds it back?"""
+
+from __future__ import annotations
+
+from ...metrics.catalog import training as steps
+from ...metrics.thresholds import (
+    COMM_RATIO_HIGH,
+    DATA_RATIO_HIGH,
+    DEVICE_UTILIZATION_LOW,
+    OOM_RISK_CRITICAL,
+    OOM_RISK_HIGH,
+    STRAGGLER_SCORE_HIGH,
+)
+from ..grafana.board import Board, Row, uid_of
+from ..grafana.panels import BarGauge, Stat, TimeSeries
+from ..grafana.style import (
+    ANY_IS_BAD,
+    BAD,
+    COUNT,
+    GOOD,
+    PLAIN,
+    PLAIN_TEXT,
+    RATIO,
+    SECONDS,
+    WATCH_OUT,
+    Query,
+    Step,
+    above,
+    below,
+)
+from ..promql import by
+from ..recording import communication, devices, memory, training
+from . import palette
+from .overview_tables import DETAILS, FIRING
+from .parts import sized, step_seconds
+from .queries import of_ranks, of_run, rate_of_ranks, worst
+
+CLOSE_TO_LIMIT = (Step(GOOD), Step(WATCH_OUT, 0.75), Step(BAD, 1))
+
+HEALTH = sized(
+    4,
+    5,
+    Stat(
+        title="Ranks training",
+        description="Should be as many as you started; 0 after a normal end. If some are missing, "
+        "look below at the alerts, then into the log of the rank that is gone.",
+        queries=(Query(of_run(training.ACTIVE_RANKS), "ranks"),),
+        unit=PLAIN,
+        thresholds=PLAIN_TEXT,
+    ),
+    Stat(
+        title="Alerts firing",
+        description="0 is what you want. The table of alerts below names them, and each alert "
+        "links to its page in the runbook.",
+        queries=(Query(f"count({FIRING}) or vector(0)", "alerts", shape="now"),),
+        unit=PLAIN,
+        thresholds=ANY_IS_BAD,
+        color="background",
+        plain=True,
+    ),
+    Stat(
+        title="Since the last step",
+        description="Time since any rank ended a step. While training it is about a step's time. "
+        "If it grows, look for hang-rank-*.txt in the run folder: it says who waits for whom.",
+        queries=(
+            Query(f"time() - {by('max', of_ranks(steps.LAST_STEP_TIMESTAMP))}", "age", shape="now"),
+        ),
+        unit=SECONDS,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+    ),
+    Stat(
+        title="Step time",
+        description="Mean over the last five minutes, evaluation and checkpoints left out.",
+        queries=(Query(of_run(training.STEP_SECONDS), "step"),),
+        unit=SECONDS,
+        thresholds=PLAIN_TEXT,
+        board=uid_of("step_anatomy"),
+    ),
+    Stat(
+        title="Samples per second",
+        description="Of all ranks together. The figure to compare when you change something.",
+        queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
+        unit=COUNT,
+        thresholds=PLAIN_TEXT,
+        board=uid_of("step_anatomy"),
+    ),
+    Stat(
+        title="Loss",
+        description="Mean over ranks. NaN or Inf: see the alert ZerowatchLossNotFinite.",
+        queries=(Query(of_run(training.LOSS), "loss"),),
+        unit=PLAIN,
+        decimals=3,
+        thresholds=PLAIN_TEXT,
+    ),
+)
+
+
+def against_limit(rule: str, limit: float) -> str:
+    """Write a value as a share of its limit, the worst of all ranks."""
+    return f"{by('max', rule)} / {limit}"
+
+
+HELD_BACK = (
+    BarGauge(
+        title="What holds it back: share of each limit",
+        description="Each bar is a measurement over the limit from which its alert would fire; at "
+        "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
+        "the board Communication, **waiting for data** on Step anatomy, **idle device** on "
+        "Devices, **out of memory** on Memory.",
+        queries=(
+            Query(
+                against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
+                "communication",
+                shape="now",
+            ),
+            Query(
+                against_limit(
+                    f"avg_over_time({of_ranks(communication.STRAGGLER_SCORE)}[5m])",
+                    STRAGGLER_SCORE_HIGH,
+                ),
+                "straggler",
+                shape="now",
+            ),
+            Query(
+                against_limit(of_ranks(training.DATA_RATIO_BY_RANK), DATA_RATIO_HIGH),
+                "waiting for data",
+                shape="now",
+            ),
+            Query(
+                f"(1 - {by('min', of_run(devices.DEVICE_UTILIZATION))})"
+                f" / {round(1 - DEVICE_UTILIZATION_LOW, 6)}",
+                "idle device",
+                shape="now",
+            ),
+            Query(
+                against_limit(of_ranks(memory.OOM_RISK), OOM_RISK_HIGH),
+                "out of memory",
+                shape="now",
+            ),
+        ),
+        unit=RATIO,
+        minimum=0,
+        maximum=1.5,
+        decimals=0,
+        thresholds=CLOSE_TO_LIMIT,
+        width=10,
+        height=8,
+    ),
+    TimeSeries(
+        title="Where a step's time goes",
+        description="Seconds of a step by phase, as a mean over ranks. The widest band is where "
+        "to begin. Communication is inside the phases, mostly in backward and optimizer.",
+        queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
+        unit=SECONDS,
+        minimum=0,
+        stacked=True,
+        colors=palette.PHASES,
+        width=14,
+        board=uid_of("step_anatomy"),
+    ),
+    *sized(
+        8,
+        8,
+        TimeSeries(
+            title="Communication that training waits for",
+            description="Share of training time in which nothing but communication went on. Above "
+            "the line it is worth work: the board Communication tells the cause.",
+            queries=(
+                Query(of_run(communication.EXPOSED_RATIO), "5 minutes"),
+                Query(of_run(communication.EXPOSED_RATIO_LONG), "30 minutes"),
+            ),
+            unit=RATIO,
+            minimum=0,
+            thresholds=above(COMM_RATIO_HIGH),
+            board=uid_of("communication"),
+        ),
+        TimeSeries(
+            title="Devices busy",
+            description="Mean over ranks, and the least busy of them. Under the line a device "
+            "waits for something else: communication, data, or too little work at once.",
+            queries=(
+                Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
+                Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
+            ),
+            unit=RATIO,
+            minimum=0,
+            maximum=1,
+            thresholds=below(DEVICE_UTILIZATION_LOW),
+            board=uid_of("devices"),
+        ),
+        TimeSeries(
+            title="Risk of running out of memory",
+            description="Probability within the next 50 steps, of the ranks most at risk. From "
+            "one half on, lower the micro-batch or shard more; Memory says what fills it.",
+            queries=(Query(worst(memory.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
+            unit=RATIO,
+            minimum=0,
+            maximum=1,
+            thresholds=above(OOM_RISK_HIGH, OOM_RISK_CRITICAL),
+            board=uid_of("memory"),
+        ),
+    ),
+)
+
+PROGRESS = sized(
+    8,
+    8,
+    TimeSeries(
+        title="Loss",
+        description="Mean over ranks. Marks show where the tuner changed something or an alert "
+        "fired: what follows them may be their doing.",
+        queries=(Query(of_run(training.LOSS), "loss"),),
+        unit=PLAIN,
+    ),
+    step_seconds(),
+    TimeSeries(
+        title="Throughput",
+        description="Samples a second, all ranks together. A fall without a fall of work is what "
+        "the panels above explain.",
+        queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
+        unit=COUNT,
+        minimum=0,
+    ),
+)
+
+
+BOARD = Board(
+    name="overview",
+    title="Overview",
+    description="Is the run healthy, and what holds it back?",
+    rows=(
+        Row("Is the run healthy?", HEALTH),
+        Row("What holds it back?", HELD_BACK),
+        Row("Progress", PROGRESS),
+        Row("Alerts and ranks", DETAILS),
+    ),
+    traces=('{ name = "train.step" && span.zerowatch.run = "$run" }',),
+)

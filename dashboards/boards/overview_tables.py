@@ -1,0 +1,99 @@
+"""Of the Overview the alerts that fire and the slowest ranks, as tables."""
+
+from __future__ import annotations
+
+from ...metrics.thresholds import (
+    COMM_RATIO_HIGH,
+    DEVICE_UTILIZATION_LOW,
+    OOM_RISK_CRITICAL,
+    OOM_RISK_HIGH,
+    STRAGGLER_SCORE_HIGH,
+)
+from ..grafana.panels import Column, Table, Text
+from ..grafana.style import (
+    RATIO,
+    SECONDS,
+    above,
+    below,
+)
+from ..promql import by
+from ..recording import communication, devices, memory, training
+from .queries import RUN, of_ranks
+
+FIRING = f'ALERTS{{{", ".join(RUN)}, alertstate="firing"}}'
+
+SLOWEST = 10
+
+_SLOWEST = f"topk({SLOWEST}, {by('max', of_ranks(communication.STRAGGLER_SCORE), 'rank')})"
+
+
+def of_the_slowest(expression: str) -> str:
+    """Keep the ranks that are most behind."""
+    return f"{by('max', expression, 'rank')}\nand on (job, run, rank) {_SLOWEST}"
+
+
+DETAILS = (
+    Table(
+        title="Alerts firing",
+        description="Each alert's page in the runbook says what it means, how to confirm it and "
+        "what to do first. None is what you want.",
+        labels={"alertname": "Alert", "severity": "Severity", "rank": "Rank"},
+        columns=(Column(title="", expression=f"max by (alertname, severity, rank) ({FIRING})"),),
+        empty="no alert is firing",
+        width=10,
+    ),
+    Table(
+        title=f"The {SLOWEST} slowest ranks",
+        description="**Behind** is by how much of a step a rank is slower than the median rank. "
+        "One slow rank holds up all others: look at its node, its device and its data.",
+        labels={"rank": "Rank"},
+        columns=(
+            Column(
+                title="Behind",
+                expression=_SLOWEST,
+                unit=RATIO,
+                thresholds=above(STRAGGLER_SCORE_HIGH),
+                decimals=1,
+            ),
+            Column(
+                title="Step time",
+                expression=of_the_slowest(of_ranks(training.STEP_SECONDS_BY_RANK)),
+                unit=SECONDS,
+            ),
+            Column(
+                title="Exposed",
+                expression=of_the_slowest(of_ranks(communication.EXPOSED_RATIO_BY_RANK)),
+                unit=RATIO,
+                thresholds=above(COMM_RATIO_HIGH),
+                decimals=1,
+            ),
+            Column(
+                title="Device busy",
+                expression=of_the_slowest(of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)),
+                unit=RATIO,
+                thresholds=below(DEVICE_UTILIZATION_LOW),
+                decimals=0,
+            ),
+            Column(
+                title="Memory risk",
+                expression=of_the_slowest(of_ranks(memory.OOM_RISK)),
+                unit=RATIO,
+                thresholds=above(OOM_RISK_HIGH, OOM_RISK_CRITICAL),
+                decimals=0,
+            ),
+        ),
+        sort_by="Behind",
+        width=14,
+    ),
+    Text(
+        title="How to read these boards",
+        description="What all boards have in common.",
+        content="Figures over a run are means of the last five minutes. Where a graph would show "
+        "many ranks, it shows those that were worst in the time you look at; choose ranks at the "
+        "top to see others. Each panel's **(i)** says how to read it and what to do. Lines across "
+        "a graph are limits of alerts; marks below it are alerts, the tuner's decisions and "
+        "starts of runs. Other boards are linked at the top and keep your choice.",
+        width=24,
+        height=3,
+    ),
+)

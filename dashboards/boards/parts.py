@@ -1,0 +1,35 @@
+"""Panels that stand on more than one board."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...metrics.catalog.training import STEP_SECONDS
+from ..grafana.panels import Panel, TimeSeries
+from ..grafana.style import SECONDS, Query
+from ..promql import rate
+from ..recording import training
+from .queries import FIRST_RANK, WINDOW, quantile
+
+
+def sized(width: int, height: int, *panels: Panel) -> tuple[Panel, ...]:
+    """Give panels one size, in columns and rows."""
+    return tuple(replace(panel, width=width, height=height) for panel in panels)
+
+
+def step_seconds() -> TimeSeries:
+    """Show what a step takes; traces by one rank's exemplars, as all ranks share a step's trace."""
+    of_first_rank = rate(STEP_SECONDS, WINDOW, *FIRST_RANK, part="_bucket")
+    return TimeSeries(
+        title="Step time",
+        description="The usual step and the slow ones, over all ranks. If p99 is far above the "
+        "median, single steps stall: point at a diamond and follow it to that step's trace.",
+        queries=(
+            Query(quantile(0.5, training.STEP_BUCKETS), "median"),
+            Query(quantile(0.95, training.STEP_BUCKETS), "p95"),
+            Query(quantile(0.99, training.STEP_BUCKETS), "p99"),
+            Query(f"histogram_quantile(0.5, {of_first_rank})", "median of rank 0", exemplars=True),
+        ),
+        unit=SECONDS,
+        minimum=0,
+    )

@@ -1,0 +1,74 @@
+"""Queries of the run and the ranks that are chosen at a board's top."""
+
+from __future__ import annotations
+
+from ...metrics.catalog.spec import MetricSpec
+from ..promql import by, rate, select
+from ..recording.rule import RecordingRule
+
+RUN = ('job=~"$job"', 'run=~"$run"')
+RANKS = (*RUN, 'rank=~"$rank"')
+FIRST_RANK = (*RUN, 'rank="0"')  # of what is the same on every rank, or there on rank 0 only
+WINDOW = "$__rate_interval"  # the least in which Grafana is sure to find two scrapes
+WORST = 8  # lines that a graph shows of many ranks
+
+
+def of_run(what: RecordingRule | MetricSpec, *matchers: str) -> str:
+    """Select a run's series."""
+    return _select(what, *RUN, *matchers)
+
+
+def of_ranks(what: RecordingRule | MetricSpec, *matchers: str) -> str:
+    """Select the chosen ranks' series."""
+    return _select(what, *RANKS, *matchers)
+
+
+def of_first_rank(what: RecordingRule | MetricSpec, *matchers: str) -> str:
+    """Select rank 0's series."""
+    return _select(what, *FIRST_RANK, *matchers)
+
+
+def worst(
+    rule: RecordingRule, *matchers: str, lowest: bool = False, count: int = WORST, also: str = ""
+) -> str:
+    """Select the ranks that were worst on average over the time shown.
+
+    They are chosen once for the whole graph: chosen anew at each point, they would be other ranks
+    each time, and of a thousand ranks a graph would show most.
+
+    Args:
+        rule: What is recorded for each rank.
+        matchers: Further matchers.
+        lowest: Whether low values are the bad ones.
+        count: How many lines there are at most.
+        also: A label beside rank that tells series apart.
+    """
+    selector = of_ranks(rule, *matchers)
+    labels = ", ".join(("job", "run", "rank", *filter(None, [also])))
+    operation = "bottomk" if lowest else "topk"
+    averages = f"avg_over_time({selector}[$__range] @ end())"
+    return f"{selector}\nand on ({labels})\n{operation}({count}, {averages})"
+
+
+def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
+    """Estimate a quantile from the recorded rates of a histogram's buckets."""
+    return f"histogram_quantile({share}, {by('sum', of_run(buckets), 'le', *labels)})"
+
+
+def rate_of_ranks(spec: MetricSpec) -> str:
+    """Add up a counter's rate over the chosen ranks.
+
+    Not by a rule over five minutes: such a rate rises for as long after a start.
+    """
+    return by("sum", rate(spec, WINDOW, *RANKS))
+
+
+def total(spec: MetricSpec, *labels: str) -> str:
+    """Add up a counter over the chosen ranks, from each rank's start to now."""
+    return by("sum", of_ranks(spec), *labels)
+
+
+def _select(what: RecordingRule | MetricSpec, *matchers: str) -> str:
+    if isinstance(what, MetricSpec):
+        return select(what, *matchers)
+    return what.select(*matchers)

@@ -1,0 +1,223 @@
+"""Where does a step's time go?"""
+
+from __future__ import annotations
+
+from ...metrics.catalog import communication as comm
+from ...metrics.catalog import training as steps
+from ...metrics.thresholds import DATA_RATIO_HIGH
+from ..grafana.board import Board, Row, uid_of
+from ..grafana.panels import BarGauge, Heatmap, Stat, TimeSeries
+from ..grafana.style import (
+    ANY_IS_BAD,
+    COUNT,
+    FLOPS_PER_SECOND,
+    PLAIN,
+    PLAIN_TEXT,
+    RATIO,
+    SECONDS,
+    Query,
+    above,
+)
+from ..promql import by, rate
+from ..recording import training
+from . import palette
+from .parts import sized, step_seconds
+from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
+
+A_STEP = (
+    TimeSeries(
+        title="A step by phase",
+        description="Seconds of a step, as a mean over ranks. A step is one update of the "
+        "optimizer with all its micro-batches. `other` is between the phases: your own code.",
+        queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
+        unit=SECONDS,
+        minimum=0,
+        stacked=True,
+        colors=palette.PHASES,
+        width=14,
+        height=9,
+    ),
+    BarGauge(
+        title="Share of each phase",
+        description="Of training time in the last five minutes. Backward is usually about twice "
+        "forward. Much `data`: more loader workers or prefetching. Much `optimizer`: look at "
+        "offloading on the board Memory.",
+        queries=(Query(of_run(training.PHASE_RATIO), "{{phase}}", shape="now"),),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        thresholds=PLAIN_TEXT,
+        colors=palette.PHASES,
+        decimals=1,
+        width=10,
+        height=9,
+    ),
+    step_seconds(),
+    Heatmap(
+        title="Step times: how many of which length",
+        description="Brighter is more steps. Two bands mean two kinds of step, such as short and "
+        "long batches; single cells far above are stalls.",
+        queries=(Query(of_run(training.STEP_BUCKETS), "{{le}}", shape="buckets"),),
+        unit=SECONDS,
+    ),
+)
+
+RANKS_APART = (
+    TimeSeries(
+        title="Step time of the slowest ranks",
+        description="All ranks wait for each other, so these lines are close together even if one "
+        "rank is to blame; who it is tells the straggler score on the board Communication.",
+        queries=(Query(worst(training.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
+        unit=SECONDS,
+        minimum=0,
+        board=uid_of("communication"),
+    ),
+    TimeSeries(
+        title="Waiting for data, the worst ranks",
+        description="Share of training time in the data loader. Above the line: more workers, "
+        "`pin_memory`, prefetching, or data on a faster disk.",
+        queries=(Query(worst(training.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
+        unit=RATIO,
+        minimum=0,
+        thresholds=above(DATA_RATIO_HIGH),
+    ),
+)
+
+THROUGHPUT = sized(
+    6,
+    7,
+    TimeSeries(
+        title="Steps per second",
+        description="Of the fastest rank; all take the same steps.",
+        queries=(Query(by("max", rate(steps.STEPS, WINDOW, *RANKS)), "steps/s"),),
+        unit=PLAIN,
+        minimum=0,
+    ),
+    TimeSeries(
+        title="Samples and tokens per second",
+        description="Of all ranks together; tokens where the batch shows them. The scale is "
+        "logarithmic, as tokens are many.",
+        queries=(
+            Query(rate_of_ranks(steps.SAMPLES), "samples/s"),
+            Query(rate_of_ranks(steps.TOKENS), "tokens/s"),
+        ),
+        unit=COUNT,
+        log_scale=True,
+    ),
+    TimeSeries(
+        title="Arithmetic per second",
+        description="What the model needs, of all ranks together; recomputed activations are not "
+        "counted.",
+        queries=(Query(rate_of_ranks(steps.FLOPS), "FLOP/s"),),
+        unit=FLOPS_PER_SECOND,
+        minimum=0,
+        empty="not known for this model",
+    ),
+    TimeSeries(
+        title="Model FLOPs utilisation",
+        description="Arithmetic needed over the device's peak. 0.3 to 0.5 is usual for large "
+        "transformers on GPUs; compare with your own runs rather than with others'.",
+        queries=(Query(of_run(training.MFU), "MFU"),),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        empty="the device's peak is not known",
+    ),
+)
+
+NUMBERS = (
+    TimeSeries(
+        title="Loss",
+        description="Mean over ranks of the step's micro-batches.",
+        queries=(Query(of_run(training.LOSS), "loss"),),
+        unit=PLAIN,
+        width=8,
+    ),
+    TimeSeries(
+        title="Gradient norm",
+        description="Before clipping, the largest of all ranks. A sudden rise often comes before "
+        "a loss that is not finite: lower the learning rate or clip.",
+        queries=(Query(of_run(training.GRADIENT_NORM), "norm"),),
+        unit=PLAIN,
+        minimum=0,
+        width=8,
+    ),
+    TimeSeries(
+        title="Learning rate",
+        description="Of the first parameter group, on rank 0.",
+        queries=(Query(of_first_rank(steps.LEARNING_RATE), "learning rate"),),
+        unit=PLAIN,
+        minimum=0,
+        width=8,
+    ),
+    Stat(
+        title="Losses not finite",
+        description="Since each rank's start, over the chosen ranks. Any is one too many: see the "
+        "alert ZerowatchLossNotFinite.",
+        queries=(Query(total(steps.NONFINITE_LOSSES), "steps", shape="now"),),
+        unit=PLAIN,
+        thresholds=ANY_IS_BAD,
+        plain=True,
+        width=6,
+        height=5,
+    ),
+    Stat(
+        title="Updates skipped",
+        description="Share of steps of the last five minutes whose gradients overflowed. A few at "
+        "the start of fp16 training are normal.",
+        queries=(Query(of_run(training.SKIPPED_RATIO), "skipped"),),
+        unit=RATIO,
+        thresholds=above(0.05, 0.5),
+        width=6,
+        height=5,
+    ),
+    TimeSeries(
+        title="Loss scale",
+        description="Of fp16 training. It halves at each overflow and doubles in quiet times; one "
+        "that falls and falls means that gradients overflow at any scale.",
+        queries=(Query(of_first_rank(steps.LOSS_SCALE), "scale"),),
+        unit=COUNT,
+        log_scale=True,
+        width=12,
+        height=5,
+        empty="no loss scale: training is not in fp16",
+    ),
+)
+
+PROFILED = sized(
+    12,
+    6,
+    TimeSeries(
+        title="The last profiled step",
+        description="Shares by the profiler of only computing, only communicating, both at once, "
+        "and neither, on rank 0. More overlap is better. Off unless `profile.every_steps` is set.",
+        queries=(Query(of_first_rank(comm.STEP_TIME_RATIO), "{{part}}"),),
+        unit=RATIO,
+        minimum=0,
+        maximum=1,
+        stacked=True,
+        empty="profiling is off: set profile.every_steps",
+    ),
+    TimeSeries(
+        title="Our exposed time against the profiler's",
+        description="Difference over the profiled step's time, the worst of the chosen ranks. "
+        "Over 5 % do not lean on small differences in exposed time.",
+        queries=(Query(by("max", of_ranks(comm.COMM_EXPOSED_ERROR_RATIO)), "difference"),),
+        unit=RATIO,
+        minimum=0,
+        empty="profiling is off: set profile.every_steps",
+    ),
+)
+
+BOARD = Board(
+    name="step_anatomy",
+    title="Step anatomy",
+    description="Where does a step's time go, on which rank, and what comes of it?",
+    rows=(
+        Row("A step", A_STEP),
+        Row("Ranks", RANKS_APART),
+        Row("Throughput", THROUGHPUT),
+        Row("Numbers of the training itself", NUMBERS),
+        Row("By the profiler", PROFILED),
+    ),
+)

@@ -1,0 +1,214 @@
+"""What does watching cost, and can its figures be trusted?"""
+
+from __future__ import annotations
+
+from ...metrics.catalog import watching
+from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
+from ..grafana.board import Board, Row
+from ..grafana.panels import BarGauge, Column, Stat, Table, TimeSeries
+from ..grafana.style import (
+    ANY_IS_BAD,
+    COUNT,
+    PLAIN,
+    PLAIN_TEXT,
+    RATIO,
+    SECONDS,
+    Query,
+    above,
+    below,
+)
+from ..promql import by
+from ..recording import communication
+from ..recording import watching as recorded
+from .parts import sized
+from .queries import RANKS, of_ranks, of_run, total, worst
+
+# Prometheus' own series about a target.
+UP = f"up{{{', '.join(RANKS)}}}"
+SCRAPE_SECONDS = f"scrape_duration_seconds{{{', '.join(RANKS)}}}"
+SERIES = f"scrape_samples_scraped{{{', '.join(RANKS)}}}"
+PART_COLORS = {
+    "hooks": "blue",
+    "tap": "purple",
+    "watch_thread": "yellow",
+    "exchange_thread": "orange",
+    "http_thread": "green",
+}
+
+COST = (
+    Stat(
+        title="Cost of watching",
+        description="CPU seconds a second, of the costliest of the chosen ranks. Usual is below "
+        "half a per cent; above 2 % an alert fires: see its page in the runbook.",
+        queries=(Query(by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK)), "cost"),),
+        unit=RATIO,
+        thresholds=above(WATCH_RATIO_HIGH / 2, WATCH_RATIO_HIGH),
+        decimals=2,
+        width=5,
+    ),
+    TimeSeries(
+        title="Cost by part",
+        description="CPU seconds a second, as a mean over ranks. **hooks** and **tap** run in "
+        "training, the rest in threads of our own. Much tap: very many collectives. It is a mean "
+        "over five minutes, so it rises for as long after a start.",
+        queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
+        unit=RATIO,
+        minimum=0,
+        stacked=True,
+        colors=PART_COLORS,
+        width=10,
+    ),
+    TimeSeries(
+        title="Cost on the worst ranks",
+        description="Above the line an alert fires. Rank 0 does a little more than the others.",
+        queries=(Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),),
+        unit=RATIO,
+        minimum=0,
+        thresholds=above(WATCH_RATIO_HIGH),
+        width=9,
+    ),
+)
+
+TRUST = (
+    Stat(
+        title="Ranks that answer",
+        description="Targets that Prometheus reached at its last scrape, of the chosen ranks. 0 "
+        "after the run's end.",
+        queries=(Query(f"sum({UP})", "up", shape="now"),),
+        unit=PLAIN,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+        width=4,
+        height=5,
+    ),
+    Stat(
+        title="Coverage of collectives",
+        description="Recorded over those that happened, of the worst rank. Under 99 % do not "
+        "trust figures on communication.",
+        queries=(Query(of_run(communication.COVERAGE), "coverage"),),
+        unit=RATIO,
+        thresholds=below(COMM_COVERAGE_LOW),
+        decimals=1,
+        width=5,
+        height=5,
+    ),
+    Stat(
+        title="Age of the figures",
+        description="Time since the metrics of the slowest rank were renewed. A few seconds are "
+        "normal; minutes mean that its watch thread stands still, or that the run is over.",
+        queries=(
+            Query(
+                f"time() - {by('min', of_ranks(watching.WATCH_LAST_UPDATE_TIMESTAMP))}",
+                "age",
+                shape="now",
+            ),
+        ),
+        unit=SECONDS,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+        width=5,
+        height=5,
+    ),
+    Stat(
+        title="Hooks that failed",
+        description="Since the start, by hook. Such a hook is dropped and training goes on; the "
+        "log has its traceback once. Please report it.",
+        queries=(Query(total(watching.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
+        unit=PLAIN,
+        thresholds=ANY_IS_BAD,
+        plain=True,
+        empty="none",
+        width=5,
+        height=5,
+    ),
+    Stat(
+        title="Exports that failed",
+        description="Since the start, by exporter. The log says why.",
+        queries=(Query(total(watching.EXPORTER_FAILURES, "exporter"), "{{exporter}}", "now"),),
+        unit=PLAIN,
+        thresholds=ANY_IS_BAD,
+        plain=True,
+        empty="none",
+        width=5,
+        height=5,
+    ),
+    *sized(
+        8,
+        8,
+        BarGauge(
+            title="Records that were lost",
+            description="Since the start, by the part that lost them: training always goes first. "
+            "run_log: is the disk full? steps or collectives: steps are shorter than records take.",
+            queries=(Query(total(watching.DROPPED_RECORDS, "part"), "{{part}}", shape="now"),),
+            unit=PLAIN,
+            minimum=0,
+            thresholds=ANY_IS_BAD,
+        ),
+        TimeSeries(
+            title="Exchanges that failed, per second",
+            description="Between ranks. **store**: the c10d store did not answer. **peer**: a "
+            "rank was silent. **unmatched**: collectives did not fit together. Now and then is "
+            "harmless.",
+            queries=(Query(of_run(communication.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
+            unit=PLAIN,
+            minimum=0,
+        ),
+        TimeSeries(
+            title="Longest silence of a rank",
+            description="Since it last reported to the others. Up to about seven seconds is "
+            "normal; one that only grows is a rank that is stuck or gone.",
+            queries=(Query(of_run(communication.HEARTBEAT_AGE), "silence"),),
+            unit=SECONDS,
+            minimum=0,
+        ),
+    ),
+)
+
+SCRAPES = sized(
+    8,
+    8,
+    TimeSeries(
+        title="How long a scrape takes",
+        description="The slowest and the mean of the chosen ranks.",
+        queries=(
+            Query(f"max({SCRAPE_SECONDS})", "slowest"),
+            Query(f"avg({SCRAPE_SECONDS})", "mean"),
+        ),
+        unit=SECONDS,
+        minimum=0,
+    ),
+    TimeSeries(
+        title="Series of a rank",
+        description="The most of any rank. The budget is 300, and 400 on rank 0 or with more than "
+        "two groups of ranks.",
+        queries=(Query(f"max({SERIES})", "series"),),
+        unit=COUNT,
+        minimum=0,
+    ),
+    Table(
+        title="Ranks that cost most now",
+        description="CPU seconds a second for watching.",
+        labels={"rank": "Rank"},
+        columns=(
+            Column(
+                title="Cost",
+                expression=f"topk(10, {by('max', of_ranks(recorded.WATCH_RATIO_BY_RANK), 'rank')})",
+                unit=RATIO,
+                thresholds=above(WATCH_RATIO_HIGH),
+                decimals=2,
+            ),
+        ),
+        sort_by="Cost",
+    ),
+)
+
+BOARD = Board(
+    name="watch",
+    title="Watch",
+    description="What does watching cost, and can its figures be trusted?",
+    rows=(
+        Row("What watching costs", COST),
+        Row("Can the figures be trusted?", TRUST),
+        Row("Scrapes", SCRAPES),
+    ),
+)

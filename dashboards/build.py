@@ -1,0 +1,92 @@
+"""Writes and checks what is generated: boards, rules, alerts, Kubernetes objects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .boards import BOARDS
+from .grafana.board import PREFIX
+from .grafana.dashboard import dashboard_json
+from .kubernetes_files import kubernetes_files
+from .prometheus_files import NOTE, rule_files
+from .timing import Timing
+
+_BUILD = "run `zerowatch dashboards build`"
+
+
+def rendered_files() -> dict[str, str]:
+    """Return the text of each generated file by its path, sorted by path."""
+    files = {**board_files(), **rule_files(timing=Timing())}
+    return dict(sorted({**files, **kubernetes_files(files)}.items()))
+
+
+def board_files() -> dict[str, str]:
+    """Return each board's JSON by its path."""
+    return {f"grafana/{board.uid}.json": _json_text(dashboard_json(board)) for board in BOARDS}
+
+
+def build(out: Path) -> list[Path]:
+    """Write all files below `out`, and return their paths.
+
+    A file that an earlier build left there and that is no longer generated is removed; other
+    people's files are let be.
+
+    Raises:
+        OSError: A file cannot be written or removed.
+    """
+    files = rendered_files()
+    for path in _beside(out, files):
+        if _is_ours(out / path):
+            (out / path).unlink()
+    for path, text in files.items():
+        file = out / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return [out / path for path in files]
+
+
+def stale(folder: Path) -> list[str]:
+    """Say of each file in `folder` that is not what would be generated, what to do about it."""
+    files = rendered_files()
+    messages = [_fault(folder / path, text) for path, text in files.items()]
+    messages += [
+        f"{folder / path}: nothing generates it. Move it elsewhere, or {_BUILD}, which removes "
+        "what an earlier build left."
+        for path in _beside(folder, files)
+    ]
+    return sorted(filter(None, messages))
+
+
+def _fault(file: Path, text: str) -> str:
+    if not file.is_file():
+        return f"{file}: missing. Please {_BUILD}."
+    if file.read_text(encoding="utf-8") != text:
+        return (
+            f"{file}: differs from what its source makes. It is generated, and edits in it are "
+            f"lost: change dashboards/ instead, then {_BUILD}."
+        )
+    return ""
+
+
+def _beside(folder: Path, files: dict[str, str]) -> list[str]:
+    """Return the files that lie beside generated ones, in subfolders, and are none."""
+    subfolders = {path.partition("/")[0] for path in files if "/" in path}
+    there = {
+        file.relative_to(folder).as_posix()
+        for subfolder in subfolders
+        for file in (folder / subfolder).rglob("*")
+        if file.is_file()
+    }
+    return sorted(there - files.keys())
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a build wrote it: by the name of a board, else by its first line."""
+    if file.suffix == ".json":
+        return file.name.startswith(PREFIX)
+    return file.read_text(encoding="utf-8", errors="replace").startswith(NOTE)
+
+
+def _json_text(content: dict[str, object]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,114 @@
+"""The kinds of panel, as data in our words. What Grafana needs beside it is in draw.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .style import COUNT, Named, Query, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """What all panels have.
+
+    Attributes:
+        description: How to read it and what to do, as markdown; shown at the title's (i).
+        unit: One of style.py's.
+        width: In columns, of which a board has 24.
+        height: In rows of about 38 pixels.
+        thresholds: Colours by value, the lowest first; in a time series as lines.
+        minimum: Of the scale; None fits it to the values.
+        maximum: Of the scale; None fits it to the values.
+        decimals: Digits shown after the point; None lets Grafana choose.
+        colors: Fixed colours of series by their legend, so that a word has one colour everywhere.
+        empty: What is shown where there is no data.
+        board: The uid of the board that tells more, linked from the title.
+    """
+
+    title: str
+    description: str
+    queries: tuple[Query, ...] = ()
+    unit: str = COUNT
+    width: int = 12
+    height: int = 8
+    thresholds: tuple[Step, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    decimals: int | None = None
+    colors: Mapping[str, str] = field(default_factory=dict)
+    empty: str = ""
+    board: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSeries(Panel):
+    """Lines over time; `stacked` for parts of a whole. `log_scale` for values orders apart."""
+
+    stacked: bool = False
+    log_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat(Panel):
+    """A large figure, with its course behind it unless `plain`."""
+
+    plain: bool = False
+    named: tuple[Named, ...] = ()
+    color: Literal["value", "background", "none"] = "value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge(Panel):
+    """A value on a dial, from `minimum` to `maximum`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarGauge(Panel):
+    """A bar for each series, with its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heatmap(Panel):
+    """How many observations fell into each bucket over time; `unit` is the buckets'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTimeline(Panel):
+    """A band for each series, coloured by the `named` value."""
+
+    named: tuple[Named, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table: its head, and how its values look."""
+
+    title: str
+    expression: str
+    unit: str = COUNT
+    thresholds: tuple[Step, ...] = ()
+    decimals: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Panel):
+    """A line for each combination of `labels`, which every column's expression aggregates by.
+
+    Attributes:
+        labels: Head of the column by label, in their order.
+        columns: The values; none are shown where there is one column without a title.
+        sort_by: The head of the column that the lines are sorted by, largest first.
+    """
+
+    labels: Mapping[str, str]
+    columns: tuple[Column, ...]
+    sort_by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text(Panel):
+    """A few words, as markdown."""
+
+    content: str

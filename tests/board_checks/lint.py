@@ -1,0 +1,232 @@
+"""What a board must keep to that no type can say: queries, words, places and links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import promql_parser
+
+from zerowatch.dashboards.boards import BOARDS
+from zerowatch.dashboards.recording import GROUPS
+from zerowatch.metrics.catalog import CATALOG
+
+Json = dict[str, Any]
+
+TARGET_LABELS = {"job", "instance", "run", "node", "rank"}
+ALERT_LABELS = {"alertname", "alertstate", "severity", "component"}
+RULES = {rule.name: rule for rules in GROUPS.values() for rule in rules}
+OTHERS = {  # series that are Prometheus' own
+    "ALERTS": ALERT_LABELS,
+    "up": set(),
+    "scrape_duration_seconds": set(),
+    "scrape_samples_scraped": set(),
+}
+PARTS = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
+COLUMNS = 24
+# Grafana's own variables, as a query would have them.
+MACROS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
+
+
+def known_series() -> dict[str, set[str]]:
+    """Return the labels that each series a board may name can have."""
+    known = {name: labels | TARGET_LABELS for name, labels in OTHERS.items()}
+    for spec in CATALOG:
+        parts = PARTS if spec.kind == "histogram" else {"": set()}
+        for part, labels in parts.items():
+            known[spec.name + part] = {*spec.label_names, *labels, *TARGET_LABELS}
+    for rule in RULES.values():
+        known[rule.name] = {"job", *rule.labels}
+    return known
+
+
+SERIES = known_series()
+UIDS = {board.uid for board in BOARDS}
+
+
+def faults(board: Json) -> list[str]:
+    """Say what is wrong with a board; nothing if it is well."""
+    found = [*frame_faults(board), *place_faults(board), *link_faults(board)]
+    for panel in panels(board):
+        found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel)]
+    for annotation in board["annotations"]["list"]:
+        if "expr" in annotation:
+            of_it = query_faults(annotation["expr"])
+            found += [f"annotation {annotation['name']}: {fault}" for fault in of_it]
+    return found
+
+
+def panels(board: Json) -> Iterator[Json]:
+    """Yield all panels but headings."""
+    return (panel for panel in board["panels"] if panel["type"] != "row")
+
+
+def expressions(board: Json) -> Iterator[str]:
+    """Yield the queries of all panels."""
+    for panel in panels(board):
+        yield from (target["expr"] for target in panel.get("targets", []))
+
+
+def frame_faults(board: Json) -> Iterator[str]:
+    """Say what is wrong with the board as a whole."""
+    if board["graphTooltip"] != 1:
+        yield "no shared crosshair"
+    if not board.get("description"):
+        yield "no description"
+    names = [variable["name"] for variable in board["templating"]["list"]]
+    if names != ["datasource", "job", "run", "rank"]:
+        yield f"variables are {names}"
+    ids = [panel["id"] for panel in board["panels"]]
+    if len(set(ids)) != len(ids):
+        yield f"panels share ids: {ids}"
+
+
+def place_faults(board: Json) -> Iterator[str]:
+    """Say which panels lie over another, or beside the board."""
+    placed = [(panel["title"], panel["gridPos"]) for panel in board["panels"]]
+    for index, (title, place) in enumerate(placed):
+        if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
+            yield f"{title}: leaves the grid"
+        for other, beside in placed[index + 1 :]:
+            if overlap(place, beside):
+                yield f"{title}: lies over {other}"
+
+
+def link_faults(board: Json) -> Iterator[str]:
+    """Say which links lead nowhere, or lose what was chosen."""
+    for link in board["links"]:
+        if link["type"] == "dashboards" and not {*link["tags"]} <= {*board["tags"]}:
+            yield "its links to boards with its tags do not find itself"
+        if link["type"] == "dashboards" and not (link["includeVars"] and link["keepTime"]):
+            yield "its links to boards lose variables or time"
+    for panel in panels(board):
+        for link in panel.get("links", []):
+            uid, _, kept = link["url"].removeprefix("/d/").partition("?")
+            if uid not in UIDS:
+                yield f"{panel['title']}: no board is {uid}"
+            if kept != "${__all_variables}&${__url_time_range}":
+                yield f"{panel['title']}: its link loses variables or time"
+
+
+def overlap(one: Json, other: Json) -> bool:
+    """Whether two places share a cell."""
+    return all(
+        one[start] < other[start] + other[length] and other[start] < one[start] + one[length]
+        for start, length in (("x", "w"), ("y", "h"))
+    )
+
+
+def panel_faults(panel: Json) -> Iterator[str]:
+    """Say what is wrong with one panel."""
+    if not panel["title"]:
+        yield "no title"
+    if len(panel.get("description", "")) < 20:
+        yield "no description that helps"
+    if panel["datasource"]["uid"] != "${datasource}":
+        yield "its data source is not the chosen one"
+    if panel["type"] == "text":
+        return
+    if not panel["fieldConfig"]["defaults"].get("unit"):
+        yield "no unit"
+    if not panel.get("targets"):
+        yield "no query"
+    for target in panel.get("targets", []):
+        if target["datasource"]["uid"] != "${datasource}":
+            yield "a query's data source is not the chosen one"
+        yield from query_faults(target["expr"])
+        yield from legend_faults(target)
+        if target["format"] == "table" and keeps_name(parsed(target["expr"])):
+            yield "a table's query keeps its metric's name: columns would not join by label"
+
+
+def legend_faults(target: Json) -> Iterator[str]:
+    """Say which labels a legend names that the query's series cannot have."""
+    names = SERIES.keys() & set(re.findall(r"[\w:]+", target["expr"]))
+    labels = {label for name in names for label in SERIES[name]}
+    for label in re.findall(r"{{(\w+)}}", target.get("legendFormat", "")):
+        if label not in labels:
+            yield f"the legend names {label}, which no series of the query has"
+
+
+def query_faults(expression: str) -> Iterator[str]:
+    """Say what is wrong with a query."""
+    try:
+        tree = parsed(expression)
+    except ValueError as error:
+        yield f"is no PromQL: {error}"
+        return
+    for node in nodes(tree):
+        if isinstance(node, promql_parser.VectorSelector):
+            yield from selector_faults(node)
+        elif isinstance(node, promql_parser.AggregateExpr):
+            yield from grouping_faults(node)
+    for call, window in re.findall(r"\b(rate|irate|increase|changes)\(.*?\[([^\]]+)\]", expression):
+        if window != "$__rate_interval":
+            yield f"{call} over {window}: only $__rate_interval is sure to hold two scrapes"
+
+
+def parsed(expression: str) -> Any:
+    return promql_parser.parse(substituted(expression))
+
+
+def keeps_name(node: Any) -> bool:
+    """Whether the series of a query still have the name of a metric."""
+    if isinstance(node, promql_parser.ParenExpr):
+        return keeps_name(node.expr)
+    if isinstance(node, promql_parser.BinaryExpr):
+        return keeps_name(node.lhs)
+    if isinstance(node, promql_parser.AggregateExpr):
+        return str(node.op) in ("topk", "bottomk") and keeps_name(node.expr)
+    return isinstance(node, promql_parser.VectorSelector)
+
+
+def substituted(expression: str) -> str:
+    """Put values in place of Grafana's variables."""
+    for macro, value in MACROS.items():
+        expression = expression.replace(macro, value)
+    return re.sub(r"\$\{?(\w+)(:\w+)?\}?", r"\1", expression)
+
+
+def selector_faults(selector: Any) -> Iterator[str]:
+    """Say which series and labels nobody writes, and which choice is left out."""
+    if selector.name not in SERIES:
+        yield f"nobody writes {selector.name}"
+        return
+    matchers = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+    for label in matchers.keys() - SERIES[selector.name]:
+        yield f"{selector.name} has no label {label}"
+    for chosen in ("job", "run"):
+        if matchers.get(chosen) != chosen:
+            yield f'{selector.name} lacks {chosen}=~"${chosen}"'
+    if "rank" in SERIES[selector.name] and "rank" not in matchers and selector.name != "ALERTS":
+        yield f"{selector.name} lacks a choice of ranks"
+
+
+def grouping_faults(aggregation: Any) -> Iterator[str]:
+    """Say by which labels it is aggregated that no series below it has."""
+    modifier = aggregation.modifier
+    if modifier is None:
+        return
+    below = {
+        label
+        for node in nodes(aggregation.expr)
+        if isinstance(node, promql_parser.VectorSelector)
+        for label in SERIES.get(node.name, ())
+    }
+    for label in set(modifier.labels) - below:
+        yield f"aggregates by {label}, which no series has"
+
+
+def nodes(node: Any) -> Iterator[Any]:
+    """Walk a syntax tree."""
+    yield node
+    for name in ("expr", "lhs", "rhs", "param", "args", "vector_selector"):
+        inner = getattr(node, name, None)
+        if name == "vector_selector" and inner is not None:
+            yield inner
+        elif isinstance(inner, Sequence) and not isinstance(inner, str):
+            for item in inner:
+                yield from nodes(item)
+        elif inner is not None:
+            yield from nodes(inner)

@@ -1,0 +1,142 @@
+"""The alert log prints one readable line for each alert it receives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.scraper import eventually
+from package_tree import ROOT
+from servers.free_port import free_port
+
+from zerowatch.dashboards.alert_log import alert_line
+
+FIRING = {
+    "status": "firing",
+    "labels": {
+        "alertname": "ZerowatchRankDown",
+        "severity": "critical",
+        "run": "night-7",
+        "rank": "1",
+    },
+    "annotations": {
+        "summary": "Rank 1 does not answer",
+        "description": "It was training.\nSee its log.",
+        "runbook_url": "https://example.org/runbook.md#zerowatchrankdown",
+    },
+    "startsAt": "2026-11-21T21:43:45.123456789Z",
+    "endsAt": "0001-01-01T00:00:00Z",
+}
+RESOLVED = FIRING | {"status": "resolved", "endsAt": "2026-11-21T21:50:00Z"}
+
+
+class Log:
+    """The program itself, as compose runs it: by its file."""
+
+    def __init__(self, output: Path) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}/"
+        self._output = output
+        file = str(ROOT / "dashboards" / "alert_log.py")
+        with output.open("w") as written:
+            self.process = subprocess.Popen(
+                [sys.executable, file, "--port", str(port)], stdout=written
+            )
+        assert eventually(self.answers, seconds=10, pause=0.05)
+
+    def answers(self) -> bool:
+        try:
+            return "alerts so far" in self.get()
+        except OSError:
+            return False
+
+    def get(self) -> str:
+        with urllib.request.urlopen(self.url, timeout=5) as response:
+            return str(response.read().decode())
+
+    def post(self, body: bytes) -> int:
+        try:
+            with urllib.request.urlopen(self.url, data=body, timeout=5) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    @property
+    def lines(self) -> list[str]:
+        return self._output.read_text().splitlines()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    running = Log(tmp_path / "alerts")
+    yield running
+    running.close()
+
+
+def message(*alerts: dict[str, Any]) -> bytes:
+    return json.dumps({"version": "4", "status": "firing", "alerts": list(alerts)}).encode()
+
+
+def test_a_line_says_when_how_bad_which_where_and_what_to_do() -> None:
+    assert alert_line(FIRING) == (
+        "2026-11-21T21:43:45Z FIRING critical ZerowatchRankDown run=night-7 rank=1"
+        " | Rank 1 does not answer | It was training. See its log."
+        " | Runbook: https://example.org/runbook.md#zerowatchrankdown"
+    )
+
+
+def test_a_resolved_alert_is_told_with_the_time_it_ended() -> None:
+    assert alert_line(RESOLVED).startswith("2026-11-21T21:50:00Z RESOLVED critical Zerowatch")
+
+
+def test_an_alert_of_somebody_else_needs_none_of_our_labels() -> None:
+    assert alert_line({"status": "firing", "labels": {"alertname": "Watchdog"}}) == (
+        "- FIRING - Watchdog"
+    )
+
+
+def test_a_label_cannot_write_to_the_terminal() -> None:
+    line = alert_line(FIRING | {"labels": {"alertname": "\x1b[2JGone"}})
+
+    assert "\x1b" not in line
+
+
+def test_each_alert_of_a_message_becomes_a_line(log: Log) -> None:
+    code = log.post(message(FIRING, RESOLVED))
+
+    assert code == 200
+    assert [line.split()[1] for line in log.lines[1:]] == ["FIRING", "RESOLVED"]
+    assert log.get() == "2 alerts so far.\n"
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[]", b'{"alerts": {}}', b'{"alerts": [1]}'])
+def test_what_is_no_message_is_refused_and_not_printed(log: Log, body: bytes) -> None:
+    code = log.post(body)
+
+    assert code == 400
+    assert len(log.lines) == 1
+
+
+def test_a_taken_port_is_said_in_one_line(log: Log) -> None:
+    port = log.url.rstrip("/").rpartition(":")[2]
+
+    second = subprocess.run(
+        [sys.executable, "-m", "zerowatch.dashboards.alert_log", "--port", port],
+        capture_output=True,
+        text=True,
+    )
+
+    assert second.returncode == 1
+    assert second.stderr.startswith(f"alert_log: cannot listen on 127.0.0.1:{port}: ")
+    assert len(second.stderr.splitlines()) == 1

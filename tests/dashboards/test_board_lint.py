@@ -1,0 +1,129 @@
+"""Every board is well made; and each fault that the lint looks for, it finds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from board_checks.lint import expressions, faults, panels
+
+from zerowatch.dashboards.boards import BOARDS
+from zerowatch.dashboards.grafana.dashboard import dashboard_json
+
+OVERVIEW = dashboard_json(BOARDS[0])
+RUN = 'job=~"$job", run=~"$run"'
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_a_board_is_without_fault(board):
+    assert faults(dashboard_json(board)) == []
+
+
+def test_boards_have_uids_of_their_own_that_their_files_tell():
+    assert [board.uid for board in BOARDS] == [
+        "zerowatch-overview",
+        "zerowatch-step-anatomy",
+        "zerowatch-communication",
+        "zerowatch-memory",
+        "zerowatch-devices",
+        "zerowatch-tuner",
+        "zerowatch-watch",
+    ]
+
+
+def test_the_overview_leads_to_the_run_s_traces():
+    (link,) = [link for link in OVERVIEW["links"] if link["type"] == "link"]
+
+    panes = json.loads(parse_qs(urlsplit(link["url"]).query)["panes"][0])
+
+    assert panes["zerowatch"]["datasource"] == "tempo"
+    assert "$run" in panes["zerowatch"]["queries"][0]["query"]
+    assert "$run%" in link["url"], "Grafana finds its variables before it decodes the address"
+
+
+def test_step_times_lead_to_traces_by_exemplars():
+    with_exemplars = {
+        panel["title"]
+        for board in BOARDS
+        for panel in panels(dashboard_json(board))
+        for target in panel.get("targets", [])
+        if target.get("exemplar")
+    }
+
+    assert with_exemplars == {"Step time"}
+
+
+def first(board, kind):
+    return next(panel for panel in panels(board) if panel["type"] == kind)
+
+
+def ask(expression, **more):
+    """Put a query into a board."""
+
+    def seed(board):
+        first(board, "timeseries")["targets"][0].update(expr=expression, **more)
+
+    return seed
+
+
+FAULTS = {
+    "is no PromQL": ask("sum by (job"),
+    "nobody writes": ask(f"zerowatch_losses{{{RUN}}}"),
+    "nobody writes run:": ask(f"run:zerowatch_loss:median{{{RUN}}}"),
+    "has no label phase": ask(f'zerowatch_loss{{{RUN}, rank="0", phase="data"}}'),
+    "aggregates by op": ask(f'sum by (op) (zerowatch_loss{{{RUN}, rank="0"}})'),
+    "the legend names op": ask(f"run:zerowatch_loss:avg{{{RUN}}}", legendFormat="{{op}}"),
+    "lacks job": ask('run:zerowatch_loss:avg{run=~"$run"}'),
+    "lacks run": ask('run:zerowatch_loss:avg{job=~"$job"}'),
+    "lacks a choice of ranks": ask(f"zerowatch_loss{{{RUN}}}"),
+    "only $__rate_interval": ask(f'rate(zerowatch_steps_total{{{RUN}, rank="0"}}[5m])'),
+    "keeps its metric's name": lambda board: first(board, "table")["targets"][0].update(
+        expr=f"topk(3, run_rank:zerowatch_step_seconds:mean_rate5m{{{RUN}}})"
+    ),
+    "its data source is not": lambda board: first(board, "stat").update(
+        datasource={"type": "prometheus", "uid": "prometheus"}
+    ),
+    "no title": lambda board: first(board, "stat").update(title=""),
+    "no description that helps": lambda board: first(board, "stat").pop("description"),
+    "no unit": lambda board: first(board, "stat")["fieldConfig"]["defaults"].pop("unit"),
+    "no query": lambda board: first(board, "stat").pop("targets"),
+    "lies over": lambda board: first(board, "stat")["gridPos"].update(w=5),
+    "leaves the grid": lambda board: first(board, "timeseries")["gridPos"].update(w=25),
+    "panels share ids": lambda board: first(board, "timeseries").update(id=1),
+    "no board is": lambda board: first(board, "timeseries")["links"][0].update(
+        url="/d/zerowatch-steps?${__all_variables}&${__url_time_range}"
+    ),
+    "its link loses": lambda board: first(board, "timeseries")["links"][0].update(
+        url="/d/zerowatch-memory"
+    ),
+    "its links to boards lose": lambda board: board["links"][0].update(includeVars=False),
+    "variables are": lambda board: board["templating"]["list"].pop(),
+    "no shared crosshair": lambda board: board.update(graphTooltip=0),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_the_lint_finds(words):
+    board = copy.deepcopy(OVERVIEW)
+
+    FAULTS[words](board)
+
+    assert any(words in fault for fault in faults(board)), faults(board)
+
+
+def test_graphs_of_many_ranks_show_a_few_of_them_only():
+    """A selector by rank is aggregated, narrowed to the worst, or of rank 0."""
+    unbounded = [
+        expression
+        for board in BOARDS
+        for expression in expressions(dashboard_json(board))
+        if 'rank=~"$rank"' in expression
+        and not any(
+            word in expression
+            for word in ("topk", "bottomk", "by (job, run", "sum(", "max(", "avg(")
+        )
+    ]
+
+    assert unbounded == []

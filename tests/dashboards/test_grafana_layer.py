@@ -1,0 +1,199 @@
+"""The layer mends what grafanalib writes for Grafanas of old, each fault by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerowatch.dashboards.grafana.board import Board, Row
+from zerowatch.dashboards.grafana.dashboard import dashboard_json
+from zerowatch.dashboards.grafana.grid import places
+from zerowatch.dashboards.grafana.panels import (
+    BarGauge,
+    Column,
+    Gauge,
+    Heatmap,
+    Panel,
+    Stat,
+    StateTimeline,
+    Table,
+    Text,
+    TimeSeries,
+)
+from zerowatch.dashboards.grafana.style import Named, Query, Step, above, below
+
+QUERY = Query("up", "up")
+WORDS = {"title": "Title", "description": "How to read it."}
+KINDS = {
+    "timeseries": TimeSeries(**WORDS, queries=(QUERY,)),
+    "stat": Stat(**WORDS, queries=(QUERY,)),
+    "gauge": Gauge(**WORDS, queries=(QUERY,)),
+    "bargauge": BarGauge(**WORDS, queries=(QUERY,)),
+    "heatmap": Heatmap(**WORDS, queries=(Query("up", "{{le}}", shape="buckets"),)),
+    "state-timeline": StateTimeline(**WORDS, queries=(QUERY,)),
+    "table": Table(
+        **WORDS, labels={"rank": "Rank"}, columns=(Column(title="Up", expression="up"),)
+    ),
+    "text": Text(**WORDS, content="Words."),
+}
+
+
+def drawn(*panels: Panel):
+    """Return the JSON of panels on a board, without the heading."""
+    board = Board(name="a_b", title="Title", description="Why.", rows=(Row("Row", panels),))
+    return dashboard_json(board)["panels"][1:]
+
+
+def keys_and_values(value):
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield key, inner
+            yield from keys_and_values(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_and_values(inner)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_panel_is_of_today(kind):
+    (json,) = drawn(KINDS[kind])
+
+    stale = {"maxDataPoints", "intervalFactor", "cacheTimeout", "span", "minSpan", "op", "yaxis"}
+    assert json["type"] == kind
+    assert json["pluginVersion"] == "11.6.0"
+    assert stale.isdisjoint(key for key, _ in keys_and_values(json))
+    assert [key for key, value in keys_and_values(json) if value is None and key != "value"] == []
+
+
+@pytest.mark.parametrize("kind", ["stat", "gauge", "bargauge"])
+def test_the_calculation_stands_where_grafana_reads_it(kind):
+    (json,) = drawn(KINDS[kind])
+
+    assert json["options"]["reduceOptions"]["calcs"] == ["lastNotNull"]
+
+
+def test_a_value_that_is_missing_is_not_the_word_none():
+    plain, spoken = drawn(KINDS["stat"], Stat(**WORDS, queries=(QUERY,), empty="no GPU"))
+
+    assert "noValue" not in plain["fieldConfig"]["defaults"]
+    assert spoken["fieldConfig"]["defaults"]["noValue"] == "no GPU"
+
+
+def test_the_lowest_threshold_is_null_and_not_a_word():
+    (json,) = drawn(Stat(**WORDS, queries=(QUERY,), thresholds=above(0.2)))
+
+    assert json["fieldConfig"]["defaults"]["thresholds"] == {
+        "mode": "absolute",
+        "steps": [{"color": "green", "value": None}, {"color": "red", "value": 0.2}],
+    }
+
+
+def test_thresholds_ascend_whichever_side_is_bad():
+    assert above(1, 2) == (Step("green"), Step("orange", 1), Step("red", 2))
+    assert below(2, 1) == (Step("red"), Step("orange", 1), Step("green", 2))
+
+
+def test_a_graph_has_a_point_for_each_pixel_and_its_thresholds_as_lines():
+    lines, parts = drawn(
+        TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.5), minimum=0.5),
+        TimeSeries(**WORDS, queries=(QUERY,), stacked=True, log_scale=True),
+    )
+
+    custom = lines["fieldConfig"]["defaults"]["custom"]
+    assert custom["thresholdsStyle"] == {"mode": "dashed"}
+    assert custom["scaleDistribution"] == {"type": "linear"}
+    assert lines["fieldConfig"]["defaults"]["min"] == 0.5
+    assert parts["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
+    assert parts["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["log"] == 10
+
+
+def test_queries_have_letters_and_ask_over_time_or_for_now():
+    (json,) = drawn(
+        TimeSeries(**WORDS, queries=(Query("a", "a", exemplars=True), Query("b", "b", "now")))
+    )
+
+    over_time, now = json["targets"]
+    assert (over_time["refId"], now["refId"]) == ("A", "B")
+    assert (over_time["range"], over_time["instant"], over_time["exemplar"]) == (True, False, True)
+    assert (now["range"], now["instant"]) == (False, True)
+    assert "exemplar" not in now
+
+
+def test_a_table_joins_its_queries_by_label_and_names_their_columns():
+    (json,) = drawn(
+        Table(
+            **WORDS,
+            labels={"rank": "Rank"},
+            columns=(
+                Column(title="Risk", expression="a", unit="percentunit", thresholds=above(0.5)),
+                Column(title="Time", expression="b", unit="s", decimals=1),
+            ),
+            sort_by="Risk",
+        )
+    )
+
+    organize = json["transformations"][1]["options"]
+    assert [target["format"] for target in json["targets"]] == ["table", "table"]
+    assert organize["renameByName"] == {"rank": "Rank", "Value #A": "Risk", "Value #B": "Time"}
+    assert organize["excludeByName"] == {"Time": True, "job": True, "run": True}
+    assert [override["matcher"]["options"] for override in json["fieldConfig"]["overrides"]] == [
+        "Risk",
+        "Time",
+    ]
+    assert json["options"]["sortBy"] == [{"displayName": "Risk", "desc": True}]
+
+
+def test_a_table_of_labels_alone_hides_its_values():
+    (json,) = drawn(
+        Table(
+            **WORDS,
+            labels={"alertname": "Alert"},
+            columns=(Column(title="", expression="ALERTS"),),
+        )
+    )
+
+    assert json["transformations"][1]["options"]["excludeByName"]["Value"] is True
+
+
+def test_values_can_have_words_and_series_fixed_colours():
+    states, lines = drawn(
+        StateTimeline(**WORDS, queries=(QUERY,), named=(Named(1, "on", "blue"),)),
+        TimeSeries(**WORDS, queries=(QUERY,), colors={"up": "blue"}),
+    )
+
+    assert states["fieldConfig"]["defaults"]["mappings"] == [
+        {"type": "value", "options": {"1": {"text": "on", "color": "blue", "index": 0}}}
+    ]
+    assert lines["fieldConfig"]["overrides"][0]["matcher"] == {"id": "byName", "options": "up"}
+
+
+def test_the_schema_is_one_that_leaves_the_crosshair_shared():
+    json = dashboard_json(Board(name="a_b", title="Title", description="Why.", rows=()))
+
+    assert (json["schemaVersion"], json["graphTooltip"]) == (39, 1)
+    assert json["uid"] == "zerowatch-a-b"
+    assert {"rows", "style", "__inputs", "sharedCrosshair"}.isdisjoint(json)
+
+
+def test_runs_are_offered_newest_first_and_ranks_by_number_all_at_once():
+    json = dashboard_json(Board(name="a", title="Title", description="Why.", rows=()))
+
+    source, _, run, rank = json["templating"]["list"]
+    assert source["type"] == "datasource"
+    assert (run["sort"], run["multi"], run["includeAll"]) == (2, False, False)
+    assert "current" not in run, "Grafana takes the first, which is the newest"
+    assert (rank["sort"], rank["multi"], rank["allValue"]) == (3, True, ".*")
+    assert rank["current"]["value"] == ["$__all"]
+
+
+def test_panels_fill_lines_from_left_to_right_and_wrap():
+    wide = Stat(**WORDS, width=16, height=4)
+    narrow = Stat(**WORDS, width=8, height=9)
+
+    found = [(place.left, place.top) for place in places((wide, narrow, narrow, wide), top=1)]
+
+    assert found == [(0, 1), (16, 1), (0, 10), (8, 10)]
+
+
+def test_a_panel_wider_than_the_board_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="'Title': width 25, allowed is 1 to 24"):
+        list(places((Stat(**WORDS, width=25),), top=0))

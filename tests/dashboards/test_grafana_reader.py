@@ -1,0 +1,93 @@
+"""The queries that the tests send are those that Grafana would send."""
+
+from __future__ import annotations
+
+import pytest
+from promql_parts import operands, selectors
+from servers.grafana import BoardQuery, Reader, board_queries
+
+BOARD = {
+    "uid": "b",
+    "templating": {
+        "list": [
+            {"name": "run", "type": "query"},
+            {"name": "rank", "type": "query", "includeAll": True, "allValue": ".*"},
+        ]
+    },
+    "panels": [
+        {
+            "title": "Row",
+            "panels": [
+                {"title": "Inner", "targets": [{"refId": "A", "expr": "up", "instant": True}]}
+            ],
+        },
+        {"title": "Words"},
+        {
+            "title": "Graph",
+            "interval": "30s",
+            "targets": [{"refId": "B", "expr": "up", "instant": False, "range": True}],
+        },
+    ],
+    "annotations": {"list": [{"name": "Built in"}, {"name": "Starts", "expr": "up == 1"}]},
+}
+
+
+def query(expression: str, min_step: str = "") -> BoardQuery:
+    return BoardQuery(
+        board="b",
+        panel="p",
+        ref="A",
+        expression=expression,
+        is_instant=False,
+        min_step=min_step,
+    )
+
+
+def test_queries_are_found_in_rows_and_annotations_too():
+    found = list(board_queries(BOARD))
+
+    assert [(q.panel, q.ref, q.is_instant, q.min_step) for q in found] == [
+        ("Inner", "A", True, ""),
+        ("Graph", "B", False, "30s"),
+        ("annotation Starts", "Anno", False, ""),
+    ]
+
+
+def test_variables_and_macros_are_filled_in():
+    reader = Reader(variables={"run": ["night-7"]}, range_seconds=3600, scrape_seconds=15)
+    expression = 'rate(a{run=~"$run", rank=~"${rank}"}[$__rate_interval]) + b[$__range:$__interval]'
+
+    filled = reader.fill_in(query(expression), BOARD)
+
+    assert filled == ('rate(a{run=~"night-7", rank=~".*"}[60000ms]) + b[3600000ms:15000ms]')
+
+
+def test_several_chosen_values_become_one_pattern():
+    reader = Reader(variables={"run": ["a", "b"]})
+
+    assert reader.fill_in(query("$run"), BOARD) == "(a|b)"
+
+
+@pytest.mark.parametrize(
+    ("hours", "min_step", "seconds"),
+    [(1, "", 15), (1, "1m", 60), (6, "", 20), (24, "", 60), (24 * 7, "", 600)],
+)
+def test_a_step_is_a_pixel_rounded_but_no_less_than_a_scrape(hours, min_step, seconds):
+    reader = Reader(range_seconds=3600.0 * hours)
+
+    assert reader.step_seconds(query("up", min_step)) == seconds
+
+
+def test_an_expression_tells_what_it_reads():
+    expression = 'a{state!="b", run="c"} / on (run) sum by (run) (rate(d[5m]))'
+
+    assert selectors(expression) == [
+        ("a", frozenset({'state!="b"', 'run="c"'})),
+        ("d", frozenset()),
+    ]
+
+
+def test_an_expressions_operands_are_what_it_compares():
+    expression = "(a > 0.5 or (b > 0.5 unless on (job) c)) and sum(d) / sum(e) < 1"
+
+    assert operands(expression) == ["a", "b", "c", "sum(d) / sum(e)"]

@@ -1,0 +1,233 @@
+"""A real run fills every panel, rule and alert; what a run on CPU cannot fill is listed here.
+
+`pytest -s` on this file prints how many series each query got.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fakes.scraper import eventually
+from promql_parts import operands, selectors
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, environment
+from servers.free_port import free_port
+from servers.grafana import BoardQuery, Reader, board_queries
+from servers.prometheus import Prometheus
+
+from zerowatch.dashboards.build import board_files
+from zerowatch.dashboards.prometheus_files import rule_files
+from zerowatch.dashboards.promql import select
+from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION_BY_RANK
+from zerowatch.dashboards.recording.memory import OOM_RISK
+from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics.catalog import devices, memory, training, tuner, watching
+
+pytestmark = pytest.mark.jobs
+
+# Selectors without series, and why.
+NO_GPU = "needs a GPU"
+HEALTHY = "nothing of this happens in a healthy run"
+ABSENT = {
+    select(training.LOSS_SCALE): "DeepSpeed trains in fp16 on GPUs only",
+    select(devices.DEVICE_SM_ACTIVE): NO_GPU,
+    select(devices.DEVICE_POWER): NO_GPU,
+    select(devices.DEVICE_TEMPERATURE): NO_GPU,
+    select(devices.DEVICE_ENERGY): NO_GPU,
+    select(devices.DEVICE_LINK_BYTES): NO_GPU,
+    select(memory.MEMORY_FRAGMENTATION): NO_GPU,
+    select(memory.ALLOC_RETRIES): NO_GPU,
+    select(memory.MEMORY_BYTES, 'device!="cpu"'): NO_GPU,
+    OOM_RISK.select('device!="cpu"'): NO_GPU,
+    DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'): NO_GPU,
+    select(memory.MEMORY_LEAK): HEALTHY,
+    select(memory.OOMS): HEALTHY,
+    select(watching.HOOK_FAILURES): HEALTHY,
+    select(watching.EXPORTER_FAILURES): HEALTHY,
+    **{select(spec): "there is no tuner yet" for spec in tuner.METRICS},
+}
+
+RUN = "board-run"
+TIMING = Timing(scale=1 / 60)
+SHOWN_SECONDS = 60.0
+PATIENCE_SECONDS = 90.0
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+rule_files: [recording.yaml, alerts.yaml]
+scrape_configs:
+  - job_name: zerowatch
+    honor_labels: true
+    http_sd_configs: [{{url: "http://127.0.0.1:{port}/targets", refresh_interval: 1s}}]
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Question:
+    """Something that should have data, and how to ask for it."""
+
+    place: str
+    name: str
+    promql: str
+    ask: Callable[[], list[dict[str, Any]]]
+
+
+class Answers:
+    """What a Prometheus holds for the boards, the recording rules and the alerts."""
+
+    def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any]) -> None:
+        self.prometheus = prometheus
+        self._recorded = {rule["record"]: rule["expr"] for rule in _rules(rules["recording"])}
+        self.questions = [*self._of_boards(), *self._of_rules(rules)]
+        self.num_series: dict[Question, int] = {}
+
+    def ask(self) -> None:
+        self.num_series = {question: len(question.ask()) for question in self.questions}
+
+    def excuses(self, promql: str) -> set[str]:
+        """Return the absent selectors that an expression reads, by recording rules too."""
+        found = set()
+        for name, matchers in selectors(promql):
+            found |= self.excuses(self._recorded[name]) if name in self._recorded else set()
+            for absent in ABSENT:
+                ((absent_name, absent_matchers),) = selectors(absent)
+                if name == absent_name and absent_matchers <= matchers:
+                    found.add(absent)
+        return found
+
+    def missing(self, place: str = "") -> list[str]:
+        """Name what has no data without an excuse, on one board or anywhere."""
+        return [
+            f"{question.place}: {question.name}: {question.promql}"
+            for question in self.questions
+            if place in ("", question.place)
+            and not self.num_series[question]
+            and not self.excuses(question.promql)
+        ]
+
+    def _of_boards(self) -> Iterator[Question]:
+        chosen = {"job": ["zerowatch"], "run": [RUN], "rank": ["0", "1"]}
+        reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=1.0)
+        for board in BOARDS:
+            for query in board_queries(board):
+                yield Question(
+                    place=board["uid"],
+                    name=f"{query.panel} ({query.ref})",
+                    promql=reader.fill_in(query, board),
+                    ask=partial(self._on_board, reader, query, board),
+                )
+
+    def _on_board(self, reader: Reader, query: BoardQuery, board: Any) -> list[dict[str, Any]]:
+        return reader.ask(self.prometheus, query, board, time.time())
+
+    def _of_rules(self, rules: Mapping[str, Any]) -> Iterator[Question]:
+        for rule in _rules(rules["recording"]):
+            yield self._now("recording rules", rule["record"], rule["record"])
+        for rule in _rules(rules["alerts"]):
+            for operand in operands(rule["expr"]):
+                yield self._now("alerts", rule["alert"], operand)
+
+    def _now(self, place: str, name: str, promql: str) -> Question:
+        ask = partial(self.prometheus.series, promql)
+        return Question(place=place, name=name, promql=promql, ask=ask)
+
+
+def _rules(file: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [rule for group in file["groups"] for rule in group["rules"]]
+
+
+BOARDS = [json.loads(text) for text in board_files().values()]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> Iterator[Answers]:
+    """Ask until nothing is missing, or patience ends."""
+    folder = tmp_path_factory.mktemp("boards")
+    texts = {
+        Path(path).stem: text
+        for path, text in rule_files(TIMING).items()
+        if path.startswith("prometheus/")
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    port = free_port()
+    with training_run(folder, port):
+        prometheus = Prometheus(folder, CONFIG.format(port=port))
+        with contextlib.closing(prometheus):
+            found = Answers(prometheus, {name: yaml.safe_load(t) for name, t in texts.items()})
+
+            def all_there() -> bool:
+                found.ask()
+                return not found.missing()
+
+            eventually(all_there, seconds=PATIENCE_SECONDS, pause=1.0)
+            yield found
+
+
+@contextlib.contextmanager
+def training_run(folder: Path, port: int) -> Iterator[None]:
+    variables = environment(
+        ZEROWATCH_SERVE_PORT=str(port),
+        ZEROWATCH_SERVE_LINGER_SECONDS="0",  # the Prometheus is gone by then
+        ZEROWATCH_RUN_ID=RUN,
+        CUDA_VISIBLE_DEVICES="",
+    )
+    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "board_job.py"), str(folder)]
+    log = folder / "job.log"
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield
+        assert job.poll() is None, f"the job ended early:\n{log.read_text()[-3000:]}"
+    finally:
+        (folder / "end").touch()
+        try:
+            job.wait(30)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # torchrun ends its ranks
+            job.wait(30)
+
+
+@pytest.mark.parametrize("board", [board["uid"] for board in BOARDS])
+def test_every_query_of_a_board_has_data(answers, board):
+    assert answers.missing(board) == []
+
+
+def test_every_recording_rule_has_data(answers):
+    assert answers.missing("recording rules") == []
+
+
+def test_every_alert_compares_what_has_data(answers):
+    assert answers.missing("alerts") == []
+
+
+def test_what_is_listed_as_absent_is_absent(answers):
+    there = [absent for absent in ABSENT if answers.prometheus.series(absent)]
+
+    assert there == []
+
+
+def test_what_is_listed_as_absent_is_read_somewhere(answers):
+    read = set().union(*(answers.excuses(question.promql) for question in answers.questions))
+
+    assert set(ABSENT) - read == set()
+
+
+def test_the_table_of_what_was_found(answers):
+    """For the eye: shown by `pytest -s`."""
+    print("\n| where | what | series | if none, why |\n|---|---|---|---|")
+    for question, count in answers.num_series.items():
+        why = "" if count else "; ".join(ABSENT[a] for a in answers.excuses(question.promql))
+        print(f"| {question.place} | {question.name} | {count} | {why} |")
+
+    assert any(answers.num_series.values())

@@ -1,0 +1,78 @@
+"""The generated files that are committed are those that the sources make, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from package_tree import ROOT
+
+from zerowatch.dashboards.build import build, rendered_files, stale
+
+RENDERED = ROOT / "dashboards" / "rendered"
+BOARD = "grafana/zerowatch-overview.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build(tmp_path)
+    return tmp_path
+
+
+def test_the_committed_files_are_fresh():
+    assert stale(RENDERED) == []
+
+
+def test_what_was_just_built_is_fresh(folder):
+    assert stale(folder) == []
+
+
+def test_building_twice_makes_the_same_files():
+    assert rendered_files() == rendered_files()
+
+
+def test_a_file_edited_by_hand_is_named_with_what_to_do(folder):
+    (folder / BOARD).write_text((folder / BOARD).read_text().replace("Loss", "Los"))
+
+    (message,) = stale(folder)
+
+    assert str(folder / BOARD) in message
+    assert "change dashboards/" in message
+    assert "zerowatch dashboards build" in message
+
+
+def test_a_missing_file_is_named(folder):
+    (folder / BOARD).unlink()
+
+    (message,) = stale(folder)
+
+    assert message.startswith(f"{folder / BOARD}: missing.")
+
+
+def test_a_file_that_nothing_makes_any_more_is_named_and_taken_away(folder):
+    left_over = folder / "grafana" / "zerowatch-old.json"
+    left_over.write_text("{}")
+
+    (message,) = stale(folder)
+    build(folder)
+
+    assert str(left_over) in message
+    assert not left_over.exists()
+
+
+def test_other_people_s_files_are_never_taken_away(folder):
+    theirs = (folder / "grafana" / "grafana.db", folder / "prometheus" / "mine.yaml")
+    for file in theirs:
+        file.write_text("theirs")
+
+    build(folder)
+
+    assert [file.read_text() for file in theirs] == ["theirs", "theirs"]
+    assert len(stale(folder)) == len(theirs)
+
+
+def test_boards_are_written_for_clean_differences(folder):
+    text = (folder / BOARD).read_text()
+
+    assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"

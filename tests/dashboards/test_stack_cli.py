@@ -1,0 +1,67 @@
+"""The commands `dashboards` and `stack`: what they refuse, and what they leave unloaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zerowatch.dashboards.cli import dashboards, stack
+
+
+@pytest.mark.parametrize(
+    "words", [["up", "--native", "--gpu"], ["up", "--native", "--without-trainer"]]
+)
+def test_native_has_no_trainer_to_choose(words: list[str]) -> None:
+    done = CliRunner().invoke(stack, words)
+
+    assert done.exit_code == 2
+    assert "--native starts no trainer" in done.output
+
+
+def test_what_was_just_built_is_up_to_date(tmp_path: Path) -> None:
+    CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)])
+
+    done = CliRunner().invoke(dashboards, ["build", "--check", "--out", str(tmp_path)])
+
+    assert (done.exit_code, done.output) == (0, "")
+
+
+def test_a_file_edited_by_hand_is_named_with_what_to_do(tmp_path: Path) -> None:
+    assert CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)]).exit_code == 0
+    edited = tmp_path / "prometheus" / "alerts.yaml"
+    edited.write_text(edited.read_text() + "# mine\n")
+
+    done = CliRunner().invoke(dashboards, ["build", "--check", "--out", str(tmp_path)])
+
+    assert done.exit_code == 1
+    (line,) = done.output.splitlines()
+    assert line.startswith(str(edited))
+    assert "zerowatch dashboards build" in line
+
+
+def test_without_the_extra_build_says_which_it_needs() -> None:
+    script = (
+        "import sys; sys.modules['yaml'] = None; from zerowatch.dashboards.cli import dashboards; "
+        "dashboards(['build', '--check'], standalone_mode=False)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert "CommandLineError: dashboards build: yaml is missing; pip install" in done.stderr
+
+
+def test_help_loads_neither_grafanalib_nor_torch() -> None:
+    script = (
+        "import sys; from zerowatch.dashboards.cli import stack; stack(['--help'], "
+        "standalone_mode=False); print(*sys.modules)"
+    )
+
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+    assert {"grafanalib", "torch", "yaml", "pydantic"}.isdisjoint(loaded)

@@ -1,0 +1,206 @@
+"""`zerowatch stack` hands on to compose, and says in one line what stands in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from servers.free_port import free_port
+
+from zerowatch.dashboards import stack
+from zerowatch.errors import CommandLineError
+
+# A docker that notes what it was asked, and answers by the files beside it.
+FAKE = f"""#!{sys.executable}
+import json, pathlib, sys
+here, arguments = pathlib.Path(__file__).parent, sys.argv[1:]
+with (here / "asked").open("a") as asked:
+    asked.write(json.dumps(arguments) + "\\n")
+kind = arguments[0] if arguments[0] != "compose" else "compose " + arguments[-1]
+answers = json.loads((here / "answers.json").read_text())
+answer = next((answers[key] for key in (kind, arguments[0]) if key in answers), {{}})
+print(answer.get("out", ""), end="")
+print(answer.get("err", ""), end="", file=sys.stderr)
+sys.exit(answer.get("code", 0))
+"""
+
+
+class Docker:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "docker"
+        program.write_text(FAKE)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.answer()
+
+    def answer(self, **answers: dict[str, object]) -> None:
+        (self.folder / "answers.json").write_text(json.dumps(answers))
+
+    @property
+    def composed(self) -> list[str]:
+        """The last call of compose that does something, from the name of the project on."""
+        lines = (self.folder / "asked").read_text().splitlines()
+        calls = [arguments for line in lines if "--project-name" in (arguments := json.loads(line))]
+        return calls[-1][1:] if calls else []
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Docker:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("GRAFANA", "PROMETHEUS", "ALERTMANAGER", "TRAINER", "TEMPO", "OTLP"):
+        monkeypatch.setenv(f"{variable}_PORT", str(free_port()))
+    return Docker(tmp_path)
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def compose_file() -> str:
+    return str(stack.DOCKER_FOLDER / "compose.yaml")
+
+
+def test_up_builds_the_demo_and_starts_all_in_the_background(docker: Docker) -> None:
+    stack.up()
+
+    assert docker.composed == [
+        *("--project-name", "zerowatch", "--file", compose_file()),
+        *("up", "--detach", "--build"),
+    ]
+
+
+def test_up_on_gpus_adds_the_overlay(docker: Docker) -> None:
+    stack.up(gpu=True)
+
+    assert docker.composed[4:6] == ["--file", str(stack.DOCKER_FOLDER / "compose.gpu.yaml")]
+
+
+def test_up_without_the_demo_names_the_other_services(docker: Docker) -> None:
+    stack.up(with_trainer=False)
+
+    assert docker.composed[4:] == ["up", "--detach", *stack.SERVICES]
+
+
+def test_the_banner_says_where_to_look(docker: Docker) -> None:
+    told = stack.up()
+
+    for variable in ("GRAFANA_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT"):
+        assert any(f"http://127.0.0.1:{os.environ[variable]}" in line for line in told)
+
+
+def test_down_keeps_what_was_stored_unless_asked(docker: Docker) -> None:
+    stack.down()
+    kept = docker.composed
+    stack.down(volumes=True)
+
+    assert kept[4:] == ["down", "--remove-orphans"]
+    assert docker.composed[4:] == ["down", "--remove-orphans", "--volumes"]
+
+
+def test_an_older_docker_compose_serves_as_well(docker: Docker) -> None:
+    docker.answer(**{"compose version": {"code": 1}})
+    alone = docker.folder / "docker-compose"
+    alone.symlink_to("docker")
+
+    stack.down()
+
+    lines = (docker.folder / "asked").read_text().splitlines()
+    assert json.loads(lines[-1])[0] == "--project-name"
+
+
+def test_without_docker_native_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(
+        CommandLineError, match=r"no docker on PATH.* `zerowatch stack up --native`"
+    ):
+        stack.up()
+
+
+def test_without_compose_it_says_what_to_install(docker: Docker) -> None:
+    docker.answer(**{"compose version": {"code": 1}})
+
+    with pytest.raises(CommandLineError, match="no `compose`; install docker-compose-plugin"):
+        stack.down()
+
+
+def test_an_engine_that_is_off_is_told_with_dockers_own_reason(docker: Docker) -> None:
+    docker.answer(version={"code": 1, "err": "Client: 28\nCannot connect to the Docker daemon\n"})
+
+    with pytest.raises(CommandLineError, match=r"does not answer \(Cannot connect to the Docker"):
+        stack.status()
+
+
+def test_a_taken_port_is_told_with_its_service_and_its_variable(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening() as port:
+        monkeypatch.setenv("ALERTMANAGER_PORT", str(port))
+
+        with pytest.raises(
+            CommandLineError, match=f"port {port} .* for alertmanager, is taken.*ALERTMANAGER_PORT="
+        ):
+            stack.up()
+
+
+def test_a_port_that_our_own_service_has_is_not_taken(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker.answer(ps={"out": "alertmanager\n"})
+    with listening() as port:
+        monkeypatch.setenv("ALERTMANAGER_PORT", str(port))
+
+        stack.up()
+
+    assert docker.composed[4] == "up"
+
+
+@pytest.mark.parametrize("text", ["tcp://10.0.0.1:9090", "0", "65536"])
+def test_a_port_that_is_none_is_refused(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_PORT", text)
+
+    with pytest.raises(CommandLineError, match=r"PROMETHEUS_PORT is .* such as 9090"):
+        stack.up()
+
+
+def test_installed_without_sources_it_says_what_still_goes(
+    docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "DOCKER_FOLDER", tmp_path / "site-packages" / "zerowatch" / "docker")
+
+    with pytest.raises(CommandLineError, match=r"without its sources.*stack up --without-trainer"):
+        stack.up()
+
+
+def test_a_failure_of_compose_points_to_what_it_said(docker: Docker) -> None:
+    docker.answer(**{"compose --remove-orphans": {"code": 17}})
+
+    with pytest.raises(
+        CommandLineError, match=r"`docker compose .* --remove-orphans` failed with exit code 17"
+    ):
+        stack.down()
+
+
+def test_status_of_nothing_says_how_to_start(docker: Docker) -> None:
+    assert stack.status() == ["nothing is up; `zerowatch stack up` starts it"]
+
+
+def test_status_lists_the_services_and_asks_prometheus(docker: Docker) -> None:
+    ports = f"127.0.0.1:{free_port()}->9090/tcp"
+    docker.answer(ps={"out": f"prometheus\tUp 2 minutes (healthy) {ports}\n"})
+
+    told = stack.status()
+
+    assert told[0].startswith("prometheus      Up 2 minutes (healthy)")
+    assert told[1].startswith(f"Prometheus does not answer on http://{ports.partition('->')[0]}")

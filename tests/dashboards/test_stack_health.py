@@ -1,0 +1,101 @@
+"""What Prometheus says of targets, rules and alerts becomes lines that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zerowatch.dashboards.stack_health import alert_lines, rule_lines, target_lines
+
+NO_RUN = "no run yet"
+
+
+def target(
+    rank: int, *, health: str = "up", error: str = "", job: str = "zerowatch"
+) -> dict[str, Any]:
+    return {
+        "labels": {"job": job, "run": "night-7", "node": "a", "rank": str(rank)},
+        "scrapeUrl": f"http://a:{9464 + rank}/metrics",
+        "health": health,
+        "lastError": error,
+    }
+
+
+def test_ranks_that_are_reached_are_listed_in_the_order_of_their_numbers() -> None:
+    lines = target_lines([target(10), target(2)], ended=[], no_run=NO_RUN)
+
+    assert lines == [
+        "run night-7 rank 2: up, http://a:9466/metrics",
+        "run night-7 rank 10: up, http://a:9474/metrics",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "cure"),
+    [
+        (
+            'Get "http://a:9464/metrics": dial tcp 10.0.0.1:9464: connect: connection refused',
+            "serve.host",
+        ),
+        ("dial tcp: lookup a on 10.0.0.2:53: no such host", "serve.advertise_host"),
+        ("context deadline exceeded", "a firewall"),
+        (
+            'net/http: HTTP/1.x transport connection broken: malformed HTTP response "\\x15"',
+            "scheme: https",
+        ),
+        ("server returned HTTP status 500 Internal Server Error", "the log of the job"),
+    ],
+)
+def test_a_rank_that_is_not_reached_is_told_with_the_reason_and_what_to_do(
+    error: str, cure: str
+) -> None:
+    (line,) = target_lines([target(0, health="down", error=error)], ended=[], no_run=NO_RUN)
+
+    assert line.startswith("run night-7 rank 0: DOWN, http://a:9464/metrics: ")
+    assert error in line
+    assert cure in line
+
+
+def test_a_rank_whose_run_has_ended_is_not_called_down() -> None:
+    targets = [target(0, health="down", error="connection refused")]
+
+    lines = target_lines(targets, ended=[{"run": "night-7", "rank": "0"}], no_run=NO_RUN)
+
+    assert lines == ["run night-7 rank 0: ended"]
+
+
+def test_without_a_run_it_says_where_one_was_looked_for() -> None:
+    assert target_lines([target(0, job="node")], ended=[], no_run=NO_RUN) == [NO_RUN]
+
+
+def test_rules_that_fail_are_told_with_their_error() -> None:
+    rules = [
+        {"name": "run:x:rate5m", "health": "ok"},
+        {"name": "run:y:rate5m", "health": "err", "lastError": "many-to-many matching"},
+    ]
+
+    assert rule_lines([{"rules": rules}]) == [
+        "rules: 2, 1 of them fail",
+        "rule run:y:rate5m fails: many-to-many matching",
+    ]
+
+
+def test_alerts_that_are_held_back_are_only_counted() -> None:
+    alerts = [
+        {
+            "labels": {"alertname": "ZerowatchRankDown", "run": "night-7", "rank": "1"},
+            "annotations": {"summary": "Rank 1 does not answer"},
+            "status": {"state": "active"},
+        },
+        {
+            "labels": {"alertname": "ZerowatchTrainingStalled", "run": "night-7"},
+            "annotations": {},
+            "status": {"state": "suppressed"},
+        },
+    ]
+
+    assert alert_lines(alerts) == [
+        "alerts: 1 firing, 1 held back",
+        "ZerowatchRankDown run=night-7 rank=1: Rank 1 does not answer",
+    ]

@@ -1,0 +1,258 @@
+"""`zerowatch stack --native` watches the runs of a directory with real servers from PATH."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes.scraper import eventually
+from require import program
+from servers.free_port import free_port
+
+from zerowatch.dashboards import native_stack
+from zerowatch.dashboards.native_processes import Child, process_of
+from zerowatch.dashboards.native_stack import NativeStack, prometheus_configuration
+from zerowatch.errors import CommandLineError
+from zerowatch.metrics.catalog.training import RUN_ACTIVE
+from zerowatch.metrics.exporters.server import MetricsServer
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import ServeSettings
+
+COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; stack()"]
+
+
+class Ranks:
+    """Two ranks of a run that serve, with the targets.json that rank 0 writes."""
+
+    def __init__(self, runs: Path) -> None:
+        self.recorders = [Recorder(), Recorder()]
+        self.servers = []
+        targets = []
+        for rank, recorder in enumerate(self.recorders):
+            recorder.set(RUN_ACTIVE, 1)
+            server = MetricsServer(
+                recorder=recorder,
+                rank=rank,
+                local_rank=rank,
+                settings=ServeSettings(port=0),
+                targets=None,
+            )
+            labels = {"run": "night-7", "node": "here", "rank": str(rank)}
+            targets.append({"targets": [server.start()], "labels": labels})
+            self.servers.append(server)
+        folder = runs / "night-7"
+        folder.mkdir(parents=True)
+        (folder / "targets.json").write_text(json.dumps(targets))
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+class Stack:
+    """The commands, as they are typed in a working directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {
+            f"{name}_PORT": str(free_port()) for name in ("PROMETHEUS", "ALERTMANAGER", "ALERT_LOG")
+        }
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            [*COMMAND, *words, "--native"],
+            cwd=self.folder,
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def status(self) -> list[str]:
+        """Ask in this process, which is quicker."""
+        folder = self.folder / ".zerowatch-stack"
+        return NativeStack(self.folder / "runs", self.environment, folder).status()
+
+    def children(self) -> list[Child]:
+        notes = json.loads((self.folder / ".zerowatch-stack" / "stack.json").read_text())
+        return [Child(**note) for note in notes]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    commands = Stack(tmp_path_factory.mktemp("work"))
+    commands.run("up")
+    yield commands
+    commands.run("down")
+
+
+def test_a_run_that_starts_later_is_found_and_its_end_is_told_from_a_crash(stack: Stack) -> None:
+    before = stack.status()
+    with contextlib.closing(Ranks(stack.folder / "runs")) as ranks:
+        found = eventually(lambda: "".join(stack.status()).count(": up, http") == 2, 40, pause=0.2)
+        ranks.recorders[0].set(RUN_ACTIVE, 0)
+        ranks.servers[0].linger()
+    told = eventually(lambda: ": up, http" not in "".join(stack.status()), 40, pause=0.2)
+
+    assert any("no folder in" in line for line in before)
+    assert found, stack.status()
+    assert told, stack.status()
+    assert "run night-7 rank 0: ended" in stack.status()
+    (down,) = [line for line in stack.status() if "rank 1: DOWN" in line]
+    assert "connection refused (nothing listens there" in down
+
+
+def test_status_names_the_processes_and_no_rule_fails(stack: Stack) -> None:
+    told = stack.run("status")
+
+    for name in ("prometheus", "alertmanager", "alert-log", "run-targets"):
+        assert f"{name:<16}up, process " in told
+    assert ", 0 of them fail" in told
+    assert int(told.partition("rules: ")[2].partition(",")[0]) > 0
+
+
+def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
+    alert = {"labels": {"alertname": "ZerowatchTried", "severity": "critical", "run": "night-7"}}
+    url = f"http://127.0.0.1:{stack.environment['ALERTMANAGER_PORT']}/api/v2/alerts"
+    headers = {"Content-Type": "application/json"}
+
+    sent = urllib.request.Request(url, json.dumps([alert]).encode(), headers)
+    with urllib.request.urlopen(sent, timeout=5):
+        pass
+
+    log = stack.folder / ".zerowatch-stack" / "alert-log.log"
+    assert eventually(
+        lambda: "FIRING critical ZerowatchTried run=night-7" in log.read_text(), 30, 0.2
+    )
+
+
+def test_up_again_changes_nothing_and_says_so(stack: Stack) -> None:
+    before = stack.children()
+
+    told = stack.run("up")
+
+    assert told.startswith("it is up already.")
+    assert stack.children() == before
+
+
+def test_status_knows_the_ports_of_the_start_without_the_environment(stack: Stack) -> None:
+    without = NativeStack(stack.folder / "runs", {}, stack.folder / ".zerowatch-stack")
+
+    assert any(", 0 of them fail" in line for line in without.status())
+
+
+def test_its_folder_is_kept_out_of_git(stack: Stack) -> None:
+    assert (stack.folder / ".zerowatch-stack" / ".gitignore").read_text() == "*\n"
+
+
+def test_down_stops_all_of_it_and_may_be_called_twice(tmp_path: Path) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    commands = Stack(tmp_path)
+    commands.run("up")
+    pids = [child.pid for child in commands.children()]
+
+    told = [commands.run("down"), commands.run("down")]
+
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert told[0].startswith("stopped;")
+    assert told[1].startswith("nothing is up")
+    assert "`zerowatch stack up --native` starts it" in commands.run("status")
+
+
+def test_a_process_that_has_taken_over_a_pid_is_not_ours() -> None:
+    own = psutil.Process()
+    ours = Child(name="x", pid=own.pid, started=own.create_time(), command=own.cmdline())
+
+    assert process_of(ours) is not None
+    assert process_of(Child(name="x", pid=own.pid, started=1.0, command=own.cmdline())) is None
+    assert (
+        process_of(Child(name="x", pid=own.pid, started=own.create_time(), command=["y"])) is None
+    )
+
+
+def here(tmp_path: Path, **settings: str) -> NativeStack:
+    ports = {name: str(free_port()) for name in ("PROMETHEUS_PORT", "ALERTMANAGER_PORT")}
+    settings = ports | {"ALERT_LOG_PORT": str(free_port())} | settings
+    return NativeStack(tmp_path / "runs", settings, tmp_path / "state")
+
+
+def test_a_missing_program_is_told_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(
+        CommandLineError, match=r"no prometheus on PATH.*apt-get install prometheus"
+    ):
+        here(tmp_path).up()
+
+
+def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+
+        with pytest.raises(
+            CommandLineError, match=f"port {port} .*alert-log, is taken.*ALERT_LOG_P"
+        ):
+            here(tmp_path, ALERT_LOG_PORT=port).up()
+
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_server_that_ends_at_once_is_told_with_its_last_words_and_the_rest_is_stopped(
+    tmp_path: Path,
+) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    commands = Stack(tmp_path)
+    (tmp_path / ".zerowatch-stack").mkdir()
+    (tmp_path / ".zerowatch-stack" / "prometheus").write_text("no folder")
+
+    with pytest.raises(AssertionError, match=r"prometheus has ended at once: .*prometheus\.log"):
+        commands.run("up")
+
+    assert commands.run("down").startswith("nothing is up")
+
+
+def test_rules_that_are_not_built_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    monkeypatch.setattr(native_stack, "RENDERED", tmp_path / "rendered")
+
+    with pytest.raises(CommandLineError, match="is missing; `zerowatch dashboards build` makes it"):
+        here(tmp_path).up()
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    promtool = program("promtool", apt="prometheus")
+    configuration = prometheus_configuration(
+        rules=native_stack.RENDERED / "prometheus",
+        targets=tmp_path / "targets.json",
+        alertmanager="127.0.0.1:9093",
+    )
+    (tmp_path / "prometheus.yml").write_text(json.dumps(configuration))
+    (tmp_path / "targets.json").write_text("[]")
+
+    done = subprocess.run(
+        [promtool, "check", "config", str(tmp_path / "prometheus.yml")],
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rules found" in done.stdout

@@ -1,0 +1,65 @@
+"""Of the run folders' targets, each address belongs to the newest run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from zerowatch.dashboards.run_targets import newest_targets, write_if_changed
+
+
+def write_run(runs: Path, name: str, *addresses: str, at: float = 0.0) -> Path:
+    folder = runs / name
+    folder.mkdir(parents=True)
+    targets = [
+        {"targets": [address], "labels": {"run": name, "rank": str(rank)}}
+        for rank, address in enumerate(addresses)
+    ]
+    file = folder / "targets.json"
+    file.write_text(json.dumps(targets))
+    os.utime(file, (at, at))
+    return file
+
+
+def owners(runs: Path) -> dict[str, str]:
+    return {target["targets"][0]: target["labels"]["run"] for target in newest_targets(runs)}
+
+
+def test_a_new_run_on_the_ports_of_an_old_one_takes_them_over(tmp_path: Path) -> None:
+    write_run(tmp_path, "b-old", "127.0.0.1:9464", "127.0.0.1:9465", at=100)
+    write_run(tmp_path, "a-new", "127.0.0.1:9464", at=200)
+
+    assert owners(tmp_path) == {"127.0.0.1:9464": "a-new", "127.0.0.1:9465": "b-old"}
+
+
+def test_runs_side_by_side_are_both_watched(tmp_path: Path) -> None:
+    write_run(tmp_path, "one", "127.0.0.1:9464")
+    write_run(tmp_path, "two", "127.0.0.1:9564")
+
+    assert owners(tmp_path) == {"127.0.0.1:9464": "one", "127.0.0.1:9564": "two"}
+
+
+def test_a_file_that_is_half_written_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, "one", "127.0.0.1:9464")
+    write_run(tmp_path, "two", "127.0.0.1:9564").write_text('[{"targets": ["127')
+    write_run(tmp_path, "three", "127.0.0.1:9664").write_text('{"targets": 1}')
+
+    assert owners(tmp_path) == {"127.0.0.1:9464": "one"}
+
+
+def test_without_runs_there_are_no_targets(tmp_path: Path) -> None:
+    assert newest_targets(tmp_path / "runs") == []
+
+
+def test_the_file_is_only_touched_when_something_changed(tmp_path: Path) -> None:
+    file = tmp_path / "targets.json"
+    write_if_changed(file, [])
+    os.utime(file, (1, 1))
+
+    write_if_changed(file, [])
+    untouched = file.stat().st_mtime
+    write_if_changed(file, [{"targets": ["a:1"], "labels": {}}])
+
+    assert untouched == 1
+    assert json.loads(file.read_text()) == [{"targets": ["a:1"], "labels": {}}]

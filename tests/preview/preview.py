@@ -1,0 +1,178 @@
+"""Draws boards as pictures, with Grafana's published panels and the values of a live Prometheus.
+
+Some panels are not published; likenesses of our own stand in. So a picture is a preview, no proof
+of what Grafana draws. The first use installs about 420 MB of npm packages below .build/, once.
+
+    python tests/preview/preview.py --prometheus http://127.0.0.1:9090 --out pictures overview
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+from zerowatch.dashboards.boards import BOARDS
+from zerowatch.dashboards.grafana.dashboard import dashboard_json
+
+HERE = Path(__file__).resolve().parent
+CACHE = HERE.parents[1] / ".build" / "preview"
+CHROMIUM = "/usr/bin/chromium"
+POINTS = 240  # of a graph
+WIDTH = 1600  # pixels
+LABEL = "preview: drawn without Grafana, some panels by likeness"
+WAIT_SECONDS = 60
+
+
+def main() -> None:
+    """Draw the boards that are asked for."""
+    options = parsed()
+    bundle()
+    options.out.mkdir(parents=True, exist_ok=True)
+    failures = 0
+    with served() as address, browser_page() as page:
+        for board in BOARDS:
+            if options.boards and board.name not in options.boards:
+                continue
+            write_json("board.json", dashboard_json(board))
+            write_json("settings.json", settings(options))
+            picture = options.out / f"{board.uid}.png"
+            failed = draw(page, address, picture)
+            failures += len(failed)
+            print(f"{picture}: {'; '.join(failed) or 'drawn'}")
+    sys.exit(1 if failures else 0)
+
+
+def parsed() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prometheus", required=True, help="its address, such as http://...:9090")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the pictures")
+    parser.add_argument("--range", type=float, default=600, help="seconds until now that are shown")
+    parser.add_argument("--run", default=".*", help="of which run; by default of all there are")
+    parser.add_argument("--window", default="20s", help="in place of $__rate_interval")
+    names = [board.name for board in BOARDS]
+    parser.add_argument("boards", nargs="*", metavar="BOARD", help=f"of {', '.join(names)}")
+    options = parser.parse_args()
+    if unknown := set(options.boards) - set(names):
+        parser.error(f"no board is called {', '.join(sorted(unknown))}; there are {names}")
+    return options
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the page needs to know beside the board."""
+    step = max(1, round(options.range / POINTS))
+    now = int(time.time())
+    return {
+        "board": "board.json",
+        "prometheus": options.prometheus.rstrip("/"),
+        "from": now - round(options.range / step) * step,
+        "to": now,
+        "step": step,
+        "window": options.window,
+        "run": options.run,
+        "label": LABEL,
+    }
+
+
+def write_json(name: str, content: dict[str, Any]) -> None:
+    """Put a file where the page fetches it."""
+    (CACHE / name).write_text(json.dumps(content))
+
+
+def bundle() -> None:
+    """Install the packages if they changed, and bundle the page."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    mark = CACHE / "installed-package-lock.json"
+    lock = (HERE / "package-lock.json").read_text()
+    if not mark.is_file() or mark.read_text() != lock:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(HERE / name, CACHE)
+        install = ["npm", "ci", "--ignore-scripts", "--legacy-peer-deps", "--no-audit", "--no-fund"]
+        subprocess.run(install, cwd=CACHE, check=True)
+        mark.write_text(lock)
+    shutil.copytree(HERE / "src", CACHE / "src", dirs_exist_ok=True)
+    shutil.copy(HERE / "page.html", CACHE)
+    subprocess.run(
+        [
+            "node_modules/.bin/esbuild",
+            "src/main.tsx",
+            "--bundle",
+            "--minify",
+            "--format=iife",
+            "--outfile=bundle.js",
+            '--define:process.env.NODE_ENV="production"',
+            "--loader:.svg=dataurl",
+            "--loader:.ttf=dataurl",
+            "--alias:react-custom-scrollbars-2=./src/scrollbars.cjs",
+            "--jsx=automatic",
+            "--log-level=error",
+        ],
+        cwd=CACHE,
+        check=True,
+    )
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """Serve the page on a free port of this machine."""
+    handler = functools.partial(QuietHandler, directory=CACHE)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/page.html"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files, and says nothing."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Leave out the line for each request."""
+
+
+@contextmanager
+def browser_page() -> Iterator[Page]:
+    """Open a page in this machine's chromium."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+        )
+        try:
+            yield browser.new_page(viewport={"width": WIDTH, "height": 900})
+        finally:
+            browser.close()
+
+
+def draw(page: Page, address: str, picture: Path) -> list[str]:
+    """Take a picture of the board, and return what went wrong in it."""
+    failures: list[str] = []
+    page.on("pageerror", lambda error: failures.append(str(error)[:300]))
+    page.goto(address)
+    page.wait_for_selector("section", timeout=WAIT_SECONDS * 1000)
+    page.wait_for_function(
+        "document.querySelectorAll('[data-waiting]').length === 0", timeout=WAIT_SECONDS * 1000
+    )
+    page.wait_for_timeout(1500)  # graphs are drawn a moment after they have their values
+    page.screenshot(path=picture, full_page=True)
+    return [*failures, *(text[:300] for text in page.locator("pre").all_inner_texts())]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+// Panels that Grafana does not publish as packages, drawn by us: a likeness, no copy.
+
+import * as React from 'react';
+
+import { DataFrame, Field, FieldDisplay, FieldType, getValueFormat, GrafanaTheme2 } from '@grafana/data';
+
+const TEXT = '#ccccdc';
+const AXIS_WIDTH = 64;
+const AXIS_HEIGHT = 20;
+
+interface Size {
+  width: number;
+  height: number;
+}
+
+function valuesOf(frame: DataFrame): Field {
+  return frame.fields.find((field) => field.type === FieldType.number)!;
+}
+
+/** A gauge: an arc from minimum to maximum, filled as far as the value goes. */
+export function Dial({ shown, theme, width, height }: Size & { shown: FieldDisplay; theme: GrafanaTheme2 }) {
+  const { display, field } = shown;
+  const radius = Math.min(width / 2, height / 1.6) * 0.8;
+  const [x, y] = [width / 2, height / 2 + radius / 3];
+  const [min, max] = [field.min ?? 0, field.max ?? 1];
+  const share = Math.min(1, Math.max(0, (display.numeric - min) / (max - min)));
+  return (
+    <svg width={width} height={height}>
+      <path d={arc(x, y, radius, 1)} stroke={theme.colors.background.secondary} strokeWidth={radius / 3} fill="none" />
+      <path d={arc(x, y, radius, share)} stroke={display.color} strokeWidth={radius / 3} fill="none" />
+      <text x={x} y={y} fill={display.color} fontSize={radius / 2} textAnchor="middle">
+        {display.text + (display.suffix ?? '')}
+      </text>
+    </svg>
+  );
+}
+
+/** An arc over the upper side, of 240 degrees times `share`. */
+function arc(x: number, y: number, radius: number, share: number): string {
+  const [start, sweep] = [(-210 * Math.PI) / 180, (240 * Math.PI) / 180];
+  const end = start + sweep * Math.max(share, 0.001);
+  const at = (angle: number) => `${x + radius * Math.cos(angle)} ${y + radius * Math.sin(angle)}`;
+  const isLong = sweep * share > Math.PI ? 1 : 0;
+  return `M ${at(start)} A ${radius} ${radius} 0 ${isLong} 1 ${at(end)}`;
+}
+
+/** A heatmap of a histogram's buckets, each the rate over the bucket below it. */
+export function Heat({ frames, unit, width, height }: Size & { frames: DataFrame[]; unit: string }) {
+  const rows = bucketRows(frames);
+  const most = Math.max(1e-9, ...rows.flatMap((row) => row.counts));
+  const cellHeight = (height - AXIS_HEIGHT) / rows.length;
+  const cellWidth = (width - AXIS_WIDTH) / (rows[0]?.counts.length ?? 1);
+  const format = getValueFormat(unit);
+  return (
+    <svg width={width} height={height}>
+      {rows.map(({ bound, counts }, index) => {
+        const top = height - AXIS_HEIGHT - (index + 1) * cellHeight;
+        const { text, suffix } = Number.isFinite(bound) ? format(bound) : { text: '+Inf', suffix: '' };
+        return (
+          <g key={bound}>
+            <text x={4} y={top + cellHeight / 2 + 4} fill={TEXT} fontSize={11}>
+              {text + (suffix ?? '')}
+            </text>
+            {counts.map((count, column) =>
+              count > 1e-9 ? (
+                <rect
+                  key={column}
+                  x={AXIS_WIDTH + column * cellWidth}
+                  y={top + 0.5}
+                  width={cellWidth + 0.2}
+                  height={cellHeight - 1}
+                  fill={orange(Math.sqrt(count / most))}
+                />
+              ) : null
+            )}
+          </g>
+        );
+      })}
+    </svg>
+  );
+}
+
+function bucketRows(frames: DataFrame[]) {
+  const bound = (frame: DataFrame) => Number(valuesOf(frame).labels!.le.replace('+Inf', 'Infinity'));
+  const sorted = [...frames].sort((one, other) => bound(one) - bound(other));
+  return sorted.map((frame, index) => {
+    const below = index ? valuesOf(sorted[index - 1]).values : [];
+    const counts = [...valuesOf(frame).values].map((value, column) =>
+      Math.max(0, (value ?? 0) - (below[column] ?? 0))
+    );
+    return { bound: bound(frame), counts };
+  });
+}
+
+function orange(strength: number): string {
+  return `hsl(${35 - 20 * strength}, 90%, ${15 + 45 * strength}%)`;
+}
+
+/** A state timeline: a band for each series, in the colour of each value. */
+export function States({ frames, theme, height }: { frames: DataFrame[]; theme: GrafanaTheme2; height: number }) {
+  const band = Math.min(34, height / frames.length);
+  return (
+    <div>
+      {frames.map((frame, index) => {
+        const field = valuesOf(frame);
+        return (
+          <div key={index} style={{ display: 'flex', height: band - 4, marginBottom: 4 }}>
+            <span style={{ width: 90, fontSize: 12, color: TEXT }}>{field.config.displayNameFromDS}</span>
+            {[...field.values].map((value, column) => (
+              <span key={column} style={{ flex: 1, background: stateColor(field, value, theme) }} />
+            ))}
+          </div>
+        );
+      })}
+    </div>
+  );
+}
+
+function stateColor(field: Field, value: number | null, theme: GrafanaTheme2): string {
+  return value === null ? theme.colors.background.canvas : (field.display!(value).color ?? 'transparent');
+}
