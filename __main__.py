@@ -14,7 +14,13 @@ from .errors import ZerowatchError
 # What the deepspeed launcher puts behind a module's name, and torch.distributed.launch likewise.
 _LAUNCHERS_RANK = ("--local_rank=", "--local-rank=")
 # Where each command lives. A room is imported when its command is used or listed, never before.
-_ROOMS = {"run": ".runtime.cli", "demo": ".runtime.cli", "explain": ".runtime.explain"}
+_ROOMS = {
+    "run": ".runtime.cli",
+    "demo": ".runtime.cli",
+    "explain": ".runtime.explain",
+    "stack": ".dashboards.cli",
+    "dashboards": ".dashboards.cli",
+}
 
 
 class _LazyGroup(click.Group):

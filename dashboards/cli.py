@@ -1,0 +1,118 @@
+"""The commands for what people look at: dashboards and stack. Their work is imported when used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..errors import CommandLineError
+
+if TYPE_CHECKING:
+    from .native_stack import NativeStack
+
+RENDERED = Path(__file__).resolve().parent / "rendered"
+_native = click.option(
+    "--native", is_flag=True, help="Without Docker: prometheus and alertmanager from PATH."
+)
+
+
+@click.group(short_help="Build dashboards, rules and alerts from their sources.")
+def dashboards() -> None:
+    """Build dashboards, rules and alerts from their sources."""
+
+
+@dashboards.command()
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RENDERED,
+    help="Folder to write to; by default where the stack reads them.",
+)
+@click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
+def build(out: Path, check: bool) -> None:
+    """Write the dashboards, rules and alerts that Grafana, Prometheus and Kubernetes read.
+
+    With --check the exit code is 1 if a file is missing, left over or was edited by hand.
+    """
+    try:
+        from .build import build as build_files
+        from .build import stale
+    except ModuleNotFoundError as error:
+        if error.name not in ("grafanalib", "yaml"):
+            raise
+        raise CommandLineError(
+            f"dashboards build: {error.name} is missing; pip install 'zerowatch[dashboards]'"
+        ) from None
+    if not check:
+        _tell([f"{len(build_files(out))} files in {out}"])
+        return
+    faults = stale(out)
+    if faults:
+        _tell(faults)
+        sys.exit(1)
+
+
+@click.group(short_help="Start Prometheus, Alertmanager, Grafana, Tempo and a demo; or stop them.")
+def stack() -> None:
+    """Start or stop what shows your runs: Prometheus, Alertmanager, Grafana, Tempo."""
+
+
+@stack.command()
+@_native
+@click.option("--without-trainer", is_flag=True, help="Without the demo, for a job of your own.")
+@click.option("--gpu", is_flag=True, help="Let the demo train on this machine's GPUs.")
+def up(native: bool, without_trainer: bool, gpu: bool) -> None:
+    """Start the stack in the background, with a demo to look at.
+
+    With --native there is no demo, Grafana or Tempo; the runs of this directory are watched.
+    Ports are chosen in docker/.env or by variables such as PROMETHEUS_PORT.
+    """
+    if native and (without_trainer or gpu):
+        raise click.UsageError("--native starts no trainer: leave out --without-trainer and --gpu")
+    if native:
+        _tell(_native_stack().up())
+        return
+    from .stack import up as compose_up
+
+    _tell(compose_up(with_trainer=not without_trainer, gpu=gpu))
+
+
+@stack.command()
+@_native
+@click.option("--volumes", is_flag=True, help="Also remove what was stored (not with --native).")
+def down(native: bool, volumes: bool) -> None:
+    """Stop the stack."""
+    if native:
+        _tell(_native_stack().down())
+        return
+    from .stack import down as compose_down
+
+    compose_down(volumes=volumes)
+
+
+@stack.command()
+@_native
+def status(native: bool) -> None:
+    """Say what runs, which ranks Prometheus reaches, which rules fail and which alerts fire."""
+    if native:
+        _tell(_native_stack().status())
+        return
+    from .stack import status as compose_status
+
+    _tell(compose_status())
+
+
+def _native_stack() -> NativeStack:
+    from ..metrics.settings import load_settings
+    from .native_stack import NativeStack
+
+    return NativeStack(load_settings().run_log.folder)
+
+
+def _tell(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)

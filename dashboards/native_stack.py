@@ -1,0 +1,241 @@
+"""The stack without containers: Prometheus and Alertmanager from PATH, with the same rules.
+
+They run in the background, with all they write in a folder `.zerowatch-stack` of the working
+directory, and watch the runs of that directory. Grafana and Tempo are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CommandLineError
+from . import stack_ports
+from .native_processes import Child, NativeProcesses, process_of
+from .stack_health import JOB, answers, health_lines
+from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
+
+STATE_FOLDER = Path(".zerowatch-stack")
+RENDERED = Path(__file__).resolve().parent / "rendered"
+COMPOSE_WEBHOOK = "http://alert-log:9099/"  # what the rendered alertmanager.yml holds
+READY_SECONDS = 30.0
+# What each program is called, by Debian and by its own releases; and what to install.
+_PROGRAMS = {
+    "prometheus": (("prometheus",), "prometheus"),
+    "alertmanager": (("prometheus-alertmanager", "alertmanager"), "prometheus-alertmanager"),
+}
+
+
+class NativeStack:
+    """Starts, stops and describes the processes of one working directory.
+
+    Args:
+        runs: The folder of run folders, setting `run_log.folder`.
+        settings: Chooses ports, by default from the environment and docker/.env.
+        folder: Where configuration, data, logs and pids go.
+    """
+
+    def __init__(
+        self, runs: Path, settings: Mapping[str, str] | None = None, folder: Path = STATE_FOLDER
+    ) -> None:
+        self._runs = runs.absolute()
+        self._folder = folder.absolute()
+        self._processes = NativeProcesses(self._folder)
+        self._settings = port_settings() if settings is None else settings
+        self._kept_ports = self._folder / "ports.json"
+        self._choose(self._ports_of_last_start() or self._settings)
+
+    def _choose(self, settings: Mapping[str, str]) -> None:
+        self._prometheus = chosen(stack_ports.PROMETHEUS, settings)
+        self._alertmanager = chosen(stack_ports.ALERTMANAGER, settings)
+        self._alert_log = chosen(stack_ports.ALERT_LOG, settings)
+
+    def _ports_of_last_start(self) -> dict[str, str]:
+        """Return what is in use now, whatever the environment has come to say since."""
+        if not self._processes.known() or not self._kept_ports.is_file():
+            return {}
+        return dict(json.loads(self._kept_ports.read_text()))
+
+    def up(self) -> list[str]:
+        """Start what does not run yet, wait until it answers, and return what to tell.
+
+        Raises:
+            CommandLineError: A program is missing, a port is taken, or one does not start.
+        """
+        children = self._processes.known()
+        if children and all(process_of(child) for child in children):
+            return ["it is up already.", *self._banner()[1:]]
+        self.down()
+        self._choose(self._settings)
+        commands = self._commands()
+        refuse_taken(self._ports)
+        self._write_configuration()
+        try:
+            self._processes.start(commands)
+            self._wait_until_ready()
+        except BaseException:
+            self.down()
+            raise
+        return self._banner()
+
+    def down(self) -> list[str]:
+        """Stop the processes that are ours; what they have stored stays. Safe to call twice."""
+        stopped = self._processes.stop()
+        if not stopped:
+            return [f"nothing is up that was started in {self._folder.parent}"]
+        return [f"stopped; what was stored stays in {self._folder}"]
+
+    def status(self) -> list[str]:
+        """Say which processes run, which runs Prometheus reaches, and what is wrong."""
+        children = self._processes.known()
+        if not children:
+            return [
+                f"nothing is up that was started in {self._folder.parent}; "
+                "`zerowatch stack up --native` starts it"
+            ]
+        no_run = (
+            f"Prometheus has found no run yet: no folder in {self._runs} holds a targets.json; a "
+            "job that is started in this directory writes one"
+        )
+        return [
+            *(self._state(child) for child in children),
+            *health_lines(self._prometheus.url, self._alertmanager.url, no_run=no_run),
+        ]
+
+    @property
+    def _ports(self) -> tuple[Port, ...]:
+        return self._prometheus, self._alertmanager, self._alert_log
+
+    def _state(self, child: Child) -> str:
+        if process_of(child):
+            return f"{child.name:<16}up, process {child.pid}"
+        return f"{child.name:<16}has ended; {self._processes.log(child.name)} may say why"
+
+    def _banner(self) -> list[str]:
+        return [
+            f"zerowatch watches the runs in {self._runs}; how: `zerowatch stack status --native`",
+            f"  Prometheus    {self._prometheus.url}",
+            f"  Alertmanager  {self._alertmanager.url}",
+            f"  alerts        tail -f {self._processes.log('alert-log')}",
+        ]
+
+    def _commands(self) -> dict[str, list[str]]:
+        """Return the command of each process by its name.
+
+        Raises:
+            CommandLineError: A program is missing.
+        """
+        folder, module = self._folder, [sys.executable, "-m"]
+        return {
+            "prometheus": [
+                _program("prometheus"),
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'prometheus'}",
+                "--storage.tsdb.retention.time=15d",
+                "--storage.tsdb.retention.size=5GB",
+                "--enable-feature=exemplar-storage",
+                f"--web.listen-address={_listen(self._prometheus)}",
+            ],
+            "alertmanager": [
+                _program("alertmanager"),
+                f"--config.file={folder / 'alertmanager.yml'}",
+                f"--storage.path={folder / 'alertmanager'}",
+                f"--web.listen-address={_listen(self._alertmanager)}",
+                "--cluster.listen-address=",  # one alone, without peers
+            ],
+            "alert-log": [
+                *(*module, "zerowatch.dashboards.alert_log"),
+                f"--port={self._alert_log.number}",
+            ],
+            "run-targets": [
+                *(*module, "zerowatch.dashboards.run_targets"),
+                *("--runs", str(self._runs), "--to", str(folder / "targets.json")),
+            ],
+        }
+
+    def _write_configuration(self) -> None:
+        alertmanager = RENDERED / "alertmanager" / "alertmanager.yml"
+        if not alertmanager.is_file():
+            raise CommandLineError(
+                f"stack: {alertmanager} is missing; `zerowatch dashboards build` makes it"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / ".gitignore").write_text("*\n")
+        kept = {port.variable: str(port.number) for port in self._ports}
+        self._kept_ports.write_text(json.dumps(kept) + "\n")
+        configuration = prometheus_configuration(
+            rules=RENDERED / "prometheus",
+            targets=self._folder / "targets.json",
+            alertmanager=_listen(self._alertmanager),
+        )
+        # JSON is YAML.
+        (self._folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2) + "\n")
+        (self._folder / "alertmanager.yml").write_text(
+            alertmanager.read_text().replace(COMPOSE_WEBHOOK, f"{self._alert_log.url}/")
+        )
+
+    def _wait_until_ready(self) -> None:
+        pages = [f"{port.url}/-/ready" for port in (self._prometheus, self._alertmanager)]
+        pages.append(self._alert_log.url)
+        deadline = time.monotonic() + READY_SECONDS
+        while pages:
+            pages = [page for page in pages if not answers(page)]
+            for child in self._processes.known():
+                if process_of(child) is None:
+                    raise CommandLineError(self._why(child.name, "has ended at once"))
+            if pages and time.monotonic() > deadline:
+                raise CommandLineError(
+                    f"stack: {pages[0]} does not answer after {READY_SECONDS:g} s; see the logs in "
+                    f"{self._folder}"
+                )
+            time.sleep(0.1)
+
+    def _why(self, name: str, what: str) -> str:
+        lines = self._processes.log(name).read_text().splitlines() or ["it wrote nothing"]
+        return f"stack: {name} {what}: {lines[-1]} (all of it: {self._processes.log(name)})"
+
+
+def prometheus_configuration(*, rules: Path, targets: Path, alertmanager: str) -> dict[str, Any]:
+    """Return prometheus.yml: what docker/prometheus/prometheus.yml says, for files of this machine.
+
+    Args:
+        rules: The folder of rule files.
+        targets: The file_sd file.
+        alertmanager: Its "host:port".
+    """
+    return {
+        "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},
+        "rule_files": [str(rules / "*.yaml")],
+        "alerting": {
+            "alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}],
+        },
+        "scrape_configs": [
+            {
+                "job_name": JOB,
+                "honor_labels": True,
+                "sample_limit": 20000,
+                "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "5s"}],
+            }
+        ],
+    }
+
+
+def _program(name: str) -> str:
+    names, package = _PROGRAMS[name]
+    for spelling in names:
+        path = shutil.which(spelling)
+        if path is not None:
+            return path
+    raise CommandLineError(
+        f"stack: there is no {name} on PATH (looked for {' and '.join(names)}); on Debian or "
+        f"Ubuntu: apt-get install {package}; else from https://prometheus.io/download"
+    )
+
+
+def _listen(port: Port) -> str:
+    return f"{LOOPBACK}:{port.number}"

@@ -1,0 +1,87 @@
+"""The ports of the stack on this machine: which service each is for, and how to choose another."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CommandLineError
+
+LOOPBACK = "127.0.0.1"
+DOCKER_FOLDER = Path(__file__).resolve().parent.parent / "docker"
+ENV_FILE = DOCKER_FOLDER / ".env"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """A port of 127.0.0.1. `variable` chooses another number, as compose.yaml does."""
+
+    service: str
+    variable: str
+    number: int
+
+    @property
+    def url(self) -> str:
+        """The address for a browser."""
+        return f"http://{LOOPBACK}:{self.number}"
+
+
+GRAFANA = Port(service="grafana", variable="GRAFANA_PORT", number=3000)
+PROMETHEUS = Port(service="prometheus", variable="PROMETHEUS_PORT", number=9090)
+ALERTMANAGER = Port(service="alertmanager", variable="ALERTMANAGER_PORT", number=9093)
+TRAINER = Port(service="trainer", variable="TRAINER_PORT", number=9464)
+TEMPO = Port(service="tempo", variable="TEMPO_PORT", number=3200)
+OTLP = Port(service="tempo", variable="OTLP_PORT", number=4318)
+ALERT_LOG = Port(service="alert-log", variable="ALERT_LOG_PORT", number=9099)
+
+
+def chosen(port: Port, settings: Mapping[str, str]) -> Port:
+    """Return the port under the number that the settings give it, if they do.
+
+    Raises:
+        CommandLineError: It is no number of a port.
+    """
+    text = settings.get(port.variable, "").strip()
+    if not text:
+        return port
+    if not text.isdigit() or not 0 < int(text) <= 65535:
+        raise CommandLineError(
+            f"stack: {port.variable} is {text!r}; it takes the number of a port, such as "
+            f"{port.number}"
+        )
+    return Port(service=port.service, variable=port.variable, number=int(text))
+
+
+def port_settings(env_file: Path = ENV_FILE) -> dict[str, str]:
+    """Read the variables of an env file as compose does; the environment has more force."""
+    lines = env_file.read_text().splitlines() if env_file.is_file() else []
+    pairs = (line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    return {name.strip(): value.strip().strip("'\"") for name, value in pairs} | dict(os.environ)
+
+
+def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
+    """Say which port is taken, unless by a service of ours that runs already.
+
+    Raises:
+        CommandLineError: Somebody else listens there.
+    """
+    for port in ports:
+        if port.service not in running and is_taken(port.number):
+            raise CommandLineError(
+                f"stack: port {port.number} of {LOOPBACK}, for {port.service}, is taken; free it, "
+                f"or choose another by {port.variable}=NUMBER in the environment or in {ENV_FILE}"
+            )
+
+
+def is_taken(number: int) -> bool:
+    """Tell whether somebody listens on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past a closed one's wait
+        try:
+            probe.bind((LOOPBACK, number))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,15 @@
+"""The stack in containers, for real."""
+
+from __future__ import annotations
+
+import pytest
+from compose import compose_up
+from compose.engine import why_no_engine
+
+
+def test_the_stack_comes_up_finds_the_demo_and_tells_a_crash_from_an_end() -> None:
+    reason = why_no_engine()
+    if reason:
+        pytest.skip(reason)
+
+    compose_up.main()
