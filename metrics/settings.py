@@ -6,15 +6,11 @@ zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SER
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -24,6 +20,7 @@ from pydantic_settings import (
 )
 
 from ..errors import SettingsError
+from .setting_errors import check_environment_names, settings_error
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
@@ -140,6 +137,26 @@ class ProfileSettings(_Section):
     """Profile one step in so many; 0 is never. The first profiled step takes a second longer."""
 
 
+class OtelSettings(_Section):
+    """What is sent to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$")
+    """Base URL of the collector, such as http://127.0.0.1:4318; by default that of
+    OTEL_EXPORTER_OTLP_ENDPOINT. Where neither is set, nothing is sent."""
+    traces: bool = True
+    """Whether to send a trace of sampled steps and of slow ones."""
+    metrics: bool = False
+    """Whether to send the metrics too; Tempo takes traces only."""
+    logs: bool = False
+    """Whether to send zerowatch's own log lines too, and no others."""
+    every_steps: int = Field(default=100, ge=1)
+    """Trace one step in so many, the same ones on all ranks; slow steps are traced as well."""
+    metrics_seconds: float = Field(default=15.0, ge=1)
+    """Seconds between two exports of the metrics."""
+    timeout_seconds: float = Field(default=5.0, gt=0)
+    """Seconds that an export may take; training never waits for one, the end of a run 1 at most."""
+
+
 class Settings(BaseSettings):
     """All settings. Build it with `load_settings`, which says what is wrong in one line."""
 
@@ -165,6 +182,7 @@ class Settings(BaseSettings):
     hang: HangSettings = HangSettings()
     memory: MemorySettings = MemorySettings()
     profile: ProfileSettings = ProfileSettings()
+    otel: OtelSettings = OtelSettings()
 
     @classmethod
     def settings_customise_sources(
@@ -191,7 +209,7 @@ def load_settings(
     Raises:
         SettingsError: A source names a setting that does not exist, or a value that is not allowed.
     """
-    _check_environment_names()
+    check_environment_names(Settings, ENVIRONMENT_PREFIX)
     named_sources = {
         "call argument": dict(arguments or {}),
         "environment": _from_environment(),
@@ -205,7 +223,7 @@ def load_settings(
     try:
         return Settings(**merged)
     except ValidationError as error:
-        raise _settings_error(error.errors()[0], "all sources together") from None
+        raise settings_error(Settings, error.errors()[0], "all sources together") from None
 
 
 def _check_source(values: Mapping[str, Any], origin: str) -> None:
@@ -216,53 +234,7 @@ def _check_source(values: Mapping[str, Any], origin: str) -> None:
         for fault in error.errors():
             # A rule between two settings may be met by another source: only the whole can tell.
             if fault["type"] != "value_error":
-                raise _settings_error(fault, origin) from None
-
-
-def _settings_error(fault: ErrorDetails, origin: str) -> SettingsError:
-    """Say which option is wrong, what it got and what is allowed."""
-    option = ".".join(str(part) for part in fault["loc"]) or "settings"
-    if fault["type"] == "extra_forbidden":
-        known = [*Settings.model_fields, *_option_names(Settings.model_fields)]
-        return SettingsError(
-            f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
-        )
-    got = "" if isinstance(fault["input"], dict) else f", got {fault['input']!r}"
-    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
-
-
-def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable[str]:
-    for name, field in fields.items():
-        inner = next(
-            (
-                kind
-                for kind in (field.annotation, *get_args(field.annotation))
-                if isinstance(kind, type) and issubclass(kind, BaseModel)
-            ),
-            None,
-        )
-        if inner is None:
-            yield prefix + name
-        else:
-            yield from _option_names(inner.model_fields, f"{prefix}{name}.")
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _check_environment_names() -> None:
-    """Reject a misspelt ZEROWATCH_ variable, which pydantic-settings would pass over."""
-    known = {
-        ENVIRONMENT_PREFIX + name.replace(".", "_").upper()
-        for name in _option_names(Settings.model_fields)
-    }
-    for variable in os.environ:
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
-            raise SettingsError(
-                f"environment variable {variable} is no setting{_did_you_mean(variable, known)}"
-            )
+                raise settings_error(Settings, fault, origin) from None
 
 
 def _from_environment() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..metrics.catalog.labels import PHASES
@@ -14,15 +14,21 @@ from .deferred import Number, arrived, mean, read, total
 from .engine_hooks import Window
 from .memory.meter import Readings
 from .memory_reading import MemoryReading
+from .phase_clock import PhaseInterval
 
 
 @dataclass(slots=True)
 class ClosedStep:
-    """What the training thread knows when a step has ended."""
+    """What the training thread knows when a step has ended.
+
+    `trace` names the span of the script's own that it ended in; `intervals` when each phase had the
+    time, by `time.perf_counter_ns`, where traces are made.
+    """
 
     step: int
     ended_at: float
     phase_ns: list[int]
+    intervals: Iterable[PhaseInterval]
     window: Window
     coverage: float | None
     gradient_norm: Number

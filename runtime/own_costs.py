@@ -7,8 +7,14 @@ from collections.abc import Callable, Mapping
 
 from ..metrics.catalog import training, watching
 from ..metrics.recorder import Recorder
+from .collectives.tap import CommTap
+from .comparison import Comparison
 from .hooks import Hooks
 from .phase_clock import PhaseClock
+from .run_folder import RunFolder
+from .surroundings import Surroundings
+from .telemetry import Telemetry
+from .watch_thread import WatchThread
 
 
 class OwnCosts:
@@ -49,3 +55,43 @@ class OwnCosts:
                 put.set(watching.DROPPED_RECORDS, lost(), part)
             for hook, failures in list(self._hooks.failures.items()):
                 put.set(watching.HOOK_FAILURES, failures, hook)
+
+
+def own_costs(
+    around: Surroundings,
+    tap: CommTap,
+    *,
+    hooks_ns: Callable[[], int],
+    thread: WatchThread,
+    comparison: Comparison,
+    telemetry: Telemetry,
+    folder: RunFolder,
+) -> OwnCosts:
+    """Gather the costs and losses of a watch's parts.
+
+    Args:
+        around: The watch.
+        tap: The tap on the collectives.
+        hooks_ns: Returns the nanoseconds spent in hooks on the engine.
+        thread: The watch thread.
+        comparison: Has the exchange's thread.
+        telemetry: Has the thread that sends by OTLP.
+        folder: Writes the run log.
+    """
+    seconds: dict[str, Callable[[], float]] = {
+        "hooks": lambda: hooks_ns() / 1e9,
+        "tap": lambda: tap.total_cost_ns / 1e9,
+        "watch_thread": lambda: thread.cpu_seconds,
+        "exchange_thread": lambda: comparison.cpu_seconds,
+    }
+    dropped: dict[str, Callable[[], int]] = {
+        "collectives": lambda: around.notes.dropped_calls + thread.dropped_calls,
+        "graph_capture": lambda: around.notes.dropped_in_capture,
+        "steps": lambda: thread.dropped_steps,
+        "timing": lambda: thread.untimed_calls,
+        "run_log": lambda: folder.dropped,
+    }
+    if telemetry.is_on:
+        seconds["otlp_thread"] = lambda: telemetry.cpu_seconds
+        dropped["otlp"] = lambda: telemetry.dropped
+    return OwnCosts(around.recorder, around.clock, around.hooks, seconds=seconds, dropped=dropped)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 
 from ..metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 _ASTRAY = (EVAL, CHECKPOINT)
+# Of one step; what is more, as of very many micro-batches, loses the earliest.
+MAX_INTERVALS = 4096
+
+PhaseInterval = tuple[int, int, int]  # a phase, and from when to when it had the time
 
 
 class PhaseClock:
@@ -24,6 +29,7 @@ class PhaseClock:
     """
 
     __slots__ = (
+        "_intervals",
         "_now",
         "_outer",
         "_started",
@@ -37,6 +43,7 @@ class PhaseClock:
     def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
         self._now = now
         self._totals = [0] * len(PHASES)
+        self._intervals: deque[PhaseInterval] | None = None
         self._outer: list[int] = []
         self._started = False
         self.strayed = False
@@ -70,9 +77,22 @@ class PhaseClock:
         totals, self._totals = self._totals, [0] * len(PHASES)
         return totals
 
+    def keep_intervals(self) -> None:
+        """Keep from now on when each phase began and ended, for `take_intervals`."""
+        self._intervals = deque(maxlen=MAX_INTERVALS)
+
+    def take_intervals(self) -> Iterable[PhaseInterval]:
+        """Return the intervals since the last call, in order; none where they are not kept."""
+        if self._intervals is None:
+            return ()
+        kept, self._intervals = self._intervals, deque(maxlen=MAX_INTERVALS)
+        return kept
+
     def _charge(self) -> None:
         if self.on_change is not None:
             self.on_change(self.current)
         now = self._now()
         self._totals[self.current] += now - self.since_ns
+        if self._intervals is not None:
+            self._intervals.append((self.current, self.since_ns, now))
         self.since_ns = now

@@ -11,6 +11,7 @@ from ..metrics.recorder import Recorder
 from ..metrics.step_record import StepRecord
 from .closed_step import ClosedStep
 from .collectives.batch import Batch
+from .collectives.call import Call
 from .collectives.comm_time import CommTime
 from .collectives.tally import Tally
 from .engine_hooks import Window
@@ -18,10 +19,14 @@ from .engine_hooks import Window
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step and what is known of it beside its record."""
+    """A step and what is known of it beside its record.
+
+    `calls` are its collectives, where traces are made: all of them, or of very many the longest.
+    """
 
     record: StepRecord
     closed: ClosedStep
+    calls: Sequence[Call] = ()
 
 
 class Publisher:

@@ -60,6 +60,7 @@ class StepCloser:
             step=engine.global_steps,
             ended_at=time.time(),
             phase_ns=self._clock.take(),
+            intervals=self._clock.take_intervals(),
             window=window,
             coverage=self._take_coverage(),
             gradient_norm=self._gradient_norm(engine),

@@ -20,8 +20,8 @@ class Surroundings:
     """The watch of one engine, as its parts see it.
 
     `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
-    process has had; `notes` are those of its collectives; `folder` gives the run folder, where
-    there is one.
+    process has had; `notes` are those of its collectives; `run_id` gives the run's name, once it is
+    known, and `folder` the run folder, where there is one.
     """
 
     engine: Callable[[], Any]
@@ -30,6 +30,7 @@ class Surroundings:
     settings: Settings
     notes: Notes
     clock: PhaseClock
+    run_id: Callable[[], str | None]
     folder: Callable[[], Path | None]
     recorder: Recorder
     hooks: Hooks

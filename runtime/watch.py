@@ -23,7 +23,7 @@ from .collectives.roles import role_of, role_of_pairs
 from .collectives.tap import CommTap
 from .comparison import Comparison
 from .data_hooks import DataHooks
-from .devices.choose import device_probes
+from .devices.choose import device_probes, hardware_ids
 from .engine_hooks import EngineHooks
 from .facts import cuda_device, run_facts, warn_of_comms_logger
 from .flops_counter import flops_counter, publish_peak
@@ -31,13 +31,14 @@ from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
 from .memory.choose import memory_probes
 from .memory_watch import MemoryWatch
-from .own_costs import OwnCosts
+from .own_costs import own_costs
 from .phase_clock import PhaseClock
 from .publisher import Publisher
 from .run_folder import RunFolder
 from .sampler import Sampler
 from .step_closer import StepCloser
 from .surroundings import Surroundings
+from .telemetry import Telemetry
 from .watch_thread import WatchThread
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class Watch:
             self._memory.close()
             self._recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
+            self._telemetry.close()
         if failed:
             self._server.close()
         elif at_exit:
@@ -143,6 +145,7 @@ class Watch:
         self._closed = True
         self._server.close()
         self._comparison.forget_hooks()
+        self._telemetry.abandon()
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
@@ -179,8 +182,18 @@ class Watch:
         self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
         self._comparison = Comparison(around)
         self._listeners.extend(self._comparison.listeners)
+        self._telemetry = Telemetry(around, hardware_ids(cuda_device=device))
+        undo.callback(self._telemetry.close)
         self._thread = self._new_thread(device)
-        self._costs = self._own_costs()
+        self._costs = own_costs(
+            around,
+            self._tap,
+            hooks_ns=lambda: self._engine_hooks.cost_ns + self._memory.cost_ns,
+            thread=self._thread,
+            comparison=self._comparison,
+            telemetry=self._telemetry,
+            folder=self._folder,
+        )
 
     def _new_thread(self, device: int | None) -> WatchThread:
         sampler = Sampler(
@@ -198,6 +211,7 @@ class Watch:
             append=self._folder.append,
             keep_pace=self._comparison.keep_pace,
             listeners=self._listeners,
+            trace=self._telemetry.trace if self._telemetry.makes_traces else None,
             duties={
                 **self._comparison.duties,
                 "memory": self._memory.publish,
@@ -215,6 +229,7 @@ class Watch:
             settings=self._settings,
             notes=self._tap.notes,
             clock=self._clock,
+            run_id=lambda: self.run_id,
             folder=lambda: self.run_folder,
             recorder=self._recorder,
             hooks=self._hooks,
@@ -268,27 +283,6 @@ class Watch:
                 served,
                 self.run_folder or "not written",
             )
-
-    def _own_costs(self) -> OwnCosts:
-        notes, thread = self._tap.notes, self._thread
-        return OwnCosts(
-            self._recorder,
-            self._clock,
-            self._hooks,
-            seconds={
-                "hooks": lambda: (self._engine_hooks.cost_ns + self._memory.cost_ns) / 1e9,
-                "tap": lambda: self._tap.total_cost_ns / 1e9,
-                "watch_thread": lambda: thread.cpu_seconds,
-                "exchange_thread": lambda: self._comparison.cpu_seconds,
-            },
-            dropped={
-                "collectives": lambda: notes.dropped_calls + thread.dropped_calls,
-                "graph_capture": lambda: notes.dropped_in_capture,
-                "steps": lambda: thread.dropped_steps,
-                "timing": lambda: thread.untimed_calls,
-                "run_log": lambda: self._folder.dropped,
-            },
-        )
 
     def _serve_until_read(self) -> None:
         self._server.linger()

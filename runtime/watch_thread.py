@@ -7,6 +7,7 @@ costs several times its usual price; the metrics of a second are cheaper worked 
 
 from __future__ import annotations
 
+import heapq
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..metrics.step_record import StepRecord
 from .closed_step import ClosedStep
 from .collectives.batch import Batch
+from .collectives.call import Call
 from .collectives.comm_time import CommClock
 from .collectives.events import EventPool, allow_queries_while_capturing
 from .collectives.tally import StepComm, Tally
@@ -30,6 +32,8 @@ TICK_SECONDS = 1.0
 FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
 PATIENCE_SECONDS = 10.0
 MAX_PENDING = 1024
+# Of a step's calls, for its trace; of more than that the longest.
+MAX_KEPT_CALLS, LONGEST_CALLS = 16384, 512
 
 
 class WatchThread:
@@ -44,6 +48,7 @@ class WatchThread:
         append: Writes a step's record to disk; called for each as soon as it is whole.
         keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
         listeners: Get the records of each second; the sequence may grow.
+        trace: Gets the steps of each second, with their calls; None if no traces are made.
         duties: What else is to be done each second, by the name under which it may fail.
         on_cuda: Whether calls are timed by CUDA events.
 
@@ -65,12 +70,11 @@ class WatchThread:
         append: Listener,
         keep_pace: Callable[[Sequence[int], Sequence[int]], object],
         listeners: Sequence[Listener],
+        trace: Callable[[Sequence[Step]], object] | None,
         duties: Mapping[str, Callable[[], object]],
         on_cuda: bool,
     ) -> None:
-        self.dropped_steps = 0
-        self.dropped_calls = 0
-        self.untimed_calls = 0
+        self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._sampler = sampler
         self._take_memory = hooks.guard("memory", take_memory)
@@ -78,16 +82,16 @@ class WatchThread:
         self._append = hooks.guard("run log", append)
         self._keep_pace = hooks.guard("pace", keep_pace)
         self._listeners = listeners
+        self._trace = None if trace is None else hooks.guard("traces", trace)
         self._on_cuda = on_cuda
         self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | ClosedStep] = deque()
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
-        self._clock = CommClock()
-        self._comm = StepComm()
-        self._tally = Tally()
+        self._clock, self._comm, self._tally = CommClock(), StepComm(), Tally()
         self._steps: list[Step] = []
+        self._calls: list[Call] = []
         self._settle = hooks.guard("settle", self._settle_pending)
         self._publish = hooks.guard("publish", publisher.publish)
         self._close = hooks.guard("devices", sampler.close)
@@ -163,20 +167,27 @@ class WatchThread:
         time_taken = self._clock.measure(batch)
         self._comm.add(batch.calls, time_taken)
         self._tally.add(batch.calls, time_taken)
+        if self._trace is not None:
+            self._calls.extend(batch.calls)
+            if len(self._calls) > MAX_KEPT_CALLS:
+                self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
 
     def _take_step(self, closed: ClosedStep) -> None:
         comm, self._comm = self._comm, StepComm()
+        calls, self._calls = self._calls, []
         risks = self._take_memory(closed) or {}
         record = closed.record(comm, self._sampler.device_readings, risks)
         self._keep_pace(closed.phase_ns, comm.blocked_ns)
         self._append(record)
-        self._steps.append(Step(record, closed))
+        self._steps.append(Step(record, closed, calls))
 
     def _publish_second(self) -> None:
         """Publish what has come since the last time, and tell the listeners."""
         steps, self._steps = self._steps, []
         tally, self._tally = self._tally, Tally()
         self._publish(steps, tally)
+        if self._trace is not None:
+            self._trace(steps)
         for step in steps:
             for listener in self._listeners:
                 listener(step.record)
@@ -184,3 +195,7 @@ class WatchThread:
 
 def _batch_of(item: Batch | ClosedStep) -> Batch:
     return item.batch if isinstance(item, ClosedStep) else item
+
+
+def _duration(call: Call) -> int:
+    return call.duration_ns

@@ -10,11 +10,12 @@ import pytest
 from package_tree import ROOT
 from pydantic import BaseModel
 
+from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.settings import ENVIRONMENT_PREFIX, Settings
 
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SETTINGS.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "METRICS.md", "SETTINGS.md")
 MAX_LINES = 200
-TREE_PATH = re.compile(r"(?<![\w/.-])(?:runtime|metrics|tests)/[\w/.-]*\w")
+TREE_PATH = re.compile(r"(?<![\w/.-])(?:runtime|metrics|dashboards|docker|tests)/[\w/.-]*\w")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -41,6 +42,19 @@ def test_every_setting_is_listed_as_it_is() -> None:
     ]
 
     assert listed == list(setting_rows(Settings))
+
+
+def test_every_metric_is_listed_as_it_is() -> None:
+    document = (ROOT / "METRICS.md").read_text()
+    table = document.partition("## All metrics")[2].splitlines()
+
+    listed = [line for line in table if line.startswith("| `")]
+
+    assert listed == [
+        f"| `{spec.name}` | {spec.kind} "
+        f"| {', '.join(f'`{name}`' for name in spec.label_names) or '-'} | {spec.help} |"
+        for spec in CATALOG
+    ]
 
 
 def setting_rows(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -7,7 +7,10 @@ from .spec import Label, counter, gauge
 WATCH_SECONDS = counter(
     "watch_seconds_total",
     "Seconds spent watching: wall time of hooks and tap in training, CPU time of our threads.",
-    Label(name="part", values=("hooks", "tap", "watch_thread", "exchange_thread", "http_thread")),
+    Label(
+        name="part",
+        values=("hooks", "tap", "watch_thread", "exchange_thread", "http_thread", "otlp_thread"),
+    ),
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
@@ -19,7 +22,7 @@ DROPPED_RECORDS = counter(
     "Records that were lost, by the part that lost them.",
     Label(
         name="part",
-        values=("collectives", "steps", "timing", "graph_capture", "run_log"),
+        values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp"),
     ),
 )
 EXPORTER_FAILURES = counter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cpu import CpuDevice
-from .nvml import nvml_device
+from .nvml import nvml_device, torch_uuid
 from .peak import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .probe import DeviceProbe
 
@@ -34,3 +34,13 @@ def peak_flops_per_second(*, cuda_device: int | None) -> float | None:
     import torch
 
     return gpu_peak_flops_per_second(torch.cuda.get_device_name(cuda_device))
+
+
+def hardware_ids(*, cuda_device: int | None) -> dict[str, str]:
+    """Return what names this rank's GPU on its host, by device; nothing on CPU.
+
+    Args:
+        cuda_device: torch's index of the GPU this rank trains on; None on CPU.
+    """
+    uuid = None if cuda_device is None else torch_uuid(cuda_device)
+    return {} if uuid is None else {f"cuda:{cuda_device}": f"GPU-{uuid}"}

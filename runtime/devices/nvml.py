@@ -92,7 +92,7 @@ def nvml_device(cuda_device: int) -> NvmlDevice | None:
         logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
         return None
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    handle = find_handle(pynvml, cuda_device, uuid=_torch_uuid(cuda_device), variable=variable)
+    handle = find_handle(pynvml, cuda_device, uuid=torch_uuid(cuda_device), variable=variable)
     if handle is None:
         pynvml.nvmlShutdown()
         logger.info(
@@ -105,7 +105,8 @@ def nvml_device(cuda_device: int) -> NvmlDevice | None:
     return NvmlDevice(device, pynvml, handle)
 
 
-def _torch_uuid(cuda_device: int) -> str | None:
+def torch_uuid(cuda_device: int) -> str | None:
+    """Return what names one of torch's CUDA devices on its host, without a prefix."""
     import torch
 
     if not torch.cuda.is_available():

@@ -18,8 +18,10 @@ import exchange_arithmetic
 import hang
 import hot_path
 import oom_risk
+import otlp
 import overhead
 import prediction
+import scale
 import scrape
 import skipped
 import soak
@@ -32,6 +34,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "hot_path": hot_path.bench,
     "threads": threads.bench,
     "scrape": scrape.bench,
+    "scale": scale.bench,
     "exchange": exchange_arithmetic.bench,
     "skipped": skipped.bench,
     "hang": hang.bench,
@@ -39,6 +42,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "prediction": prediction.bench,
     "oom_risk": oom_risk.bench,
     "estimator": estimator.bench,
+    "otlp": otlp.bench,
 }
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
-import subprocess
 import time
-import urllib.parse
-import urllib.request
 
 import pytest
 from fakes.scraper import eventually
-from require import program
+from servers.prometheus import Prometheus
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
@@ -29,56 +24,12 @@ scrape_configs:
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-class Prometheus:
-    """A Prometheus process on loopback."""
-
-    def __init__(self, folder, sd_address: str) -> None:
-        binary = program("prometheus", apt="prometheus")
-        self._port = free_port()
-        config = folder / "prometheus.yml"
-        config.write_text(CONFIG.format(address=sd_address))
-        self._log = (folder / "prometheus.log").open("w")
-        self._process = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self._port}",
-                "--enable-feature=exemplar-storage",
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-
-    def ask(self, path: str, **parameters: str):
-        """Return the data of an API call; empty as long as Prometheus is starting."""
-        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        try:
-            with urllib.request.urlopen(url, timeout=5) as response:
-                return json.load(response)["data"]
-        except OSError:
-            return {}
-
-    def values(self, expression: str) -> dict[tuple[str | None, str | None], float]:
-        """Return an instant query's values by the labels run and rank."""
-        return {
-            (series["metric"].get("run"), series["metric"].get("rank")): float(series["value"][1])
-            for series in self.ask("query", query=expression).get("result", [])
-        }
-
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
-        self._log.close()
+def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, str | None], float]:
+    """Return an instant query's values by the labels run and rank."""
+    return {
+        (series["metric"].get("run"), series["metric"].get("rank")): float(series["value"][1])
+        for series in prometheus.series(expression)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -108,16 +59,17 @@ def run():
 @pytest.fixture(scope="module")
 def prometheus(run, tmp_path_factory):
     _, _, sd_address = run
-    server = Prometheus(tmp_path_factory.mktemp("prometheus"), sd_address)
+    config = CONFIG.format(address=sd_address)
+    server = Prometheus(tmp_path_factory.mktemp("prometheus"), config)
     with contextlib.closing(server):
         both_up = {("night-7", "0"): 1.0, ("night-7", "1"): 1.0}
-        if not eventually(lambda: server.values("up") == both_up, seconds=40, pause=0.2):
-            pytest.fail(f"not both ranks are up: {server.values('up')}")
+        if not eventually(lambda: values(server, "up") == both_up, seconds=40, pause=0.2):
+            pytest.fail(f"not both ranks are up: {values(server, 'up')}")
         yield server
 
 
 def test_both_ranks_are_found_by_targets_and_keep_their_own_rank_label(prometheus):
-    assert prometheus.values("zerowatch_steps_total") == {
+    assert values(prometheus, "zerowatch_steps_total") == {
         ("night-7", "0"): 10,
         ("night-7", "1"): 11,
     }
@@ -149,7 +101,7 @@ def test_lingering_lets_prometheus_learn_that_the_run_is_over(prometheus, run):
 
     assert lingered < 5
     assert eventually(
-        lambda: prometheus.values('up{rank="1"}') == {("night-7", "1"): 0.0}, pause=0.2
+        lambda: values(prometheus, 'up{rank="1"}') == {("night-7", "1"): 0.0}, pause=0.2
     )
-    last_seen = prometheus.values('last_over_time(zerowatch_run_active{rank="1"}[1m])')
+    last_seen = values(prometheus, 'last_over_time(zerowatch_run_active{rank="1"}[1m])')
     assert last_seen == {("night-7", "1"): 0.0}

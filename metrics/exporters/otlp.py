@@ -1,0 +1,242 @@
+"""OTLP over HTTP by OpenTelemetry's SDK: our plain data into its own, and sent.
+
+The one file that imports opentelemetry, and imported only where something is to be sent. It uses
+the SDK's data classes and exporters and none of its providers, so that the script's own are never
+touched; nor its processors, which wait half a minute at exit where no collector answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from opentelemetry import context
+from opentelemetry._logs import LogRecord
+from opentelemetry._logs.severity import SeverityNumber
+from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk._logs.export import LogRecordExportResult
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    Metric,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.sdk.version import __version__ as sdk_version
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from ..snapshot import Distribution
+from ..snapshot import Exemplar as SeenExemplar
+from .telemetry_data import Family, LogLine, Point, Span, StepTrace, Value
+
+# Whose lines on a failed export are replaced by one of ours.
+_LOGGERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+    "opentelemetry.exporter.otlp.proto.http._log_exporter",
+    "urllib3.connectionpool",
+)
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+class Otlp:
+    """The exporters of one process. All but the constructor is called on one thread, the sender's.
+
+    Args:
+        endpoint: Base URL; None leaves it to OpenTelemetry's own variables, as are headers,
+            certificates and compression in any case.
+        timeout_seconds: How long one export may take.
+    """
+
+    def __init__(self, endpoint: str | None, timeout_seconds: float) -> None:
+        quiet = NoOpMeterProvider()
+        self._spans = OTLPSpanExporter(
+            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/traces",
+            timeout=timeout_seconds,
+            meter_provider=quiet,
+        )
+        self._metrics = OTLPMetricExporter(
+            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/metrics",
+            timeout=timeout_seconds,
+            meter_provider=quiet,
+        )
+        self._logs = OTLPLogExporter(
+            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/logs",
+            timeout=timeout_seconds,
+            meter_provider=quiet,
+        )
+        self._resource = Resource({})
+        self._scope = InstrumentationScope("zerowatch")
+        self._sender = 0
+
+    def describe(self, attributes: Mapping[str, Value]) -> None:
+        """Say who sends; the environment's own account of that comes on top."""
+        sdk = {
+            "telemetry.sdk.language": "python",
+            "telemetry.sdk.name": "opentelemetry",
+            "telemetry.sdk.version": sdk_version,
+        }
+        ours = Resource({**sdk, **attributes})
+        self._resource = ours.merge(OTELResourceDetector().detect())
+        self._scope = InstrumentationScope("zerowatch", str(attributes.get("service.version", "")))
+
+    def own_this_thread(self) -> None:
+        """Keep what this thread does out of the script's own traces and logs."""
+        self._sender = threading.get_ident()
+        # What instrumented HTTP clients look for, by its one name.
+        context.attach(context.set_value(context._SUPPRESS_INSTRUMENTATION_KEY, True))
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(self._is_not_ours)
+
+    def send_traces(self, traces: Iterable[StepTrace]) -> bool:
+        """Send traces; return whether they were taken."""
+        spans = [span for trace in traces for span in self._sdk_spans(trace)]
+        return self._spans.export(spans) is SpanExportResult.SUCCESS
+
+    def send_metrics(self, families: Iterable[Family], start_ns: int, now_ns: int) -> bool:
+        """Send values that have been counted since `start_ns`; return whether they were taken."""
+        metrics = [_metric(family, start_ns, now_ns) for family in families]
+        scope = ScopeMetrics(scope=self._scope, metrics=metrics, schema_url="")
+        resource = ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")
+        data = MetricsData(resource_metrics=[resource])
+        return self._metrics.export(data) is MetricExportResult.SUCCESS
+
+    def send_lines(self, lines: Iterable[LogLine]) -> bool:
+        """Send log lines; return whether they were taken."""
+        records = [
+            ReadableLogRecord(_log_record(line), self._resource, self._scope) for line in lines
+        ]
+        return self._logs.export(records) is LogRecordExportResult.SUCCESS
+
+    def close(self) -> None:
+        """Break off what is being repeated, and close the connections."""
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(self._is_not_ours)
+        self._spans.shutdown()  # type: ignore[no-untyped-call]
+        self._metrics.shutdown()
+        self._logs.shutdown()  # type: ignore[no-untyped-call]
+
+    def _is_not_ours(self, record: logging.LogRecord) -> bool:
+        return record.thread != self._sender
+
+    def _sdk_spans(self, trace: StepTrace) -> Iterator[ReadableSpan]:
+        root = _context(trace.trace_id, trace.span_id)
+        above = None
+        if trace.parent_id is not None:
+            above = _context(trace.trace_id, trace.parent_id, is_remote=True)
+        yield self._sdk_span(trace.root, root, above)
+        for number, child in enumerate(trace.children, 1):
+            own_id = (trace.span_id + number) % 2**64 or 1
+            yield self._sdk_span(child, _context(trace.trace_id, own_id), root)
+
+    def _sdk_span(self, span: Span, own: SpanContext, parent: SpanContext | None) -> ReadableSpan:
+        return ReadableSpan(
+            name=span.name,
+            context=own,
+            parent=parent,
+            resource=self._resource,
+            attributes=span.attributes,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+
+def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote, _SAMPLED)
+
+
+def _log_record(line: LogLine) -> LogRecord:
+    span = NonRecordingSpan(_context(line.trace_id, line.span_id))
+    return LogRecord(
+        timestamp=line.unix_ns,
+        observed_timestamp=line.unix_ns,
+        context=set_span_in_context(span) if line.trace_id else None,
+        severity_text=logging.getLevelName(line.level),
+        severity_number=_severity(line.level),
+        body=line.text,
+        attributes=line.attributes,
+    )
+
+
+def _severity(level: int) -> SeverityNumber:
+    """Give logging's levels OpenTelemetry's numbers, each ten of them a step of four."""
+    return SeverityNumber(min(24, max(1, 4 * (level // 10) + 1)))
+
+
+def _metric(family: Family, start_ns: int, now_ns: int) -> Metric:
+    numbers = [
+        NumberDataPoint(point.attributes, start_ns, now_ns, float(point.value))
+        for point in family.points
+        if not isinstance(point.value, Distribution)
+    ]
+    data: Gauge | Histogram | Sum
+    if family.kind == "gauge":
+        data = Gauge(data_points=numbers)
+    elif family.kind == "histogram":
+        data = Histogram(
+            data_points=[
+                _histogram(point, family.bounds, start_ns, now_ns) for point in family.points
+            ],
+            aggregation_temporality=AggregationTemporality.CUMULATIVE,
+        )
+    else:
+        data = Sum(
+            data_points=numbers,
+            aggregation_temporality=AggregationTemporality.CUMULATIVE,
+            is_monotonic=family.kind == "counter",
+        )
+    return Metric(name=family.name, description=family.help, unit=family.unit, data=data)
+
+
+def _histogram(
+    point: Point, bounds: Sequence[float], start_ns: int, now_ns: int
+) -> HistogramDataPoint:
+    seen = point.value
+    assert isinstance(seen, Distribution)
+    return HistogramDataPoint(
+        attributes=point.attributes,
+        start_time_unix_nano=start_ns,
+        time_unix_nano=now_ns,
+        count=seen.count,
+        sum=seen.sum,
+        bucket_counts=seen.counts,
+        explicit_bounds=bounds,
+        min=None,  # type: ignore[arg-type]  # not known, and optional on the wire
+        max=None,  # type: ignore[arg-type]
+        exemplars=[_exemplar(found) for found in seen.exemplars if found is not None],
+    )
+
+
+def _exemplar(found: SeenExemplar) -> Exemplar:
+    """Write an exemplar; the ids of a span that is known by its trace alone stay attributes."""
+    labels = dict(found.labels)
+    has_ids = {"trace_id", "span_id"} <= labels.keys()
+    return Exemplar(
+        value=found.value,
+        time_unix_nano=int(found.unix_seconds * 1e9),
+        trace_id=int(labels.pop("trace_id"), 16) if has_ids else None,
+        span_id=int(labels.pop("span_id"), 16) if has_ids else None,
+        filtered_attributes=labels,
+    )

@@ -1,0 +1,81 @@
+"""What leaves by OTLP, as plain data: traces of steps, log lines, and families of series.
+
+Times are Unix nanoseconds, ids the integers that OpenTelemetry writes in hexadecimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..catalog.spec import MetricSpec
+from ..snapshot import Distribution
+
+Value = str | int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One stretch of a step."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """An observation of a histogram that a trace shows."""
+
+    spec: MetricSpec
+    labels: tuple[str, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One rank's part in the trace of a step: a root and its children.
+
+    The children's ids follow `span_id`, that of the root. `parent_id` is another rank's root.
+    """
+
+    trace_id: int
+    span_id: int
+    parent_id: int | None
+    root: Span
+    children: Sequence[Span]
+    examples: Sequence[Example] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One of our own log lines; ids are 0 where it belongs to no trace. `level` is logging's."""
+
+    unix_ns: int
+    level: int
+    text: str
+    attributes: Mapping[str, Value]
+    trace_id: int = 0
+    span_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One series of a family: its attributes and its value."""
+
+    attributes: Mapping[str, Value]
+    value: float | Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A metric as OTLP knows them. `bounds` are a histogram's; units are those of UCUM."""
+
+    name: str
+    kind: Literal["counter", "updowncounter", "gauge", "histogram"]
+    unit: str
+    help: str
+    points: Sequence[Point]
+    bounds: Sequence[float] = ()

@@ -1,0 +1,63 @@
+"""One rank of the OTLP bench: blocks of steps under a watch that sends nothing, or to nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import overhead_job
+import training
+from own_threads import cpu_seconds, own_threads
+
+from zerowatch.runtime.initialize import watch
+
+SETTINGS: dict[str, Any] = {"serve": {"port": 0}, "run_log": {"folder": "runs"}}
+
+
+@contextlib.contextmanager
+def watched(engine: Any, endpoint: str | None = None) -> Iterator[Any]:
+    """Watch, and send everything there is to `endpoint`, with ten times the usual traces."""
+    otel = {"endpoint": endpoint, "metrics": True, "logs": True, "every_steps": 10}
+    opened = watch(engine, SETTINGS | ({"otel": otel} if endpoint else {}))
+    yield opened
+    opened.close()
+
+
+def main() -> None:
+    asked = training.arguments()
+    overhead_job.ARMS.update(
+        {
+            "watched": watched,
+            "watched again": watched,
+            "refused": lambda engine: watched(engine, asked["refusing"]),
+            "unanswered": lambda engine: watched(engine, asked["silent"]),
+        }
+    )
+    job = training.Training(stage=2)
+    job.aim_at(asked["step_seconds"])
+    rounds = [
+        {arm: overhead_job.block(job, arm, asked) for arm in order}
+        for order in overhead_job.orders(asked["rounds"], asked["arms"], [])
+    ]
+    gc.collect()
+    training.report({"rounds": rounds, "batch": job.batch, "answered": answered(job, asked)})
+
+
+def answered(job: training.Training, asked: dict[str, Any]) -> dict[str, float]:
+    """Return what our threads cost a second, where a collector takes all that is sent."""
+    with watched(job.engine, asked["answering"]):
+        job.time_steps(asked["settling_steps"])
+        threads = own_threads()
+        before = {each: cpu_seconds(os.getpid(), each) for each in threads}
+        seconds = asked["counted_steps"] * job.time_steps(asked["counted_steps"])
+        return {
+            name: (cpu_seconds(os.getpid(), each) - before[each]) / seconds
+            for each, name in threads.items()
+        }
+
+
+if __name__ == "__main__":
+    main()

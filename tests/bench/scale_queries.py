@@ -1,0 +1,90 @@
+"""How long a Prometheus takes for what Grafana asks: query by query, and a board at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # the servers are the tests' own
+from servers.grafana import BoardQuery, Reader, board_queries, variables
+from servers.prometheus import Prometheus
+
+BOARDS = Path(__file__).parents[2] / "dashboards" / "rendered" / "grafana"
+TRIALS = 3
+BROWSER_CONNECTIONS = 6
+_LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")
+
+Board = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A query's time, the median of its trials, and what it brought."""
+
+    name: str
+    seconds: float
+    series: int
+
+
+def boards() -> list[Board]:
+    return [json.loads(file.read_text()) for file in sorted(BOARDS.glob("*.json"))]
+
+
+def time_queries(prometheus: Prometheus, board: Board, reader: Reader) -> list[Asked]:
+    """Ask each query of a board, and each of its variables, one after another."""
+    asked = [
+        _timed(query.name, lambda query=query: reader.ask(prometheus, query, board, time.time()))
+        for query in board_queries(board)
+    ]
+    for variable in variables(board):
+        if found := _LABEL_VALUES.fullmatch(_text(variable)):
+            asked.append(
+                _time_variable(prometheus, board, reader, variable["name"], *found.groups())
+            )
+    return asked
+
+
+def time_board(prometheus: Prometheus, board: Board, reader: Reader) -> float:
+    """Ask a board's queries as a browser does, six at once; return the seconds until all came."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(BROWSER_CONNECTIONS) as pool:
+        ask = lambda query: reader.ask(prometheus, query, board, time.time())  # noqa: E731
+        list(pool.map(ask, board_queries(board)))
+    return time.monotonic() - began
+
+
+def _time_variable(
+    prometheus: Prometheus, board: Board, reader: Reader, name: str, selector: str, label: str
+) -> Asked:
+    """Ask for the values of a variable, over the time shown."""
+    query = BoardQuery(
+        board=board["uid"], panel="variable", ref=name, expression=selector, is_instant=False
+    )
+    parameters = {
+        "match[]": reader.fill_in(query, board),
+        "start": time.time() - reader.range_seconds,
+        "end": time.time(),
+    }
+    return _timed(query.name, lambda: prometheus.ask(f"label/{label}/values", **parameters))
+
+
+def _timed(name: str, ask: Callable[[], list[Any]]) -> Asked:
+    seconds = []
+    for _ in range(TRIALS):
+        began = time.monotonic()
+        series = len(ask())
+        seconds.append(time.monotonic() - began)
+    return Asked(name=name, seconds=median(seconds), series=series)
+
+
+def _text(variable: Mapping[str, Any]) -> str:
+    query = variable.get("query", "")
+    return str(query.get("query", "") if isinstance(query, dict) else query)

@@ -1,0 +1,108 @@
+"""A collector that decodes what it is sent; it can also answer nothing, or badly."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+REQUESTS = {
+    "/v1/traces": ExportTraceServiceRequest,
+    "/v1/metrics": ExportMetricsServiceRequest,
+    "/v1/logs": ExportLogsServiceRequest,
+}
+
+
+class Collector(ThreadingHTTPServer):
+    """Serves on loopback from `with` on.
+
+    Attributes:
+        requests: What came, by path.
+        headers: Those of each request, in order.
+        status: What is answered; 0 holds every request until the end.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, status: int = 200) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: dict[str, list[Any]] = defaultdict(list)
+        self.headers: list[dict[str, str]] = []
+        self.status = status
+        self.released = threading.Event()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> Collector:
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+    def spans(self) -> list[Any]:
+        """All spans that came, each with its resource's attributes."""
+        return [
+            (attributes_of(part.resource), span)
+            for request in self.requests["/v1/traces"]
+            for part in request.resource_spans
+            for scope in part.scope_spans
+            for span in scope.spans
+        ]
+
+    def lines(self) -> list[Any]:
+        """All log records that came."""
+        return [
+            line
+            for request in self.requests["/v1/logs"]
+            for part in request.resource_logs
+            for scope in part.scope_logs
+            for line in scope.log_records
+        ]
+
+    def metrics(self) -> list[Any]:
+        """All metrics that came; an export comes in several requests."""
+        return [
+            metric
+            for request in self.requests["/v1/metrics"]
+            for part in request.resource_metrics
+            for scope in part.scope_metrics
+            for metric in scope.metrics
+        ]
+
+
+def attributes_of(owner: Any) -> dict[str, Any]:
+    """Return attributes as a plain dict."""
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in owner.attributes
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.headers.append(dict(self.headers))
+        if not self.server.status:
+            self.server.released.wait()
+            return
+        self.server.requests[self.path].append(REQUESTS[self.path].FromString(body))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass

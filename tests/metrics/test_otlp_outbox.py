@@ -1,0 +1,179 @@
+"""Where a collector does not take what is sent: left be, tried again, counted, told once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from fakes.clock import FakeClock
+
+from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
+from zerowatch.metrics.exporters.circuit import Circuit
+from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, Outbox
+from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import OtelSettings
+
+TRACE = StepTrace(
+    trace_id=1,
+    span_id=2,
+    parent_id=None,
+    root=Span(name="train.step", start_ns=1, end_ns=2),
+    children=(),
+)
+LINE = LogLine(unix_ns=1, level=20, text="a", attributes={})
+
+
+class Refusing:
+    """Takes nothing, until it is told to."""
+
+    def __init__(self) -> None:
+        self.takes = False
+        self.tries = 0
+
+    def describe(self, attributes):
+        pass
+
+    def send_traces(self, traces):
+        self.tries += 1
+        return self.takes
+
+    send_lines = send_traces
+
+
+@pytest.fixture
+def sender():
+    return Refusing()
+
+
+@pytest.fixture
+def make_outbox(sender):
+    def make(recorder=None, *, rank=0, now=None):
+        return Outbox(
+            recorder or Recorder(),
+            sender,
+            OtelSettings(endpoint="http://collector:4318"),
+            rank=rank,
+            hardware_ids={},
+            describe=dict,
+            now=now or FakeClock(),
+        )
+
+    return make
+
+
+def test_after_three_failures_it_waits_longer_and_longer():
+    clock = FakeClock()
+    circuit = Circuit(clock)
+
+    pauses = []
+    for _ in range(7):
+        circuit.failed()
+        before = clock.seconds
+        while not circuit.is_closed:
+            clock.seconds += 1
+        pauses.append(clock.seconds - before)
+
+    assert pauses == [0, 0, 30, 60, 120, 240, 300]
+
+
+def test_one_success_forgets_the_failures():
+    circuit = Circuit(FakeClock())
+
+    circuit.failed()
+    circuit.failed()
+    circuit.succeeded()
+    circuit.failed()
+
+    assert circuit.is_closed
+
+
+def test_failures_are_counted_and_what_was_to_be_sent_is_lost(make_outbox, sender):
+    recorder = Recorder()
+    outbox = make_outbox(recorder)
+    for _ in range(5):
+        outbox.add_trace(TRACE)
+
+    outbox.flush()
+
+    assert sender.tries == 3
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "otlp") == 3
+    assert outbox.dropped == 3
+
+
+def test_it_is_told_once(make_outbox, caplog):
+    clock = FakeClock()
+    outbox = make_outbox(now=clock)
+
+    for _ in range(8):
+        outbox.add_trace(TRACE)
+        outbox.flush()
+        clock.seconds += 400
+
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "http://collector:4318" in record.message
+    assert EXPORTER_FAILURES.name in record.message
+
+
+def test_other_ranks_say_it_in_a_lower_voice(make_outbox, caplog):
+    caplog.set_level(logging.INFO)
+    outbox = make_outbox(rank=5)
+
+    for _ in range(3):
+        outbox.add_trace(TRACE)
+    outbox.flush()
+
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+def test_it_is_tried_again_after_the_pause(make_outbox, sender):
+    clock = FakeClock()
+    outbox = make_outbox(now=clock)
+    for _ in range(5):
+        outbox.add_trace(TRACE)
+    outbox.flush()
+
+    sender.takes = True
+    outbox.flush()
+    tries_in_the_pause = sender.tries
+    clock.seconds += 31
+    outbox.flush()
+
+    assert tries_in_the_pause == 3
+    assert sender.tries == 5
+    assert outbox.dropped == 3
+
+
+def test_at_the_end_of_a_run_a_dead_collector_is_not_tried_again(make_outbox, sender):
+    outbox = make_outbox()
+    for _ in range(5):
+        outbox.add_trace(TRACE)
+    outbox.flush()
+
+    outbox.flush(final=True)
+
+    assert sender.tries == 3
+    assert outbox.dropped == 5
+
+
+def test_what_finds_no_room_is_lost_and_counted(make_outbox):
+    outbox = make_outbox()
+
+    for _ in range(MAX_TRACES + 2):
+        outbox.add_trace(TRACE)
+    for _ in range(MAX_LINES + 3):
+        outbox.add_line(LINE)
+
+    assert outbox.dropped == 5
+
+
+def test_log_lines_leave_in_portions(make_outbox, sender):
+    sender.takes = True
+    outbox = make_outbox()
+    for _ in range(65):
+        outbox.add_line(LINE)
+
+    outbox.flush()
+
+    assert sender.tries == 2

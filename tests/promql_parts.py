@@ -1,0 +1,50 @@
+"""What a PromQL expression is made of: the series it reads, and what it compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import promql_parser
+from promql_parser import BinaryExpr, NumberLiteral, StringLiteral, VectorSelector
+
+_CHOOSING = {"==", "!=", ">", "<", ">=", "<=", "and", "or", "unless"}
+_CHILDREN = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
+
+
+def selectors(expression: str) -> list[tuple[str, frozenset[str]]]:
+    """Name the series that an expression reads, each with its matchers' texts."""
+    return [
+        (node.name or "", frozenset(str(matcher) for matcher in node.matchers.matchers))
+        for node in _nodes(promql_parser.parse(expression))
+        if isinstance(node, VectorSelector)
+    ]
+
+
+def operands(expression: str) -> list[str]:
+    """Return the parts that have values also where comparisons leave none of the whole."""
+    return [part.prettify() for part in _operands(promql_parser.parse(expression))]
+
+
+def _operands(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+    if isinstance(node, NumberLiteral | StringLiteral):
+        return
+    chooses = any(isinstance(n, BinaryExpr) and str(n.op) in _CHOOSING for n in _nodes(node))
+    if not chooses:
+        yield node
+        return
+    for child in _children(node):
+        yield from _operands(child)
+
+
+def _nodes(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+    yield node
+    for child in _children(node):
+        yield from _nodes(child)
+
+
+def _children(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+    for name in _CHILDREN:
+        inner = getattr(node, name, None)
+        for child in inner if isinstance(inner, list) else [inner]:
+            if hasattr(child, "prettify"):
+                yield child

@@ -1,0 +1,91 @@
+"""Trains, evaluates, saves and offloads on two ranks until it is told to end: what boards can show.
+
+Usage: board_job.py FOLDER. It ends at the first step that finds FOLDER/end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import zerowatch
+from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+BATCH = 4
+LENGTHS = (32, 48, 64)
+EVERY_STEPS = 25
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 10**9,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+SETTINGS: dict[str, Any] = {
+    "exchange": {"seconds": 1.0},
+    # A budget that is passed at once: so an alert fires, and boards show alerts.
+    "memory": {"look_seconds": 1.0, "host_limit_bytes": "256MiB"},
+    "sampling": {"device_seconds": 0.5},
+    "profile": {"every_steps": EVERY_STEPS},
+}
+
+
+def main(folder: Path) -> None:
+    deepspeed.init_distributed("gloo", verbose=False)
+    torch.manual_seed(0)
+    model = ByteGpt(GptConfig(hidden_size=128, num_hidden_layers=2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = zerowatch.initialize(
+        model=model, optimizer=optimizer, config=CONFIG, settings=SETTINGS
+    )
+    for step, tokens in enumerate(batches(), 1):
+        train(engine, tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
+        if step % EVERY_STEPS == 0:
+            evaluate(engine, tokens)
+            engine.save_checkpoint(str(folder / "checkpoint"))
+        if all_see(folder / "end"):
+            break
+    engine.watch.close()
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """Yield batches without end, of the longest length."""
+    data = torch.randint(256, (64 * BATCH, LENGTHS[-1] + 1))
+    while True:
+        yield from DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def train(engine: Any, tokens: torch.Tensor) -> None:
+    loss = engine(tokens[:, :-1], tokens[:, 1:])
+    engine.backward(loss)
+    engine.step()
+
+
+def evaluate(engine: Any, tokens: torch.Tensor) -> None:
+    engine.eval()
+    with torch.no_grad():
+        engine(tokens[:, :-1], tokens[:, 1:])
+    engine.train()
+
+
+def all_see(file: Path) -> bool:
+    """Whether a file is there, as rank 0 sees it: all ranks end at the same step."""
+    seen = torch.tensor([float(file.exists())])
+    dist.broadcast(seen, 0)
+    return bool(seen)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
