@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..metrics.catalog.spec import MetricSpec
 
 IDENTITY = ("job", "run")  # what tells one run's series from another's
+ON_GPU, ON_HOST = 'device!="cpu"', 'device="cpu"'
 
 
 def select(spec: MetricSpec, *matchers: str, part: str = "") -> str:

@@ -16,7 +16,7 @@ DATA_RATIO_HIGH = (
 )
 
 OOM_RISK_HIGH = 0.50  # of running out within 50 steps: more likely than not
-OOM_RISK_CRITICAL = 0.90
+OOM_RISK_CRITICAL = 0.80  # the forecast alone never says more than 0.87: that much it is trusted
 
 # Below 16, fp16 gradients of the usual sizes vanish. A scale that always was so low, or that has
 # been there for an hour, is no collapse: it must have lost four halvings.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory, training
 from ...metrics.thresholds import STEPS_TO_JUDGE
-from ..promql import IDENTITY, by, select
+from ..promql import IDENTITY, ON_GPU, by, select
 from ..timing import Timing
 
 
@@ -32,7 +32,7 @@ def not_on_gpu(expression: str) -> str:
     return f"{expression}\nunless on ({_names('rank')}) {_GPU_MEMORY}"
 
 
-_GPU_MEMORY = select(memory.MEMORY_BYTES, 'device!="cpu"', 'state="allocated"')
+_GPU_MEMORY = select(memory.MEMORY_BYTES, ON_GPU, 'state="allocated"')
 
 
 def _names(*labels: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory
 from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
-from ..promql import IDENTITY, by, select
+from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select
 from ..recording.memory import OOM_RISK
 from ..timing import MINUTE
 from .alert import BYTES, PERCENT, RANK, RUN, Alert, Silence
@@ -12,7 +12,6 @@ from .guards import not_on_gpu, on_gpu, while_training
 
 BOARD = "zerowatch-memory"
 DEVICE = "{{ $labels.device }}"
-ON_HOST, NOT_ON_HOST = 'device="cpu"', 'device!="cpu"'
 OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
 
 
@@ -26,7 +25,7 @@ def _training_device_risk(limit: float) -> str:
 
     That is the GPU's where there is one; else the host's, where the device is called cpu.
     """
-    gpu = f"{OOM_RISK.select(NOT_ON_HOST)} > {limit}"
+    gpu = f"{OOM_RISK.select(ON_GPU)} > {limit}"
     host = not_on_gpu(f"{OOM_RISK.select(ON_HOST)} > {limit}")
     return while_training(f"(\n{gpu}\nor\n({host})\n)", "rank")
 

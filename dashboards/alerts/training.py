@@ -9,7 +9,7 @@ from ...metrics.thresholds import (
     LOSS_SCALE_FALL,
     LOSS_SCALE_LOW,
 )
-from ..promql import by, select
+from ..promql import ON_GPU, by, select
 from ..recording import devices as recorded_devices
 from ..recording import training as recorded
 from ..timing import MINUTE, Timing
@@ -160,7 +160,7 @@ def _data_bound(timing: Timing) -> Alert:
 def _low_device_utilization(timing: Timing) -> Alert:
     # Not of the CPU: there it is the process's share of all cores, of which two ranks on one host
     # can have a half each at best.
-    busy = by("avg", recorded_devices.DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'))
+    busy = by("avg", recorded_devices.DEVICE_UTILIZATION_BY_RANK.select(ON_GPU))
     return Alert(
         name=LOW_DEVICE_UTILIZATION,
         component="devices",

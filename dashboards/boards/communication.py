@@ -22,8 +22,8 @@ from ..grafana.style import (
 )
 from ..promql import by
 from ..recording import communication
-from . import palette
 from .communication_volume import LINK, PATTERN
+from .palette import CAUSES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
 
@@ -100,7 +100,7 @@ COST = (
         unit=RATIO,
         minimum=0,
         stacked=True,
-        colors=palette.CAUSES,
+        colors=CAUSES,
     ),
 )
 

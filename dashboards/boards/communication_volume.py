@@ -18,7 +18,7 @@ from ..grafana.style import (
 )
 from ..promql import by
 from ..recording import communication
-from . import palette
+from .palette import BYTES_OF_A_STEP
 from .parts import sized
 from .queries import of_run, quantile, worst
 
@@ -109,7 +109,7 @@ PATTERN = (
             queries=(Query(of_run(communication.STEP_WIRE_BYTES), "{{kind}}"),),
             unit=BYTES,
             minimum=0,
-            colors=palette.BYTES_OF_A_STEP,
+            colors=BYTES_OF_A_STEP,
             empty="no plan for this run",
         ),
     ),

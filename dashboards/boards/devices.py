@@ -99,8 +99,8 @@ USE = (
         ),
         TimeSeries(
             title="Over the device's links",
-            description="Bytes a second of all ranks. Much PCIe traffic without offloading: look "
-            "at where batches are copied from.",
+            description="Bytes a second of all ranks, as a mean over five minutes. Much PCIe "
+            "traffic without offloading: look at where batches are copied from.",
             queries=(Query(of_run(devices.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
@@ -178,6 +178,7 @@ HEALTH = (
             ),
         ),
         sort_by="Busy",
+        least_first=True,
         width=18,
     ),
 )

@@ -9,7 +9,6 @@ from ..grafana.panels import BarGauge, Column, Gauge, Stat, Table, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
     BYTES,
-    BYTES_PER_SECOND,
     COUNT,
     PLAIN,
     PLAIN_TEXT,
@@ -18,16 +17,30 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import by
+from ..promql import ON_GPU, ON_HOST, by
 from ..recording import memory
-from . import palette
+from ..recording.rule import RecordingRule
+from .palette import CATEGORIES, MEMORY_STATES, PHASES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 FULL = above(0.9, 0.97)  # of a limit: no alert of its own, the risk of running out is the judge
-LIMIT = of_run(memory.MEMORY_STATES, 'state="limit"')
-PEAK = of_run(memory.MEMORY_STATES, 'state="peak_allocated"')
+
+
+def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
+    """Select the largest of all GPUs, or in a run without any, the host's."""
+    labels = (label,) if label else ()
+    gpus, host = (
+        by("max", of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)
+    )
+    return f"{gpus}\nor on (job, run) {host}"
+
+
+LIMIT, PEAK, ALLOCATED, RESERVED = (
+    of_devices(memory.MEMORY_STATES, f'state="{state}"')
+    for state in ("limit", "peak_allocated", "allocated", "reserved")
+)
 RANK_AND_DEVICE = ("rank", "device")
 LEAST_HEADROOM = f"bottomk(10, {by('min', of_ranks(memory.HEADROOM_RATIO), *RANK_AND_DEVICE)})"
 
@@ -95,41 +108,59 @@ WILL_IT_BE_ENOUGH = (
         description="The largest of all ranks. What is predicted should run along the peaks; "
         "where it meets the limit, memory runs out. The limit is drawn once peaks pass half of it.",
         queries=(
-            Query(f"{LIMIT} < ignoring (state) (2 * {PEAK})", "limit"),
+            Query(f"({LIMIT}) < 2 * ({PEAK})", "limit"),
             Query(PEAK, "peak"),
-            Query(of_run(memory.PREDICTED_PEAK), "predicted peak"),
-            Query(of_run(memory.MEMORY_STATES, 'state="allocated"'), "allocated"),
+            Query(of_devices(memory.PREDICTED_PEAK), "predicted peak"),
+            Query(ALLOCATED, "allocated"),
         ),
         unit=BYTES,
         minimum=0,
-        colors=palette.MEMORY_STATES,
+        colors=MEMORY_STATES,
     ),
 )
 
 WHAT_FILLS_IT = (
     TimeSeries(
-        title="What memory holds at a step's peak",
+        title="What a device holds at a step's peak",
         description="The largest of all ranks, category by category. Much **optimizer**: a higher "
         "ZeRO stage or offload. Much **activations**: a smaller micro-batch or checkpointing of "
-        "activations. On the host **activations** includes what the C library keeps.",
-        queries=(Query(of_run(memory.MEMORY_CATEGORIES), "{{category}}"),),
+        "activations.",
+        queries=(Query(of_devices(memory.MEMORY_CATEGORIES, label="category"), "{{category}}"),),
         unit=BYTES,
         minimum=0,
         stacked=True,
-        colors=palette.CATEGORIES,
-        width=14,
+        colors=CATEGORIES,
+        width=9,
+        height=9,
+    ),
+    TimeSeries(
+        title="What the host holds",
+        description="The largest of all ranks; in a run without GPUs the same as beside. Here "
+        "**activations** includes what the C library keeps of earlier batches.",
+        queries=(
+            Query(
+                by("max", of_run(memory.MEMORY_CATEGORIES, 'device="cpu"'), "category"),
+                "{{category}}",
+            ),
+        ),
+        unit=BYTES,
+        minimum=0,
+        stacked=True,
+        colors=CATEGORIES,
+        empty="nothing is offloaded to the host",
+        width=9,
         height=9,
     ),
     BarGauge(
         title="Peak of each phase",
         description="In the step last looked at, of the fullest rank. The phase with the highest "
         "peak decides what fits: backward for activations, optimizer for its states.",
-        queries=(Query(of_run(memory.PHASE_PEAK), "{{phase}}", shape="now"),),
+        queries=(Query(of_devices(memory.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
         unit=BYTES,
         minimum=0,
         thresholds=PLAIN_TEXT,
-        colors=palette.PHASES,
-        width=10,
+        colors=PHASES,
+        width=6,
         height=9,
     ),
     TimeSeries(
@@ -138,23 +169,23 @@ WHAT_FILLS_IT = (
         "pieces: set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On the host reserved is "
         "address space and harmless.",
         queries=(
-            Query(of_run(memory.MEMORY_STATES, 'state="reserved"'), "reserved"),
-            Query(of_run(memory.MEMORY_STATES, 'state="allocated"'), "allocated"),
-            Query(of_run(memory.FRAGMENTATION), "fragmented"),
-            Query(of_run(memory.BASELINE), "before training"),
+            Query(RESERVED, "reserved"),
+            Query(ALLOCATED, "allocated"),
+            Query(of_devices(memory.FRAGMENTATION), "fragmented"),
+            Query(of_devices(memory.BASELINE), "before training"),
         ),
         unit=BYTES,
         minimum=0,
-        colors=palette.MEMORY_STATES,
+        colors=MEMORY_STATES,
     ),
     TimeSeries(
         title="What leaks, per step",
         description="Growth that no batch explains, by what grows. It is empty as long as nothing "
         "leaks; with `memory.leak_sites` the run folder names the lines that grow.",
-        queries=(Query(of_run(memory.LEAK), "{{category}}"),),
+        queries=(Query(of_run(memory.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,
         minimum=0,
-        colors=palette.CATEGORIES,
+        colors=CATEGORIES,
         empty="nothing leaks",
     ),
 )
@@ -230,10 +261,10 @@ TROUBLE = sized(
         empty="none",
     ),
     TimeSeries(
-        title="Moved by offloading",
-        description="Bytes a second of all ranks, by direction.",
-        queries=(Query(of_run(memory.OFFLOAD_BYTES_RATE), "{{direction}}"),),
-        unit=BYTES_PER_SECOND,
+        title="Moved by offloading in a step",
+        description="Bytes that one rank moves, by direction.",
+        queries=(Query(of_run(memory.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
+        unit=BYTES,
         minimum=0,
         empty="nothing is offloaded",
     ),

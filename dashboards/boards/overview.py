@@ -28,10 +28,10 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import by
+from ..promql import ON_GPU, by
 from ..recording import communication, devices, memory, training
-from . import palette
 from .overview_tables import DETAILS, FIRING
+from .palette import PHASES
 from .parts import sized, step_seconds
 from .queries import of_ranks, of_run, rate_of_ranks, worst
 
@@ -107,7 +107,7 @@ HELD_BACK = (
         description="Each bar is a measurement over the limit from which its alert would fire; at "
         "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
         "the board Communication, **waiting for data** on Step anatomy, **idle device** on "
-        "Devices, **out of memory** on Memory.",
+        "Devices (GPUs only), **out of memory** on Memory.",
         queries=(
             Query(
                 against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
@@ -128,7 +128,7 @@ HELD_BACK = (
                 shape="now",
             ),
             Query(
-                f"(1 - {by('min', of_run(devices.DEVICE_UTILIZATION))})"
+                f"(1 - {by('min', of_run(devices.DEVICE_UTILIZATION, ON_GPU))})"
                 f" / {round(1 - DEVICE_UTILIZATION_LOW, 6)}",
                 "idle device",
                 shape="now",
@@ -155,7 +155,7 @@ HELD_BACK = (
         unit=SECONDS,
         minimum=0,
         stacked=True,
-        colors=palette.PHASES,
+        colors=PHASES,
         width=14,
         board=uid_of("step_anatomy"),
     ),
@@ -178,7 +178,8 @@ HELD_BACK = (
         TimeSeries(
             title="Devices busy",
             description="Mean over ranks, and the least busy of them. Under the line a device "
-            "waits for something else: communication, data, or too little work at once.",
+            "waits for something else: communication, data, or too little work at once. It is for "
+            "GPUs: of a CPU the share of all cores is shown, of which two ranks share the whole.",
             queries=(
                 Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
                 Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
@@ -235,5 +236,5 @@ BOARD = Board(
         Row("Progress", PROGRESS),
         Row("Alerts and ranks", DETAILS),
     ),
-    traces=('{ name = "train.step" && span.zerowatch.run = "$run" }',),
+    traces=('{ name = "train.step" && .zerowatch.run = "$run" }',),
 )

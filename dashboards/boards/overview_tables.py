@@ -16,7 +16,7 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import by
+from ..promql import ON_GPU, by
 from ..recording import communication, devices, memory, training
 from .queries import RUN, of_ranks
 
@@ -68,8 +68,8 @@ DETAILS = (
                 decimals=1,
             ),
             Column(
-                title="Device busy",
-                expression=of_the_slowest(of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)),
+                title="GPU busy",
+                expression=of_the_slowest(of_ranks(devices.DEVICE_UTILIZATION_BY_RANK, ON_GPU)),
                 unit=RATIO,
                 thresholds=below(DEVICE_UTILIZATION_LOW),
                 decimals=0,

@@ -20,7 +20,7 @@ from ..grafana.style import (
 )
 from ..promql import by, rate
 from ..recording import training
-from . import palette
+from .palette import PHASES
 from .parts import sized, step_seconds
 from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
 
@@ -33,7 +33,7 @@ A_STEP = (
         unit=SECONDS,
         minimum=0,
         stacked=True,
-        colors=palette.PHASES,
+        colors=PHASES,
         width=14,
         height=9,
     ),
@@ -47,7 +47,7 @@ A_STEP = (
         minimum=0,
         maximum=1,
         thresholds=PLAIN_TEXT,
-        colors=palette.PHASES,
+        colors=PHASES,
         decimals=1,
         width=10,
         height=9,

@@ -6,7 +6,19 @@ from ...metrics.catalog import tuner
 from ...metrics.catalog.training import SAMPLES
 from ..grafana.board import Board, Row
 from ..grafana.panels import Column, Stat, StateTimeline, Table, Text, TimeSeries
-from ..grafana.style import BAD, GOOD, PLAIN, PLAIN_TEXT, RATIO, SECONDS, Named, Query, Step, below
+from ..grafana.style import (
+    BAD,
+    COUNT,
+    GOOD,
+    PLAIN,
+    PLAIN_TEXT,
+    RATIO,
+    SECONDS,
+    Named,
+    Query,
+    Step,
+    below,
+)
 from ..promql import by
 from ..recording import communication
 from .parts import sized, step_seconds
@@ -38,6 +50,7 @@ NOW = (
         queries=(Query(of_first_rank(tuner.TUNER_DECISIONS), "{{verdict}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
+        colors=VERDICTS,
         plain=True,
         empty=NO_TUNER,
         width=10,
@@ -101,7 +114,6 @@ KNOBS = (
                     decimals=1,
                 ),
             ),
-            empty=NO_TUNER,
             sort_by="Gain",
         ),
         TimeSeries(
@@ -109,7 +121,7 @@ KNOBS = (
             description="Each step is a change; marks name the verdict. The scale is logarithmic, "
             "as bucket sizes stand beside small counts.",
             queries=(Query(of_first_rank(tuner.TUNER_KNOB_VALUE), "{{knob}}"),),
-            unit=PLAIN,
+            unit=COUNT,
             log_scale=True,
             empty=NO_TUNER,
         ),

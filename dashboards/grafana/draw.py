@@ -104,6 +104,7 @@ def _stat(panel: Stat, shared: Json) -> Any:
         noValue=None,  # grafanalib's own is the word "none"
         colorMode=panel.color,
         graphMode="none" if panel.plain else "area",
+        textMode=_text_mode(panel),
         overrides=overrides_by_color(panel),
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
@@ -121,6 +122,12 @@ def _stat(panel: Stat, shared: Json) -> Any:
             },
         },
     )
+
+
+def _text_mode(panel: Stat) -> str:
+    """Let Grafana name the values, even a lone one if its name is a label's value."""
+    is_label = any("{{" in query.legend for query in panel.queries)
+    return "value_and_name" if is_label else "auto"
 
 
 def _gauge(panel: Gauge, shared: Json) -> Any:
@@ -216,7 +223,7 @@ def _table(panel: Table, shared: Json) -> Any:
             "options": {
                 "cellHeight": "sm",
                 "showHeader": True,
-                "sortBy": [{"displayName": panel.sort_by, "desc": True}] if panel.sort_by else [],
+                "sortBy": table.order(panel),
             },
         },
     ).panel_json({})

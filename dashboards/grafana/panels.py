@@ -23,7 +23,7 @@ class Panel:
         maximum: Of the scale; None fits it to the values.
         decimals: Digits shown after the point; None lets Grafana choose.
         colors: Fixed colours of series by their legend, so that a word has one colour everywhere.
-        empty: What is shown where there is no data.
+        empty: What is shown where there is no data; in a table also in each empty cell.
         board: The uid of the board that tells more, linked from the title.
     """
 
@@ -100,11 +100,13 @@ class Table(Panel):
         labels: Head of the column by label, in their order.
         columns: The values; none are shown where there is one column without a title.
         sort_by: The head of the column that the lines are sorted by, largest first.
+        least_first: Whether the smallest comes first instead.
     """
 
     labels: Mapping[str, str]
     columns: tuple[Column, ...]
     sort_by: str = ""
+    least_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,11 @@ def transformations(panel: Table) -> list[Json]:
     ]
 
 
+def order(panel: Table) -> list[Json]:
+    """Return by which column the lines are sorted."""
+    return [{"displayName": panel.sort_by, "desc": not panel.least_first}] if panel.sort_by else []
+
+
 def overrides(panel: Table) -> list[Json]:
     """Return each column's unit and colours."""
     return [override(column.title, _look(column)) for column in panel.columns if column.title]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...metrics.catalog import memory
-from ..promql import by, select
+from ...metrics.catalog.training import STEPS
+from ..promql import by, rate, ratio, select
 from .rule import aggregated, recorded, share_of_training, summed_rate
 
 _PEAK = 'state="peak_allocated"'
@@ -38,6 +39,16 @@ OFFLOAD_RATIO = recorded(
     "direction",
 )
 
+# By the step and not by the second: such a rate rises for five minutes after a start.
+OFFLOAD_BYTES_PER_STEP = recorded(
+    memory.OFFLOAD_BYTES,
+    "per_step_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(memory.OFFLOAD_BYTES, timing.short), "direction"),
+        by("sum", rate(STEPS, timing.short)),
+    ),
+    "direction",
+)
 # For boards: over a thousand ranks, as lines over time, these would be too many series to read raw.
 MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
 PHASE_PEAK = aggregated(memory.MEMORY_PHASE_PEAK, "max", "device", "phase")
@@ -54,6 +65,7 @@ RULES = (
     MEMORY_CATEGORIES,
     OFFLOAD_BYTES_RATE,
     OFFLOAD_RATIO,
+    OFFLOAD_BYTES_PER_STEP,
     MEMORY_STATES,
     PHASE_PEAK,
     BASELINE,

@@ -142,6 +142,32 @@ def test_a_table_joins_its_queries_by_label_and_names_their_columns():
     assert json["options"]["sortBy"] == [{"displayName": "Risk", "desc": True}]
 
 
+def test_a_table_can_begin_with_the_smallest():
+    columns = (Column(title="Busy", expression="busy"),)
+    (json,) = drawn(Table(**WORDS, labels={}, columns=columns, sort_by="Busy", least_first=True))
+
+    assert json["options"]["sortBy"] == [{"displayName": "Busy", "desc": False}]
+
+
+def test_a_lone_value_is_named_if_its_name_is_a_label_s():
+    named, nameless = drawn(
+        Stat(**WORDS, queries=(Query("ooms", "{{outcome}}"),)), Stat(**WORDS, queries=(QUERY,))
+    )
+
+    assert named["options"]["textMode"] == "value_and_name"
+    assert nameless["options"]["textMode"] == "auto"
+
+
+def test_the_axis_of_a_graph_reaches_beyond_its_limits_unless_its_end_is_fixed():
+    free, fixed = drawn(
+        TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.2)),
+        TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.2), maximum=1),
+    )
+
+    assert free["fieldConfig"]["defaults"]["custom"]["axisSoftMax"] == pytest.approx(0.22)
+    assert "axisSoftMax" not in fixed["fieldConfig"]["defaults"]["custom"]
+
+
 def test_a_table_of_labels_alone_hides_its_values():
     (json,) = drawn(
         Table(

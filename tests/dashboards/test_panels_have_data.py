@@ -159,24 +159,22 @@ def answers(tmp_path_factory) -> Iterator[Answers]:
     for name, text in texts.items():
         (folder / f"{name}.yaml").write_text(text)
     port = free_port()
-    with training_run(folder, port):
-        prometheus = Prometheus(folder, CONFIG.format(port=port))
-        with contextlib.closing(prometheus):
-            found = Answers(prometheus, {name: yaml.safe_load(t) for name, t in texts.items()})
+    prometheus = Prometheus(folder, CONFIG.format(port=port))
+    with contextlib.closing(prometheus), training_run(folder, port):
+        found = Answers(prometheus, {name: yaml.safe_load(text) for name, text in texts.items()})
 
-            def all_there() -> bool:
-                found.ask()
-                return not found.missing()
+        def all_there() -> bool:
+            found.ask()
+            return not found.missing()
 
-            eventually(all_there, seconds=PATIENCE_SECONDS, pause=1.0)
-            yield found
+        eventually(all_there, seconds=PATIENCE_SECONDS, pause=1.0)
+        yield found
 
 
 @contextlib.contextmanager
 def training_run(folder: Path, port: int) -> Iterator[None]:
     variables = environment(
         ZEROWATCH_SERVE_PORT=str(port),
-        ZEROWATCH_SERVE_LINGER_SECONDS="0",  # the Prometheus is gone by then
         ZEROWATCH_RUN_ID=RUN,
         CUDA_VISIBLE_DEVICES="",
     )

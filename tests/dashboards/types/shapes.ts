@@ -32,11 +32,12 @@ type Json<T> = T extends string
         : T;
 
 // Grafana fills in what a panel leaves out.
-type Partially<T> = T extends Array<infer Item>
-  ? Partially<Item>[]
-  : T extends object
-    ? { [Key in keyof T]?: Partially<T[Key]> }
-    : T;
+type Partially<T> =
+  T extends Array<infer Item>
+    ? Partially<Item>[]
+    : T extends object
+      ? { [Key in keyof T]?: Partially<T[Key]> }
+      : T;
 
 type Query = Omit<Json<Dataquery>, '_implementsDataqueryVariant'>;
 

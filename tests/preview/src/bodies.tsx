@@ -187,7 +187,8 @@ function Repeated(props: BodyProps & { orientation: VizOrientation } & Record<st
 
 /** Bars begin below each other: all are given the space of the longest name and value. */
 function longestTexts(values: any[]) {
-  const longest = (texts: string[]) => texts.reduce((one, other) => (other.length > one.length ? other : one), '');
+  const longest = (texts: string[]) =>
+    texts.reduce((one, other) => (other.length > one.length ? other : one), '');
   return {
     title: longest(values.map((value) => value.display.title ?? '')),
     text: longest(values.map((value) => value.display.text)),
@@ -197,16 +198,18 @@ function longestTexts(values: any[]) {
 
 function Lines({ panel, frames, width, height }: BodyProps) {
   const [by] = panel.options.sortBy ?? [];
-  const sorted = by ? sortedBy(frames[0], by.displayName) : frames[0];
+  const sorted = by ? sortedBy(frames[0], by.displayName, by.desc ? -1 : 1) : frames[0];
   return <Table data={sorted} width={width} height={height} initialSortBy={[]} />;
 }
 
-function sortedBy(frame: DataFrame, name: string): DataFrame {
+function sortedBy(frame: DataFrame, name: string, sign: number): DataFrame {
   const by = frame.fields.find((field) => field.name === name);
   if (!by) {
     return frame;
   }
-  const order = [...by.values.keys()].sort((one, other) => by.values[other] - by.values[one]);
+  const order = [...by.values.keys()].sort(
+    (one, other) => sign * (by.values[one] - by.values[other])
+  );
   const fields = frame.fields.map((field) => ({
     ...field,
     values: order.map((index) => field.values[index]),

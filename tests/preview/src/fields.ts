@@ -29,7 +29,9 @@ export function configured(
   return frames.map((frame, index) => ({
     ...frame,
     fields: frame.fields.map((field) =>
-      field.type === FieldType.time ? timed(field, theme) : valued(field, index, source, range, theme)
+      field.type === FieldType.time
+        ? timed(field, theme)
+        : valued(field, index, source, range, theme)
     ),
   }));
 }
@@ -91,5 +93,7 @@ function rangeOf(frames: DataFrame[]): { min: number; max: number } {
     .filter((field) => field.type === FieldType.number)
     .flatMap((field) => [...field.values])
     .filter((value) => Number.isFinite(value));
-  return values.length ? { min: Math.min(...values), max: Math.max(...values) } : { min: 0, max: 1 };
+  return values.length
+    ? { min: Math.min(...values), max: Math.max(...values) }
+    : { min: 0, max: 1 };
 }

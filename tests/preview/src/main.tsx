@@ -42,7 +42,17 @@ function Failure({ text }: { text: string }) {
   return <pre style={{ color: '#ff7383', whiteSpace: 'pre-wrap', fontSize: 11 }}>{text}</pre>;
 }
 
-function Filled({ panel, settings, width, height }: { panel: Panel; settings: Settings; width: number; height: number }) {
+function Filled({
+  panel,
+  settings,
+  width,
+  height,
+}: {
+  panel: Panel;
+  settings: Settings;
+  width: number;
+  height: number;
+}) {
   const [frames, setFrames] = React.useState<DataFrame[]>();
   const [error, setError] = React.useState('');
   React.useEffect(() => {
@@ -56,14 +66,29 @@ function Filled({ panel, settings, width, height }: { panel: Panel; settings: Se
   if (!frames) {
     return <i data-waiting />;
   }
-  return <Body panel={panel} frames={frames} settings={settings} theme={theme} width={width} height={height} />;
+  return (
+    <Body
+      panel={panel}
+      frames={frames}
+      settings={settings}
+      theme={theme}
+      width={width}
+      height={height}
+    />
+  );
 }
 
 function Placed({ panel, settings }: { panel: Panel; settings: Settings }) {
   const { x, y, w, h } = panel.gridPos;
-  const place = { position: 'absolute' as const, left: x * COLUMN_WIDTH + GAP, top: y * ROW_HEIGHT };
+  const place = {
+    position: 'absolute' as const,
+    left: x * COLUMN_WIDTH + GAP,
+    top: y * ROW_HEIGHT,
+  };
   if (panel.type === 'row') {
-    return <div style={{ ...place, color: '#ccccdc', fontSize: 16, paddingTop: 10 }}>{panel.title}</div>;
+    return (
+      <div style={{ ...place, color: '#ccccdc', fontSize: 16, paddingTop: 10 }}>{panel.title}</div>
+    );
   }
   return (
     <div style={place}>
@@ -90,7 +115,13 @@ function Page({ board, settings }: { board: Board; settings: Settings }) {
         </div>
         <div style={{ fontSize: 13, color: '#8e8e99' }}>{board.description}</div>
       </div>
-      <div style={{ position: 'relative', width: 24 * COLUMN_WIDTH + GAP, height: bottom * ROW_HEIGHT + GAP }}>
+      <div
+        style={{
+          position: 'relative',
+          width: 24 * COLUMN_WIDTH + GAP,
+          height: bottom * ROW_HEIGHT + GAP,
+        }}
+      >
         {board.panels.map((panel) => (
           <Placed key={panel.id} panel={panel} settings={settings} />
         ))}

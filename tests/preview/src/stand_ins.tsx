@@ -2,7 +2,14 @@
 
 import * as React from 'react';
 
-import { DataFrame, Field, FieldDisplay, FieldType, getValueFormat, GrafanaTheme2 } from '@grafana/data';
+import {
+  DataFrame,
+  Field,
+  FieldDisplay,
+  FieldType,
+  getValueFormat,
+  GrafanaTheme2,
+} from '@grafana/data';
 
 const TEXT = '#ccccdc';
 const AXIS_WIDTH = 64;
@@ -18,7 +25,12 @@ function valuesOf(frame: DataFrame): Field {
 }
 
 /** A gauge: an arc from minimum to maximum, filled as far as the value goes. */
-export function Dial({ shown, theme, width, height }: Size & { shown: FieldDisplay; theme: GrafanaTheme2 }) {
+export function Dial({
+  shown,
+  theme,
+  width,
+  height,
+}: Size & { shown: FieldDisplay; theme: GrafanaTheme2 }) {
   const { display, field } = shown;
   const radius = Math.min(width / 2, height / 1.6) * 0.8;
   const [x, y] = [width / 2, height / 2 + radius / 3];
@@ -26,8 +38,18 @@ export function Dial({ shown, theme, width, height }: Size & { shown: FieldDispl
   const share = Math.min(1, Math.max(0, (display.numeric - min) / (max - min)));
   return (
     <svg width={width} height={height}>
-      <path d={arc(x, y, radius, 1)} stroke={theme.colors.background.secondary} strokeWidth={radius / 3} fill="none" />
-      <path d={arc(x, y, radius, share)} stroke={display.color} strokeWidth={radius / 3} fill="none" />
+      <path
+        d={arc(x, y, radius, 1)}
+        stroke={theme.colors.background.secondary}
+        strokeWidth={radius / 3}
+        fill="none"
+      />
+      <path
+        d={arc(x, y, radius, share)}
+        stroke={display.color}
+        strokeWidth={radius / 3}
+        fill="none"
+      />
       <text x={x} y={y} fill={display.color} fontSize={radius / 2} textAnchor="middle">
         {display.text + (display.suffix ?? '')}
       </text>
@@ -45,7 +67,12 @@ function arc(x: number, y: number, radius: number, share: number): string {
 }
 
 /** A heatmap of a histogram's buckets, each the rate over the bucket below it. */
-export function Heat({ frames, unit, width, height }: Size & { frames: DataFrame[]; unit: string }) {
+export function Heat({
+  frames,
+  unit,
+  width,
+  height,
+}: Size & { frames: DataFrame[]; unit: string }) {
   const rows = bucketRows(frames);
   const most = Math.max(1e-9, ...rows.flatMap((row) => row.counts));
   const cellHeight = (height - AXIS_HEIGHT) / rows.length;
@@ -55,7 +82,9 @@ export function Heat({ frames, unit, width, height }: Size & { frames: DataFrame
     <svg width={width} height={height}>
       {rows.map(({ bound, counts }, index) => {
         const top = height - AXIS_HEIGHT - (index + 1) * cellHeight;
-        const { text, suffix } = Number.isFinite(bound) ? format(bound) : { text: '+Inf', suffix: '' };
+        const { text, suffix } = Number.isFinite(bound)
+          ? format(bound)
+          : { text: '+Inf', suffix: '' };
         return (
           <g key={bound}>
             <text x={4} y={top + cellHeight / 2 + 4} fill={TEXT} fontSize={11}>
@@ -81,7 +110,8 @@ export function Heat({ frames, unit, width, height }: Size & { frames: DataFrame
 }
 
 function bucketRows(frames: DataFrame[]) {
-  const bound = (frame: DataFrame) => Number(valuesOf(frame).labels!.le.replace('+Inf', 'Infinity'));
+  const bound = (frame: DataFrame) =>
+    Number(valuesOf(frame).labels!.le.replace('+Inf', 'Infinity'));
   const sorted = [...frames].sort((one, other) => bound(one) - bound(other));
   return sorted.map((frame, index) => {
     const below = index ? valuesOf(sorted[index - 1]).values : [];
@@ -97,7 +127,15 @@ function orange(strength: number): string {
 }
 
 /** A state timeline: a band for each series, in the colour of each value. */
-export function States({ frames, theme, height }: { frames: DataFrame[]; theme: GrafanaTheme2; height: number }) {
+export function States({
+  frames,
+  theme,
+  height,
+}: {
+  frames: DataFrame[];
+  theme: GrafanaTheme2;
+  height: number;
+}) {
   const band = Math.min(34, height / frames.length);
   return (
     <div>
@@ -105,7 +143,9 @@ export function States({ frames, theme, height }: { frames: DataFrame[]; theme: 
         const field = valuesOf(frame);
         return (
           <div key={index} style={{ display: 'flex', height: band - 4, marginBottom: 4 }}>
-            <span style={{ width: 90, fontSize: 12, color: TEXT }}>{field.config.displayNameFromDS}</span>
+            <span style={{ width: 90, fontSize: 12, color: TEXT }}>
+              {field.config.displayNameFromDS}
+            </span>
             {[...field.values].map((value, column) => (
               <span key={column} style={{ flex: 1, background: stateColor(field, value, theme) }} />
             ))}
@@ -117,5 +157,7 @@ export function States({ frames, theme, height }: { frames: DataFrame[]; theme: 
 }
 
 function stateColor(field: Field, value: number | null, theme: GrafanaTheme2): string {
-  return value === null ? theme.colors.background.canvas : (field.display!(value).color ?? 'transparent');
+  return value === null
+    ? theme.colors.background.canvas
+    : (field.display!(value).color ?? 'transparent');
 }

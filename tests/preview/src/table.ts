@@ -30,7 +30,10 @@ function labelsOf(frame: DataFrame, index: number): Line {
   return Object.fromEntries(labels.map((field) => [field.name, field.values[index]]));
 }
 
-function organized(lines: Line[], { excludeByName, indexByName, renameByName }: Organize): DataFrame {
+function organized(
+  lines: Line[],
+  { excludeByName, indexByName, renameByName }: Organize
+): DataFrame {
   const names = [...new Set(lines.flatMap((line) => Object.keys(line)))]
     .filter((name) => !excludeByName[name])
     .sort((one, other) => (indexByName[one] ?? 99) - (indexByName[other] ?? 99));
