@@ -34,8 +34,13 @@ def by(operation: str, expression: str, *labels: str) -> str:
 
 
 def ratio(part: str, whole: str, *labels: str) -> str:
-    """Divide, matching job, run and the labels named; `part` may have more labels than `whole`."""
-    return f"{part}\n/ on ({', '.join((*IDENTITY, *labels))}) group_left ()\n{whole}"
+    """Divide, matching job, run and the labels named; `part` may have more labels than `whole`.
+
+    Where `whole` is 0 there is no result, rather than infinity: an evaluation that is longer than
+    the window takes no steps in it.
+    """
+    names = ", ".join((*IDENTITY, *labels))
+    return f"{part}\n/ on ({names}) group_left ()\n({whole} > 0)"
 
 
 def recorded_name(level: str, spec: MetricSpec, operation: str) -> str:

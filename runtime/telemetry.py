@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..metrics.catalog import communication, training
 from ..metrics.exporters.otel_environment import is_standard_endpoint, resource_attributes
 from ..metrics.exporters.outbox import Outbox
-from ..metrics.exporters.own_log_lines import OwnLogLines
+from ..metrics.exporters.own_log_lines import OwnLogLines, log_line
 from ..metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
 from ..metrics.settings import OtelSettings
 from .publisher import Step
@@ -54,7 +54,7 @@ class Telemetry:
         self._settings = around.settings.otel
         self._rank = around.identity.rank
         self._held: deque[Step] = deque()
-        self._unnamed = 0
+        self._lost = 0
         self._slow = SlowSteps()
         self._last_ids: tuple[int, int] | None = None
         self._lines: OwnLogLines | None = None
@@ -72,7 +72,7 @@ class Telemetry:
     @property
     def dropped(self) -> int:
         """Traces and log lines lost."""
-        return self._unnamed + (0 if self._outbox is None else self._outbox.dropped)
+        return self._lost + (0 if self._outbox is None else self._outbox.dropped)
 
     def trace(self, steps: Sequence[Step]) -> None:
         """Make traces of those steps that leave one. Called on the watch thread, each second.
@@ -85,7 +85,7 @@ class Telemetry:
             self._consider(self._held.popleft(), run_id)
         while len(self._held) > MAX_HELD_STEPS:
             self._held.popleft()
-            self._unnamed += 1
+            self._lost += 1
 
     def close(self) -> None:
         """Send what is left, for at most CLOSE_SECONDS. Safe to call twice."""
@@ -94,10 +94,11 @@ class Telemetry:
         if self._lines is not None:
             self._lines.close()
         self.trace(())
-        self._unnamed += len(self._held)
+        self._lost += len(self._held)
         self._stop.set()
         # It may be inside an export that nothing can interrupt; the process need not wait for it.
         self._thread.join(CLOSE_SECONDS)
+        self._outbox.give_up()
 
     def abandon(self) -> None:
         """In a forked child: let go of what is the parent's, without touching its connections."""
@@ -122,8 +123,7 @@ class Telemetry:
             self.makes_traces = True
             self._around.clock.keep_intervals()
         if settings.logs:
-            take = guard("log lines", self._outbox.add_line)
-            self._lines = OwnLogLines(take, self._ids_of_now, self._rank)
+            self._lines = OwnLogLines(guard("log lines", self._take_line))
             self._lines.open()
         self._thread = threading.Thread(target=self._run, name="zerowatch-otlp", daemon=True)
         self._thread.start()
@@ -151,7 +151,7 @@ class Telemetry:
         elif slow and self._slow.may_trace():
             self._give(step, run_id, trace_id, reason="slow")
         elif slow:
-            self._unnamed += 1
+            self._lost += 1
 
     def _is_sampled(self, trace_id: int) -> bool:
         """Whether all ranks trace this step; of very many those that are first on their node."""
@@ -205,6 +205,10 @@ class Telemetry:
             "zerowatch.comm_exposed_seconds": record.comm_exposed_seconds,
         }
         return {name: value for name, value in known.items() if value is not None}
+
+    def _take_line(self, record: logging.LogRecord) -> None:
+        if self._outbox is not None:
+            self._outbox.add_line(log_line(record, self._rank, self._ids_of_now()))
 
     def _ids_of_now(self) -> tuple[int, int] | None:
         """Return trace and span of the step under way, if it will be sampled; else of the last."""

@@ -73,14 +73,15 @@ def _training_stalled(timing: Timing) -> Alert:
 
 def _rank_down(timing: Timing) -> Alert:
     # A rank that ended as it should has told so: its last run_active is 0. One that came back on
-    # another port answers there.
+    # another port answers there; what it said on the old one does not count after its end.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(REMEMBERED_SECONDS)}])"
     return Alert(
         name="ZerowatchRankDown",
         component="training",
         severity="critical",
         expression=(
-            f"up == 0\nand on (job, run, rank) {active} == 1\nunless on (job, run, rank) up == 1"
+            f"up == 0\nand on (job, instance, run, rank) {active} == 1\n"
+            "unless on (job, run, rank) up == 1"
         ),
         for_seconds=MINUTE,
         keep_firing_seconds=0,  # an answer ends it for certain

@@ -185,7 +185,6 @@ WHAT_FILLS_IT = (
         queries=(Query(of_run(memory.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,
         minimum=0,
-        colors=CATEGORIES,
         empty="nothing leaks",
     ),
 )

@@ -11,6 +11,7 @@ from ...metrics.thresholds import (
     OOM_RISK_HIGH,
     STRAGGLER_SCORE_HIGH,
 )
+from ..alerts.communication import STEADY_SHARE
 from ..grafana.board import Board, Row, uid_of
 from ..grafana.panels import BarGauge, Stat, TimeSeries
 from ..grafana.style import (
@@ -42,9 +43,10 @@ HEALTH = sized(
     5,
     Stat(
         title="Ranks training",
-        description="Should be as many as you started; 0 after a normal end. If some are missing, "
-        "look below at the alerts, then into the log of the rank that is gone.",
-        queries=(Query(of_run(training.ACTIVE_RANKS), "ranks"),),
+        description="Should be as many as you started; 0 after the run's end. If some are "
+        "missing, look below at the alerts, then into the log of the rank that is gone.",
+        # A run that was killed tells nothing any more, and its last figure is not of now.
+        queries=(Query(f"sum({of_run(training.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
     ),
@@ -101,6 +103,11 @@ def against_limit(rule: str, limit: float) -> str:
     return f"{by('max', rule)} / {limit}"
 
 
+def steady(score: str) -> str:
+    """Write what a rank's score does not fall below for most of five minutes, as its alert does."""
+    return f"quantile_over_time({1 - STEADY_SHARE}, {score}[5m])"
+
+
 HELD_BACK = (
     BarGauge(
         title="What holds it back: share of each limit",
@@ -116,8 +123,7 @@ HELD_BACK = (
             ),
             Query(
                 against_limit(
-                    f"avg_over_time({of_ranks(communication.STRAGGLER_SCORE)}[5m])",
-                    STRAGGLER_SCORE_HIGH,
+                    steady(of_ranks(communication.STRAGGLER_SCORE)), STRAGGLER_SCORE_HIGH
                 ),
                 "straggler",
                 shape="now",

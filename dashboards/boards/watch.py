@@ -33,6 +33,7 @@ PART_COLORS = {
     "watch_thread": "yellow",
     "exchange_thread": "orange",
     "http_thread": "green",
+    "otlp_thread": "red",
 }
 
 COST = (

@@ -22,17 +22,18 @@ STEP_BUCKETS = summed_rate(training.STEP_SECONDS, "le", part="_bucket")
 STEP_SECONDS = recorded(
     training.STEP_SECONDS,
     "mean_rate5m",
-    lambda timing: (
-        f"{by('sum', rate(training.STEP_SECONDS, timing.short, part='_sum'))}\n"
-        f"/ {by('sum', rate(training.STEP_SECONDS, timing.short, part='_count'))}"
+    lambda timing: ratio(
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum")),
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count")),
     ),
 )
 STEP_SECONDS_BY_RANK = recorded(
     training.STEP_SECONDS,
     "mean_rate5m",
-    lambda timing: (
-        f"{by('sum', rate(training.STEP_SECONDS, timing.short, part='_sum'), 'rank')}\n"
-        f"/ {by('sum', rate(training.STEP_SECONDS, timing.short, part='_count'), 'rank')}"
+    lambda timing: ratio(
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum"), "rank"),
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count"), "rank"),
+        "rank",
     ),
     "rank",
 )

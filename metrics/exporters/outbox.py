@@ -71,6 +71,7 @@ class Outbox:
         self._lines: deque[LogLine] = deque()
         self._circuit = Circuit(now)
         self._told = False
+        self._open = True
 
     def add_trace(self, trace: StepTrace) -> None:
         """Take a trace in."""
@@ -92,8 +93,15 @@ class Outbox:
             self._send_traces()
             self._send_lines()
             self._send_metrics(final=final)
-        if final:
-            self.dropped += len(self._traces) + len(self._lines)
+
+    def give_up(self) -> None:
+        """Lose what is left, and say no more of it: the run has ended."""
+        self._open = False
+        self.dropped += len(self._traces) + len(self._lines)
+
+    @property
+    def _may_send(self) -> bool:
+        return self._open and self._circuit.is_closed
 
     def _is_named(self) -> bool:
         if not self._described:
@@ -104,19 +112,19 @@ class Outbox:
         return self._described
 
     def _send_traces(self) -> None:
-        while self._traces and self._circuit.is_closed:
+        while self._traces and self._may_send:
             trace = self._traces.popleft()
             if self._sent(self._otlp.send_traces([trace]), 1):
                 self._show_examples(trace)
 
     def _send_lines(self) -> None:
-        while self._lines and self._circuit.is_closed:
+        while self._lines and self._may_send:
             portion = [self._lines.popleft() for _ in range(min(LINES_AT_ONCE, len(self._lines)))]
             self._sent(self._otlp.send_lines(portion), len(portion))
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
-        if not self._settings.metrics or not self._circuit.is_closed:
+        if not self._settings.metrics or not self._may_send:
             return
         if now < self._metrics_due and not final:
             return
@@ -144,7 +152,7 @@ class Outbox:
         self.dropped += num_items
         self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
         self._circuit.failed()
-        if not self._circuit.is_closed and not self._told:
+        if self._open and not self._told and not self._circuit.is_closed:
             self._told = True
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,

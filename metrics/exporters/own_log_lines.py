@@ -11,25 +11,15 @@ OWN_LOGGER = "zerowatch"
 
 
 class OwnLogLines(logging.Handler):
-    """Hands on each line that our loggers let through, from `open` until `close`.
+    """Hands on each record that our loggers let through, from `open` until `close`.
 
     Args:
-        take: Gets the lines, on whatever thread they are written. It must not raise.
-        trace_of_now: Returns the trace and the span that a line of this moment belongs to; 0 and 0
-            for none.
-        rank: The global rank.
+        take: Gets the records, on whatever thread they are written. It must not raise.
     """
 
-    def __init__(
-        self,
-        take: Callable[[LogLine], object],
-        trace_of_now: Callable[[], tuple[int, int] | None],
-        rank: int,
-    ) -> None:
+    def __init__(self, take: Callable[[logging.LogRecord], object]) -> None:
         super().__init__()
         self._take = take
-        self._trace_of_now = trace_of_now
-        self._rank = rank
 
     def open(self) -> None:
         """Begin."""
@@ -41,27 +31,34 @@ class OwnLogLines(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a line on."""
-        attributes: dict[str, Value] = {
-            "zerowatch.rank": self._rank,
-            "zerowatch.logger": record.name,
-            "thread.name": record.threadName or "",
-        }
-        kind, error, _ = record.exc_info or (None, None, None)
-        if kind is not None:
-            attributes["exception.type"] = kind.__qualname__
-            attributes["exception.message"] = str(error)
-            attributes["exception.stacktrace"] = logging.Formatter().formatException(
-                record.exc_info  # type: ignore[arg-type]
-            )
-        trace_id, span_id = self._trace_of_now() or (0, 0)
-        self._take(
-            LogLine(
-                unix_ns=int(record.created * 1e9),
-                level=record.levelno,
-                text=record.getMessage(),
-                attributes=attributes,
-                trace_id=trace_id,
-                span_id=span_id,
-            )
-        )
+        """Hand a record on."""
+        self._take(record)
+
+
+def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) -> LogLine:
+    """Write a record as data.
+
+    Args:
+        record: What was logged.
+        rank: The global rank.
+        ids: The trace and the span that it belongs to.
+    """
+    attributes: dict[str, Value] = {
+        "zerowatch.rank": rank,
+        "zerowatch.logger": record.name,
+        "thread.name": record.threadName or "",
+    }
+    if record.exc_info and record.exc_info[0] is not None:
+        kind, error, _ = record.exc_info
+        attributes["exception.type"] = kind.__qualname__
+        attributes["exception.message"] = str(error)
+        attributes["exception.stacktrace"] = logging.Formatter().formatException(record.exc_info)
+    trace_id, span_id = ids or (0, 0)
+    return LogLine(
+        unix_ns=int(record.created * 1e9),
+        level=record.levelno,
+        text=record.getMessage(),
+        attributes=attributes,
+        trace_id=trace_id,
+        span_id=span_id,
+    )

@@ -80,7 +80,7 @@ def _row(what: str, found: Interval, kind: str = "") -> Row:
 def _threads(rank: int, seconds: dict[str, float]) -> Row:
     total_ms = 1000 * sum(seconds.values())
     return Row(
-        what=f"rank {rank}: all our threads, collector answers, one step in 10 traced",
+        what=f"rank {rank}: all our threads, collector answers, one step in 100 traced",
         measured=f"{total_ms:.2f} ms/s",
         spread=", ".join(f"{name} {1000 * each:.2f}" for name, each in seconds.items()),
         goal=f"<= {GOAL_MS:g} ms/s",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +17,12 @@ SETTINGS: dict[str, Any] = {"serve": {"port": 0}, "run_log": {"folder": "runs"}}
 
 
 @contextlib.contextmanager
-def watched(engine: Any, endpoint: str | None = None) -> Iterator[Any]:
-    """Watch, and send everything there is to `endpoint`, with ten times the usual traces."""
-    otel = {"endpoint": endpoint, "metrics": True, "logs": True, "every_steps": 10}
+def watched(engine: Any, endpoint: str | None = None, every_steps: int = 10) -> Iterator[Any]:
+    """Watch, and send everything there is to `endpoint`; ten times the usual traces, or as asked.
+
+    A block is too short for the usual number.
+    """
+    otel = {"endpoint": endpoint, "metrics": True, "logs": True, "every_steps": every_steps}
     opened = watch(engine, SETTINGS | ({"otel": otel} if endpoint else {}))
     yield opened
     opened.close()
@@ -38,17 +40,17 @@ def main() -> None:
     )
     job = training.Training(stage=2)
     job.aim_at(asked["step_seconds"])
+    threads = answered(job, asked)
     rounds = [
         {arm: overhead_job.block(job, arm, asked) for arm in order}
         for order in overhead_job.orders(asked["rounds"], asked["arms"], [])
     ]
-    gc.collect()
-    training.report({"rounds": rounds, "batch": job.batch, "answered": answered(job, asked)})
+    training.report({"rounds": rounds, "batch": job.batch, "answered": threads})
 
 
 def answered(job: training.Training, asked: dict[str, Any]) -> dict[str, float]:
     """Return what our threads cost a second, where a collector takes all that is sent."""
-    with watched(job.engine, asked["answering"]):
+    with watched(job.engine, asked["answering"], every_steps=100):
         job.time_steps(asked["settling_steps"])
         threads = own_threads()
         before = {each: cpu_seconds(os.getpid(), each) for each in threads}

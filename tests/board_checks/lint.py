@@ -138,6 +138,29 @@ def panel_faults(panel: Json) -> Iterator[str]:
         yield from legend_faults(target)
         if target["format"] == "table" and keeps_name(parsed(target["expr"])):
             yield "a table's query keeps its metric's name: columns would not join by label"
+    yield from override_faults(panel)
+
+
+def override_faults(panel: Json) -> Iterator[str]:
+    """Say if no series or column can have any of the names for which a look is fixed."""
+    looks = panel["fieldConfig"]["overrides"]
+    names = {look["matcher"]["options"] for look in looks}
+    possible = {name for target in panel.get("targets", []) for name in series_names(target)}
+    for change in panel.get("transformations", []):
+        possible |= set(change["options"].get("renameByName", {}).values())
+    if names and not names & possible:
+        yield f"no series is called {' or '.join(sorted(names))}"
+
+
+def series_names(target: Json) -> Iterator[str]:
+    """Yield what series are called by a legend that is a word, or one label's values."""
+    legend = target.get("legendFormat", "")
+    label = re.fullmatch(r"{{(\w+)}}", legend)
+    yield legend
+    for spec in CATALOG if label else ():
+        for known in spec.labels:
+            if known.name == label[1]:
+                yield from known.values
 
 
 def legend_faults(target: Json) -> Iterator[str]:

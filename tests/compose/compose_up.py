@@ -64,7 +64,8 @@ def starts_and_fills(project: Project, services: list[str]) -> None:
         within=HEALTHY_SECONDS - (time.monotonic() - begun),
         what=f"all of {services} healthy",
     )
-    say(f"all healthy after {time.monotonic() - begun:.0f} s")
+    load = f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+    say(f"all healthy after {time.monotonic() - begun:.0f} s ({load})")
     seconds_until(
         lambda: ranks_up(project) == {"0": "1", "1": "1"}, within=60, what="both ranks up"
     )

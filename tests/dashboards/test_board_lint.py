@@ -88,6 +88,9 @@ FAULTS = {
     "no title": lambda board: first(board, "stat").update(title=""),
     "no description that helps": lambda board: first(board, "stat").pop("description"),
     "no unit": lambda board: first(board, "stat")["fieldConfig"]["defaults"].pop("unit"),
+    "no series is called": lambda board: first(board, "timeseries")["targets"][0].update(
+        legendFormat="rank {{phase}}"
+    ),
     "no query": lambda board: first(board, "stat").pop("targets"),
     "lies over": lambda board: first(board, "stat")["gridPos"].update(w=5),
     "leaves the grid": lambda board: first(board, "timeseries")["gridPos"].update(w=25),

@@ -27,7 +27,7 @@ from servers.prometheus import Prometheus
 from zerowatch.dashboards.build import board_files
 from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.promql import select
-from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION_BY_RANK
+from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION, DEVICE_UTILIZATION_BY_RANK
 from zerowatch.dashboards.recording.memory import OOM_RISK
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import devices, memory, training, tuner, watching
@@ -48,6 +48,7 @@ ABSENT = {
     select(memory.ALLOC_RETRIES): NO_GPU,
     select(memory.MEMORY_BYTES, 'device!="cpu"'): NO_GPU,
     OOM_RISK.select('device!="cpu"'): NO_GPU,
+    DEVICE_UTILIZATION.select('device!="cpu"'): NO_GPU,
     DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'): NO_GPU,
     select(memory.MEMORY_LEAK): HEALTHY,
     select(memory.OOMS): HEALTHY,
@@ -59,7 +60,7 @@ ABSENT = {
 RUN = "board-run"
 TIMING = Timing(scale=1 / 60)
 SHOWN_SECONDS = 60.0
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 75.0
 CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 rule_files: [recording.yaml, alerts.yaml]

@@ -18,7 +18,7 @@ from zerowatch.metrics.exporters.otel_environment import is_standard_endpoint, r
 from zerowatch.metrics.exporters.otlp import Otlp
 from zerowatch.metrics.exporters.otlp_families import unit_of
 from zerowatch.metrics.exporters.outbox import Outbox
-from zerowatch.metrics.exporters.own_log_lines import OwnLogLines
+from zerowatch.metrics.exporters.own_log_lines import OwnLogLines, log_line
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
@@ -298,7 +298,8 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
     collector, make_outbox
 ):
     outbox = make_outbox(Recorder())
-    lines = OwnLogLines(outbox.add_line, lambda: (TRACE_ID, SPAN_ID), rank=3)
+    ids = (TRACE_ID, SPAN_ID)
+    lines = OwnLogLines(lambda record: outbox.add_line(log_line(record, 3, ids)))
     lines.open()
 
     logging.getLogger("zerowatch.runtime.watch").warning("took %d s", 7)
@@ -319,7 +320,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
 
 def test_a_log_line_outside_of_any_trace_has_no_ids_but_its_exception(collector, make_outbox):
     outbox = make_outbox(Recorder())
-    lines = OwnLogLines(outbox.add_line, lambda: None, rank=0)
+    lines = OwnLogLines(lambda record: outbox.add_line(log_line(record, 0, None)))
     lines.open()
 
     try:
@@ -341,6 +342,7 @@ def test_nothing_is_sent_until_the_run_has_a_name(collector, make_outbox):
     outbox.add_trace(step_trace())
     outbox.flush()
     outbox.flush(final=True)
+    outbox.give_up()
 
     assert collector.requests == {}
     assert outbox.dropped == 1

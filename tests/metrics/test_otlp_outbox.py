@@ -152,9 +152,22 @@ def test_at_the_end_of_a_run_a_dead_collector_is_not_tried_again(make_outbox, se
     outbox.flush()
 
     outbox.flush(final=True)
+    outbox.give_up()
 
     assert sender.tries == 3
     assert outbox.dropped == 5
+
+
+def test_once_given_up_nothing_more_is_sent_or_said(make_outbox, sender, caplog):
+    outbox = make_outbox()
+    outbox.add_trace(TRACE)
+
+    outbox.give_up()
+    outbox.flush()
+
+    assert sender.tries == 0
+    assert outbox.dropped == 1
+    assert caplog.records == []
 
 
 def test_what_finds_no_room_is_lost_and_counted(make_outbox):

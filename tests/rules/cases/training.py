@@ -35,6 +35,7 @@ IDLE = {
     **LABELS,
     "component": "devices",
 }
+ELSEWHERE = {"instance": "10.0.0.9:9464", "node": "node-9"}
 ACTIVITY = "zerowatch_last_activity_timestamp_seconds"
 
 
@@ -129,6 +130,15 @@ CASES = (
             1, "zerowatch_run_active", gauge((5.5, GONE), (9.5, 1)), instance="10.0.0.1:9564"
         ),
         until="15m",
+    ),
+    Case(
+        title="A rank that was killed, came back on another host and ended there is not down",
+        series=training_rank(0, (10, 1), (0.25, 0), (14.75, GONE))
+        | of_rank(1, "zerowatch_run_active", gauge((5, 1), (20, GONE)))
+        | of_rank(1, "up", gauge((5.5, 1), (19.5, GONE)))  # it is no longer a target
+        | of_rank(1, "zerowatch_run_active", gauge((5.5, GONE), (4.5, 1), (0.25, 0)), **ELSEWHERE)
+        | of_rank(1, "up", gauge((5.5, GONE), (4.75, 1), (14.75, 0)), **ELSEWHERE),
+        until="25m",
     ),
     Case(
         title="A run that has ended as it should raises nothing, though its ranks answer no more",
