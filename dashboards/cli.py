@@ -86,6 +86,10 @@ def up(native: bool, without_trainer: bool, gpu: bool) -> None:
 @click.option("--volumes", is_flag=True, help="Also remove what was stored (not with --native).")
 def down(native: bool, volumes: bool) -> None:
     """Stop the stack."""
+    if native and volumes:
+        raise click.UsageError(
+            "--native keeps what was stored; to forget it remove the folder .zerowatch-stack"
+        )
     if native:
         _tell(_native_stack().down())
         return

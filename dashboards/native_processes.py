@@ -78,7 +78,12 @@ def process_of(child: Child) -> psutil.Process | None:
     try:
         process = psutil.Process(child.pid)
         same_start = abs(process.create_time() - child.started) < _START_TOLERANCE_SECONDS
-        is_ours = same_start and process.cmdline() == child.command
+        is_ours = same_start and _ends_with(process.cmdline(), child.command[1:])
     except psutil.Error:
         return None
     return process if is_ours and process.status() != psutil.STATUS_ZOMBIE else None
+
+
+def _ends_with(command: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Compare arguments only: what is on PATH may be a script that starts the program proper."""
+    return list(command[len(command) - len(arguments) :]) == list(arguments)

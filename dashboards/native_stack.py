@@ -57,9 +57,11 @@ class NativeStack:
 
     def _ports_of_last_start(self) -> dict[str, str]:
         """Return what is in use now, whatever the environment has come to say since."""
-        if not self._processes.known() or not self._kept_ports.is_file():
+        try:
+            kept = dict(json.loads(self._kept_ports.read_text()))
+        except (OSError, ValueError):
             return {}
-        return dict(json.loads(self._kept_ports.read_text()))
+        return kept if self._processes.known() else {}
 
     def up(self) -> list[str]:
         """Start what does not run yet, wait until it answers, and return what to tell.

@@ -14,13 +14,14 @@ from .promql import select
 
 JOB = "zerowatch"
 TIMEOUT_SECONDS = 5.0
-ENDED = f"last_over_time({select(RUN_ACTIVE)}[15m]) == 0"
+# Targets of a run stay in Prometheus as long as no other run takes their place.
+ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
 # What Prometheus says when a scrape fails, and what to do. The first that fits is told.
 _CURES = (
     (
         "connection refused",
-        "nothing listens there: the job has crashed or was killed, or it serves on 127.0.0.1 of "
-        "another machine or container; then set serve.host",
+        "nothing listens there: the job has crashed or was killed, or was over a day ago, or it "
+        "serves on 127.0.0.1 of another machine or container; then set serve.host",
     ),
     (
         "no such host",

@@ -59,7 +59,13 @@ def port_settings(env_file: Path = ENV_FILE) -> dict[str, str]:
     """Read the variables of an env file as compose does; the environment has more force."""
     lines = env_file.read_text().splitlines() if env_file.is_file() else []
     pairs = (line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    return {name.strip(): value.strip().strip("'\"") for name, value in pairs} | dict(os.environ)
+    from_file = {name.strip(): _value(text) for name, text in pairs}
+    return from_file | dict(os.environ)
+
+
+def _value(text: str) -> str:
+    """Read what stands behind the "=" of a line, without quotes and a remark behind it."""
+    return text.partition(" #")[0].strip().strip("'\"")
 
 
 def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:

@@ -32,10 +32,7 @@ class _Histogram:
         self.counts[index] += 1
         self.sum += value
         if exemplar:
-            self.exemplify(index, value, exemplar)
-
-    def exemplify(self, index: int, value: float, exemplar: Mapping[str, str]) -> None:
-        self.exemplars[index] = Exemplar(labels=exemplar, value=value, unix_seconds=time.time())
+            self.exemplars[index] = Exemplar(labels=exemplar, value=value, unix_seconds=time.time())
 
     def freeze(self) -> Distribution:
         return Distribution(
@@ -101,18 +98,16 @@ class Recorder:
                 self._histograms.setdefault(spec, {})[labels] = known
             known.observe(value, exemplar)
 
-    def exemplify(
-        self, spec: MetricSpec, value: float, *labels: str, exemplar: Mapping[str, str]
-    ) -> None:
+    def exemplify(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
         """Say under which labels one value that was observed before can be found by now.
 
         Nothing happens where none like it was observed.
         """
         with self._lock:
             known = self._histograms.get(spec, {}).get(labels)
-            index = bisect_left(spec.buckets, value)
+            index = bisect_left(spec.buckets, exemplar.value)
             if known is not None and known.counts[index]:
-                known.exemplify(index, value, exemplar)
+                known.exemplars[index] = exemplar
 
     def snapshot(self) -> Snapshot:
         """Copy all values as they stand between two commits."""

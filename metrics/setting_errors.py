@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
@@ -22,7 +23,9 @@ def settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) 
         return SettingsError(
             f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
         )
-    got = "" if isinstance(fault["input"], dict) else f", got {fault['input']!r}"
+    # What is wrong with an address may be that it holds a password.
+    shown = re.sub(r"(?<=://)[^/\s]*@", "***@", repr(fault["input"]))
+    got = "" if isinstance(fault["input"], dict) else f", got {shown}"
     return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
 
 

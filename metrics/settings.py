@@ -6,11 +6,21 @@ zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SER
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -137,10 +147,22 @@ class ProfileSettings(_Section):
     """Profile one step in so many; 0 is never. The first profiled step takes a second longer."""
 
 
+def _base_url(text: str) -> str:
+    if re.fullmatch(r"https?://[^@\s?#]+", text) and not re.search(
+        r"/v1/(traces|metrics|logs)/*$", text
+    ):
+        return text
+    raise PydanticCustomError(
+        "base_url",
+        "must be a base URL such as http://127.0.0.1:4318, without /v1/traces and without "
+        "credentials, which go into OTEL_EXPORTER_OTLP_HEADERS",
+    )
+
+
 class OtelSettings(_Section):
     """What is sent to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
 
-    endpoint: str | None = Field(default=None, pattern=r"^https?://[^@\s]+$")
+    endpoint: Annotated[str, AfterValidator(_base_url)] | None = None
     """Base URL of the collector, such as http://127.0.0.1:4318; by default that of
     OTEL_EXPORTER_OTLP_ENDPOINT. Where neither is set, nothing is sent."""
     traces: bool = True

@@ -39,7 +39,7 @@ _NAMES = {
 
 @dataclass(slots=True)
 class _Stretch:
-    """One span in the making; `busy_ns` is less than its length where it has gaps."""
+    """One span in the making, in Unix time; `busy_ns` is less than its length where it has gaps."""
 
     name: str
     start_ns: int
@@ -54,21 +54,21 @@ class _Stretch:
         self.busy_ns += other.busy_ns
         self.pieces += other.pieces
 
-    def span(self, offset_ns: int) -> Span:
+    def span(self) -> Span:
         attributes = self.attributes
         if self.pieces > 1:
             attributes["zerowatch.pieces"] = self.pieces
             attributes["zerowatch.busy_seconds"] = self.busy_ns / 1e9
         return Span(
             name=self.name,
-            start_ns=self.start_ns + offset_ns,
-            end_ns=self.end_ns + offset_ns,
+            start_ns=self.start_ns,
+            end_ns=self.end_ns,
             attributes=attributes,
         )
 
 
 def children(
-    intervals: Iterable[PhaseInterval], calls: Sequence[Call], offset_ns: int, calls_offset_ns: int
+    intervals: Iterable[PhaseInterval], calls: Sequence[Call], offset_ns: int, device_offset_ns: int
 ) -> list[Span]:
     """Return the spans of a step, in the order in which they begin.
 
@@ -76,44 +76,44 @@ def children(
         intervals: When each phase had the time, in order.
         calls: The step's settled collectives.
         offset_ns: What makes the intervals' times Unix times.
-        calls_offset_ns: The same for the calls' times, which on CUDA have a clock of their own.
+        device_offset_ns: The same for the times of calls that were read from CUDA events.
     """
-    phases = _phases(intervals)
-    comms = _comms([call for call in calls if call.timed], MAX_CHILDREN - len(phases))
-    spans = [
-        *(stretch.span(offset_ns) for stretch in phases),
-        *(stretch.span(calls_offset_ns) for stretch in comms),
-    ]
+    phases = _phases(intervals, offset_ns)
+    offsets = offset_ns, device_offset_ns
+    comms = _comms([call for call in calls if call.timed], MAX_CHILDREN - len(phases), offsets)
+    spans = [stretch.span() for stretch in (*phases, *comms)]
     return sorted(spans, key=lambda span: span.start_ns)
 
 
-def _phases(intervals: Iterable[PhaseInterval]) -> list[_Stretch]:
+def _phases(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_Stretch]:
     """Join the stretches of each phase that follow each other; if there are many, all of them."""
     stretches: list[_Stretch] = []
     for phase, start_ns, end_ns in intervals:
         if phase == OTHER or end_ns <= start_ns:
             continue
-        stretch = _Stretch(_NAMES[phase], start_ns, end_ns, end_ns - start_ns)
+        start, end = start_ns + offset_ns, end_ns + offset_ns
+        stretch = _Stretch(_NAMES[phase], start, end, end - start)
         last = stretches[-1] if stretches else None
-        if last is not None and last.name == stretch.name and start_ns - last.end_ns < GAP_NS:
+        if last is not None and last.name == stretch.name and start - last.end_ns < GAP_NS:
             last.join(stretch)
         else:
             stretches.append(stretch)
     return stretches if len(stretches) <= MAX_PHASE_SPANS else _by_name(stretches)
 
 
-def _comms(calls: Sequence[Call], room: int) -> list[_Stretch]:
+def _comms(calls: Sequence[Call], room: int, offsets: tuple[int, int]) -> list[_Stretch]:
     """Give the longest calls a span each, and what is left of each operation one together."""
     if len(calls) <= room:
-        return [_comm(call) for call in calls]
+        return [_comm(call, offsets) for call in calls]
     operations = len({call.op for call in calls})
     longest = heapq.nlargest(max(0, room - operations), calls, key=_length)
     chosen = set(map(id, longest))
-    rest = [_comm(call) for call in calls if id(call) not in chosen]
-    return [*map(_comm, longest), *_by_name(rest)]
+    rest = [_comm(call, offsets) for call in calls if id(call) not in chosen]
+    return [*(_comm(call, offsets) for call in longest), *_by_name(rest)]
 
 
-def _comm(call: Call) -> _Stretch:
+def _comm(call: Call, offsets: tuple[int, int]) -> _Stretch:
+    offset_ns = offsets[call.start_event is not None]
     attributes: dict[str, Value] = {
         "zerowatch.op": OPS[call.op],
         "zerowatch.group": call.group.role,
@@ -121,7 +121,11 @@ def _comm(call: Call) -> _Stretch:
         "zerowatch.exposed_seconds": call.exposed_ns / 1e9,
     }
     return _Stretch(
-        f"comm {OPS[call.op]}", call.start_ns, call.end_ns, _length(call), attributes=attributes
+        f"comm {OPS[call.op]}",
+        call.start_ns + offset_ns,
+        call.end_ns + offset_ns,
+        _length(call),
+        attributes=attributes,
     )
 
 

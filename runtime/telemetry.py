@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..metrics.catalog import communication, training
@@ -21,6 +21,7 @@ from ..metrics.exporters.outbox import Outbox
 from ..metrics.exporters.own_log_lines import OwnLogLines, log_line
 from ..metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
 from ..metrics.settings import OtelSettings
+from .collectives.call import Call
 from .publisher import Step
 from .run_log import keeps_every_step
 from .step_spans import children
@@ -47,12 +48,14 @@ class Telemetry:
         cpu_seconds: CPU time that the sending thread has used.
     """
 
-    def __init__(self, around: Surroundings, hardware_ids: Mapping[str, str]) -> None:
+    def __init__(self, around: Surroundings, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
         self.makes_traces = False
         self.cpu_seconds = 0.0
         self._around = around
         self._settings = around.settings.otel
         self._rank = around.identity.rank
+        # Nodes may count their restarts differently; a rank there then hangs under nobody.
+        self._life = f"{around.identity.attempt}.{around.epoch}"
         self._held: deque[Step] = deque()
         self._lost = 0
         self._slow = SlowSteps()
@@ -93,7 +96,7 @@ class Telemetry:
             return
         if self._lines is not None:
             self._lines.close()
-        self.trace(())
+        self._last_traces(())
         self._lost += len(self._held)
         self._stop.set()
         # It may be inside an export that nothing can interrupt; the process need not wait for it.
@@ -106,19 +109,20 @@ class Telemetry:
             self._lines.close()
         self._outbox = None
 
-    def _begin(self, otlp: Otlp, hardware_ids: Mapping[str, str]) -> None:
+    def _begin(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
         guard, settings = self._around.hooks.guard, self._settings
         self._outbox = Outbox(
             self._around.recorder,
             otlp,
             settings,
             rank=self._rank,
-            hardware_ids=hardware_ids,
+            hardware_ids=guard("otlp", hardware_ids)() or {},
             describe=self._describe,
         )
         self._own_thread = guard("otlp", otlp.own_this_thread)
         self._flush = guard("otlp", self._outbox.flush)
         self._close_otlp = guard("otlp", otlp.close)
+        self._last_traces = guard("traces", self.trace)
         if settings.traces:
             self.makes_traces = True
             self._around.clock.keep_intervals()
@@ -165,24 +169,23 @@ class Telemetry:
         if self._outbox is None or not intervals:
             return
         number = step.record.step
-        span_id = span_id_of(run_id, number, self._rank)
+        span_id = self._span_id(run_id, number, self._rank)
         hangs = reason == "chance" and self._rank != 0
         offset_ns = time.time_ns() - time.perf_counter_ns()
         root = Span(
             name="train.step",
-            start_ns=intervals[0][1] + offset_ns,
+            # Not the first interval's: of very many the earliest are lost.
+            start_ns=intervals[-1][2] + offset_ns - round(1e9 * step.record.seconds),
             end_ns=intervals[-1][2] + offset_ns,
             attributes=self._attributes(step, run_id, reason),
         )
         # Device times are those before an event at the step's end, which the host may be ahead of.
-        on_device = step.closed.batch.anchor is not None
-        calls = step.closed.batch.calls if on_device else step.calls
-        spans = children(intervals, calls, offset_ns, root.end_ns if on_device else offset_ns)
+        spans = children(intervals, _comparable(step), offset_ns, root.end_ns)
         self._outbox.add_trace(
             StepTrace(
                 trace_id=trace_id,
                 span_id=span_id,
-                parent_id=span_id_of(run_id, number, 0) if hangs else None,
+                parent_id=self._span_id(run_id, number, 0) if hangs else None,
                 root=root,
                 children=spans,
                 examples=_examples(step, spans),
@@ -190,11 +193,15 @@ class Telemetry:
         )
         self._last_ids = trace_id, span_id
 
+    def _span_id(self, run_id: str, step: int, rank: int) -> int:
+        return span_id_of(run_id, step, rank, life=self._life)
+
     def _attributes(self, step: Step, run_id: str, reason: str) -> dict[str, Value]:
         record = step.record
         known: dict[str, Value | None] = {
             "zerowatch.run": run_id,
             "zerowatch.rank": self._rank,
+            "zerowatch.attempt": self._around.identity.attempt,
             "zerowatch.step": record.step,
             "zerowatch.sampled_by": reason,
             "zerowatch.micro_batches": record.micro_batches,
@@ -217,7 +224,7 @@ class Telemetry:
             step = engine.global_steps + 1
             trace_id = trace_id_of(run_id, step)
             if self._is_sampled(trace_id):
-                return trace_id, span_id_of(run_id, step, self._rank)
+                return trace_id, self._span_id(run_id, step, self._rank)
         return self._last_ids
 
 
@@ -237,6 +244,13 @@ def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
         )
         return None
     return Otlp(settings.endpoint, settings.timeout_seconds)
+
+
+def _comparable(step: Step) -> Sequence[Call]:
+    """Return the calls whose times can be told: on CUDA not those on an earlier batch's anchor."""
+    if step.closed.batch.anchor is not None:
+        return step.closed.batch.calls
+    return [call for call in step.calls if call.start_event is None]
 
 
 def _examples(step: Step, spans: Sequence[Span]) -> list[Example]:

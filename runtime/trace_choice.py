@@ -20,9 +20,12 @@ def trace_id_of(run_id: str, step: int) -> int:
     return _hash(f"{run_id}/{step}", 16)
 
 
-def span_id_of(run_id: str, step: int, rank: int) -> int:
-    """Return the id of a rank's root in that trace."""
-    return _hash(f"{run_id}/{step}/{rank}", 8)
+def span_id_of(run_id: str, step: int, rank: int, *, life: str) -> int:
+    """Return the id of a rank's root in that trace.
+
+    `life` tells the steps of a run apart that bear one number, as after a restart.
+    """
+    return _hash(f"{run_id}/{step}/{rank}/{life}", 8)
 
 
 def is_sampled(trace_id: int, every_steps: int) -> bool:

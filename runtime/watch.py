@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ class Watch:
         self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
         self._comparison = Comparison(around)
         self._listeners.extend(self._comparison.listeners)
-        self._telemetry = Telemetry(around, hardware_ids(cuda_device=device))
+        self._telemetry = Telemetry(around, partial(hardware_ids, cuda_device=device))
         undo.callback(self._telemetry.close)
         self._thread = self._new_thread(device)
         self._costs = own_costs(

@@ -7,15 +7,31 @@ from collections.abc import Iterator
 import promql_parser
 from promql_parser import BinaryExpr, NumberLiteral, StringLiteral, VectorSelector
 
+from zerowatch.dashboards.recording import GROUPS
+from zerowatch.metrics.catalog import CATALOG
+
+# From Prometheus and from /targets: each series that is scraped has them.
+TARGET_LABELS = frozenset({"job", "instance", "run", "node", "rank"})
+_HISTOGRAM_PARTS = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
 _CHOOSING = {"==", "!=", ">", "<", ">=", "<=", "and", "or", "unless"}
 _CHILDREN = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
+
+
+def known_series() -> dict[str, set[str]]:
+    """Return the labels of all series that we make: those of the catalog, and what is recorded."""
+    known = {
+        spec.name + part: {*TARGET_LABELS, *spec.label_names, *own}
+        for spec in CATALOG
+        for part, own in (_HISTOGRAM_PARTS if spec.kind == "histogram" else {"": set()}).items()
+    }
+    return known | {rule.name: {"job", *rule.labels} for rules in GROUPS.values() for rule in rules}
 
 
 def selectors(expression: str) -> list[tuple[str, frozenset[str]]]:
     """Name the series that an expression reads, each with its matchers' texts."""
     return [
         (node.name or "", frozenset(str(matcher) for matcher in node.matchers.matchers))
-        for node in _nodes(promql_parser.parse(expression))
+        for node in nodes(promql_parser.parse(expression))
         if isinstance(node, VectorSelector)
     ]
 
@@ -28,7 +44,7 @@ def operands(expression: str) -> list[str]:
 def _operands(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
     if isinstance(node, NumberLiteral | StringLiteral):
         return
-    chooses = any(isinstance(n, BinaryExpr) and str(n.op) in _CHOOSING for n in _nodes(node))
+    chooses = any(isinstance(n, BinaryExpr) and str(n.op) in _CHOOSING for n in nodes(node))
     if not chooses:
         yield node
         return
@@ -36,10 +52,11 @@ def _operands(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
         yield from _operands(child)
 
 
-def _nodes(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+def nodes(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:
+    """Walk a syntax tree."""
     yield node
     for child in _children(node):
-        yield from _nodes(child)
+        yield from nodes(child)
 
 
 def _children(node: promql_parser.Expr) -> Iterator[promql_parser.Expr]:

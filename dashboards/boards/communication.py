@@ -81,7 +81,7 @@ COST = (
     TimeSeries(
         title="Communication, share of training time",
         description="**Exposed** is what training waits for; **all** also counts what goes on "
-        "behind computing. Above the line for half an hour, an alert fires.",
+        "behind computing. If both means of exposed are above the line, an alert fires.",
         queries=(
             Query(of_run(communication.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(communication.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),

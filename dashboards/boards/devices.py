@@ -17,7 +17,7 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import by
+from ..promql import ON_GPU, by
 from ..recording import devices, training
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
@@ -32,21 +32,26 @@ LEAST_BUSY = (
 
 USE = (
     Gauge(
-        title="Busy",
-        description="Share of the last five minutes in which a device worked, as a mean over the "
+        title="GPUs busy",
+        description="Share of the last five minutes in which a GPU worked, as a mean over the "
         "chosen ranks. Under 70 % it waits: for communication, for data, or for more work at "
-        "once. On the CPU it is the share of the cores that the process may use.",
-        queries=(Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busy", "now"),),
+        "once.",
+        queries=(
+            Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK, ON_GPU)), "busy", "now"),
+        ),
         unit=RATIO,
         minimum=0,
         maximum=1,
         decimals=0,
         thresholds=BUSY,
+        empty=NOT_A_GPU,
         width=6,
     ),
     TimeSeries(
         title="Busy, mean and extremes",
-        description="Over the chosen ranks. A wide gap is imbalance: see Communication.",
+        description="Over the chosen ranks. A wide gap is imbalance: see Communication. Of a CPU it "
+        "is the share of all cores, of which ranks on one host share the whole: the line is for "
+        "GPUs.",
         queries=(
             Query(by("max", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
             Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
@@ -158,7 +163,6 @@ HEALTH = (
                 title="Busy",
                 expression=LEAST_BUSY,
                 unit=RATIO,
-                thresholds=BUSY,
                 decimals=0,
             ),
             Column(

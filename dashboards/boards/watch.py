@@ -39,8 +39,8 @@ PART_COLORS = {
 COST = (
     Stat(
         title="Cost of watching",
-        description="CPU seconds a second, of the costliest of the chosen ranks. Usual is below "
-        "half a per cent; above 2 % an alert fires: see its page in the runbook.",
+        description="Seconds a second, of the costliest of the chosen ranks. Usual is below half "
+        "a per cent; if the mean of all ranks is above 2 %, an alert fires: see the runbook.",
         queries=(Query(by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK)), "cost"),),
         unit=RATIO,
         thresholds=above(WATCH_RATIO_HIGH / 2, WATCH_RATIO_HIGH),
@@ -49,7 +49,7 @@ COST = (
     ),
     TimeSeries(
         title="Cost by part",
-        description="CPU seconds a second, as a mean over ranks. **hooks** and **tap** run in "
+        description="Seconds a second, as a mean over ranks. **hooks** and **tap** run in "
         "training, the rest in threads of our own. Much tap: very many collectives. It is a mean "
         "over five minutes, so it rises for as long after a start.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
@@ -61,7 +61,8 @@ COST = (
     ),
     TimeSeries(
         title="Cost on the worst ranks",
-        description="Above the line an alert fires. Rank 0 does a little more than the others.",
+        description="The line is the alert's limit for the mean of all ranks. Rank 0 does a "
+        "little more than the others.",
         queries=(Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -188,7 +189,7 @@ SCRAPES = sized(
     ),
     Table(
         title="Ranks that cost most now",
-        description="CPU seconds a second for watching.",
+        description="Seconds a second for watching.",
         labels={"rank": "Rank"},
         columns=(
             Column(

@@ -46,8 +46,6 @@ WAIT_RATIO_BY_RANK = recorded(
     lambda timing: share_of_training(comm.COMM_WAIT_SECONDS, timing.short, per=("rank",)),
     "rank",
 )
-WIRE_BYTES_RATE = summed_rate(comm.COLLECTIVE_WIRE_BYTES, "op", "group")
-PAYLOAD_BYTES_RATE = summed_rate(comm.COLLECTIVE_BYTES, "op", "group")
 CALLS_PER_STEP = recorded(
     comm.COLLECTIVE_CALLS,
     "per_step_rate5m",
@@ -110,8 +108,6 @@ RULES = (
     COMM_RATIO,
     CAUSE_RATIO,
     WAIT_RATIO_BY_RANK,
-    WIRE_BYTES_RATE,
-    PAYLOAD_BYTES_RATE,
     CALLS_PER_STEP,
     COLLECTIVE_BUCKETS,
     LINK_BANDWIDTH_RATIO,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import memory
 from ...metrics.catalog.training import STEPS
 from ..promql import by, rate, ratio, select
-from .rule import aggregated, recorded, share_of_training, summed_rate
+from .rule import aggregated, recorded, share_of_training
 
 _PEAK = 'state="peak_allocated"'
 _LIMIT = 'state="limit"'
@@ -31,7 +31,6 @@ HEADROOM_RATIO = recorded(
 )
 OOM_RISK = aggregated(memory.OOM_RISK, "max", "rank", "device")
 MEMORY_CATEGORIES = aggregated(memory.MEMORY_CATEGORY_BYTES, "max", "device", "category")
-OFFLOAD_BYTES_RATE = summed_rate(memory.OFFLOAD_BYTES, "direction")
 OFFLOAD_RATIO = recorded(
     memory.OFFLOAD_SECONDS,
     "ratio_rate5m",
@@ -63,7 +62,6 @@ RULES = (
     HEADROOM_RATIO,
     OOM_RISK,
     MEMORY_CATEGORIES,
-    OFFLOAD_BYTES_RATE,
     OFFLOAD_RATIO,
     OFFLOAD_BYTES_PER_STEP,
     MEMORY_STATES,

@@ -11,9 +11,6 @@ STEPS_RATE = recorded(
     "rate5m",  # every rank takes the same steps
     lambda timing: by("max", rate(training.STEPS, timing.short)),
 )
-SAMPLES_RATE = summed_rate(training.SAMPLES)
-TOKENS_RATE = summed_rate(training.TOKENS)
-FLOPS_RATE = summed_rate(training.FLOPS)
 MFU = aggregated(training.MFU, "avg")
 LOSS = aggregated(training.LOSS, "avg")
 GRADIENT_NORM = aggregated(training.GRADIENT_NORM, "max")
@@ -73,9 +70,6 @@ SKIPPED_RATIO = recorded(
 
 RULES = (
     STEPS_RATE,
-    SAMPLES_RATE,
-    TOKENS_RATE,
-    FLOPS_RATE,
     MFU,
     LOSS,
     GRADIENT_NORM,

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..catalog.watching import EXPORTER_FAILURES
 from ..recorder import Recorder
 from ..settings import OtelSettings
+from ..snapshot import Exemplar
 from .circuit import Circuit
 from .otlp_families import families, hardware_families
 from .telemetry_data import Family, LogLine, StepTrace, Value
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .otlp import Otlp
 
 logger = logging.getLogger(__name__)
+
+Signal = Literal["traces", "metrics", "logs"]
 
 MAX_TRACES, MAX_LINES = 32, 512
 # Small portions, each a request, traces one by one: who writes them down holds the GIL.
@@ -69,8 +72,13 @@ class Outbox:
         self._metrics_due = 0.0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
-        self._circuit = Circuit(now)
-        self._told = False
+        # Each its own: a receiver of traces alone refuses the rest, and must not lose traces by it.
+        self._circuits: dict[Signal, Circuit] = {
+            "traces": Circuit(now),
+            "metrics": Circuit(now),
+            "logs": Circuit(now),
+        }
+        self._told: set[Signal] = set()
         self._open = True
 
     def add_trace(self, trace: StepTrace) -> None:
@@ -99,9 +107,8 @@ class Outbox:
         self._open = False
         self.dropped += len(self._traces) + len(self._lines)
 
-    @property
-    def _may_send(self) -> bool:
-        return self._open and self._circuit.is_closed
+    def _may_send(self, signal: Signal) -> bool:
+        return self._open and self._circuits[signal].is_closed
 
     def _is_named(self) -> bool:
         if not self._described:
@@ -112,19 +119,19 @@ class Outbox:
         return self._described
 
     def _send_traces(self) -> None:
-        while self._traces and self._may_send:
+        while self._traces and self._may_send("traces"):
             trace = self._traces.popleft()
-            if self._sent(self._otlp.send_traces([trace]), 1):
+            if self._sent("traces", self._otlp.send_traces([trace]), 1):
                 self._show_examples(trace)
 
     def _send_lines(self) -> None:
-        while self._lines and self._may_send:
+        while self._lines and self._may_send("logs"):
             portion = [self._lines.popleft() for _ in range(min(LINES_AT_ONCE, len(self._lines)))]
-            self._sent(self._otlp.send_lines(portion), len(portion))
+            self._sent("logs", self._otlp.send_lines(portion), len(portion))
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
-        if not self._settings.metrics or not self._may_send:
+        if not self._settings.metrics or not self._may_send("metrics"):
             return
         if now < self._metrics_due and not final:
             return
@@ -134,33 +141,39 @@ class Outbox:
             families(snapshot, self._rank), hardware_families(snapshot, self._hardware_ids)
         )
         for portion in _portions(found):
-            if not self._sent(self._otlp.send_metrics(portion, self._started_ns, now_ns), 0):
+            was_taken = self._otlp.send_metrics(portion, self._started_ns, now_ns)
+            if not self._sent("metrics", was_taken, 0) or not self._open:
                 return
 
     def _show_examples(self, trace: StepTrace) -> None:
         """Let histograms name the trace, now that it can be looked up."""
         labels = {"trace_id": f"{trace.trace_id:032x}", "span_id": f"{trace.span_id:016x}"}
+        ended_at = trace.root.end_ns / 1e9
         with self._recorder.commit():
             for seen in trace.examples:
-                self._recorder.exemplify(seen.spec, seen.value, *seen.labels, exemplar=labels)
+                exemplar = Exemplar(labels=labels, value=seen.value, unix_seconds=ended_at)
+                self._recorder.exemplify(seen.spec, *seen.labels, exemplar=exemplar)
 
-    def _sent(self, was_taken: bool, num_items: int) -> bool:
+    def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
         """Account for an export of so many traces or lines; return whether it was taken."""
+        circuit = self._circuits[signal]
         if was_taken:
-            self._circuit.succeeded()
+            circuit.succeeded()
             return True
         self.dropped += num_items
         self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
-        self._circuit.failed()
-        if self._open and not self._told and not self._circuit.is_closed:
-            self._told = True
+        circuit.failed()
+        if self._open and signal not in self._told and not circuit.is_closed:
+            self._told.add(signal)
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
-                "the OpenTelemetry collector at %s does not take what rank %d sends; it is tried "
+                "the OpenTelemetry collector at %s does not take the %s of rank %d; it is tried "
                 "again less and less often, and training goes on. See otel.endpoint, or set "
-                "otel.traces=false to send nothing; failures are counted in %s.",
+                "otel.%s=false to send none; failures are counted in %s.",
                 self._settings.endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT",
+                signal,
                 self._rank,
+                signal,
                 EXPORTER_FAILURES.name,
             )
         return False

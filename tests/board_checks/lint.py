@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import promql_parser
+from promql_parts import TARGET_LABELS, known_series, nodes
 
 from zerowatch.dashboards.boards import BOARDS
-from zerowatch.dashboards.recording import GROUPS
 from zerowatch.metrics.catalog import CATALOG
 
 Json = dict[str, Any]
 
-TARGET_LABELS = {"job", "instance", "run", "node", "rank"}
+SCRAPES = ("up", "scrape_duration_seconds", "scrape_samples_scraped")
 ALERT_LABELS = {"alertname", "alertstate", "severity", "component"}
-RULES = {rule.name: rule for rules in GROUPS.values() for rule in rules}
 OTHERS = {  # series that are Prometheus' own
-    "ALERTS": ALERT_LABELS,
-    "up": set(),
-    "scrape_duration_seconds": set(),
-    "scrape_samples_scraped": set(),
+    "ALERTS": {*TARGET_LABELS, *ALERT_LABELS},
+    **dict.fromkeys(SCRAPES, TARGET_LABELS),
 }
-PARTS = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
 COLUMNS = 24
 # Grafana's own variables, as a query would have them.
 MACROS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
-
-def known_series() -> dict[str, set[str]]:
-    """Return the labels that each series a board may name can have."""
-    known = {name: labels | TARGET_LABELS for name, labels in OTHERS.items()}
-    for spec in CATALOG:
-        parts = PARTS if spec.kind == "histogram" else {"": set()}
-        for part, labels in parts.items():
-            known[spec.name + part] = {*spec.label_names, *labels, *TARGET_LABELS}
-    for rule in RULES.values():
-        known[rule.name] = {"job", *rule.labels}
-    return known
-
-
-SERIES = known_series()
+SERIES = {**OTHERS, **known_series()}
 UIDS = {board.uid for board in BOARDS}
 
 
@@ -239,17 +222,3 @@ def grouping_faults(aggregation: Any) -> Iterator[str]:
     }
     for label in set(modifier.labels) - below:
         yield f"aggregates by {label}, which no series has"
-
-
-def nodes(node: Any) -> Iterator[Any]:
-    """Walk a syntax tree."""
-    yield node
-    for name in ("expr", "lhs", "rhs", "param", "args", "vector_selector"):
-        inner = getattr(node, name, None)
-        if name == "vector_selector" and inner is not None:
-            yield inner
-        elif isinstance(inner, Sequence) and not isinstance(inner, str):
-            for item in inner:
-                yield from nodes(item)
-        elif inner is not None:
-            yield from nodes(inner)

@@ -92,7 +92,9 @@ def test_the_job_is_what_the_pod_monitor_looks_for() -> None:
     assert pod["metadata"]["labels"][monitor["jobLabel"]] == "zerowatch"
     assert endpoint["port"] in ports
     assert endpoint["honorLabels"] is True
-    assert {rule["targetLabel"] for rule in endpoint["relabelings"]} == {"run", "node", "rank"}
+    ended, *labels = endpoint["relabelings"]
+    assert (ended["action"], ended["regex"]) == ("drop", "Succeeded")
+    assert {rule["targetLabel"] for rule in labels} == {"run", "node", "rank"}
 
 
 def test_the_jobs_pods_find_their_master_by_the_service() -> None:

@@ -22,6 +22,13 @@ def test_native_has_no_trainer_to_choose(words: list[str]) -> None:
     assert "--native starts no trainer" in done.output
 
 
+def test_native_removes_nothing_and_says_what_to_remove() -> None:
+    done = CliRunner().invoke(stack, ["down", "--native", "--volumes"])
+
+    assert done.exit_code == 2
+    assert ".zerowatch-stack" in done.output
+
+
 def test_what_was_just_built_is_up_to_date(tmp_path: Path) -> None:
     CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)])
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from servers.free_port import free_port
 
-from zerowatch.dashboards import stack
+from zerowatch.dashboards import stack, stack_ports
 from zerowatch.errors import CommandLineError
 
 # A docker that notes what it was asked, and answers by the files beside it.
@@ -172,6 +172,20 @@ def test_a_port_that_is_none_is_refused(
 
     with pytest.raises(CommandLineError, match=r"PROMETHEUS_PORT is .* such as 9090"):
         stack.up()
+
+
+def test_an_env_file_is_read_as_compose_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEMPO_PORT", "3201")
+    monkeypatch.delenv("GRAFANA_PORT", raising=False)
+    file = tmp_path / ".env"
+    file.write_text("# Ports\nGRAFANA_PORT=3001 # as 3000 is taken\nTEMPO_PORT='3202'\n")
+
+    settings = stack_ports.port_settings(file)
+
+    assert stack_ports.chosen(stack_ports.GRAFANA, settings).number == 3001
+    assert stack_ports.chosen(stack_ports.TEMPO, settings).number == 3201
 
 
 def test_installed_without_sources_it_says_what_still_goes(

@@ -178,9 +178,28 @@ def test_a_process_that_has_taken_over_a_pid_is_not_ours() -> None:
 
     assert process_of(ours) is not None
     assert process_of(Child(name="x", pid=own.pid, started=1.0, command=own.cmdline())) is None
+    other = ["y", "--config.file=y.yml"]
     assert (
-        process_of(Child(name="x", pid=own.pid, started=own.create_time(), command=["y"])) is None
+        process_of(Child(name="x", pid=own.pid, started=own.create_time(), command=other)) is None
     )
+
+
+def test_a_program_behind_a_script_on_path_is_ours(tmp_path: Path) -> None:
+    script = tmp_path / "prometheus"
+    script.write_text('#!/bin/sh\nexec sleep "$@"\n')
+    script.chmod(0o755)
+    command = [str(script), "60"]
+
+    with subprocess.Popen(command) as process:
+        started = psutil.Process(process.pid)
+        ours = Child(name="x", pid=process.pid, started=started.create_time(), command=command)
+        became = eventually(lambda: started.name() == "sleep", 5, pause=0.02)
+        found = process_of(ours)
+        process.terminate()
+
+    assert became
+    assert found is not None
+    assert process_of(ours) is None
 
 
 def here(tmp_path: Path, **settings: str) -> NativeStack:
@@ -227,6 +246,20 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_words_and_the_rest_is_
         commands.run("up")
 
     assert commands.run("down").startswith("nothing is up")
+
+
+def test_ports_that_are_noted_by_half_are_those_of_the_settings(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    gone = {"name": "prometheus", "pid": 1, "started": 1.0, "command": ["prometheus", "--x"]}
+    (folder / "stack.json").write_text(json.dumps([gone]))
+    (folder / "ports.json").write_text('{"PROMETHEUS_PORT": "90')
+    port = str(free_port())
+
+    ended, silent = here(tmp_path, PROMETHEUS_PORT=port).status()
+
+    assert "has ended" in ended
+    assert silent.startswith(f"Prometheus does not answer on http://127.0.0.1:{port}")
 
 
 def test_rules_that_are_not_built_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

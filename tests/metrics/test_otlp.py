@@ -6,9 +6,11 @@ import logging
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
+from opentelemetry import context
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
@@ -23,6 +25,7 @@ from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
+from zerowatch.metrics.snapshot import Exemplar
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 SPAN_ID = 0xB7AD6B7169203331
@@ -256,6 +259,7 @@ def test_a_histogram_names_a_trace_once_it_was_sent(collector, make_outbox):
     [found] = filter(None, exemplars(recorder))
     ids = {"trace_id": f"{TRACE_ID:032x}", "span_id": f"{SPAN_ID:016x}"}
     assert (found.value, found.labels) == (0.3, ids)
+    assert found.unix_seconds == 9 * MS / 1e9  # when the step ended, not when its trace was sent
     [metric] = collector.metrics()
     [exemplar] = metric.histogram.data_points[0].exemplars
     assert (exemplar.trace_id.hex(), exemplar.span_id.hex()) == tuple(ids.values())
@@ -278,7 +282,8 @@ def test_a_histogram_that_has_nothing_like_it_names_no_trace():
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.03)
 
-    recorder.exemplify(STEP_SECONDS, 0.3, exemplar={"trace_id": "1"})
+    exemplar = Exemplar(labels={"trace_id": "1"}, value=0.3, unix_seconds=1.0)
+    recorder.exemplify(STEP_SECONDS, exemplar=exemplar)
 
     assert not any(exemplars(recorder))
 
@@ -424,15 +429,31 @@ def test_the_standard_endpoint_is_sent_to(collector, environment):
 def test_the_sdks_lines_on_a_failure_are_the_sending_threads_alone(environment, caplog):
     otlp = Otlp("http://127.0.0.1:1", 0.2)
     theirs = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    on_our_thread(otlp, lambda: otlp.send_traces([step_trace()]))
 
-    otlp.own_this_thread()
-    assert not otlp.send_traces([step_trace()])
-    silent = not caplog.records
-    otlp.close()
     theirs.warning("the script's own exporter failed")
+    otlp.close()
 
-    assert silent
     assert [record.message for record in caplog.records] == ["the script's own exporter failed"]
+
+
+def test_no_instrumented_client_traces_what_the_sending_thread_does(environment):
+    otlp = Otlp("http://127.0.0.1:1", 0.2)
+
+    ours = on_our_thread(otlp, is_suppressed)
+    otlp.close()
+
+    assert (ours, is_suppressed()) == (True, None)
+
+
+def is_suppressed():
+    """Ask what opentelemetry.instrumentation.utils.is_instrumentation_enabled does."""
+    return context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY)
+
+
+def on_our_thread(otlp, act):
+    with ThreadPoolExecutor(1, initializer=otlp.own_this_thread) as thread:
+        return thread.submit(act).result()
 
 
 def test_the_scripts_own_providers_are_left_alone():

@@ -7,6 +7,7 @@ import logging
 import pytest
 from fakes.clock import FakeClock
 
+from zerowatch.metrics.catalog.training import LOSS
 from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
 from zerowatch.metrics.exporters.circuit import Circuit
 from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, Outbox
@@ -40,6 +41,9 @@ class Refusing:
 
     send_lines = send_traces
 
+    def send_metrics(self, families, start_ns, now_ns):
+        return False
+
 
 @pytest.fixture
 def sender():
@@ -48,11 +52,11 @@ def sender():
 
 @pytest.fixture
 def make_outbox(sender):
-    def make(recorder=None, *, rank=0, now=None):
+    def make(recorder=None, *, rank=0, now=None, metrics=False):
         return Outbox(
             recorder or Recorder(),
             sender,
-            OtelSettings(endpoint="http://collector:4318"),
+            OtelSettings(endpoint="http://collector:4318", metrics=metrics),
             rank=rank,
             hardware_ids={},
             describe=dict,
@@ -114,6 +118,22 @@ def test_it_is_told_once(make_outbox, caplog):
     assert record.levelno == logging.WARNING
     assert "http://collector:4318" in record.message
     assert EXPORTER_FAILURES.name in record.message
+
+
+def test_who_takes_traces_alone_is_told_of_and_gets_them_on(make_outbox, sender, caplog):
+    recorder, clock = Recorder(), FakeClock()
+    recorder.set(LOSS, 1.0)
+    sender.takes = True
+    outbox = make_outbox(recorder, now=clock, metrics=True)
+
+    for _ in range(4):
+        outbox.add_trace(TRACE)
+        outbox.flush()
+        clock.seconds += 16
+
+    assert sender.tries == 4
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "otlp") == 3
+    assert ["otel.metrics=false" in record.message for record in caplog.records] == [True]
 
 
 def test_other_ranks_say_it_in_a_lower_voice(make_outbox, caplog):

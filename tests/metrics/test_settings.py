@@ -173,3 +173,26 @@ def test_a_certificate_and_its_key_may_come_from_different_sources(monkeypatch):
     serve = load_settings(None, {"serve": {"tls_certificate": "cert.pem"}}).serve
 
     assert (str(serve.tls_certificate), str(serve.tls_key)) == ("cert.pem", "/run/secrets/key.pem")
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1:4318", "https://c.example/otlp/", "http://c"])
+def test_a_collectors_base_url_is_taken_as_it_is(text):
+    assert load_settings({"otel": {"endpoint": text}}).otel.endpoint == text
+
+
+@pytest.mark.parametrize(
+    "text", ["c:4318", "http://c:4318/v1/traces", "http://c:4318?key=1", "ftp://c", "http://a b"]
+)
+def test_what_is_no_base_url_is_told_with_what_one_looks_like(text):
+    assert error_of({"otel": {"endpoint": text}}) == (
+        "setting 'otel.endpoint' (call argument): must be a base URL such as "
+        "http://127.0.0.1:4318, without /v1/traces and without credentials, which go into "
+        f"OTEL_EXPORTER_OTLP_HEADERS, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("password", ["hunter2", "hun@ter2"])
+def test_a_password_in_an_address_is_refused_and_not_shown(monkeypatch, password):
+    monkeypatch.setenv("ZEROWATCH_OTEL_ENDPOINT", f"http://me:{password}@c:4318")
+
+    assert error_of().endswith("got 'http://***@c:4318'")

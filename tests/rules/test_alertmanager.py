@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from fakes.scraper import eventually
 from require import program
 from rules.promtool import written
+from servers.free_port import free_port
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.prometheus_files import rule_files
@@ -77,8 +77,7 @@ class Alertmanager:
 
     def __init__(self, folder: Path) -> None:
         files = rule_files(Timing(scale=1 / 30), webhook_url="http://127.0.0.1:1/")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         self._log = (folder / "log").open("w")
         self._process = subprocess.Popen(
             [

@@ -66,9 +66,17 @@ def test_each_phase_and_each_collective_has_a_span():
 
 
 def test_phases_and_calls_may_have_clocks_of_their_own():
-    spans = children([interval(FORWARD, 0, 4)], [call(-3, -2)], 100 * MS, 104 * MS)
+    on_device = call(-3, -2)
+    on_device.start_event = object()
+    by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, beside the GPU's
 
-    assert shown(spans) == [("forward", 100, 104), ("comm all_reduce", 101, 102)]
+    spans = children([interval(FORWARD, 0, 4)], [on_device, by_host], 100 * MS, 104 * MS)
+
+    assert shown(spans) == [
+        ("forward", 100, 104),
+        ("comm all_reduce", 101, 102),
+        ("comm all_gather", 102.5, 103),
+    ]
 
 
 def test_what_a_phase_was_cut_into_by_a_moment_is_one_span():

@@ -10,10 +10,12 @@ import pytest
 from fakes.otlp_collector import Collector, attributes_of
 from fakes.steps import step as record_of
 
+from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.metrics.catalog.training import STEP_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call import Call
 from zerowatch.runtime.hooks import Hooks
 from zerowatch.runtime.identity import Identity
 from zerowatch.runtime.phase_clock import FORWARD, PhaseClock
@@ -28,9 +30,9 @@ OWN_LOGGER = logging.getLogger("zerowatch")
 class Rank:
     """One rank's telemetry, whose steps are made by hand."""
 
-    def __init__(self, collector, *, rank=0, world_size=2, local_rank=None, run_id=RUN, **otel):
+    def __init__(self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, **otel):
         self.collector = collector
-        self.run_id = run_id
+        self.run_id = otel.pop("run_id", RUN)
         self.recorder = Recorder()
         self.engine = SimpleNamespace(global_steps=0)
         identity = Identity(
@@ -38,30 +40,34 @@ class Rank:
             local_rank=rank if local_rank is None else local_rank,
             world_size=world_size,
             host="a",
-            attempt=0,
+            attempt=attempt,
         )
         given = {"endpoint": collector.endpoint, "every_steps": 1, **otel}
         around = SimpleNamespace(
             engine=lambda: self.engine,
             identity=identity,
+            epoch=0,
             settings=SimpleNamespace(otel=OtelSettings(**given)),
             clock=PhaseClock(),
             run_id=lambda: self.run_id,
             recorder=self.recorder,
             hooks=Hooks(),
         )
-        self.telemetry = Telemetry(around, {})
+        self.telemetry = Telemetry(around, self.hardware_ids)
 
-    def trace(self, number, seconds=1.0, user_trace=None):
+    def hardware_ids(self):
+        raise RuntimeError("this driver knows no UUIDs")
+
+    def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
         """Publish a step and let it leave a trace."""
         now = perf_counter_ns()
         closed = SimpleNamespace(
-            intervals=[(FORWARD, now - int(seconds * 1e9), now)],
+            intervals=[(FORWARD, now - int((kept_seconds or seconds) * 1e9), now)],
             batch=Batch([]),
             trace=user_trace,
         )
         self.recorder.observe(STEP_SECONDS, seconds, exemplar=user_trace)
-        self.telemetry.trace([Step(record_of(number, seconds=seconds), closed)])
+        self.telemetry.trace([Step(record_of(number, seconds=seconds), closed, calls)])
 
     def roots(self):
         """Close, and return the roots that the collector got."""
@@ -104,7 +110,7 @@ def test_a_sampled_step_hangs_under_that_of_rank_0(make_rank, rank):
     one.trace(4)
 
     [root] = one.roots()
-    above = span_id_of(RUN, 4, 0).to_bytes(8, "big")
+    above = span_id_of(RUN, 4, 0, life="0.0").to_bytes(8, "big")
     assert root.parent_span_id == (above if rank else b"")
     assert rank or root.span_id == above
 
@@ -121,6 +127,51 @@ def test_a_slow_step_is_traced_and_stands_by_itself(make_rank):
     assert numbers([root]) == [20]
     assert root.trace_id == trace_id_of(RUN, 20).to_bytes(16, "big")
     assert root.parent_span_id == b""
+
+
+def test_a_step_trained_again_after_a_restart_has_spans_of_its_own(make_rank):
+    roots = [root for attempt in (0, 1) for root in traced_once(make_rank(attempt=attempt))]
+
+    assert len({root.trace_id for root in roots}) == 1
+    assert len({root.span_id for root in roots}) == 2
+    assert {attributes_of(root)["zerowatch.attempt"] for root in roots} == {0, 1}
+
+
+def traced_once(rank):
+    rank.trace(4)
+    return rank.roots()
+
+
+def test_a_root_is_as_long_as_its_step_where_the_earliest_intervals_were_lost(make_rank):
+    one = make_rank()
+
+    one.trace(4, seconds=0.5, kept_seconds=0.2)
+
+    [root] = one.roots()
+    assert root.end_time_unix_nano - root.start_time_unix_nano == 500_000_000
+
+
+def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
+    one, calls = make_rank(), []
+    for event in (None, object()):
+        call = Call(0, SimpleNamespace(role="dp"), 8, None, 0)
+        call.start_ns, call.end_ns, call.start_event = 1, 2, event
+        call.exposed_ns = 0
+        calls.append(call)
+
+    one.trace(4, calls=calls)
+
+    one.roots()
+    assert [span.name for _, span in one.collector.spans()].count(f"comm {OPS[0]}") == 1
+
+
+def test_a_trace_that_fails_at_the_end_harms_nobody(make_rank, monkeypatch):
+    one = make_rank(run_id=None)
+    one.trace(1)
+    one.run_id = RUN
+    monkeypatch.setattr("zerowatch.runtime.telemetry.trace_id_of", None)
+
+    assert one.roots() == []
 
 
 def test_of_very_many_ranks_only_the_first_of_a_node_traces_sampled_steps(make_rank):
@@ -178,7 +229,7 @@ def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
 
     [line] = one.collector.lines()
     assert line.trace_id == trace_id_of(RUN, 9).to_bytes(16, "big")
-    assert line.span_id == span_id_of(RUN, 9, 0).to_bytes(8, "big")
+    assert line.span_id == span_id_of(RUN, 9, 0, life="0.0").to_bytes(8, "big")
 
 
 def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):
@@ -197,17 +248,18 @@ def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):
     ]
 
 
-def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank, capsys):
+def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
     one = make_rank(logs=True)
-    handlers, OWN_LOGGER.propagate = OWN_LOGGER.handlers, False
+    OWN_LOGGER.propagate = False  # pytest's own handler would raise
 
     try:
         OWN_LOGGER.warning("%d", "no number")
     finally:
         OWN_LOGGER.propagate = True
 
-    assert handlers
-    assert [line.body.string_value for line in one.collector.lines()] == []
+    one.trace(1)
+    assert len(one.roots()) == 1
+    assert not any("no number" in line.body.string_value for line in one.collector.lines())
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
