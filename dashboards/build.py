@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from .alerts.alert import Links
 from .boards import BOARDS
 from .grafana.board import PREFIX
 from .grafana.dashboard import dashboard_json
@@ -15,9 +16,13 @@ from .timing import Timing
 _BUILD = "run `zerowatch dashboards build`"
 
 
-def rendered_files() -> dict[str, str]:
-    """Return the text of each generated file by its path, sorted by path."""
-    files = {**board_files(), **rule_files(timing=Timing())}
+def rendered_files(links: Links | None = None) -> dict[str, str]:
+    """Return the text of each generated file by its path, sorted by path.
+
+    Args:
+        links: Where the alerts' links lead; by default as in the files that are shipped.
+    """
+    files = {**board_files(), **rule_files(timing=Timing(), links=links)}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
@@ -26,7 +31,7 @@ def board_files() -> dict[str, str]:
     return {f"grafana/{board.uid}.json": _json_text(dashboard_json(board)) for board in BOARDS}
 
 
-def build(out: Path) -> list[Path]:
+def build(out: Path, links: Links | None = None) -> list[Path]:
     """Write all files below `out`, and return their paths.
 
     A file that an earlier build left there and that is no longer generated is removed; other
@@ -35,7 +40,7 @@ def build(out: Path) -> list[Path]:
     Raises:
         OSError: A file cannot be written or removed.
     """
-    files = rendered_files()
+    files = rendered_files(links)
     for path in _beside(out, files):
         if _is_ours(out / path):
             (out / path).unlink()

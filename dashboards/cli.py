@@ -32,13 +32,18 @@ def dashboards() -> None:
     default=RENDERED,
     help="Folder to write to; by default where the stack reads them.",
 )
+@click.option("--grafana", metavar="URL", help="Your Grafana, for the links in alerts.")
+@click.option("--runbook", metavar="URL", help="Your copy of runbook.md, likewise.")
 @click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
-def build(out: Path, check: bool) -> None:
+def build(out: Path, grafana: str | None, runbook: str | None, check: bool) -> None:
     """Write the dashboards, rules and alerts that Grafana, Prometheus and Kubernetes read.
 
     With --check the exit code is 1 if a file is missing, left over or was edited by hand.
     """
+    if (grafana or runbook) and (check or out == RENDERED):
+        raise click.UsageError("--grafana and --runbook go with --out: what is shipped stays")
     try:
+        from .alerts.alert import Links
         from .build import build as build_files
         from .build import stale
     except ModuleNotFoundError as error:
@@ -48,7 +53,9 @@ def build(out: Path, check: bool) -> None:
             f"dashboards build: {error.name} is missing; pip install 'zerowatch[dashboards]'"
         ) from None
     if not check:
-        _tell([f"{len(build_files(out))} files in {out}"])
+        given = {"grafana": grafana and grafana.rstrip("/"), "runbook": runbook}
+        links = Links(**{name: url for name, url in given.items() if url})
+        _tell([f"{len(build_files(out, links))} files in {out}"])
         return
     faults = stale(out)
     if faults:

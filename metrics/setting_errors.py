@@ -24,7 +24,7 @@ def settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) 
             f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
         )
     # What is wrong with an address may be that it holds a password.
-    shown = re.sub(r"(?<=://)[^/\s]*@", "***@", repr(fault["input"]))
+    shown = re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"]))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
     return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from ..grafana.board import Board
-from . import communication, devices, memory, overview, step_anatomy, tuner, watch
+from .communication import BOARD as COMMUNICATION
+from .devices import BOARD as DEVICES
+from .memory import BOARD as MEMORY
+from .overview import BOARD as OVERVIEW
+from .step_anatomy import BOARD as STEP_ANATOMY
+from .tuner import BOARD as TUNER
+from .watch import BOARD as WATCH
 
-BOARDS: tuple[Board, ...] = (
-    overview.BOARD,
-    step_anatomy.BOARD,
-    communication.BOARD,
-    memory.BOARD,
-    devices.BOARD,
-    tuner.BOARD,
-    watch.BOARD,
-)
+BOARDS = (OVERVIEW, STEP_ANATOMY, COMMUNICATION, MEMORY, DEVICES, TUNER, WATCH)

@@ -49,9 +49,9 @@ USE = (
     ),
     TimeSeries(
         title="Busy, mean and extremes",
-        description="Over the chosen ranks. A wide gap is imbalance: see Communication. Of a CPU it "
-        "is the share of all cores, of which ranks on one host share the whole: the line is for "
-        "GPUs.",
+        description="Over the chosen ranks. A wide gap is imbalance: see Communication. Of a "
+        "CPU it is the share of all cores, which the ranks of a host divide among them: the line "
+        "is for GPUs.",
         queries=(
             Query(by("max", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
             Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),

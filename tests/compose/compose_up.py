@@ -115,6 +115,7 @@ def a_normal_end_is_silent(project: Project) -> None:
     seconds_until(lambda: ranks_up(project) == {"0": "0", "1": "0"}, within=60, what="up is 0")
     say(f"run {run} ended with exit code 0; up is 0 on both ranks")
     time.sleep(SILENT_SECONDS)
+    assert get_json(f"{project.alertmanager}/api/v2/status"), "Alertmanager does not answer"
     assert down_alerts(project, run) == []
     say(f"{SILENT_SECONDS} s later there is no {RANK_DOWN} of it")
 

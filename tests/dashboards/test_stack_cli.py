@@ -50,6 +50,25 @@ def test_a_file_edited_by_hand_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "zerowatch dashboards build" in line
 
 
+def test_links_of_alerts_lead_where_they_are_told_to(tmp_path: Path) -> None:
+    urls = ["--grafana", "https://grafana.here/", "--runbook", "https://wiki.here/runbook"]
+
+    done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path), *urls])
+
+    alerts = (tmp_path / "prometheus" / "alerts.yaml").read_text()
+    assert done.exit_code == 0
+    assert "https://grafana.here/d/zerowatch-overview?" in alerts
+    assert "https://wiki.here/runbook#zerowatchrankdown" in alerts
+    assert "127.0.0.1:3000" not in alerts
+
+
+def test_what_is_shipped_keeps_its_links() -> None:
+    done = CliRunner().invoke(dashboards, ["build", "--grafana", "https://grafana.here"])
+
+    assert done.exit_code == 2
+    assert "--out" in done.output
+
+
 def test_without_the_extra_build_says_which_it_needs() -> None:
     script = (
         "import sys; sys.modules['yaml'] = None; from zerowatch.dashboards.cli import dashboards; "

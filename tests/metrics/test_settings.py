@@ -191,7 +191,7 @@ def test_what_is_no_base_url_is_told_with_what_one_looks_like(text):
     )
 
 
-@pytest.mark.parametrize("password", ["hunter2", "hun@ter2"])
+@pytest.mark.parametrize("password", ["hunter2", "hun@ter2", "hun/ter2"])
 def test_a_password_in_an_address_is_refused_and_not_shown(monkeypatch, password):
     monkeypatch.setenv("ZEROWATCH_OTEL_ENDPOINT", f"http://me:{password}@c:4318")
 

@@ -30,7 +30,9 @@ OWN_LOGGER = logging.getLogger("zerowatch")
 class Rank:
     """One rank's telemetry, whose steps are made by hand."""
 
-    def __init__(self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, **otel):
+    def __init__(
+        self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, find_gpu=dict, **otel
+    ):
         self.collector = collector
         self.run_id = otel.pop("run_id", RUN)
         self.recorder = Recorder()
@@ -53,10 +55,7 @@ class Rank:
             recorder=self.recorder,
             hooks=Hooks(),
         )
-        self.telemetry = Telemetry(around, self.hardware_ids)
-
-    def hardware_ids(self):
-        raise RuntimeError("this driver knows no UUIDs")
+        self.telemetry = Telemetry(around, find_gpu)
 
     def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
         """Publish a step and let it leave a trace."""
@@ -163,6 +162,16 @@ def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
 
     one.roots()
     assert [span.name for _, span in one.collector.spans()].count(f"comm {OPS[0]}") == 1
+
+
+def test_a_gpu_that_cannot_be_named_costs_no_trace(make_rank):
+    def find_gpu():
+        raise AttributeError("uuid")
+
+    one = make_rank(find_gpu=find_gpu)
+    one.trace(4)
+
+    assert numbers(one.roots()) == [4]
 
 
 def test_a_trace_that_fails_at_the_end_harms_nobody(make_rank, monkeypatch):
