@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +103,8 @@ def down(native: bool, volumes: bool) -> None:
         return
     from .stack import down as compose_down
 
-    compose_down(volumes=volumes)
+    with _native_in_mind("down"):
+        compose_down(volumes=volumes)
 
 
 @stack.command()
@@ -114,7 +116,23 @@ def status(native: bool) -> None:
         return
     from .stack import status as compose_status
 
-    _tell(compose_status())
+    with _native_in_mind("status"):
+        _tell(compose_status())
+
+
+@contextmanager
+def _native_in_mind(command: str) -> Iterator[None]:
+    """Where Docker cannot help and a native stack was started here, say how to reach that."""
+    try:
+        yield
+    except CommandLineError as error:
+        from .native_stack import STATE_FOLDER
+
+        if not STATE_FOLDER.is_dir():
+            raise
+        raise CommandLineError(
+            f"{error}. For the native stack of this directory: `zerowatch stack {command} --native`"
+        ) from None
 
 
 def _native_stack() -> NativeStack:

@@ -120,7 +120,8 @@ class NativeStack:
 
     def _banner(self) -> list[str]:
         return [
-            f"zerowatch watches the runs in {self._runs}; how: `zerowatch stack status --native`",
+            f"zerowatch watches the runs in {self._runs}",
+            "what it sees: `zerowatch stack status --native`",
             f"  Prometheus    {self._prometheus.url}",
             f"  Alertmanager  {self._alertmanager.url}",
             f"  alerts        tail -f {self._processes.log('alert-log')}",
@@ -142,12 +143,14 @@ class NativeStack:
                 "--storage.tsdb.retention.size=5GB",
                 "--enable-feature=exemplar-storage",
                 f"--web.listen-address={_listen(self._prometheus)}",
+                f"--web.external-url={self._prometheus.url}",
             ],
             "alertmanager": [
                 _program("alertmanager"),
                 f"--config.file={folder / 'alertmanager.yml'}",
                 f"--storage.path={folder / 'alertmanager'}",
                 f"--web.listen-address={_listen(self._alertmanager)}",
+                f"--web.external-url={self._alertmanager.url}",
                 "--cluster.listen-address=",  # one alone, without peers
             ],
             "alert-log": [

@@ -20,8 +20,8 @@ ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
 _CURES = (
     (
         "connection refused",
-        "nothing listens there: the job has crashed or was killed, or was over a day ago, or it "
-        "serves on 127.0.0.1 of another machine or container; then set serve.host",
+        "nothing listens there: the job has crashed or was killed, or ended more than a day ago, "
+        "or it serves on 127.0.0.1 of another machine or container; then set serve.host",
     ),
     (
         "no such host",

@@ -72,9 +72,15 @@ def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
     """Say which port is taken, unless by a service of ours that runs already.
 
     Raises:
-        CommandLineError: Somebody else listens there.
+        CommandLineError: Somebody else listens there, or two ports are the same.
     """
+    by_number: dict[int, Port] = {}
     for port in ports:
+        other = by_number.setdefault(port.number, port)
+        if other is not port:
+            raise CommandLineError(
+                f"stack: {other.variable} and {port.variable} are both {port.number}; choose two"
+            )
         if port.service not in running and is_taken(port.number):
             raise CommandLineError(
                 f"stack: port {port.number} of {LOOPBACK}, for {port.service}, is taken; free it, "

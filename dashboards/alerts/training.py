@@ -89,7 +89,7 @@ def _rank_down(timing: Timing) -> Alert:
         description=(
             "It was training when it was last heard of, on {{ $labels.node }} "
             "({{ $labels.instance }}). See whether its process is alive, and what it wrote last; "
-            "other alerts of this run are silenced meanwhile."
+            "other alerts of this run are inhibited meanwhile."
         ),
         board=OVERVIEW,
         silences=Silence(),

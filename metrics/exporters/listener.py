@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_SECONDS = 5.0
 MOST_CLIENTS = 8
+# Prometheus and its kin send it with each scrape.
+SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
 # Where closing cannot wake the accepting thread, which is not on Linux, it waits up to this.
 POLL_SECONDS = 2.0
@@ -36,12 +38,12 @@ _FAILED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a client gets. `sent` is called once it has all of it."""
+    """What a client gets. `sent` is called with the client's name once it has all of it."""
 
     content_type: str
     body: bytes
     status: HTTPStatus = HTTPStatus.OK
-    sent: Callable[[], None] | None = None
+    sent: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer.body)
         if answer.sent is not None:
-            answer.sent()
+            answer.sent(self._client())
+
+    def _client(self) -> str:
+        """Name who asks, as well as can be told: each scrape is a connection of its own.
+
+        Two Prometheus servers on one machine differ in their timeout, if in their interval.
+        """
+        told = (self.headers.get(name, "") for name in ("User-Agent", SCRAPE_TIMEOUT))
+        return " ".join((str(self.client_address[0]), *told))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep quiet: a line for each scrape would drown the training's own output."""

@@ -80,7 +80,7 @@ class MetricsServer:
         return advertised_address(listener, self._settings.advertise_host)
 
     def linger(self) -> None:
-        """After run_active was set to 0, wait for a scrape to read it, if one can be expected.
+        """After run_active was set to 0, wait for those to read it who scraped again and again.
 
         Prometheus would otherwise never learn that the run has ended, and call the rank down.
         """
@@ -118,7 +118,7 @@ class MetricsServer:
         return Answer(
             content_type=content_type,
             body=body,
-            sent=lambda: self._scrapes.note(run_active=run_active),
+            sent=lambda client: self._scrapes.note(client, run_active=run_active),
         )
 
     def _index(self, _: str) -> Answer:

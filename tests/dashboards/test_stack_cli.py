@@ -29,6 +29,20 @@ def test_native_removes_nothing_and_says_what_to_remove() -> None:
     assert ".zerowatch-stack" in done.output
 
 
+def test_where_a_native_stack_was_started_its_option_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")  # no docker
+    without = CliRunner().invoke(stack, ["status"])
+    (tmp_path / ".zerowatch-stack").mkdir()
+
+    beside = CliRunner().invoke(stack, ["status"])
+
+    assert "status --native" not in str(without.exception)
+    assert "`zerowatch stack status --native`" in str(beside.exception)
+
+
 def test_what_was_just_built_is_up_to_date(tmp_path: Path) -> None:
     CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)])
 

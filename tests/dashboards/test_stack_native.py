@@ -233,6 +233,15 @@ def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None
     assert not (tmp_path / "state").exists()
 
 
+def test_one_port_for_two_servers_is_refused(tmp_path: Path) -> None:
+    program("prometheus", apt="prometheus")
+    program("prometheus-alertmanager", apt="prometheus-alertmanager")
+    port = str(free_port())
+
+    with pytest.raises(CommandLineError, match=f"PROMETHEUS_PORT and ALERT_LOG_PORT .*{port}"):
+        here(tmp_path, PROMETHEUS_PORT=port, ALERT_LOG_PORT=port).up()
+
+
 def test_a_server_that_ends_at_once_is_told_with_its_last_words_and_the_rest_is_stopped(
     tmp_path: Path,
 ) -> None:

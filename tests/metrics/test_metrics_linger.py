@@ -87,7 +87,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
         "1.2 short intervals",
         "never more than the setting",
         "not scraped for a minute",
-        "two scrapers: the longer gap",
+        "two scrapers that look alike: the longer gap",
         "an old gap is forgotten",
     ],
 )
@@ -95,6 +95,61 @@ def test_the_patience_follows_the_scrapes_seen(scraped_at, now, patience):
     clock = iter([*scraped_at, now])
     scrapes = Scrapes(clock=lambda: next(clock))
     for _ in scraped_at:
-        scrapes.note(run_active=1)
+        scrapes.note("prometheus", run_active=1)
 
     assert scrapes.patience_seconds(20) == pytest.approx(patience)
+
+
+def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:
+    """Return what is known after visits: when, by whom, and the run_active that was read."""
+    scrapes = Scrapes(clock=lambda: clock[0])
+    for at, client, run_active in visits:
+        clock[0] = at
+        scrapes.note(client, run_active=run_active)
+    return scrapes
+
+
+def test_each_of_two_prometheus_servers_is_waited_for():
+    clock = [0.0]
+    visits = [(0, "often", 1), (1, "seldom", 1), (5, "often", 1), (16, "seldom", 1)]
+    scrapes = scraped(clock, [*visits, (20, "often", 1), (25, "often", 0)])
+
+    assert scrapes.patience_seconds(20) == pytest.approx(1.2 * 15)
+
+    scrapes.note("seldom", run_active=0)
+    assert scrapes.patience_seconds(20) == 0
+
+
+def test_a_look_by_hand_neither_ends_nor_prolongs_the_wait():
+    clock = [0.0]
+    visits = [(0, "prometheus", 1), (2, "curl", 1), (5, "prometheus", 1), (6, "curl", 0)]
+
+    scrapes = scraped(clock, visits[:3])
+    assert scrapes.patience_seconds(20) == pytest.approx(6)
+
+    scrapes = scraped(clock, visits)
+    assert scrapes.patience_seconds(20) == pytest.approx(6)
+
+
+def test_who_has_not_come_for_a_minute_is_not_waited_for():
+    clock = [0.0]
+    visits = [(0, "gone", 1), (5, "gone", 1), (60, "here", 1), (70, "here", 0)]
+
+    scrapes = scraped(clock, visits)
+
+    assert scrapes.patience_seconds(20) == 0
+
+
+def test_a_server_tells_its_clients_apart(make_server, recorder):
+    server = make_server(linger_seconds=20)
+    address = server.start()
+    for pause in (0.5, 0):
+        for name in ("first", "second"):
+            get(address, **{"User-Agent": name})
+        time.sleep(pause)
+    recorder.set(RUN_ACTIVE, 0)
+    get(address, **{"User-Agent": "first"})
+
+    lingered = seconds_of(server.linger)
+
+    assert lingered > 0.4  # for the second, which never came: 1.2 intervals
