@@ -106,7 +106,7 @@ CASES = (
             summary="Rank 1 of training night-7 does not answer",
             description="It was training when it was last heard of, on node-1 (10.0.0.1:9464). See "
             "whether its process is alive, and what it wrote last; other alerts of this run are "
-            "silenced meanwhile.",
+            "inhibited meanwhile.",
         ),
     ),
     Case(
