@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
 ZEROWATCH = str(Path(sys.executable).with_name("zerowatch"))
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+ABORTED = "terminate called without an active exception"
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2")
 
 Finished = subprocess.CompletedProcess[str]
@@ -31,7 +33,22 @@ def watched(*arguments: object, cwd: Path | None = None, **variables: str) -> Fi
 def start(
     *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run a command to its end."""
+    """Run a command to its end; once more from the start if torch spoiled that.
+
+    torch 2.13's gloo aborts about one interpreter in a hundred as it ends, watched or not.
+    """
+    before = set(cwd.iterdir()) if cwd else set()
+    done = _run(command, cwd, variables)
+    if done.returncode == 0 or ABORTED not in done.stderr:
+        return done
+    for made in set(cwd.iterdir()) - before if cwd else ():
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    return _run(command, cwd, variables)
+
+
+def _run(
+    command: Sequence[object], cwd: Path | None, variables: Mapping[str, str] | None
+) -> Finished:
     return subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
