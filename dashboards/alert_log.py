@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 DEFAULT_PORT = 9099
+COMPOSE_URL = f"http://alert-log:{DEFAULT_PORT}/"  # where compose's Alertmanager finds it
 MOST_BYTES = 8 * 2**20  # of one message; Alertmanager puts a group's alerts together
 CLIENT_TIMEOUT_SECONDS = 10.0
 

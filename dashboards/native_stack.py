@@ -11,18 +11,19 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ..errors import CommandLineError
 from . import stack_ports
+from .alert_log import COMPOSE_URL
 from .native_processes import Child, NativeProcesses, process_of
 from .stack_health import JOB, answers, health_lines
 from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
 
 STATE_FOLDER = Path(".zerowatch-stack")
 RENDERED = Path(__file__).resolve().parent / "rendered"
-COMPOSE_WEBHOOK = "http://alert-log:9099/"  # what the rendered alertmanager.yml holds
 READY_SECONDS = 30.0
 # What each program is called, by Debian and by its own releases; and what to install.
 _PROGRAMS = {
@@ -77,12 +78,11 @@ class NativeStack:
         commands = self._commands()
         refuse_taken(self._ports)
         self._write_configuration()
-        try:
+        with ExitStack() as undo:  # what runs already is stopped if the rest does not come up
+            undo.callback(self.down)
             self._processes.start(commands)
             self._wait_until_ready()
-        except BaseException:
-            self.down()
-            raise
+            undo.pop_all()
         return self._banner()
 
     def down(self) -> list[str]:
@@ -181,7 +181,7 @@ class NativeStack:
         # JSON is YAML.
         (self._folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2) + "\n")
         (self._folder / "alertmanager.yml").write_text(
-            alertmanager.read_text().replace(COMPOSE_WEBHOOK, f"{self._alert_log.url}/")
+            alertmanager.read_text().replace(COMPOSE_URL, f"{self._alert_log.url}/")
         )
 
     def _wait_until_ready(self) -> None:

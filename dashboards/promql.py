@@ -33,6 +33,11 @@ def by(operation: str, expression: str, *labels: str) -> str:
     return f"{operation} by ({', '.join((*IDENTITY, *labels))}) ({expression})"
 
 
+def where(expression: str, condition: str, *labels: str) -> str:
+    """Keep the series of which, by job, run and the labels named, the condition has one too."""
+    return f"{expression}\nand on ({', '.join((*IDENTITY, *labels))}) {condition}"
+
+
 def ratio(part: str, whole: str, *labels: str) -> str:
     """Divide, matching job, run and the labels named; `part` may have more labels than `whole`.
 

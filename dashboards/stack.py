@@ -118,20 +118,22 @@ def _compose(*, gpu: bool = False) -> list[str]:
         )
     names = ["compose.yaml", *(["compose.gpu.yaml"] if gpu else [])]
     files = [word for name in names for word in ("--file", str(DOCKER_FOLDER / name))]
-    return [*_compose_program(docker), "--project-name", PROJECT, *files]
-
-
-def _compose_program(docker: str) -> list[str]:
-    plugin = subprocess.run([docker, "compose", "version"], capture_output=True)
-    if plugin.returncode == 0:
-        return [docker, "compose"]
-    alone = shutil.which("docker-compose")
-    if alone is None:
+    program = compose_program(docker)
+    if not program:
         raise CommandLineError(
             "stack: this docker has no `compose`; install docker-compose-plugin (or docker-compose "
             f"from 1.29 on), or: {NATIVE}"
         )
-    return [alone]
+    return [*program, "--project-name", PROJECT, *files]
+
+
+def compose_program(docker: str = "docker") -> list[str]:
+    """Return the command of compose, as docker's plugin or alone; nothing where there is none."""
+    plugin = subprocess.run([docker, "compose", "version"], capture_output=True)
+    if plugin.returncode == 0:
+        return [docker, "compose"]
+    alone = shutil.which("docker-compose")
+    return [] if alone is None else [alone]
 
 
 def _refuse_without_checkout(root: Path) -> None:

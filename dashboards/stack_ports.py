@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CommandLineError
+from .alert_log import DEFAULT_PORT
 
 LOOPBACK = "127.0.0.1"
 DOCKER_FOLDER = Path(__file__).resolve().parent.parent / "docker"
@@ -35,7 +36,7 @@ ALERTMANAGER = Port(service="alertmanager", variable="ALERTMANAGER_PORT", number
 TRAINER = Port(service="trainer", variable="TRAINER_PORT", number=9464)
 TEMPO = Port(service="tempo", variable="TEMPO_PORT", number=3200)
 OTLP = Port(service="tempo", variable="OTLP_PORT", number=4318)
-ALERT_LOG = Port(service="alert-log", variable="ALERT_LOG_PORT", number=9099)
+ALERT_LOG = Port(service="alert-log", variable="ALERT_LOG_PORT", number=DEFAULT_PORT)
 
 
 def chosen(port: Port, settings: Mapping[str, str]) -> Port:

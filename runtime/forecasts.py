@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..metrics.catalog import memory
 from ..metrics.recorder import Recorder
+from ..metrics.thresholds import OOM_RISK_HIGH
 from .forecast.forecaster import Forecaster
 from .forecast.outlook import Outlook
 from .forecast.series import PeakPoint, Shape
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 # each second only where the limit is near, by steps or by bytes.
 FAR_SECONDS = 5.0
 NEAR_STEPS, NEAR_RATIO = 500, 0.3
-ALARM_RISK, REARM_RISK = 0.5, 0.3
+REARM_RISK = 0.3
 # A script may catch the error and go on with such batches.
 BATCH_ALARM_SECONDS = 60.0
 # A batch of such a risk need not be judged again by the same outlook.
@@ -89,7 +90,7 @@ class Forecasts:
             risk = judged[device] = outlook.batch_risk(shape)
             if risk > self._batch_risks.get(device, -1.0):
                 self._batch_risks[device] = risk
-            if risk >= ALARM_RISK:
+            if risk >= OOM_RISK_HIGH:
                 self._warn_of_batch(device, shape, outlook, risk)
         if max(judged.values(), default=1.0) < HARMLESS_RISK:
             harmless[shape] = judged
@@ -143,7 +144,7 @@ class Forecasts:
         risk = self.risks[device]
         if risk < REARM_RISK:
             self.foreseen[device] = None
-        elif risk >= ALARM_RISK and self.foreseen.get(device) is None:
+        elif risk >= OOM_RISK_HIGH and self.foreseen.get(device) is None:
             self.foreseen[device] = outlook.step
             logger.warning(
                 "memory of %s %s: the next peak is predicted at %s, the limit is %s%s. Use a "

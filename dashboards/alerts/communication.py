@@ -9,7 +9,7 @@ from ...metrics.thresholds import (
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
-from ..promql import by, select
+from ..promql import by, select, where
 from ..recording import communication as recorded
 from ..timing import MINUTE, Timing
 from .alert import NUMBER, PERCENT, RANK, RUN, Alert
@@ -35,9 +35,9 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 def _comm_bottleneck(timing: Timing) -> Alert:
     # The long window tells a habit from a hiccup, the short one that it is not over yet.
-    both_windows = (
-        f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}\n"
-        f"and on (job, run) {recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}"
+    both_windows = where(
+        f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}",
+        f"{recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}",
     )
     return Alert(
         name=COMM_BOTTLENECK,
@@ -74,10 +74,16 @@ def _link_slow(timing: Timing) -> Alert:
     )
 
 
+def steady(score: str, timing: Timing) -> str:
+    """Write what a rank's score does not fall below for most of the short window.
+
+    Not the mean: of two ranks that are slow by turns each has one above zero.
+    """
+    return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{timing.short}])"
+
+
 def _straggler_rank(timing: Timing) -> Alert:
-    # Not the mean: of two ranks that are slow by turns each has one above zero.
-    scores = f"{recorded.STRAGGLER_SCORE.select()}[{timing.short}]"
-    score = f"quantile_over_time({1 - STEADY_SHARE}, {scores})"
+    score = steady(recorded.STRAGGLER_SCORE.select(), timing)
     slow = after_some_steps(f"{score} > {STRAGGLER_SCORE_HIGH}", timing)
     return Alert(
         name=STRAGGLER_RANK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory, training
 from ...metrics.thresholds import STEPS_TO_JUDGE
-from ..promql import IDENTITY, ON_GPU, by, select
+from ..promql import IDENTITY, ON_GPU, by, select, where
 from ..timing import Timing
 
 
@@ -13,27 +13,23 @@ def while_training(expression: str, *labels: str) -> str:
 
     A run that has ended leaves no samples behind but for those in the window of a rate.
     """
-    return f"{expression}\nand on ({_names(*labels)}) {select(training.RUN_ACTIVE)} == 1"
+    return where(expression, f"{select(training.RUN_ACTIVE)} == 1", *labels)
 
 
 def after_some_steps(expression: str, timing: Timing) -> str:
     """Keep what belongs to a run that has taken steps enough for a share of them to mean much."""
     steps = by("max", f"increase({select(training.STEPS)}[{timing.long}])")
-    return f"{expression}\nand on ({_names()}) {steps} >= {STEPS_TO_JUDGE}"
+    return where(expression, f"{steps} >= {STEPS_TO_JUDGE}")
 
 
 def on_gpu(expression: str) -> str:
     """Keep the ranks that train on a GPU, whatever the device of the expression."""
-    return f"{expression}\nand on ({_names('rank')}) {_GPU_MEMORY}"
+    return where(expression, _GPU_MEMORY, "rank")
 
 
 def not_on_gpu(expression: str) -> str:
     """Leave out the ranks that train on a GPU."""
-    return f"{expression}\nunless on ({_names('rank')}) {_GPU_MEMORY}"
+    return f"{expression}\nunless on ({', '.join((*IDENTITY, 'rank'))}) {_GPU_MEMORY}"
 
 
 _GPU_MEMORY = select(memory.MEMORY_BYTES, ON_GPU, 'state="allocated"')
-
-
-def _names(*labels: str) -> str:
-    return ", ".join((*IDENTITY, *labels))

@@ -9,7 +9,7 @@ from ...metrics.thresholds import (
     LOSS_SCALE_FALL,
     LOSS_SCALE_LOW,
 )
-from ..promql import ON_GPU, by, select
+from ..promql import ON_GPU, by, select, where
 from ..recording import devices as recorded_devices
 from ..recording import training as recorded
 from ..timing import MINUTE, Timing
@@ -41,11 +41,7 @@ def _training_stalled(timing: Timing) -> Alert:
     # are compared with nothing but themselves, so that clocks need not agree.
     steps = by("max", f"changes({select(training.STEPS)}[{timing.short}])")
     moves = by("max", f"delta({select(training.LAST_ACTIVITY_TIMESTAMP)}[{timing.short}])")
-    stands = (
-        f"{by('max', select(training.STEPS))}\n"
-        f"and on (job, run) {steps} == 0\n"
-        f"and on (job, run) {moves} < 1"
-    )
+    stands = where(where(by("max", select(training.STEPS)), f"{steps} == 0"), f"{moves} < 1")
     return Alert(
         name="ZerowatchTrainingStalled",
         component="training",
@@ -118,10 +114,7 @@ def _loss_scale_collapse(timing: Timing) -> Alert:
     lowest = by("min", select(training.LOSS_SCALE))
     hour = timing.duration(60 * MINUTE)
     highest = by("max", f"max_over_time({select(training.LOSS_SCALE)}[{hour}])")
-    fell = (
-        f"{lowest} <= {LOSS_SCALE_LOW:g}\n"
-        f"and on (job, run) {lowest} / {highest} <= {LOSS_SCALE_FALL}"
-    )
+    fell = where(f"{lowest} <= {LOSS_SCALE_LOW:g}", f"{lowest} / {highest} <= {LOSS_SCALE_FALL}")
     return Alert(
         name="ZerowatchLossScaleCollapse",
         component="training",

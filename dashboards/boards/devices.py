@@ -17,7 +17,7 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import ON_GPU, by
+from ..promql import ON_GPU, by, where
 from ..recording import devices, training
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
@@ -29,6 +29,12 @@ JOULES = "joule"
 LEAST_BUSY = (
     f"bottomk(10, {by('min', of_ranks(devices.DEVICE_UTILIZATION_BY_RANK), 'rank', 'device')})"
 )
+
+
+def of_the_least_busy(operation: str, expression: str) -> str:
+    """Keep the devices that are least busy."""
+    return where(by(operation, expression, "rank", "device"), LEAST_BUSY, "rank", "device")
+
 
 USE = (
     Gauge(
@@ -167,15 +173,13 @@ HEALTH = (
             ),
             Column(
                 title="Clock",
-                expression=f"{by('min', of_ranks(catalog.DEVICE_CLOCK), 'rank', 'device')}\n"
-                f"and on (job, run, rank, device) {LEAST_BUSY}",
+                expression=of_the_least_busy("min", of_ranks(catalog.DEVICE_CLOCK)),
                 unit=HERTZ,
                 decimals=2,
             ),
             Column(
                 title="Temperature",
-                expression=f"{by('max', of_ranks(catalog.DEVICE_TEMPERATURE), 'rank', 'device')}\n"
-                f"and on (job, run, rank, device) {LEAST_BUSY}",
+                expression=of_the_least_busy("max", of_ranks(catalog.DEVICE_TEMPERATURE)),
                 unit=CELSIUS,
                 thresholds=HOT,
                 decimals=0,

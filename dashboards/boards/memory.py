@@ -17,7 +17,7 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import ON_GPU, ON_HOST, by
+from ..promql import ON_GPU, ON_HOST, by, where
 from ..recording import memory
 from ..recording.rule import RecordingRule
 from .palette import CATEGORIES, MEMORY_STATES, PHASES
@@ -215,8 +215,11 @@ RANKS_APART = (
             ),
             Column(
                 title="Risk",
-                expression=f"{by('max', of_ranks(memory.OOM_RISK), *RANK_AND_DEVICE)}\n"
-                f"and on (job, run, rank, device) {LEAST_HEADROOM}",
+                expression=where(
+                    by("max", of_ranks(memory.OOM_RISK), *RANK_AND_DEVICE),
+                    LEAST_HEADROOM,
+                    *RANK_AND_DEVICE,
+                ),
                 unit=RATIO,
                 thresholds=RISK_COLORS,
                 decimals=0,

@@ -11,7 +11,7 @@ from ...metrics.thresholds import (
     OOM_RISK_HIGH,
     STRAGGLER_SCORE_HIGH,
 )
-from ..alerts.communication import STEADY_SHARE
+from ..alerts.communication import steady
 from ..grafana.board import Board, Row, uid_of
 from ..grafana.panels import BarGauge, Stat, TimeSeries
 from ..grafana.style import (
@@ -31,6 +31,7 @@ from ..grafana.style import (
 )
 from ..promql import ON_GPU, by
 from ..recording import communication, devices, memory, training
+from ..timing import Timing
 from .overview_tables import DETAILS, FIRING
 from .palette import PHASES
 from .parts import sized, step_seconds
@@ -103,11 +104,6 @@ def against_limit(rule: str, limit: float) -> str:
     return f"{by('max', rule)} / {limit}"
 
 
-def steady(score: str) -> str:
-    """Write what a rank's score does not fall below for most of five minutes, as its alert does."""
-    return f"quantile_over_time({1 - STEADY_SHARE}, {score}[5m])"
-
-
 HELD_BACK = (
     BarGauge(
         title="What holds it back: share of each limit",
@@ -123,7 +119,7 @@ HELD_BACK = (
             ),
             Query(
                 against_limit(
-                    steady(of_ranks(communication.STRAGGLER_SCORE)), STRAGGLER_SCORE_HIGH
+                    steady(of_ranks(communication.STRAGGLER_SCORE), Timing()), STRAGGLER_SCORE_HIGH
                 ),
                 "straggler",
                 shape="now",

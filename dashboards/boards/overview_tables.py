@@ -16,7 +16,7 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import ON_GPU, by
+from ..promql import ON_GPU, by, where
 from ..recording import communication, devices, memory, training
 from .queries import RUN, of_ranks
 
@@ -29,7 +29,7 @@ _SLOWEST = f"topk({SLOWEST}, {by('max', of_ranks(communication.STRAGGLER_SCORE),
 
 def of_the_slowest(expression: str) -> str:
     """Keep the ranks that are most behind."""
-    return f"{by('max', expression, 'rank')}\nand on (job, run, rank) {_SLOWEST}"
+    return where(by("max", expression, "rank"), _SLOWEST, "rank")
 
 
 DETAILS = (

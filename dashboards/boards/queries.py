@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...metrics.catalog.spec import MetricSpec
-from ..promql import by, rate, select
+from ..promql import by, rate, select, where
 from ..recording.rule import RecordingRule
 
 RUN = ('job=~"$job"', 'run=~"$run"')
@@ -44,10 +44,9 @@ def worst(
         also: A label beside rank that tells series apart.
     """
     selector = of_ranks(rule, *matchers)
-    labels = ", ".join(("job", "run", "rank", *filter(None, [also])))
     operation = "bottomk" if lowest else "topk"
     averages = f"avg_over_time({selector}[$__range] @ end())"
-    return f"{selector}\nand on ({labels})\n{operation}({count}, {averages})"
+    return where(selector, f"{operation}({count}, {averages})", "rank", *filter(None, [also]))
 
 
 def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:

@@ -72,17 +72,17 @@ class Otlp:
     def __init__(self, endpoint: str | None, timeout_seconds: float) -> None:
         quiet = NoOpMeterProvider()
         self._spans = OTLPSpanExporter(
-            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/traces",
+            endpoint=_url(endpoint, "traces"),
             timeout=timeout_seconds,
             meter_provider=quiet,
         )
         self._metrics = OTLPMetricExporter(
-            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/metrics",
+            endpoint=_url(endpoint, "metrics"),
             timeout=timeout_seconds,
             meter_provider=quiet,
         )
         self._logs = OTLPLogExporter(
-            endpoint=endpoint and f"{endpoint.rstrip('/')}/v1/logs",
+            endpoint=_url(endpoint, "logs"),
             timeout=timeout_seconds,
             meter_provider=quiet,
         )
@@ -161,6 +161,10 @@ class Otlp:
             end_time=span.end_ns,
             instrumentation_scope=self._scope,
         )
+
+
+def _url(endpoint: str | None, signal: str) -> str | None:
+    return endpoint and f"{endpoint.rstrip('/')}/v1/{signal}"
 
 
 def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:

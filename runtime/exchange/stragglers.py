@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ...metrics.catalog.labels import COMPARED_PHASES
+from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
 from .section import Pace
 
 Table = npt.NDArray[np.float64]
 
-LEAST_SCORE = 0.05
 DEVIATIONS = 4
 EXCHANGES_TO_TURN = 2
 
@@ -122,7 +122,7 @@ def _limits(paces: Mapping[int, Pace], scores: Table, reference: Reference) -> T
         spread = np.median(np.abs(scores - np.median(scores, axis=0)), axis=0)
     else:
         spread = np.sqrt(np.sum(errors**2, axis=0))
-    limits: Table = np.maximum(LEAST_SCORE, DEVIATIONS * np.maximum(spread, errors))
+    limits: Table = np.maximum(STRAGGLER_SCORE_HIGH, DEVIATIONS * np.maximum(spread, errors))
     return limits
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ...metrics.thresholds import OOM_RISK_HIGH
 from .life import Kills, Life
 
 # A last reading so near its limit makes it likely that the next step passed it.
 NEAR_LIMIT_RATIO = 0.9
-ALARM_RISK = 0.5
 
 
 class Verdict(Enum):
@@ -83,7 +83,7 @@ def _by_readings(reason: str, limit_ratio: float | None, risk_ratio: float | Non
     signs = []
     if limit_ratio is not None and limit_ratio >= NEAR_LIMIT_RATIO:
         signs.append(f"its last peak was {100 * limit_ratio:.0f} % of the limit")
-    if risk_ratio is not None and risk_ratio > ALARM_RISK:
+    if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH:
         signs.append(f"its last risk was {100 * risk_ratio:.0f} %")
     verdict = Verdict.PROBABLY if signs else Verdict.UNKNOWN
     return Finding(verdict=verdict, why=f"{reason}; " + (" and ".join(signs) or "no sign of it"))

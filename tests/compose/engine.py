@@ -16,6 +16,8 @@ from typing import Any
 
 from servers.free_port import free_port
 
+from zerowatch.dashboards.stack import compose_program
+
 VARIABLES = (
     "GRAFANA_PORT",
     "PROMETHEUS_PORT",
@@ -34,15 +36,6 @@ def why_no_engine() -> str | None:
     if asked.returncode:
         return f"needs a running Docker engine: {asked.stderr.strip().splitlines()[-1]}"
     return None if compose_program() else "needs `docker compose` or docker-compose"
-
-
-def compose_program() -> list[str]:
-    """Return the command of compose, or nothing where there is none."""
-    plugin = subprocess.run(["docker", "compose", "version"], capture_output=True)
-    if plugin.returncode == 0:
-        return ["docker", "compose"]
-    alone = shutil.which("docker-compose")
-    return [alone] if alone else []
 
 
 class Project:
