@@ -2,9 +2,11 @@
 
 import os
 
+import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 plugin = DeepSpeedPlugin(
     # Without train_batch_size: on CPU, Accelerate takes each process for the only one.
     hf_ds_config={

@@ -5,6 +5,7 @@ import argparse
 import deepspeed
 import torch
 
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 arguments = deepspeed.add_config_arguments(parser).parse_args()

@@ -2,6 +2,7 @@
 
 import os
 
+import deepspeed
 import torch
 from transformers import (
     GPT2Config,
@@ -11,6 +12,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Tokens(torch.utils.data.Dataset):
