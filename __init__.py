@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .runtime.initialize import initialize as initialize
     from .runtime.initialize import watch as watch
+    from .runtime.training_run import TrainingRun as TrainingRun
+    from .runtime.training_run import WindowResult as WindowResult
 
-__all__ = ["initialize", "watch"]
+_MODULES = {
+    "initialize": "initialize",
+    "watch": "initialize",
+    "TrainingRun": "training_run",
+    "WindowResult": "training_run",
+}
+__all__ = ["TrainingRun", "WindowResult", "initialize", "watch"]
 
 
 def __getattr__(name: str) -> object:
     """Load the public names on first use, so that `zerowatch.dashboards` never drags torch in."""
-    if name in __all__:
-        from .runtime import initialize as module
-
-        return getattr(module, name)
+    if name in _MODULES:
+        return getattr(import_module(f".runtime.{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Out-of-memory survived: a window abandoned, agreed anew, and run again."""

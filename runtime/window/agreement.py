@@ -1,0 +1,57 @@
+"""Small numbers that all ranks of a run exchange on the training thread, on the host.
+
+A gloo group of its own, so that a device's queue is never waited for. Its process group is called
+directly: torch.distributed's functions are tapped, and our own traffic is no communication of the
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+
+
+class Agreement:
+    """Made on all ranks at the same moment, as every group is; `close` when the run ends.
+
+    Attributes:
+        rank, world_size: Of the run.
+        num_exchanges: How often the ranks waited for each other.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.num_exchanges = 0
+        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._highest = AllreduceOptions()
+        self._highest.reduceOp = ReduceOp.MAX
+
+    def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return mine.unsqueeze(0).numpy()
+        self.num_exchanges += 1
+        everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._group.allgather([everybody], [mine]).wait()
+        return torch.stack(everybody).numpy()
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of any rank."""
+        if self._group is None:
+            return value
+        self.num_exchanges += 1
+        flag = torch.tensor([value], dtype=torch.int64)
+        self._group.allreduce([flag], self._highest).wait()
+        return int(flag.item())
+
+    def close(self) -> None:
+        """Give the group back. Safe to call twice, and when the process group is gone."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
