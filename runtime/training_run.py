@@ -136,8 +136,12 @@ class TrainingRun:
         began = perf_counter()
         window, count = self._open(batch)
         cut = sizes(window.num_samples, count)
-        sums = self._attempt(window, cut)
-        self._check(sums)
+        try:
+            sums = self._attempt(window, cut)
+            self._check(sums)
+        except BaseException:
+            abort_window(self.engine)
+            raise
         skipped_before = self.engine.skipped_steps
         step_divided(self.engine, sums.weight / window.divisor)
         self._commit(window, sums)
@@ -214,16 +218,14 @@ class TrainingRun:
         return Sums(weight=float(told[0]), weighted_loss=float(told[1]))
 
     def _check(self, sums: Sums) -> None:
-        """Refuse an update that would spoil the weights, and leave the engine as before."""
+        """Refuse an update that would spoil the weights."""
         scales_losses = getattr(self.engine.optimizer, "dynamic_loss_scale", False)
         if sums.weight <= 0:
-            abort_window(self.engine)
             raise BatchError(
                 f"the weights of this batch add up to {sums.weight}, so there is nothing to learn "
                 "from; drop batches without targets"
             )
         if not isfinite(sums.weighted_loss) and not scales_losses:
-            abort_window(self.engine)
             raise NonFiniteLossError(
                 f"the loss of step {self.steps + 1} is {sums.weighted_loss / sums.weight}; no "
                 "update was made and the weights are as before. Look at this batch (a mean over no "

@@ -1,6 +1,7 @@
 """Trains by windows cut in many ways; tells how far the weights came out apart, as JSON per rank.
 
-`window_checks.py FOLDER`. Each case begins with the same weights and sees the same batches.
+`window_checks.py FOLDER NAME...`, of engines. Each case begins with the same weights and sees the
+same batches.
 """
 
 from __future__ import annotations
@@ -174,12 +175,13 @@ def uneven() -> list[int]:
     return given
 
 
-def main(folder: Path) -> None:
-    """Run all cases."""
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Run all cases on these engines."""
     deepspeed.init_distributed("gloo", verbose=False)
     told: dict[str, Any] = {}
     truth = closed_form()
-    for name, options in ENGINES.items():
+    for name in names:
+        options = ENGINES[name]
         one_piece, results, account = train(options, PLANS["one piece"], mean_over_samples)
         told[name] = {
             "account": account,
@@ -197,4 +199,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

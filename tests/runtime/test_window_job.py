@@ -1,0 +1,70 @@
+"""Whole batches trained in pieces: the same update, on one, two and four ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, start
+
+pytestmark = pytest.mark.jobs
+
+FP32 = ["stage 0", "stage 1", "stage 2", "stage 3", "stage 1, offload", "stage 3, small buckets"]
+HALF = ["bf16", "BF16_Optimizer"]
+PLANS = ["three", "ones", "changing"]
+WORLDS = [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    found = {}
+    for world in WORLDS:
+        folder: Path = tmp_path_factory.mktemp(f"windows-{world}")
+        ranks = ("--standalone", "--nproc-per-node", str(world))
+        names = FP32 + HALF if world == 2 else FP32[:4]
+        finished = start(TORCHRUN, *ranks, SCRIPTS / "window_checks.py", folder, *names, cwd=folder)
+        assert (folder / "rank-0.json").exists(), finished.stderr[-3000:]
+        found[world] = json.loads((folder / "rank-0.json").read_text())
+    return found
+
+
+CASES = [(world, name) for world in WORLDS for name in (FP32 if world == 2 else FP32[:4])]
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_however_a_batch_is_cut_the_update_is_that_of_one_piece(told, world, name):
+    apart = told[world][name]["apart"]
+
+    assert all(apart[plan] <= 1e-6 for plan in PLANS), apart
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_the_same_plan_gives_the_same_bits(told, world, name):
+    assert told[world][name]["apart"]["again"] == 0
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_token_means_over_uneven_padded_shares_equal_the_closed_form_in_float64(told, world, name):
+    assert told[world][name]["tokens, uneven"] <= 1e-6
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_in_bfloat16_plans_differ_by_rounding_only(told, name):
+    case = told[2][name]
+
+    assert max(case["apart"].values()) < 2e-3
+    assert case["tokens, uneven"] < 5e-3
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_samples_are_counted_once_however_they_are_cut(told, world, name):
+    assert told[world][name]["account"] == [4, 32 * world, 32 * world]
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_the_loss_told_is_that_of_the_whole_batch(told, world, name):
+    case = told[world][name]
+
+    for plan in PLANS:
+        assert case[f"losses, {plan}"] == pytest.approx(case["losses"], rel=1e-6)

@@ -1,0 +1,144 @@
+"""Gives TrainingRun what it must refuse; tells what each rank said, and the harm done.
+
+`window_faults.py FOLDER`, two ranks. A refused batch stands between two good ones; the weights must
+come out as those of a run that saw the good ones only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from window_checks import QUIET, Net, batches, mean_over_samples, share_of, weights
+
+import zerowatch
+import zerowatch.errors
+
+STAGES = range(4)
+
+
+def make(stage: int, loss: Any = mean_over_samples) -> zerowatch.TrainingRun:
+    torch.manual_seed(0)
+    model = Net()
+    return zerowatch.TrainingRun(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 3,
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+        },
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        loss=loss,
+        settings=QUIET,
+    )
+
+
+def lengths_differ(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "labels": batch["labels"][:-1]}
+
+
+def empty(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: rows[:0] for name, rows in batch.items()}
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "lengths differ": lengths_differ,
+    "empty": empty,
+    "no tensors": lambda batch: None,
+    "nan": lambda batch: {**batch, "factor": torch.full((len(batch["tokens"]),), float("nan"))},
+    "no weight": lambda batch: {**batch, "weightless": torch.ones(len(batch["tokens"]))},
+    "loss is a number": lambda batch: {**batch, "number": torch.ones(len(batch["tokens"]))},
+}
+ON_ONE_RANK = ("lengths differ", "empty", "no tensors", "nan")
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
+    mean = mean_over_samples(model, batch)
+    if "factor" in batch:
+        mean = mean * batch["factor"].mean()
+    if "number" in batch:
+        return 1.0
+    return (mean, 0.0) if "weightless" in batch else mean
+
+
+def attempt(run: zerowatch.TrainingRun, batch: Any) -> str:
+    try:
+        run.train_batch(batch)
+    except (zerowatch.errors.ZerowatchError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def main(folder: Path) -> None:
+    """Try all faults at all stages."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    told: dict[str, Any] = {}
+    for stage in STAGES:
+        shares = [share_of(batch, None) for batch in batches()]
+        calm = make(stage, loss_of)
+        for share in shares:
+            calm.train_batch(share)
+        expected = weights(calm.engine)
+        end(calm)
+        for name, spoil in FAULTS.items():
+            run = make(stage, loss_of)
+            run.train_batch(shares[0])
+            spoilt = name not in ON_ONE_RANK or dist.get_rank() == 1
+            said = attempt(run, spoil(shares[1]) if spoilt else shares[1])
+            for share in shares[1:]:
+                run.train_batch(share)
+            harmless = torch.equal(weights(run.engine), expected)
+            told[f"{name}, stage {stage}"] = {
+                "said": said,
+                "harmless": harmless,
+                "account": (run.steps, run.samples),
+            }
+            end(run)
+    told["micro-batch of 0"] = of_nothing()
+    told["batch statistics"] = batch_statistics()
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+def end(run: zerowatch.TrainingRun) -> None:
+    run.close()
+    run.engine.destroy()
+
+
+def of_nothing() -> str:
+    run = make(1)
+    try:
+        run.set_micro_batch(0)
+    except zerowatch.errors.BatchError as error:
+        return str(error)
+    finally:
+        end(run)
+    return "taken"
+
+
+def batch_statistics() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerowatch.runtime.model_scan").addHandler(handler)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    run = zerowatch.TrainingRun(
+        model,
+        config={"train_micro_batch_size_per_gpu": 2},
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda module, batch: module(batch).square().mean(),
+        settings=QUIET,
+    )
+    end(run)
+    return records
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
