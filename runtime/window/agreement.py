@@ -29,7 +29,7 @@ class Agreement:
         self.num_exchanges = 0
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._highest = AllreduceOptions()
-        self._highest.reduceOp = ReduceOp.MAX
+        self._highest.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
 
     def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks."""

@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RngState:
-    """What Python's, numpy's and torch's generators stood at; numpy's None where nobody uses it."""
+    """What the generators stood at; numpy's None where nobody uses it, `host` torch's on the CPU."""
 
     python: tuple[Any, ...]
     numpy: Any
-    torch: torch.Tensor
+    host: torch.Tensor
     cuda: tuple[torch.Tensor, ...]
 
     @staticmethod
@@ -27,7 +27,7 @@ class RngState:
         return RngState(
             python=random.getstate(),
             numpy=numpy.random.get_state() if numpy else None,
-            torch=torch.get_rng_state(),
+            host=torch.get_rng_state(),
             cuda=(torch.cuda.get_rng_state(),) if on_cuda else (),
         )
 
@@ -36,6 +36,6 @@ class RngState:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
+        torch.set_rng_state(self.host)
         for state in self.cuda:
             torch.cuda.set_rng_state(state)
