@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from .runtime.initialize import initialize as initialize
     from .runtime.initialize import watch as watch
     from .runtime.training_run import TrainingRun as TrainingRun
-    from .runtime.training_run import WindowResult as WindowResult
+    from .runtime.window.result import WindowResult as WindowResult
 
 _MODULES = {
     "initialize": "initialize",
     "watch": "initialize",
     "TrainingRun": "training_run",
-    "WindowResult": "training_run",
+    "WindowResult": "window.result",
 }
 __all__ = ["TrainingRun", "WindowResult", "initialize", "watch"]
 

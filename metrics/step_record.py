@@ -37,7 +37,7 @@ class StepRecord:
     before that has any, and `micro_batch_shapes` the distinct micro-batches since then, as samples
     and length; `oom_risk_ratio` is by device, as last worked out. `comm_seconds` is the length of
     the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
-    could do nothing else.
+    could do nothing else, and `comm_exposed_phase_seconds` that part by phase.
     """
 
     step: int
@@ -60,6 +60,7 @@ class StepRecord:
     device_readings: Mapping[str, Mapping[str, float]]
     micro_batch_shapes: Sequence[tuple[int, int]] = ()
     oom_risk_ratio: Mapping[str, float] = field(default_factory=dict)
+    comm_exposed_phase_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def training_seconds(self) -> float:

@@ -18,6 +18,9 @@ DATA_RATIO_HIGH = (
 OOM_RISK_HIGH = 0.50  # of running out within 50 steps: more likely than not
 OOM_RISK_CRITICAL = 0.80  # the forecast alone never says more than 0.87: that much it is trusted
 
+REPLAY_RATIO_HIGH = 0.05  # of training time lost to windows that had to be done again
+RESTARTS_HIGH = 3  # within half an hour; more than chance takes ranks away
+
 # Below 16, fp16 gradients of the usual sizes vanish. A scale that always was so low, or that has
 # been there for an hour, is no collapse: it must have lost four halvings.
 LOSS_SCALE_LOW = 16.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..metrics.catalog.labels import PHASES
@@ -53,7 +53,7 @@ class ClosedStep:
             step=self.step,
             ended_at_unix_seconds=self.ended_at,
             seconds=sum(phase_ns) / 1e9,
-            phase_seconds={PHASES[i]: ns / 1e9 for i, ns in enumerate(phase_ns) if ns},
+            phase_seconds=_by_phase(phase_ns),
             micro_batches=window.micro_batches,
             samples=window.samples,
             tokens=window.tokens,
@@ -70,4 +70,9 @@ class ClosedStep:
             micro_batch_shapes=[(s.samples, s.length) for s in memory.shapes] if memory else (),
             oom_risk_ratio=oom_risk_ratio,
             device_readings=device_readings,
+            comm_exposed_phase_seconds=_by_phase(comm.blocked_ns),
         )
+
+
+def _by_phase(nanoseconds: Sequence[int]) -> dict[str, float]:
+    return {PHASES[place]: ns / 1e9 for place, ns in enumerate(nanoseconds) if ns}

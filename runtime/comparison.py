@@ -28,6 +28,7 @@ class Comparison:
     Attributes:
         listeners: What gets the record of each step, on the watch thread.
         duties: What is to be done on the watch thread each second.
+        begin_anew: To be called when the engine is another one.
         inquest: Called with a collective that raised.
         keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
         step_ended: Called on the training thread with the number of each step; None if not needed.
@@ -38,6 +39,7 @@ class Comparison:
         self._around = around
         speaks = around.identity.rank == 0
         volume = VolumeWatch(hooks.guard("plan", self._plan), recorder, speaks=speaks)
+        self.begin_anew = hooks.guard("volume", volume.begin_anew)
         self._exchange = self._new_exchange(volume.ratio)
         self._hang = self._new_hang_watch()
         self._exchange.pause = lambda: self._hang.pause

@@ -62,6 +62,12 @@ class Forecasts:
             last.append((point, self._foresight(device, point)))
             self._stale = True
 
+    def begin_anew(self) -> None:
+        """Forget what was read so far: the engine is another one, and needs another amount."""
+        self._forecasters.clear()
+        self.outlooks, self.risks = {}, {}
+        self._harmless = {}
+
     def last_peaks(self, device: str) -> list[PeakPoint]:
         """Return the last readings of a device, the oldest first."""
         return [point for point, _ in list(self._last.get(device, ()))]

@@ -71,10 +71,7 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
         SettingsError: A setting is wrong.
         DsConfigError: DeepSpeed refuses its configuration; its own error is the cause.
     """
-    import deepspeed
-
-    # Ours alone is looked through: others may have wrapped it for purposes of their own.
-    original = getattr(deepspeed.initialize, "zerowatch_original", deepspeed.initialize)
+    original = _original()
     config = _config_given(original, args, kwargs)
     loaded = load_settings(settings, read_zerowatch_block(config))
     if loaded.enabled:
@@ -86,6 +83,16 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     _process.hooks.guard("watch", _watch_or_let_be)(engine, loaded)
     engine.watch = _process.watch or NoWatch()
     return result
+
+
+def initialize_unwatched(**kwargs: Any) -> Any:
+    """Call deepspeed.initialize for an engine that an open watch will move to.
+
+    Raises:
+        DsConfigError: DeepSpeed refuses its configuration.
+    """
+    with ConfigErrors(kwargs["config"], _process.hooks, raise_ours=True):
+        return _original()(**kwargs)
 
 
 def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
@@ -149,6 +156,14 @@ def close_watch(*, failed: bool) -> None:
     if _process.tap is not None:
         _process.tap.close()
         _process.tap.notes.wait_for_completion(COMPLETION_SECONDS)
+
+
+def _original() -> Callable[..., Any]:
+    """Return deepspeed.initialize. Only ours is looked through: others wrap for their own ends."""
+    import deepspeed
+
+    found: Callable[..., Any] = deepspeed.initialize
+    return getattr(found, "zerowatch_original", found)
 
 
 def _watch_or_let_be(engine: Any, settings: Settings) -> None:

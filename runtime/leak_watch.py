@@ -63,6 +63,12 @@ class LeakWatch:
         for device, sizes in categories.items():
             self._devices.setdefault(device, _Device()).looks.append((step, sizes))
 
+    def begin_anew(self) -> None:
+        """Forget what was read so far: the engine is another one, and holds another amount."""
+        for known in self._devices.values():
+            known.points.clear()
+            known.looks.clear()
+
     def look(self) -> None:
         """Look for leaks anew, if that is due."""
         now = time.monotonic()

@@ -85,6 +85,12 @@ class MemoryHooks:
         self._held_before: Held | None = None
         self._looks_cost = 0.0
 
+    def move_to(self, engine: Any) -> None:
+        """Look at another engine from now on; what is under way of the old one is dropped."""
+        self._engine = weakref.ref(engine)
+        self._clock.on_change = None
+        self._shapes = {}
+
     def batch_begins(self, shape: BatchShape, micro_batch: int) -> None:
         """Note a forward pass of the given micro-batch of its step, and let it be judged."""
         self.micro_batch = micro_batch

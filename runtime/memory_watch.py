@@ -69,7 +69,7 @@ class MemoryWatch:
         self._post_mortem = self._new_post_mortem() if settings.enabled else None
         self._oom_device = "cpu"
         self._life: LifeFile | None = None
-        self._closed = False
+        self._closed = self._moved = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._say_what_is_blind()
@@ -105,6 +105,12 @@ class MemoryWatch:
             self._raised(error, is_end=True)
             self._around.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
+    def move_to(self, engine: Any) -> None:
+        """Look at another engine of the same model; what was learnt of the old one is forgotten."""
+        if self._offload is not None:
+            self._around.hooks.guard("offload", self._offload.move_to)(engine)
+        self._moved = True
+
     def close_hooks(self) -> None:
         """End what runs in training. Safe to call twice."""
         self.hooks.close()
@@ -134,6 +140,7 @@ class MemoryWatch:
         """List what is done each second; one that fails leaves the others be."""
         duties: dict[str, Callable[[], object]] = {"memory figures": self._publish_figures}
         if self._enabled:
+            duties["memory after a rebuild"] = self._forget_if_moved
             duties["forecasts"] = self._forecasts.renew
             duties["leaks"] = self._leaks.look
             duties["killed ranks"] = self._sign_of_life
@@ -141,6 +148,13 @@ class MemoryWatch:
         if offload is not None:
             duties["offload"] = lambda: offload.publish(self._around.recorder)
         return [self._around.hooks.guard(name, duty) for name, duty in duties.items()]
+
+    def _forget_if_moved(self) -> None:
+        """Begin to learn anew, on the thread that learns."""
+        if self._moved:
+            self._moved = False
+            self._forecasts.begin_anew()
+            self._leaks.begin_anew()
 
     def _publish_figures(self) -> None:
         while self._readings:

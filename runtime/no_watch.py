@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
+from ..metrics.recorder import Recorder
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
 
@@ -17,12 +20,23 @@ class NoWatch:
     address: str | None = None
     is_open = False
 
+    def __init__(self) -> None:
+        self.recorder = Recorder()  # that nobody reads
+
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot without values."""
         return Snapshot(values={}, distributions={})
+
+    def move_to(self, engine: Any) -> None:
+        """Be found at another engine."""
+        engine.watch = self
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is counted."""
+        return nullcontext()
 
     def close(self) -> None:
         """Do nothing."""

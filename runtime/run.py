@@ -36,6 +36,7 @@ def launch(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     _check(options)
     _name_run(options)
+    _prepare_restarts(options)
     try:
         torchrun.main(_watched(arguments, options))
     except ChildFailedError as error:
@@ -85,6 +86,24 @@ def _name_run(options: Namespace) -> None:
 
     if load_settings().run_id is None and parse_min_max_nnodes(options.nnodes)[1] == 1:
         os.environ[f"{ENVIRONMENT_PREFIX}RUN_ID"] = new_run_id()
+
+
+def _prepare_restarts(options: Namespace) -> None:
+    """Give each attempt a store of its own, where `--max-restarts` allows more than one.
+
+    torch 2.5 and later keep one for all of them, in the agent. Ranks that start anew then find
+    where those before them listened, and cannot connect (pytorch issue 135712).
+    """
+    if not options.max_restarts:
+        return
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    is_static = options.rdzv_backend == "static" and not options.standalone
+    if is_static and (options.master_port is not None or options.rdzv_endpoint):
+        sys.stderr.write(
+            "zerowatch: with --master-port, restarted ranks share a store with those before them, "
+            "and may fail to connect; for restarts leave it out on one node, and take "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT on several\n"
+        )
 
 
 def _watched(arguments: Sequence[str], options: Namespace) -> list[str]:

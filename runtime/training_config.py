@@ -62,6 +62,35 @@ def _check_micro_batch(ours: Mapping[str, Any], config: object) -> None:
         )
 
 
+def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a nested mapping with changes laid over it."""
+    result = copy.deepcopy(dict(config))
+    for name, value in changes.items():
+        below = config.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            result[name] = merged(below, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def leaner_engines(
+    config: Mapping[str, Any], world_size: int, *, on_host: bool
+) -> list[dict[str, Any]]:
+    """Return changes to a ds config, each needing less memory than the one before.
+
+    A higher stage saves nothing on one rank, and offloading nothing where training is on the host.
+    """
+    stage = zero_stage(config)
+    stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
+    changes: list[dict[str, Any]] = [{"zero_optimization": {"stage": one}} for one in stages]
+    if not on_host:
+        offload = {"device": "cpu", "pin_memory": True}
+        changes.append({"zero_optimization": {"offload_optimizer": offload}})
+        changes.append({"zero_optimization": {"stage": 3, "offload_param": offload}})
+    return changes
+
+
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage that a ds config asks for."""
     zero = config.get("zero_optimization")

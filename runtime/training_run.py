@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isfinite
-from time import perf_counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import BatchError, NonFiniteLossError
-from .initialize import initialize
+from ..errors import BatchError
+from .engine_changes import EngineChanges
+from .engine_maker import EngineMaker
 from .model_scan import warn_of_batch_statistics
-from .recovery.abort import abort_window
-from .training_config import MICRO_BATCH, training_config
+from .relief.choose_modules import Chosen
+from .replaying import prepare
+from .saving import Saving
+from .sharing import Sharing
+from .training_config import MICRO_BATCH, training_config, zero_stage
 from .window.agreement import Agreement
-from .window.gradients import step_divided, weight_exponent
-from .window.micro_batches import (
-    Loss,
-    Sums,
-    Window,
-    evaluate_micro_batches,
-    train_micro_batches,
-)
-from .window.plan import num_micro_batches, sizes
-from .window.samples import longest, num_samples
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowResult:
-    """What became of one global batch.
-
-    Attributes:
-        step: The number of this step, from 1.
-        loss: The weighted mean over all ranks.
-        samples: Samples of all ranks.
-        weight: Sum of weights over all ranks; the samples where the loss gave none.
-        micro_batches: Samples of each micro-batch on this rank.
-        replays: How often the window was begun anew after memory ran out.
-        skipped: Whether no update was made, because fp16 gradients overflowed.
-        seconds: Wall time of the call.
-    """
-
-    step: int
-    loss: float
-    samples: int
-    weight: float
-    micro_batches: tuple[int, ...]
-    replays: int
-    skipped: bool
-    seconds: float
+from .window.micro_batches import Loss
+from .window.result import WindowResult
+from .window_figures import WindowFigures
+from .windows import Windows
 
 
 class TrainingRun:
     """Trains a model by whole batches; owns the engine, its windows and the account of samples.
+
+    All ranks call its methods alike, and at the same moment.
 
     Args:
         model: A torch module. All ranks must make the same one.
@@ -71,12 +41,12 @@ class TrainingRun:
             and returns one; else the ds config's.
         lr_scheduler: As for deepspeed.initialize; else the ds config's.
         settings: Settings nested as in zerowatch.toml.
-
-    Attributes:
-        engine: DeepSpeed's engine.
-        config: The ds config in use.
-        micro_batch_samples: Samples that a micro-batch holds at most.
-        steps, samples: Committed so far; samples over all ranks.
+        balance: Whether ranks get samples of `loader`'s batches in proportion to their measured
+            speed, so that they end together; else evenly.
+        compression: How gradients travel: None as DeepSpeed sends them, or "bf16", "fp16", "int8",
+            "fp8". These change the numbers; what 8 bits lose is sent with the next window.
+        activation_checkpointing: True for the model's own switch or its repeated block; or a class,
+            its name, a pattern of module names such as "blocks.*", or several of these.
 
     Raises:
         DsConfigError: The ds config cannot be used.
@@ -92,22 +62,69 @@ class TrainingRun:
         optimizer: Any = None,
         lr_scheduler: Any = None,
         settings: Mapping[str, Any] | None = None,
+        balance: bool = False,
+        compression: str | None = None,
+        activation_checkpointing: Chosen | bool = False,
     ) -> None:
-        self.config = training_config(config)
-        self.loss = loss
-        self.engine = initialize(
-            model=model,
-            model_parameters=[one for one in model.parameters() if one.requires_grad],
-            config=self.config,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            settings=settings,
-        )[0]
-        self.agreement = Agreement()
-        self.micro_batch_samples: int = self.config[MICRO_BATCH]
-        self.steps = self.samples = 0
-        self._exponent = 0
+        ours = training_config(config)
+        maker = EngineMaker(optimizer, lr_scheduler)
+        engine = maker.first(model, ours, settings)
+        prepare(engine)
         warn_of_batch_statistics(model)
+        self.agreement = Agreement()
+        figures = WindowFigures.of_watch(engine.watch)
+        self._changes = EngineChanges(
+            engine,
+            ours,
+            watch=engine.watch,
+            agreement=self.agreement,
+            make_engine=maker.another,
+            figures=figures,
+        )
+        chosen = None if isinstance(activation_checkpointing, bool) else activation_checkpointing
+        self._windows = Windows(
+            loss,
+            self._changes,
+            self.agreement,
+            figures,
+            micro_batch_samples=ours[MICRO_BATCH],
+            checkpointed=chosen,
+        )
+        self._sharing = Sharing(self.agreement, engine.watch, balance=balance)
+        self._saving = Saving(
+            self._changes,
+            self._windows,
+            self._sharing,
+            self.agreement,
+            engine.watch.run_folder,
+        )
+        self.checkpoint_activations(activation_checkpointing)
+        self.compress(compression)
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine; another one after `rebuild`."""
+        return self._changes.engine
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The ds config in use."""
+        return self._changes.config
+
+    @property
+    def steps(self) -> int:
+        """Windows committed so far."""
+        return self._windows.steps
+
+    @property
+    def samples(self) -> int:
+        """Samples committed so far, over all ranks."""
+        return self._windows.samples
+
+    @property
+    def micro_batch_samples(self) -> int:
+        """Samples that a micro-batch holds at most, as asked for."""
+        return self._windows.micro_batch_samples
 
     @property
     def module(self) -> torch.nn.Module:
@@ -123,7 +140,8 @@ class TrainingRun:
     def train_batch(self, batch: Any) -> WindowResult:
         """Make one update from a global batch, of which this rank gives its share.
 
-        The update is that of the whole batch in one piece, however it is cut and shared out.
+        The update is that of the whole batch in one piece, however it is cut and shared out. After
+        an error the run stands as it did before.
 
         Args:
             batch: Mappings and sequences of tensors or arrays with one row per sample. It must stay
@@ -132,29 +150,18 @@ class TrainingRun:
         Raises:
             BatchError: A rank's share cannot be trained on; raised on all ranks.
             NonFiniteLossError: The loss is nan or inf; raised on all ranks, before any update.
+            RuntimeError: Memory does not hold even one sample at a time; on other ranks
+                PeerOutOfMemory.
         """
-        began = perf_counter()
-        window, count = self._open(batch)
-        cut = sizes(window.num_samples, count)
-        try:
-            sums = self._attempt(window, cut)
-            self._check(sums)
-        except BaseException:
-            abort_window(self.engine)
-            raise
-        skipped_before = self.engine.skipped_steps
-        step_divided(self.engine, sums.weight / window.divisor)
-        self._commit(window, sums)
-        return WindowResult(
-            step=self.steps,
-            loss=sums.weighted_loss / sums.weight,
-            samples=window.total_samples,
-            weight=sums.weight,
-            micro_batches=tuple(size for size in cut if size),
-            replays=0,
-            skipped=self.engine.skipped_steps != skipped_before,
-            seconds=perf_counter() - began,
+        result = self._windows.train(batch)
+        self._sharing.window_ended(
+            step=self.engine.global_steps,
+            num_samples=sum(result.micro_batches),
+            seconds=self._windows.passes_seconds,
+            collectives_inside=zero_stage(self.config) > 1,
         )
+        self._saving.window_ended()
+        return result
 
     def evaluate(self, batch: Any) -> float:
         """Return the weighted mean loss over all ranks, without gradients, in evaluation mode.
@@ -162,10 +169,21 @@ class TrainingRun:
         Raises:
             BatchError: A rank's share cannot be used; raised on all ranks.
         """
-        window, count = self._open(batch)
-        cut = sizes(window.num_samples, count)
-        sums = self._over_ranks(evaluate_micro_batches(self.engine, self.loss, batch, cut))
-        return sums.weighted_loss / sums.weight
+        return self._windows.evaluate(batch)
+
+    def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
+        """Return a loader of this rank's share of each global batch, whose place is saved too.
+
+        Args:
+            dataset: With `__len__` and `__getitem__`, or an IterableDataset.
+            batch_samples: Samples of a global batch, over all ranks.
+            options: seed, shuffle, drop_last, and of torch's DataLoader collate_fn, num_workers,
+                prefetch_factor, pin_memory, timeout, worker_init_fn, multiprocessing_context.
+
+        Raises:
+            ValueError: These do not make batches.
+        """
+        return self._sharing.loader(dataset, batch_samples=batch_samples, **options)
 
     def set_micro_batch(self, num_samples: int) -> None:
         """Cut the next batches into micro-batches of at most that many samples.
@@ -177,64 +195,84 @@ class TrainingRun:
         """
         if num_samples < 1:
             raise BatchError(f"a micro-batch holds 1 sample or more, got {num_samples}")
-        self.micro_batch_samples = num_samples
+        self._windows.micro_batch_samples = num_samples
+
+    def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
+        """Send gradients in another form from the next window on; None for DeepSpeed's own way.
+
+        Args:
+            compression: As of the constructor.
+            asynchronous: Whether ZeRO 1 and 2 go on with backward while gradients travel.
+
+        Raises:
+            ValueError: There is no such form, or this engine's gradients cannot be had.
+        """
+        self._changes.compress(compression, asynchronous=asynchronous)
+
+    def checkpoint_activations(self, which: Chosen | bool) -> None:
+        """Checkpoint activations from the next window on, as of the constructor; False: no longer.
+
+        Raises:
+            ZerowatchError: No such module is there.
+        """
+        self._changes.checkpoint_activations(which)
+
+    def rebuild(self, changes: Mapping[str, Any]) -> None:
+        """Put another engine in the place of this one, with its whole training state.
+
+        Args:
+            changes: What is to be different in the ds config, nested as it is, such as
+                {"zero_optimization": {"stage": 3}}.
+
+        Raises:
+            RebuildError: Nothing has changed; training goes on as it was.
+        """
+        self._changes.rebuild(changes)
+        self._windows.replay.plans.forget()
+
+    def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
+        """Save the run between two windows, whole or not at all; return the folder of this save.
+
+        With the engine go the plan, the random generators, the place in `loader`'s data, what
+        compression owes, and the account of steps and samples.
+
+        Args:
+            folder: Of this run's saves alone, reached by all ranks.
+            client: The caller's own: numbers, text, tensors, and lists and dicts of these.
+            keep: How many saves to leave, this one included.
+
+        Raises:
+            CheckpointError: It cannot be written; earlier saves are as they were.
+        """
+        return self._saving.save(folder, client, keep)
+
+    def load(self, folder: str | Path) -> Any:
+        """Take the last save up again; call it before the first window, however the run began.
+
+        A run that was started again after a failure also learns what its earlier lives found out
+        about memory.
+
+        Returns:
+            What `save` was given as `client`; None also where nothing was saved yet.
+
+        Raises:
+            CheckpointError: The save is damaged, or that of another model or number of ranks.
+        """
+        state = self._saving.load(folder)
+        return None if state is None else state.client
+
+    def on_window_abort(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called on all ranks before a window is run again, as memory ran out.
+
+        Forwards of the window may have run; what they did to state of the script's own, such as
+        running means or counts, is to be undone there.
+        """
+        self._windows.replay.on_window_abort.append(undo)
 
     def close(self) -> None:
         """Take the watch off and give back what the run holds. Safe to call twice."""
+        self._sharing.close()
+        self._windows.close()
+        self._changes.close()
         self.watch.close()
         self.agreement.close()
-
-    def _open(self, batch: Any) -> tuple[Window, int]:
-        """Agree on what all ranks are about to do with their shares."""
-        problem, samples, length = None, 0, 0
-        try:
-            samples, length = num_samples(batch), longest(batch)
-        except BatchError as error:
-            problem = error
-        count = num_micro_batches(samples, self.micro_batch_samples)
-        told = self.agreement.gather([problem is not None, samples, count, length])
-        if problem is not None:
-            raise problem
-        if told[:, 0].any():
-            (ranks,) = told[:, 0].nonzero()
-            raise BatchError(
-                f"the share of rank {', '.join(map(str, ranks))} cannot be trained on; see there"
-            )
-        window = Window(
-            batch=batch,
-            num_samples=samples,
-            total_samples=int(told[:, 1].sum()),
-            world_size=self.agreement.world_size,
-            exponent=self._exponent,
-            longest=int(told[:, 3].max()),
-        )
-        return window, int(told[:, 2].max())
-
-    def _attempt(self, window: Window, cut: tuple[int, ...]) -> Sums:
-        return self._over_ranks(train_micro_batches(self.engine, self.loss, window, cut))
-
-    def _over_ranks(self, sums: Sums) -> Sums:
-        told = self.agreement.gather([sums.weight, sums.weighted_loss]).sum(axis=0)
-        return Sums(weight=float(told[0]), weighted_loss=float(told[1]))
-
-    def _check(self, sums: Sums) -> None:
-        """Refuse an update that would spoil the weights."""
-        scales_losses = getattr(self.engine.optimizer, "dynamic_loss_scale", False)
-        if sums.weight <= 0:
-            raise BatchError(
-                f"the weights of this batch add up to {sums.weight}, so there is nothing to learn "
-                "from; drop batches without targets"
-            )
-        if not isfinite(sums.weighted_loss) and not scales_losses:
-            raise NonFiniteLossError(
-                f"the loss of step {self.steps + 1} is {sums.weighted_loss / sums.weight}; no "
-                "update was made and the weights are as before. Look at this batch (a mean over no "
-                "targets is nan) and at the learning rate, or call train_batch with the next one"
-            )
-
-    def _commit(self, window: Window, sums: Sums) -> None:
-        self.steps += 1
-        self.samples += window.total_samples
-        self.engine.global_samples = self.samples
-        if sums.weight != window.total_samples:
-            self._exponent = weight_exponent(sums.weight, window.total_samples)

@@ -43,6 +43,11 @@ class VolumeWatch:
         self._told = False
         self._ratio: float | None = None
 
+    def begin_anew(self) -> None:
+        """Plan anew, for an engine that was rebuilt in another way. Any thread."""
+        self._plans, self._early_steps = {}, FIRST_STEPS
+        self._differing, self._told = 0, False
+
     def ratio(self) -> float | None:
         """Return the wire bytes of the last step over the least possible; None while unknown."""
         return self._ratio
@@ -56,7 +61,7 @@ class VolumeWatch:
             return  # these have collectives of their own
         if record.micro_batches not in self._plans:
             self._plans[record.micro_batches] = None
-            planning = (record.micro_batches,)
+            planning = (self._plans, record.micro_batches)
             threading.Thread(
                 target=self._make, args=planning, name="zerowatch-plan", daemon=True
             ).start()
@@ -66,8 +71,8 @@ class VolumeWatch:
             self._publish(plan, measured)
             self._compare(plan, record, measured)
 
-    def _make(self, micro_batches: int) -> None:
-        self._plans[micro_batches] = self._make_plan(micro_batches)
+    def _make(self, plans: dict[int, Plan | None], micro_batches: int) -> None:
+        plans[micro_batches] = self._make_plan(micro_batches)
 
     def _publish(self, plan: Plan, measured: float) -> None:
         put = self._recorder

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,14 @@ from ..metrics.step_record import StepRecord
 from .collectives.roles import role_of, role_of_pairs
 from .collectives.tap import CommTap
 from .comparison import Comparison
-from .data_hooks import DataHooks
 from .devices.choose import device_probes, hardware_ids
-from .engine_hooks import EngineHooks
-from .facts import cuda_device, run_facts, warn_of_comms_logger
+from .engine_ref import EngineRef
+from .engine_side import EngineSide
+from .facts import cuda_device, warn_of_comms_logger
 from .flops_counter import flops_counter, publish_peak
 from .hooks import Hooks
 from .identity import Addresses, NoticeBoard, this_process
+from .introduction import Introduction
 from .memory.choose import memory_probes
 from .memory_watch import MemoryWatch
 from .own_costs import own_costs
@@ -37,12 +36,9 @@ from .phase_clock import PhaseClock
 from .publisher import Publisher
 from .run_folder import RunFolder
 from .sampler import Sampler
-from .step_closer import StepCloser
 from .surroundings import Surroundings
 from .telemetry import Telemetry
 from .watch_thread import WatchThread
-
-logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -57,22 +53,22 @@ class Watch:
 
     Attributes:
         address: "host:port" at which this rank serves its metrics; None where it does not.
+        recorder: Where all values are.
     """
 
     def __init__(
         self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings, epoch: int
     ) -> None:
-        self._engine = weakref.ref(engine)
+        self._engine = EngineRef(engine)
         self._settings = settings
         self._epoch = epoch
         self._hooks = hooks
         self._tap = tap
-        self._recorder = Recorder()
+        self.recorder = Recorder()
         self._identity = this_process()
         self._clock = PhaseClock()
         self._listeners: list[Callable[[StepRecord], object]] = []
         self._closed = False
-        self._informed = False
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
             self._open_server(undo)
             self._open_rooms(engine, undo)
@@ -107,9 +103,31 @@ class Watch:
         """
         self._listeners.append(self._hooks.guard("listener", listener))
 
+    def move_to(self, engine: Any) -> None:
+        """Watch another engine of the same model and run from now on, between two windows.
+
+        Counters, run, server and all threads stay. All ranks move at the same time. A closed watch
+        stays closed.
+
+        Args:
+            engine: What stands in the place of the engine so far, as after a rebuild.
+        """
+        engine.watch = self
+        self._engine.point_at(engine)
+        if self._closed:
+            return
+        self._engine_side.move_to(engine)
+        self._memory.move_to(engine)
+        self._comparison.begin_anew()
+        self._introduction.begin_anew()
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Return a context whose time is counted as that of a checkpoint, as a rebuild's."""
+        return self._engine_side.pausing()
+
     def snapshot(self) -> Snapshot:
         """Return all values as they stand."""
-        return self._recorder.snapshot()
+        return self.recorder.snapshot()
 
     def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
         """Take every hook off, write what has arrived, and stop serving once the end was read.
@@ -129,7 +147,7 @@ class Watch:
             self._thread.stop()
             self._comparison.stop()
             self._memory.close()
-            self._recorder.set(training.RUN_ACTIVE, 0)
+            self.recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
             self._telemetry.close()
         if failed:
@@ -155,7 +173,7 @@ class Watch:
         addresses = Addresses(board, self._identity)
         self._folder = RunFolder(settings, self._identity, board, addresses)
         self._server = MetricsServer(
-            recorder=self._recorder,
+            recorder=self.recorder,
             rank=self._identity.rank,
             local_rank=self._identity.local_rank,
             settings=settings.serve,
@@ -168,13 +186,14 @@ class Watch:
 
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
         settings, device = self._settings, cuda_device()
-        self._recorder.set(training.RUN_ACTIVE, 1)
+        self.recorder.set(training.RUN_ACTIVE, 1)
         self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
         undo.callback(self._flops.close)
         flops_of = self._hooks.guard("flops", self._flops)
-        peak = publish_peak(settings.flops, self._recorder, cuda_device=device)
-        self._publisher = Publisher(self._recorder, flops_of, peak)
-        around = self._surroundings()
+        peak = publish_peak(settings.flops, self.recorder, cuda_device=device)
+        self._publisher = Publisher(self.recorder, flops_of, peak)
+        around = self._around = self._surroundings()
+        self._introduction = Introduction(around, self._folder, self.address)
         probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
         for probe in probes:
             undo.callback(probe.close)
@@ -189,7 +208,7 @@ class Watch:
         self._costs = own_costs(
             around,
             self._tap,
-            hooks_ns=lambda: self._engine_hooks.cost_ns + self._memory.cost_ns,
+            hooks_ns=lambda: self._engine_side.cost_ns + self._memory.cost_ns,
             thread=self._thread,
             comparison=self._comparison,
             telemetry=self._telemetry,
@@ -198,7 +217,7 @@ class Watch:
 
     def _new_thread(self, device: int | None) -> WatchThread:
         sampler = Sampler(
-            self._recorder,
+            self.recorder,
             self._hooks,
             device_probes(cuda_device=device),
             self._settings.sampling.device_seconds,
@@ -216,7 +235,7 @@ class Watch:
             duties={
                 **self._comparison.duties,
                 "memory": self._memory.publish,
-                "run folder": self._look_around,
+                "run folder": self._introduction.look,
                 "costs": lambda: self._costs.publish(),
             },
             on_cuda=device is not None,
@@ -232,13 +251,13 @@ class Watch:
             clock=self._clock,
             run_id=lambda: self.run_id,
             folder=lambda: self.run_folder,
-            recorder=self._recorder,
+            recorder=self.recorder,
             hooks=self._hooks,
         )
 
     def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
         warn_of_comms_logger()
-        notes, hooks = self._tap.notes, self._hooks
+        notes = self._tap.notes
         self._tap.open()
         undo.callback(self._tap.close)
         self._tap.open_backend(deepspeed_comm.cdb)
@@ -246,44 +265,22 @@ class Watch:
         self._publisher.publish_earlier(notes.take())
         notes.groups.take_coverage()
         notes.connect(self._clock, self._thread.give, self._comparison.inquest)
-        memory, profile = self._memory.hooks, self._comparison.step_ended
-        close_step = StepCloser(
-            engine, self._clock, notes, hooks, self._thread.give, memory.step_ended, profile
-        )
         undo.callback(self._comparison.close_hooks)
-        self._engine_hooks = EngineHooks(engine, self._clock, hooks, memory, close_step)
-        undo.callback(self._engine_hooks.restore)
-        self._data_hooks = DataHooks(self._clock, hooks, lambda: self._engine_hooks.training)
+        self._engine_side = EngineSide(
+            self._around,
+            engine,
+            self._memory.hooks,
+            self._thread.give,
+            self._comparison.step_ended,
+        )
+        undo.callback(self._engine_side.restore)
 
     def _close_hooks(self) -> None:
-        self._engine_hooks.restore()
+        self._engine_side.restore()
         self._memory.close_hooks()
         self._comparison.close_hooks()
-        self._data_hooks.restore()
         self._tap.close()
         self._flops.close()
-
-    def _look_around(self) -> None:
-        """Learn the run's name and, on rank 0, where the other ranks serve."""
-        self._folder.look_around()
-        engine, run_id = self._engine(), self.run_id
-        if engine is None:  # collected without a close
-            self._recorder.set(training.RUN_ACTIVE, 0)
-        if not self._informed and engine is not None and run_id is not None:
-            self._informed = True
-            self._announce()
-            facts = run_facts(engine, run_id, self._identity.world_size)
-            self._recorder.inform(training.RUN_INFO, *facts)
-
-    def _announce(self) -> None:
-        if self._identity.rank == 0:
-            served = f"http://{self.address}/metrics" if self.address else "not served"
-            logger.info(
-                "watching %d rank(s); metrics %s; run log %s",
-                self._identity.world_size,
-                served,
-                self.run_folder or "not written",
-            )
 
     def _serve_until_read(self) -> None:
         self._server.linger()

@@ -12,6 +12,7 @@ from .communication import communication_alerts
 from .memory import memory_alerts
 from .training import training_alerts
 from .watching import watching_alerts
+from .window import window_alerts
 
 
 def alerts(timing: Timing) -> tuple[Alert, ...]:
@@ -20,5 +21,6 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
         *communication_alerts(timing),
         *training_alerts(timing),
         *memory_alerts(),
+        *window_alerts(timing),
         *watching_alerts(timing),
     )

@@ -23,6 +23,7 @@ from ..recording.rule import RecordingRule
 from .palette import CATEGORIES, MEMORY_STATES, PHASES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
+from .window_panels import DONE_AGAIN
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 FULL = above(0.9, 0.97)  # of a limit: no alert of its own, the risk of running out is the judge
@@ -289,5 +290,6 @@ BOARD = Board(
         Row("What fills it?", WHAT_FILLS_IT),
         Row("Ranks", RANKS_APART),
         Row("Trouble and offloading", TROUBLE),
+        Row("What was done about it", DONE_AGAIN),
     ),
 )

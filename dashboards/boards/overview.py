@@ -9,6 +9,7 @@ from ...metrics.thresholds import (
     DEVICE_UTILIZATION_LOW,
     OOM_RISK_CRITICAL,
     OOM_RISK_HIGH,
+    REPLAY_RATIO_HIGH,
     STRAGGLER_SCORE_HIGH,
 )
 from ..alerts.communication import steady
@@ -30,7 +31,7 @@ from ..grafana.style import (
     below,
 )
 from ..promql import ON_GPU, by
-from ..recording import communication, devices, memory, training
+from ..recording import communication, devices, memory, training, window
 from ..timing import Timing
 from .overview_tables import DETAILS, FIRING
 from .palette import PHASES
@@ -110,7 +111,7 @@ HELD_BACK = (
         description="Each bar is a measurement over the limit from which its alert would fire; at "
         "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
         "the board Communication, **waiting for data** on Step anatomy, **idle device** on "
-        "Devices (GPUs only), **out of memory** on Memory.",
+        "Devices (GPUs only), **out of memory** and **windows done again** on Memory.",
         queries=(
             Query(
                 against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
@@ -138,6 +139,11 @@ HELD_BACK = (
             Query(
                 against_limit(of_ranks(memory.OOM_RISK), OOM_RISK_HIGH),
                 "out of memory",
+                shape="now",
+            ),
+            Query(
+                against_limit(of_run(window.REPLAY_RATIO), REPLAY_RATIO_HIGH),
+                "windows done again",
                 shape="now",
             ),
         ),

@@ -23,6 +23,7 @@ from ..recording import training
 from .palette import PHASES
 from .parts import sized, step_seconds
 from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
+from .window_panels import CUT_AND_SHARED
 
 A_STEP = (
     TimeSeries(
@@ -216,6 +217,7 @@ BOARD = Board(
     rows=(
         Row("A step", A_STEP),
         Row("Ranks", RANKS_APART),
+        Row("How batches are cut and shared out", CUT_AND_SHARED),
         Row("Throughput", THROUGHPUT),
         Row("Numbers of the training itself", NUMBERS),
         Row("By the profiler", PROFILED),

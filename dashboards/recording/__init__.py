@@ -7,13 +7,14 @@ shipped windows. A level names the labels that stay beside job: `run_rank` keeps
 
 from __future__ import annotations
 
-from . import communication, devices, memory, training, watching
+from . import communication, devices, memory, training, watching, window
 from .rule import RecordingRule
 
 GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-communication": communication.RULES,
     "zerowatch-training": training.RULES,
     "zerowatch-memory": memory.RULES,
+    "zerowatch-window": window.RULES,
     "zerowatch-devices": devices.RULES,
     "zerowatch-watch": watching.RULES,
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from . import communication, devices, memory, training, tuner, watching
+from . import communication, devices, memory, training, tuner, watching, window
 from .spec import MetricSpec
 
 CATALOG: tuple[MetricSpec, ...] = (
     *training.METRICS,
+    *window.METRICS,
     *communication.METRICS,
     *memory.METRICS,
     *devices.METRICS,

@@ -1,6 +1,6 @@
-"""The demo's training script, one process per rank: a plain DeepSpeed loop, and one line to watch.
+"""The demo's training script, one process per rank: a TrainingRun, its loader, and a loop.
 
-Read it as an example. Apart from the console, `initialize` is all that zerowatch needs.
+Read it as an example. Apart from the console, this is all that an owned loop needs.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
 
-from ..initialize import close_watch, initialize
+from ..initialize import close_watch
+from ..training_run import TrainingRun
 from ..watch import Watch
 from .console import DemoConsole
 from .corpus import NextByteWindows, standard_library_text
@@ -32,24 +31,26 @@ def main() -> None:
     text = standard_library_text()
     torch.manual_seed(SEED)  # the same weights on every rank
     model = ByteGpt()
-    engine, *_ = initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config=ds_config(steps=options.steps, stage=options.stage),
-    )
     windows = NextByteWindows(text, model.config.max_position_embeddings)
-    batches = endless_batches(windows, engine.train_micro_batch_size_per_gpu())
-    console = _console(engine.watch, options)
+    config = ds_config(steps=options.steps, stage=options.stage)
+    run = TrainingRun(model, config=config, loss=mean_loss)
+    batch_samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
+    batches = run.loader(windows, batch_samples=batch_samples, seed=SEED).forever()
+    console = _console(run.watch, options)
 
     for batch in itertools.islice(batches, options.steps):
-        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()})
-        engine.backward(loss)
-        engine.step()
+        run.train_batch(batch)
 
-    engine.watch.close()
+    run.close()
     if console is not None:
         console.show_summary()
     dist.destroy_process_group()
+
+
+def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of a part of the batch, which is all that a TrainingRun asks for."""
+    loss: torch.Tensor = model(**batch)
+    return loss
 
 
 def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
@@ -81,18 +82,6 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
         },
         "steps_per_print": 10**9,
     }
-
-
-def endless_batches(
-    windows: NextByteWindows, micro_batch: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this rank's share of the windows over and over, shuffled anew each time."""
-    sampler: DistributedSampler[dict[str, torch.Tensor]]
-    sampler = DistributedSampler(windows, seed=SEED, drop_last=True)
-    loader = DataLoader(windows, batch_size=micro_batch, sampler=sampler, drop_last=True)
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        yield from loader
 
 
 def _console(watch: Watch, options: argparse.Namespace) -> DemoConsole | None:

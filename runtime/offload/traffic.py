@@ -95,6 +95,16 @@ class OffloadTraffic:
             self._wrap(engine.optimizer)
             undo.pop_all()
 
+    def move_to(self, engine: Any) -> None:
+        """Take the hooks from one engine and put them on another; the sums go on."""
+        self.restore()
+        self._returning = False
+        self._open = True
+        with ExitStack() as undo:
+            undo.callback(self.restore)
+            self._wrap(engine.optimizer)
+            undo.pop_all()
+
     def publish(self, recorder: Recorder) -> None:
         """Write the sums so far, of the directions that this engine has."""
         self._clock.settle()

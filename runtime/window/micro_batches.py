@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .samples import on_device, rows
+from .sums import Sums
 
 # A mean loss of one element, or (mean loss, weight).
 Loss = Callable[[Any, Any], Any]
@@ -38,14 +39,6 @@ class Window:
     def divisor(self) -> float:
         """What a gradient with weight 1 is divided by."""
         return self.total_samples * 2.0**self.exponent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """Of one rank's micro-batches, or of all: sum of weights, and of weight times mean loss."""
-
-    weight: float
-    weighted_loss: float
 
 
 def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence[int]) -> Sums:

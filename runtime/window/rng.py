@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RngState:
-    """What the generators stood at; numpy's None where nobody uses it, `host` torch's on the CPU."""
+    """What the generators stood at; numpy's None where nobody uses it; `host` torch's."""
 
     python: tuple[Any, ...]
     numpy: Any

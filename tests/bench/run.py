@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
+import balance
 import estimator
 import exchange_arithmetic
 import hang
@@ -43,6 +44,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "oom_risk": oom_risk.bench,
     "estimator": estimator.bench,
     "otlp": otlp.bench,
+    "balance": balance.bench,
 }
 
 

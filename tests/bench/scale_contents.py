@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from scrape_job import label_values
 
-from zerowatch.metrics.catalog import CATALOG, communication, memory, training, tuner, watching
+from zerowatch.metrics.catalog import (
+    CATALOG,
+    communication,
+    memory,
+    training,
+    tuner,
+    watching,
+    window,
+)
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.recorder import Recorder
@@ -32,6 +40,7 @@ _NEVER = {
     watching.EXPORTER_FAILURES,
 }
 _ABSENT = {memory.MEMORY_LEAK}  # as long as nothing leaks
+_ON_RANK_ZERO = (*tuner.METRICS, *window.ON_RANK_ZERO)
 _PHASE_SHARES = {"data": 0.03, "forward": 0.3, "backward": 0.6, "optimizer": 0.05}
 _PER_SECOND = {
     training.STEPS: 1 / STEP_SECONDS,
@@ -59,14 +68,14 @@ class Contents:
 
     Args:
         seed: Tells these ranks from those of other contents.
-        with_tuner: Whether this is rank 0.
+        on_rank_zero: Whether this is rank 0.
         began: Unix time of the run's start.
     """
 
-    def __init__(self, seed: int, *, with_tuner: bool, began: float) -> None:
+    def __init__(self, seed: int, *, on_rank_zero: bool, began: float) -> None:
         self._random = random.Random(seed)
         self._recorder = Recorder()
-        self._series = list(_series(with_tuner))
+        self._series = list(_series(on_rank_zero))
         self._now = began
         for spec, labels in self._series:
             if spec.kind == "histogram":
@@ -118,7 +127,7 @@ def as_rank(text: bytes, rank: int) -> bytes:
     return text.replace(_RANK, b'rank="%d"' % rank)
 
 
-def _series(with_tuner: bool) -> Iterator[tuple[MetricSpec, tuple[str, ...]]]:
+def _series(on_rank_zero: bool) -> Iterator[tuple[MetricSpec, tuple[str, ...]]]:
     for spec in CATALOG:
-        if spec not in _ABSENT and (with_tuner or spec not in tuner.METRICS):
+        if spec not in _ABSENT and (on_rank_zero or spec not in _ON_RANK_ZERO):
             yield from ((spec, labels) for labels in label_values(spec))

@@ -24,7 +24,7 @@ OPENMETRICS = "application/openmetrics-text"
 
 
 def kind_of(rank: int, kinds: int) -> int:
-    """Rank 0 is of a kind of its own: the tuner is there."""
+    """Rank 0 is of a kind of its own: it tells of the tuner, and what all do together."""
     return 0 if rank == 0 else 1 + rank % (kinds - 1)
 
 
@@ -36,7 +36,7 @@ class Ranks:
         self._kinds = kinds
         began = first_tick * INTERVAL_SECONDS
         self._contents = [
-            Contents(kind, with_tuner=kind == 0, began=began) for kind in range(kinds)
+            Contents(kind, on_rank_zero=kind == 0, began=began) for kind in range(kinds)
         ]
         self._tick = first_tick - 1
         self._served_tick = 0

@@ -30,7 +30,7 @@ from zerowatch.dashboards.promql import select
 from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION, DEVICE_UTILIZATION_BY_RANK
 from zerowatch.dashboards.recording.memory import OOM_RISK
 from zerowatch.dashboards.timing import Timing
-from zerowatch.metrics.catalog import devices, memory, training, tuner, watching
+from zerowatch.metrics.catalog import devices, memory, training, tuner, watching, window
 
 pytestmark = pytest.mark.jobs
 
@@ -55,6 +55,7 @@ ABSENT = {
     select(watching.HOOK_FAILURES): HEALTHY,
     select(watching.EXPORTER_FAILURES): HEALTHY,
     **{select(spec): "there is no tuner yet" for spec in tuner.METRICS},
+    select(window.CODEC_ERROR): "gradients travel as they are",
 }
 
 RUN = "board-run"

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from rules.cases import communication, memory, training, watching
+from rules.cases import communication, memory, training, watching, window
 from rules.promtool import failures
 
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
 
-CASES = (*communication.CASES, *training.CASES, *memory.CASES, *watching.CASES)
+CASES = (
+    *communication.CASES,
+    *training.CASES,
+    *memory.CASES,
+    *window.CASES,
+    *watching.CASES,
+)
 NAMES = [alert.name for alert in alerts(Timing())]
 OF_NAME = {alert.name: alert for alert in alerts(Timing())}
 

@@ -13,6 +13,7 @@ from zerowatch.dashboards.recording import (
     devices,
     memory,
     watching,
+    window,
 )
 from zerowatch.dashboards.recording import training as recorded_training
 from zerowatch.dashboards.timing import Timing
@@ -105,6 +106,12 @@ CASES = {
         | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
         {'device="cpu", rank="1"': 0.75},
     ),
+    # Rank 0 alone tells what was lost, of its own second.
+    window.REPLAY_RATIO: (
+        of_rank(0, "zerowatch_replay_seconds_total", growing(0.1))
+        | of_rank(1, PHASES, growing(0.5), phase="backward"),
+        {"": 0.1},
+    ),
     watching.WATCH_RATIO_BY_RANK: (
         of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
         | of_both("zerowatch_watch_seconds_total", growing(0.002), part="tap"),
@@ -146,8 +153,9 @@ def test_what_alerts_need_is_tried():
     expressions = " ".join(alert.expression for alert in alerts(Timing()))
     needed = {rule for rules in GROUPS.values() for rule in rules if rule.name in expressions}
 
-    # Over thirty minutes it is the same division.
-    assert needed - CASES.keys() == {communication.EXPOSED_RATIO_LONG}
+    # Over thirty minutes they are the same divisions.
+    long = {communication.EXPOSED_RATIO_LONG, window.REPLAY_RATIO_LONG}
+    assert needed - CASES.keys() == long
 
 
 def look(rule, series: dict[str, str], values: dict[str, float]):

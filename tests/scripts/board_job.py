@@ -6,14 +6,13 @@ Usage: board_job.py FOLDER. It ends at the first step that finds FOLDER/end.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import TensorDataset
 
 import zerowatch
 from zerowatch.runtime.demo.model import ByteGpt, GptConfig
@@ -46,37 +45,23 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     model = ByteGpt(GptConfig(hidden_size=128, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = zerowatch.initialize(
-        model=model, optimizer=optimizer, config=CONFIG, settings=SETTINGS
+    run = zerowatch.TrainingRun(
+        model, optimizer=optimizer, config=CONFIG, loss=mean_loss, settings=SETTINGS
     )
-    for step, tokens in enumerate(batches(), 1):
-        train(engine, tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
+    data = TensorDataset(torch.randint(256, (64 * BATCH, LENGTHS[-1] + 1)))
+    loader = run.loader(data, batch_samples=2 * BATCH)
+    for step, (tokens,) in enumerate(loader.forever(), 1):
+        run.train_batch(tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
         if step % EVERY_STEPS == 0:
-            evaluate(engine, tokens)
-            engine.save_checkpoint(str(folder / "checkpoint"))
+            run.evaluate(tokens)
+            run.engine.save_checkpoint(str(folder / "checkpoint"))
         if all_see(folder / "end"):
             break
-    engine.watch.close()
+    run.close()
 
 
-def batches() -> Iterator[torch.Tensor]:
-    """Yield batches without end, of the longest length."""
-    data = torch.randint(256, (64 * BATCH, LENGTHS[-1] + 1))
-    while True:
-        yield from DataLoader(data, batch_size=BATCH, shuffle=True)
-
-
-def train(engine: Any, tokens: torch.Tensor) -> None:
-    loss = engine(tokens[:, :-1], tokens[:, 1:])
-    engine.backward(loss)
-    engine.step()
-
-
-def evaluate(engine: Any, tokens: torch.Tensor) -> None:
-    engine.eval()
-    with torch.no_grad():
-        engine(tokens[:, :-1], tokens[:, 1:])
-    engine.train()
+def mean_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens[:, :-1], tokens[:, 1:])
 
 
 def all_see(file: Path) -> bool:

@@ -1,0 +1,60 @@
+"""Alerts on windows that are done again, and on runs that are started again."""
+
+from __future__ import annotations
+
+from ...metrics.catalog import window
+from ...metrics.thresholds import REPLAY_RATIO_HIGH, RESTARTS_HIGH
+from ..promql import by, select, where
+from ..recording import window as recorded
+from ..timing import MINUTE, Timing
+from .alert import NUMBER, PERCENT, RUN, Alert
+from .guards import after_some_steps, while_training
+
+
+def window_alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return the alerts with windows of this timing."""
+    return (_windows_done_again(timing), _restarting(timing))
+
+
+def _windows_done_again(timing: Timing) -> Alert:
+    # The long window tells a habit from one bad batch, the short one that it is not over yet.
+    both_windows = where(
+        f"{recorded.REPLAY_RATIO_LONG.select()} > {REPLAY_RATIO_HIGH}",
+        f"{recorded.REPLAY_RATIO.select()} > 0",
+    )
+    return Alert(
+        name="ZerowatchWindowsDoneAgain",
+        component="memory",
+        severity="warning",
+        expression=while_training(after_some_steps(both_windows, timing)),
+        for_seconds=2 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} keeps running out of memory and doing its windows again",
+        description=(
+            f"{PERCENT} of the training time of the last half hour went into windows that had to "
+            "be done again in smaller pieces. No sample is lost, but time is: make micro-batches "
+            "smaller from the start, or free memory."
+        ),
+        board="zerowatch-memory",
+    )
+
+
+def _restarting(timing: Timing) -> Alert:
+    # Not by changes() of a series: after a restart the rank may answer at another port.
+    restarts = f"{select(window.RESTARTS)}[{timing.long}]"
+    highest = by("max", f"max_over_time({restarts})")
+    lowest = by("min", f"min_over_time({restarts})")
+    return Alert(
+        name="ZerowatchRestarting",
+        component="training",
+        severity="critical",
+        expression=while_training(f"{highest} - {lowest} >= {RESTARTS_HIGH}"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} is started again and again",
+        description=(
+            f"{NUMBER} times within half an hour. Each time it goes on from its last save, and may "
+            "not come much further. Look at what the rank that ended first wrote last."
+        ),
+        board="zerowatch-memory",
+    )

@@ -1,0 +1,132 @@
+"""Shares that follow the ranks' measured speeds, agreed on now and then between two windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .busy_time import BusyTime
+from .schedule import ShareSchedule
+from .shares import Shares, fitting_shares, gain
+from .trial import Trial
+
+EVERY_WINDOWS = 8  # one exchange of four numbers; a median of fewer windows says little
+LEAST_GAIN = 0.05  # hosts are a few per cent faster or slower from one minute to the next
+NEW_WEIGHT = 0.5  # of what was measured last, against all before
+WARM_UP_WINDOWS = 3  # memory is allocated, traces are recorded, code is compiled
+
+Gather = Callable[[Sequence[float]], Any]  # this rank's numbers to an array of all ranks', by rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWindow:
+    """A window that was committed.
+
+    Attributes:
+        index: Of its batch in the order of the data.
+        step: Its number, by which `BusyTime.blocked` tells of it.
+        num_samples: This rank's.
+        passes_seconds: Wall time of its forward and backward passes on this rank.
+        seconds: Wall time since the window before.
+        most_samples: What this rank can take of a batch at most.
+    """
+
+    index: int
+    step: int
+    num_samples: int
+    passes_seconds: float
+    seconds: float
+    most_samples: float = math.inf
+
+
+class Balancer:
+    """Measures this rank and, with all others, changes the schedule.
+
+    Every rank calls `window_ended` after each of its windows, so that all exchange at the same one,
+    and all work the same shares out of the same numbers. Shares that make windows no faster, as
+    where they take more micro-batches and so more communication, are taken back.
+    """
+
+    def __init__(self, schedule: ShareSchedule, gather: Gather, busy_time: BusyTime) -> None:
+        self.schedule = schedule
+        self.busy_time = busy_time
+        self._gather = gather
+        self._num_windows = 0
+        self._seconds: list[float] = []
+        self._measured = math.nan  # holds until there is something newer
+        self._sample_seconds: tuple[float, ...] = ()
+        self._trial = Trial()
+
+    def window_ended(self, window: EndedWindow) -> Shares | None:
+        """Take a window; return the new shares where some were agreed on."""
+        self._num_windows += 1
+        self._seconds.append(window.seconds)
+        if self._num_windows > WARM_UP_WINDOWS:
+            self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
+        if self._num_windows % EVERY_WINDOWS:
+            return None
+        newer = self.busy_time.take()
+        self._measured = self._measured if newer is None else newer
+        usual, self._seconds = median(self._seconds), []
+        told = self._gather(
+            [self._measured, self.schedule.next_index, window.most_samples, usual]
+        ).tolist()
+        measured, next_indices, most, seconds = zip(*told, strict=True)
+        shares = self._decide(window.index, measured, most, max(seconds))
+        if shares is not None:
+            # From the first batch on that no rank has begun to load.
+            from_index = int(max(next_indices))
+            self._trial.shares_change(self.schedule.latest, from_index, max(seconds))
+            self.schedule.change(from_index, shares)
+        return shares
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule and what was measured."""
+        return {**self.schedule.state_dict(), "sample_seconds": list(self._sample_seconds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved schedule, or evenly where it was one of other ranks or batches."""
+        self._trial = Trial()
+        if self.schedule.load_state_dict(state):
+            self._sample_seconds = tuple(state["sample_seconds"])
+
+    def _decide(
+        self, index: int, measured: Sequence[float], most: Sequence[float], seconds: float
+    ) -> Shares | None:
+        if any(math.isnan(each) or each <= 0 for each in measured):
+            return None  # a rank has nothing to tell yet
+        self._sample_seconds = smoothed(self._sample_seconds, measured)
+        if self._trial.is_under_way:
+            return self._trial.verdict(index + 1 - EVERY_WINDOWS, seconds)
+        if self._trial.rests():
+            return None
+        return better_shares(self.schedule.latest, self._sample_seconds, most)
+
+
+def better_shares(
+    now: Shares,
+    sample_seconds: Sequence[float],
+    most: Sequence[float],
+    least_gain: float = LEAST_GAIN,
+) -> Shares | None:
+    """Return shares that are worth a change; None where the present ones are good enough.
+
+    Shares beyond what a rank can take are left for the best that it can, whatever the gain.
+    """
+    if sum(most) < sum(now):
+        return None
+    best = fitting_shares(sum(now), sample_seconds, most)
+    too_much = any(share > limit for share, limit in zip(now, most, strict=True))
+    return best if too_much or gain(now, best, sample_seconds) >= least_gain else None
+
+
+def smoothed(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
+    """Return a moving average of what was measured of each rank."""
+    if len(before) != len(measured):
+        return tuple(measured)
+    return tuple(
+        (1 - NEW_WEIGHT) * old + NEW_WEIGHT * new for old, new in zip(before, measured, strict=True)
+    )

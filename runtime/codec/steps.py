@@ -1,0 +1,83 @@
+"""Several exchanges at a time: while the bytes of one travel, the next is encoded.
+
+An exchange is a generator that starts a collective, yields its handle, and goes on once that is
+done. All ranks take the same steps in the same order, whatever is done first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+Steps = Generator[Any, None, None]
+
+AHEAD = 1  # exchanges that have started beyond those that are advanced
+
+
+class Flight:
+    """One exchange on its way."""
+
+    def __init__(self, steps: Steps) -> None:
+        """Start it."""
+        self._steps = steps
+        self._work = next(steps, None)
+
+    def advance(self) -> bool:
+        """Wait for its collective and start the next; return whether there was one."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = next(self._steps, None)
+        return self._work is not None
+
+    def drop(self) -> None:
+        """Wait for what travels, and do nothing with it."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        self._steps.close()
+
+
+def run_all(exchanges: Iterable[Steps], ahead: int = AHEAD) -> None:
+    """Run exchanges to their ends, each started before those before it are waited for."""
+    flights: list[Flight] = []
+    newest: deque[Flight] = deque()
+    for steps in exchanges:
+        newest.append(Flight(steps))
+        flights = [flight for flight in flights if flight.advance()]
+        if len(newest) > ahead:
+            flights.append(newest.popleft())
+    flights.extend(newest)
+    while flights:
+        flights = [flight for flight in flights if flight.advance()]
+
+
+class Departed:
+    """The exchanges of one bucket, started together and ended later."""
+
+    def __init__(self, exchanges: Iterable[Steps], finish: Callable[[], None]) -> None:
+        """Start them.
+
+        Args:
+            exchanges: What travels.
+            finish: Called once all have arrived.
+        """
+        self._flights = [Flight(steps) for steps in exchanges]
+        self._finish = finish
+
+    def advance(self) -> None:
+        """Wait for the first collective of each, and start their second ones."""
+        self._flights = [flight for flight in self._flights if flight.advance()]
+
+    def arrive(self) -> None:
+        """Wait for all of it."""
+        while self._flights:
+            self.advance()
+        self._finish()
+
+    def drop(self) -> None:
+        """Wait for what travels; nothing comes of it."""
+        for flight in self._flights:
+            flight.drop()
+        self._flights = []

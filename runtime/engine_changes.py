@@ -1,0 +1,198 @@
+"""What changes a run's engine between two windows; none of it is lost when another thing changes.
+
+All ranks call it alike, at the same moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..errors import RebuildError, ZerowatchError
+from .codec.gradient_codec import GradientCodec
+from .rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
+from .recovery.ladder import STEPS, Escalation
+from .relief import activation_checkpointing
+from .relief.choose_modules import Chosen
+from .relief.ladder import Rung, ladder
+from .training_config import leaner_engines, merged
+from .window.agreement import Agreement
+from .window_figures import RebuildOutcome, WindowFigures
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTING, REBUILT = STEPS[0], STEPS[-1]
+CODEC = "gradient codec"
+
+Undo = Callable[[], None]
+Apply = Callable[[Any], Undo]
+
+
+class EngineChanges:
+    """Holds the engine of a run, and what was laid on it.
+
+    Args:
+        engine: The first one.
+        config: Its ds config.
+        watch: The watch on it, which goes along to another engine.
+        agreement: Of the run.
+        make_engine: Makes another of a module and a ds config.
+        figures: Where it is told.
+
+    Attributes:
+        engine, config: As they stand.
+        codec: What compresses gradients, where something does.
+        is_rebuilt: Whether this is no longer the first engine.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: Mapping[str, Any],
+        *,
+        watch: Any,
+        agreement: Agreement,
+        make_engine: MakeEngine,
+        figures: WindowFigures,
+    ) -> None:
+        self.engine, self.config = engine, config
+        self.codec: GradientCodec | None = None
+        self.is_rebuilt = False
+        self._watch, self._agreement, self._figures = watch, agreement, figures
+        self._make_engine = make_engine
+        self._laid_on: dict[str, tuple[Apply, Undo]] = {}
+
+    def checkpoint_activations(self, chosen: Chosen | bool) -> None:
+        """Checkpoint activations of the chosen modules; of the repeated block by True; or stop.
+
+        Raises:
+            ZerowatchError: No such module is there.
+        """
+        self._take_off(CHECKPOINTING)
+        if chosen is not False:
+            which = None if chosen is True else chosen
+            self._lay_on(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
+
+    def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
+        """Send gradients in another form from the next window on; None for DeepSpeed's own way.
+
+        Raises:
+            ValueError: There is no such form, or this engine's gradients cannot be had.
+        """
+        self._take_off(CODEC)
+        self.codec = None
+        if kind is not None or asynchronous:
+            codec = GradientCodec(kind or "plain", asynchronous=asynchronous)
+            self._lay_on(CODEC, codec.attach)
+            self.codec = codec
+
+    def begin_window(self) -> None:
+        """Let the codec start from what was committed."""
+        if self.codec is not None:
+            self.codec.begin_window()
+
+    def abort_window(self) -> None:
+        """Let the codec forget what it lost in a window that is not committed."""
+        if self.codec is not None:
+            self.codec.abort_window()
+
+    def commit_window(self, *, skipped: bool) -> None:
+        """Let the codec keep what it lost in a window, if that had an update, and tell how much."""
+        if self.codec is None:
+            return
+        if skipped:
+            self.codec.abort_window()
+        else:
+            self.codec.commit_window()
+        self._figures.compressed(self.codec.kind, self.codec.error_ratio)
+
+    def rebuild(self, changes: Mapping[str, Any]) -> None:
+        """Put another engine in the place of this one, with its whole training state.
+
+        Args:
+            changes: What is to be different in the ds config, nested as it is.
+
+        Raises:
+            RebuildError: Nothing has changed; training goes on.
+        """
+        config = merged(self.config, changes)
+        began = perf_counter()
+        for _, undo in reversed(self._laid_on.values()):
+            undo()
+        outcome: RebuildOutcome = "refused"
+        try:
+            with self._watch.pausing():
+                engine = rebuild(
+                    self.engine,
+                    config,
+                    make_engine=self._make_engine,
+                    agreement=self._agreement,
+                )
+            outcome = "committed"
+            self.config, self.is_rebuilt = config, True
+            self._adopt(engine)
+        except UndoneRebuildError as error:
+            outcome = "undone"
+            self._adopt(error.engine)
+            raise
+        finally:
+            self._lay_all_on_again()
+            self._figures.rebuilt(outcome, perf_counter() - began)
+
+    def escalations(self, chosen: Chosen = None) -> list[Escalation]:
+        """Return what may be given up for memory, in order, from here on."""
+        on_host = self.engine.device == torch.device("cpu")
+        rebuilds = leaner_engines(self.config, self._agreement.world_size, on_host=on_host)
+        return [
+            *(
+                Escalation(name=rung.name, apply=partial(self._take, rung))
+                for rung in ladder(chosen)
+            ),
+            *(Escalation(name=REBUILT, apply=partial(self._try_rebuild, one)) for one in rebuilds),
+        ]
+
+    def close(self) -> None:
+        """Take everything off the engine again. Safe to call twice."""
+        for name in reversed(list(self._laid_on)):
+            self._take_off(name)
+
+    def _take(self, rung: Rung) -> bool:
+        if rung.name in self._laid_on or rung.unavailable(self.engine) is not None:
+            return False
+        self._lay_on(rung.name, rung.apply)
+        return True
+
+    def _try_rebuild(self, changes: Mapping[str, Any]) -> bool:
+        try:
+            self.rebuild(changes)
+        except RebuildError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    def _adopt(self, engine: Any) -> None:
+        self.engine = engine
+        self._watch.move_to(engine)
+
+    def _lay_on(self, name: str, apply: Apply) -> None:
+        self._laid_on[name] = (apply, apply(self.engine))
+
+    def _take_off(self, name: str) -> None:
+        if name in self._laid_on:
+            self._laid_on.pop(name)[1]()
+
+    def _lay_all_on_again(self) -> None:
+        """Lay on this engine what the last one bore, as far as it can be there."""
+        for name, (apply, _) in list(self._laid_on.items()):
+            try:
+                self._lay_on(name, apply)
+            except (ValueError, ZerowatchError) as error:
+                del self._laid_on[name]
+                if name == CODEC:
+                    self.codec = None
+                logger.warning("%s is off on the new engine: %s", name, error)

@@ -1,0 +1,166 @@
+"""A run's windows: opened by all ranks, tried until they fit, committed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from .engine_changes import EngineChanges
+from .memory_view import MemoryView
+from .oom.recognise import ends_by_memory
+from .opening import open_window
+from .recovery.abort import abort_window, can_abort
+from .recovery.guard import PeerOutOfMemory
+from .recovery.plans import Share
+from .relief.choose_modules import Chosen
+from .replaying import new_guard, new_replay
+from .window.agreement import Agreement
+from .window.gradients import step_divided, weight_exponent
+from .window.micro_batches import Loss, Window, evaluate_micro_batches, train_micro_batches
+from .window.plan import sizes
+from .window.result import WindowResult
+from .window.sums import Sums
+from .window_figures import WindowFigures
+
+
+class Windows:
+    """Runs one window at a time, on all ranks alike.
+
+    Args:
+        loss: The caller's.
+        changes: Holds the engine.
+        agreement: Of the run.
+        figures: Where it is told.
+        micro_batch_samples: What a micro-batch holds at most, to begin with.
+        checkpointed: What activation checkpointing is laid on where memory does not suffice.
+
+    Attributes:
+        micro_batch_samples: As asked for now.
+        steps, samples: Committed so far; samples over all ranks.
+        exponent: Gradients are accumulated over samples times 2 to this.
+        replay: What runs a window again.
+        on_fatal: Called with length and samples of a micro-batch for which this rank's memory did
+            not suffice, whatever was given up.
+        passes_seconds: Wall time of the last window's forward and backward passes, without votes.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        changes: EngineChanges,
+        agreement: Agreement,
+        figures: WindowFigures,
+        *,
+        micro_batch_samples: int,
+        checkpointed: Chosen,
+    ) -> None:
+        self.micro_batch_samples = micro_batch_samples
+        self.steps = self.samples = self.exponent = 0
+        self.passes_seconds = 0.0
+        self.on_fatal: list[Callable[[int, int], None]] = []
+        self._loss, self._changes = loss, changes
+        self._agreement, self._figures = agreement, figures
+        engine = changes.engine
+        self._memory = MemoryView(engine.watch, str(engine.device))
+        self._guard = new_guard(agreement)
+        self.replay = new_replay(
+            lambda: changes.engine,
+            agreement,
+            self._guard,
+            changes.escalations(checkpointed),
+            self._memory.measured,
+        )
+        self.replay.on_window_abort.append(changes.abort_window)
+        self.replay.on_error.append(figures.ran_out)
+
+    def train(self, batch: Any) -> WindowResult:
+        """Make one update; see `TrainingRun.train_batch`."""
+        began = perf_counter()
+        window, share, guarded = open_window(
+            self._agreement,
+            batch,
+            micro_batch_samples=self.micro_batch_samples,
+            exponent=self.exponent,
+            asks_for_guard=self._memory.is_low,
+        )
+        self._changes.begin_window()
+        try:
+            attempt = partial(self._attempt, window)
+            replayed = self.replay.run(share, attempt, asks_for_guard=guarded)
+            sums = replayed.outcome.over_ranks(self._agreement)
+            if not getattr(self._changes.engine.optimizer, "dynamic_loss_scale", False):
+                sums.check_finite(self.steps + 1)
+        except BaseException as error:
+            self._abandon(share, error)
+            raise
+        skipped = self._update(sums.weight / window.divisor)
+        result = WindowResult(
+            step=self.steps + 1,
+            loss=sums.mean_loss,
+            samples=window.total_samples,
+            weight=sums.weight,
+            micro_batches=tuple(filter(None, sizes(window.num_samples, replayed.micro_batches))),
+            replays=replayed.replays,
+            skipped=skipped,
+            seconds=perf_counter() - began,
+        )
+        self._commit(result)
+        self._figures.tell(
+            result,
+            own_samples=window.num_samples,
+            accumulation_steps=replayed.micro_batches,
+            lost_seconds=replayed.lost_seconds,
+            device=str(self._changes.engine.device),
+        )
+        return result
+
+    def evaluate(self, batch: Any) -> float:
+        """Return the mean loss of a batch; see `TrainingRun.evaluate`."""
+        window, share, _ = open_window(
+            self._agreement, batch, micro_batch_samples=self.micro_batch_samples
+        )
+        cut = sizes(window.num_samples, self.replay.plans.micro_batches(share))
+        sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
+        return sums.over_ranks(self._agreement).mean_loss
+
+    def close(self) -> None:
+        """Take the guard off the collectives. Safe to call twice."""
+        self._guard.close()
+
+    def _attempt(self, window: Window, num_micro_batches: int) -> Sums:
+        began = perf_counter() - self._guard.vote_seconds
+        cut = sizes(window.num_samples, num_micro_batches)
+        sums = train_micro_batches(self._changes.engine, self._loss, window, cut)
+        self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
+        return sums
+
+    def _abandon(self, share: Share, error: BaseException) -> None:
+        """Leave the run as it was before this window."""
+        self._changes.abort_window()
+        if can_abort(self._changes.engine) is None:
+            abort_window(self._changes.engine)
+        is_own = ends_by_memory(error)
+        if is_own or isinstance(error, PeerOutOfMemory):
+            self._figures.gave_up()
+        if is_own:
+            count = self.replay.plans.micro_batches(share)
+            samples = share.largest(count)[self._agreement.rank]
+            for note in self.on_fatal:
+                note(share.length, samples)
+
+    def _update(self, divisor: float) -> bool:
+        """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
+        engine = self._changes.engine
+        skipped_before: int = engine.skipped_steps
+        self.replay.update(partial(step_divided, engine, divisor))
+        return bool(engine.skipped_steps != skipped_before)
+
+    def _commit(self, result: WindowResult) -> None:
+        self.steps += 1
+        self.samples += result.samples
+        self._changes.engine.global_samples = self.samples
+        self._changes.commit_window(skipped=result.skipped)
+        if result.weight != result.samples:
+            self.exponent = weight_exponent(result.weight, result.samples)

@@ -1,0 +1,85 @@
+"""One rank of the codec bench: trains the demo's model in each form and reports the last loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from zerowatch.runtime.codec.gradient_codec import GradientCodec
+from zerowatch.runtime.demo.corpus import NextByteWindows, standard_library_text
+from zerowatch.runtime.demo.job import ds_config
+from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+JUDGED_WINDOWS = 256
+TEXT = standard_library_text()
+
+
+def train(asked: dict[str, Any], kind: str | None, feedback: bool | None, seed: int) -> float:
+    """Return the loss on text that was not trained on."""
+    torch.manual_seed(seed)
+    model = ByteGpt(GptConfig(**asked["model"]))
+    config = ds_config(steps=asked["steps"], stage=2) | {"managed_gradient_accumulation": False}
+    parameters = model.parameters()
+    engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+    codec = GradientCodec(kind, feedback=feedback) if kind else None
+    if codec is not None:
+        codec.attach(engine)
+    windows = NextByteWindows(TEXT, model.config.max_position_embeddings)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    order = torch.randperm(
+        len(windows) - JUDGED_WINDOWS, generator=torch.Generator().manual_seed(seed)
+    )
+    batch = engine.train_micro_batch_size_per_gpu()
+    for step in range(asked["steps"]):
+        begin = (step * world + rank) * batch
+        if codec is not None:
+            codec.begin_window()
+        engine.backward(engine(**gathered(windows, order[begin : begin + batch].tolist())))
+        engine.step()
+        if codec is not None:
+            codec.commit_window()
+    judged = range(len(windows) - JUDGED_WINDOWS, len(windows))
+    with torch.no_grad():
+        loss = float(model(**gathered(windows, list(judged))))
+    engine.destroy()
+    return loss
+
+
+def gathered(windows: NextByteWindows, chosen: list[int]) -> dict[str, torch.Tensor]:
+    """Return some windows as one batch."""
+    items = [windows[index] for index in chosen]
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(
+        "gloo",
+        init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    losses = {
+        name: [train(asked, kind, feedback, seed) for seed in asked["seeds"]]
+        for name, kind, feedback in asked["arms"]
+    }
+    Path(os.environ["BENCH_REPORT"]).write_text(json.dumps(losses))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

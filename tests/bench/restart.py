@@ -1,0 +1,84 @@
+"""Ranks killed at random moments, with restarts: does anything show of it in the end?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from options import Options
+from table import Row
+
+sys.path.append(str(Path(__file__).parents[1]))  # the job is the tests' own
+from scripts.restarting import Course, train
+
+KILLS, EARLY_KILLS = 20, 4
+STEPS, SAVE_EVERY = 200, 5
+SEED = 7
+SECONDS_A_KILL = 60.0  # a start takes five to ten on two cores
+
+
+def bench(options: Options) -> Iterator[Row]:
+    """Yield how alike a run that was killed is to one that was not, and what a restart takes."""
+    kills, early, steps = (3, 1, 30) if options.quick else (KILLS, EARLY_KILLS, STEPS)
+    through = _train(steps, 0, 0)
+    killed = _train(steps, kills, early)
+    ranks = (0, 1)
+    same = [killed.committed(rank) == through.committed(rank) for rank in ranks]
+    whole = [list(killed.committed(rank)) == list(range(1, steps + 1)) for rank in ranks]
+    yield Row(
+        what=f"samples and losses of {steps} windows after {len(killed.kills)} kills",
+        measured="equal bit for bit" if all(same) and all(whole) else "differ",
+        spread=f"{early} while starting; saved every {SAVE_EVERY} windows",
+        goal="as undisturbed",
+        met=all(same) and all(whole) and len(killed.kills) == kills and killed.code == 0,
+    )
+    weights = [_ended(killed, rank) == _ended(through, rank) for rank in ranks]
+    yield Row(
+        what="weights in the end, and the account of samples",
+        measured="equal bit for bit" if all(weights) else "differ",
+        goal="as undisturbed",
+        met=all(weights),
+    )
+    done = len(killed.of(0, "committed"))
+    yield Row(
+        what="windows done again",
+        measured=f"{done - steps}",
+        spread=f"{(done - steps) / max(1, len(killed.kills)):.1f} a kill",
+    )
+    seconds = _restart_seconds(killed)
+    yield Row(
+        what="from a kill until all train again, median",
+        measured=f"{median(seconds):.1f} s",
+        spread=f"{min(seconds):.1f} to {max(seconds):.1f} s",
+    )
+
+
+def _train(steps: int, kills: int, early: int) -> Course:
+    with tempfile.TemporaryDirectory(prefix="zerowatch-restart-") as name:
+        return train(
+            Path(name),
+            steps=steps,
+            save_every=SAVE_EVERY,
+            kills=kills,
+            early_kills=early,
+            seed=SEED,
+            timeout_seconds=SECONDS_A_KILL * (kills + 2),
+        )
+
+
+def _ended(course: Course, rank: int) -> tuple[list[float], int]:
+    (note,) = course.of(rank, "ended")
+    return note["weights"], note["samples"]
+
+
+def _restart_seconds(killed: Course) -> list[float]:
+    """Return, for kills after which the next attempt came to train, how long that took."""
+    resumed = {note["attempt"]: note["at"] for note in killed.of(0, "resumed")}
+    return [
+        resumed[kill.attempt + 1] - kill.at_unix_seconds
+        for kill in killed.kills
+        if kill.attempt + 1 in resumed
+    ]

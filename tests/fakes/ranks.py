@@ -1,0 +1,51 @@
+"""Ranks as threads of one process, which agree on numbers by meeting at a barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 10.0
+
+
+class FakeAgreement:
+    """What one rank sees of the meeting."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.world_size = rank, meeting.world_size
+        self._meeting = meeting
+
+    def gather(self, values: Sequence[float]) -> np.ndarray:
+        return np.array(self._meeting.exchange(self.rank, list(values)), dtype=float)
+
+    def highest(self, value: int) -> int:
+        return max(self._meeting.exchange(self.rank, value))
+
+
+class Meeting:
+    """Where the ranks put what they say; one that waits in vain raises BrokenBarrierError."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._said: list = [None] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=PATIENCE_SECONDS)
+
+    def exchange(self, rank: int, said: object) -> list:
+        self._said[rank] = said
+        self._barrier.wait()
+        heard = list(self._said)
+        self._barrier.wait()
+        return heard
+
+
+def on_ranks(world_size: int, body: Callable[[FakeAgreement], T]) -> list[T]:
+    """Run `body` on each rank at once, and return what each returned."""
+    meeting = Meeting(world_size)
+    with ThreadPoolExecutor(world_size) as threads:
+        ranks = [FakeAgreement(rank, meeting) for rank in range(world_size)]
+        return list(threads.map(body, ranks))

@@ -1,0 +1,123 @@
+"""Real engines run out of memory, and train on as if they had used the smaller size at once.
+
+A few of each; `make bench-oom` runs them all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.recovery_cases import FEW_ENGINES, FEW_FAULTS
+
+pytestmark = pytest.mark.jobs
+
+Told = list[dict]
+
+
+def run(world_size: int, folder: Path, script: str, *arguments: str) -> Told:
+    """Run a script; return what each rank tells."""
+    finished = start(
+        TORCHRUN,
+        *("--standalone", "--nproc-per-node", world_size),
+        SCRIPTS / script,
+        folder,
+        *arguments,
+        cwd=folder,
+    )
+    files = [folder / f"rank-{rank}.json" for rank in range(world_size)]
+    assert all(file.exists() for file in files), finished.stderr[-5000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Told]:
+    return {
+        world_size: run(world_size, tmp_path_factory.mktemp("matrix"), "recovery_matrix.py", "few")
+        for world_size in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return run(2, tmp_path_factory.mktemp("ends"), "recovery_ends.py")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", FEW_ENGINES)
+def test_each_error_is_survived_with_the_size_that_fits(
+    matrix: dict[int, Told], name: str, world_size: int
+) -> None:
+    for rank in matrix[world_size]:
+        windows = rank[name]["windows"]
+        assert len(windows) == len([f for f in FEW_FAULTS if world_size == 2 or f.ranks == "all"])
+        for window in windows:
+            assert window["replays"] >= 1, window
+            assert max(window["sizes"]) == max(window["then"]) == window["expected"], window
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", FEW_ENGINES)
+def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
+    matrix: dict[int, Told], name: str, world_size: int
+) -> None:
+    for rank in matrix[world_size]:
+        assert rank[name]["same weights"]
+        assert all(rank[name]["same losses"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", FEW_ENGINES)
+def test_every_sample_is_trained_on_once(
+    matrix: dict[int, Told], name: str, world_size: int
+) -> None:
+    assert all(rank[name]["samples once"] for rank in matrix[world_size])
+
+
+def test_adam_s_state_is_there_before_the_first_step(matrix: dict[int, Told]) -> None:
+    for rank in matrix[2]:
+        assert all(told["states at start"] > 0 for told in rank.values())
+
+
+def test_one_rank_alone_votes_with_nobody(matrix: dict[int, Told]) -> None:
+    assert all(told["votes"] == 0 for told in matrix[1][0].values())
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3, small buckets"])
+def test_where_nothing_helps_the_error_is_the_rank_s_own_and_the_run_intact(
+    ends: Told, name: str
+) -> None:
+    peer, own = (rank["gives up"][name] for rank in ends)
+
+    assert peer["type"] == "PeerOutOfMemory"
+    assert "nothing left to give up" in peer["text"]
+    assert own["type"] == "RuntimeError"
+    assert "DefaultCPUAllocator" in own["text"]
+    assert own["steps"] == peer["steps"] == 1
+    assert own["intact"]
+    assert peer["intact"]
+
+
+def test_where_one_sample_is_too_much_the_ladder_gives_room(ends: Told) -> None:
+    for rank in ends:
+        told = rank["climbs"]
+        assert [step.split()[0] for step in told["asked"]] == ["activation", "smaller"]
+        assert set(told["sizes"]) == {1}
+        assert told["replays"] == 3
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3"])
+def test_ranks_that_all_ran_out_go_on_without_having_voted(ends: Told, name: str) -> None:
+    for rank in ends:
+        told = rank["all run out, no votes"][name]
+        assert told["replays"] == 1
+        assert told["votes"] > 0  # in the replay, which is guarded
+
+
+def test_without_collectives_in_the_window_its_last_vote_is_enough(ends: Told) -> None:
+    for rank in ends:
+        told = rank["one runs out, no votes"]
+        assert told["replays"] == 1
+        assert told["votes"] >= 2

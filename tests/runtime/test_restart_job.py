@@ -1,0 +1,71 @@
+"""`zerowatch run --max-restarts`: ranks are killed at random moments, and nothing shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripts.launching import steps_logged
+from scripts.restarting import Course, train
+from servers.free_port import free_port
+
+pytestmark = pytest.mark.jobs
+
+STEPS, SAVE_EVERY = 30, 4
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Course:
+    return train(tmp_path_factory.mktemp("undisturbed"), steps=STEPS, save_every=SAVE_EVERY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def port() -> str:
+    return str(free_port())
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, port: str) -> Course:
+    return train(
+        folder, steps=STEPS, save_every=SAVE_EVERY, kills=2, seed=3, ZEROWATCH_SERVE_PORT=port
+    )
+
+
+def test_every_committed_sample_and_every_weight_is_that_of_an_undisturbed_run(
+    undisturbed: Course, killed: Course
+) -> None:
+    assert (undisturbed.code, killed.code) == (0, 0)
+    for rank in (0, 1):
+        assert list(killed.committed(rank)) == list(range(1, STEPS + 1))
+        assert killed.committed(rank) == undisturbed.committed(rank)
+        (through,), (ended,) = undisturbed.of(rank, "ended"), killed.of(rank, "ended")
+        assert ended["weights"] == through["weights"]
+        assert ended["samples"] == through["samples"] == 8 * STEPS
+
+
+def test_each_attempt_goes_on_from_the_last_save(killed: Course) -> None:
+    resumed = killed.of(0, "resumed")
+
+    assert [note["attempt"] for note in resumed] == [0, 1, 2]
+    for kill, note in zip(killed.kills, resumed[1:], strict=True):
+        assert note["step"] % SAVE_EVERY == 0
+        assert kill.step is not None
+        assert kill.step - SAVE_EVERY <= note["step"] <= kill.step + 1
+
+
+def test_run_log_name_and_ports_stay(killed: Course, folder: Path, port: str) -> None:
+    for rank in (0, 1):
+        notes = killed.of(rank, "resumed")
+        assert {note["run_id"] for note in notes} == {killed.of(0, "resumed")[0]["run_id"]}
+        assert len({note["address"] for note in notes}) == 1
+    for steps in steps_logged(folder).values():
+        assert set(steps) == set(range(1, STEPS + 1))
+    (log,) = folder.glob("runs/*/rank-0.jsonl")
+    attempts = {json.loads(line)["attempt"] for line in log.read_text().splitlines() if line}
+    assert attempts == {0, 1, 2}

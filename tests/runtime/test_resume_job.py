@@ -1,0 +1,67 @@
+"""Real engines on two ranks, saved and taken up again: every bit as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+
+pytestmark = pytest.mark.jobs
+
+ENGINES = (
+    *("stage 0", "stage 1", "stage 2", "stage 3", "stage 3, nothing kept"),
+    *("stage 2, offload", "stage 3, offload", "bf16, stage 0", "bf16, stage 2", "BF16_Optimizer"),
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("resume")
+    finished = start(
+        TORCHRUN, *TWO_RANKS, SCRIPTS / "resume_checks.py", folder, *ENGINES, cwd=folder
+    )
+    files = [folder / f"rank-{rank}.json" for rank in range(2)]
+    assert all(file.exists() for file in files), finished.stderr[-3000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("who", ["new engine", "same engine"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_run_goes_on_from_its_save_bit_for_bit(ranks: list[dict], name: str, who: str) -> None:
+    for rank in ranks:
+        found = rank[name]
+        assert found[who] == found["through"]
+        assert len(found["through"]["losses"]) == 3
+
+
+def test_a_first_start_finds_nothing_and_later_ones_the_step(ranks: list[dict]) -> None:
+    found = ranks[1]["stage 2"]
+
+    assert found["begun"]
+    assert found["saved"] == "step-00000003"
+    assert found["steps"] == [3, 3]
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_the_save_before(
+    ranks: list[dict],
+) -> None:
+    told = [rank["refusals"] for rank in ranks]
+
+    assert "rank 1 failed, and says why. Earlier saves are as they were" in told[0]["full disk"]
+    assert "zerowatch-rank-00001.pt cannot be written; is the disk full?" in told[1]["full disk"]
+    assert told[0]["left"] == "step-00000001"
+    assert told[0]["step"] == "1"
+
+
+def test_the_clipping_of_the_configuration_goes_before_the_files(ranks: list[dict]) -> None:
+    assert ranks[0]["refusals"]["clip"] == "0.25"
+
+
+def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(ranks: list[dict]) -> None:
+    told = [rank["refusals"] for rank in ranks]
+
+    assert all("client is of type builtins.type" in each["object"] for each in told)
+    assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in told)
+    assert "rank 1 failed, and says why. Nothing was loaded" in told[0]["damaged"]
+    assert "cannot be read as a rank's state" in told[1]["damaged"]

@@ -1,0 +1,45 @@
+"""Batches of changing length under a limit of address space, where a plain loop dies."""
+
+from __future__ import annotations
+
+import pytest
+from scripts.variable_length import Comparison, Job, compare
+
+pytestmark = pytest.mark.jobs
+
+WINDOWS = 100  # of which three, from the 34th on, hold batches that do not fit in one piece
+SAMPLES = 16
+ROOM_BYTES = 160 << 20
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    job = Job(mode="owned", windows=WINDOWS, room_bytes=ROOM_BYTES)
+    ended = job.run(tmp_path_factory.mktemp("owned"), timeout_seconds=400)
+    assert ended.code == 0, ended.output[-3000:]
+    return compare(ended, WINDOWS, SAMPLES)
+
+
+def test_a_plain_loop_dies_of_the_first_long_batch(tmp_path):
+    job = Job(mode="plain", windows=WINDOWS, room_bytes=ROOM_BYTES)
+
+    ended = job.run(tmp_path, timeout_seconds=200)
+
+    assert ended.code != 0
+    assert "can't allocate memory" in ended.output
+    assert len(ended.of("plain")[0]) == 33
+
+
+def test_an_owned_run_comes_to_its_end_by_cutting_the_long_batches(comparison: Comparison):
+    assert comparison.windows == WINDOWS
+    assert comparison.replayed > 0
+    assert 3 <= comparison.cut < 10
+
+
+def test_no_sample_is_lost_or_repeated(comparison: Comparison):
+    assert (comparison.lost, comparison.repeated) == (0, 0)
+
+
+def test_the_losses_are_those_of_a_run_without_a_limit(comparison: Comparison):
+    assert comparison.same_plan_is_bitwise
+    assert comparison.worst_ratio <= 1e-5

@@ -1,0 +1,254 @@
+"""Trains small engines with and without codecs and writes what came of it, as JSON per rank.
+
+`codec_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. Two ranks try everything, more
+of them only what depends on their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from codec_engine import (
+    backward,
+    make_engine,
+    same_on_all_ranks,
+    train,
+    weights,
+)
+
+import zerowatch
+from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.codec import exchange
+from zerowatch.runtime.codec.error_tally import ErrorTally
+from zerowatch.runtime.codec.formats import FORMATS
+from zerowatch.runtime.codec.gradient_codec import GradientCodec
+from zerowatch.runtime.codec.steps import run_all
+from zerowatch.runtime.recovery.abort import abort_window
+
+STEPS = 4
+KINDS = ("fp32", "bf16", "fp16", "int8", "fp8")
+THOROUGH = {  # the other cases differ in their buckets only
+    "stage 0": ("fp32", "bf16", "int8"),
+    "stage 1": ("fp32", "int8"),
+    "stage 2": KINDS,
+    "stage 3": KINDS,
+}
+
+
+def relative(values: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((values - reference).norm() / reference.norm())
+
+
+def owner_of_the_reductions(engine: Any) -> Any:
+    return engine if engine.zero_optimization_stage() == 0 else engine.optimizer
+
+
+def compare(name: str) -> dict[str, Any]:
+    """Train without codec and with each; return how far the weights went apart."""
+    plain = make_engine(name)
+    before = weights(plain)
+    train(plain, None, range(STEPS))
+    reference = weights(plain)
+    thorough = name in THOROUGH and dist.get_world_size() == 2
+    found: dict[str, Any] = {"moved": relative(reference, before)}
+    for kind in THOROUGH[name] if thorough else ("int8",):
+        engine, codec = make_engine(name), GradientCodec(kind)
+        codec.attach(engine)
+        train(engine, codec, range(STEPS))
+        trained = weights(engine)
+        found[kind] = {
+            "difference": relative(trained, reference),
+            "same on all ranks": same_on_all_ranks(trained),
+            "ratio": codec.error_ratio,
+        }
+    if thorough:
+        found |= {"undone": undone(name, reference), "again": again(name)}
+    if engine.zero_optimization_stage() in (1, 2):
+        found["asynchronous"] = asynchronous(name, reference)
+    return found
+
+
+def undone(name: str, reference: torch.Tensor) -> dict[str, bool]:
+    """Attach, train nothing, undo, and train: as if there had been no codec."""
+    engine = make_engine(name)
+    owner = owner_of_the_reductions(engine)
+    before = dict(vars(owner))
+    undo = GradientCodec("int8").attach(engine)
+    undo()
+    undo()
+    after = dict(vars(owner))
+    train(engine, None, range(STEPS))
+    return {
+        "attributes": before.keys() == after.keys() and all(before[k] is after[k] for k in before),
+        "weights": torch.equal(weights(engine), reference),
+    }
+
+
+def again(name: str) -> dict[str, bool]:
+    """Abort a window and run it anew; stop, and go on with a saved codec."""
+    engine, codec = make_engine(name), GradientCodec("int8")
+    undo = codec.attach(engine)
+    train(engine, codec, range(2))
+    second, other = make_engine(name), GradientCodec("int8")
+    other.attach(second)
+    train(second, other, range(2))
+    other.begin_window()
+    backward(second, 99)
+    abort_window(second)
+    other.abort_window()
+    train(second, other, range(2, STEPS))
+    saved = codec.state_dict()
+    undo()
+    resumed = GradientCodec("int8")
+    resumed.load_state_dict(saved)
+    resumed.attach(engine)
+    train(engine, resumed, range(2, STEPS))
+    return {
+        "replayed": torch.equal(weights(engine), weights(second)),
+        "states agree": all(
+            torch.equal(kept, other.state_dict()[key]) for key, kept in resumed.state_dict().items()
+        ),
+        "states": len(saved) >= len(list(engine.module.parameters())),
+    }
+
+
+def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
+    """Train while buckets travel, by DeepSpeed's sums and by ours."""
+    found = {}
+    for kind in ("plain", "int8"):
+        engine = make_engine(name)
+        codec = GradientCodec(kind, asynchronous=True)
+        if codec.refusal(engine) is not None:
+            return {}
+        codec.attach(engine)
+        train(engine, codec, range(2))
+        codec.begin_window()
+        backward(engine, 99)
+        abort_window(engine)
+        codec.abort_window()
+        train(engine, codec, range(2, STEPS))
+        if kind == "int8":
+            waiting, synchronous = make_engine(name), GradientCodec(kind)
+            synchronous.attach(waiting)
+            train(waiting, synchronous, range(STEPS))
+            reference = weights(waiting)
+        found[kind] = torch.equal(weights(engine), reference)
+    return found
+
+
+def non_finite(name: str) -> dict[str, Any]:
+    """Let one rank's loss be infinite."""
+    engine, codec = make_engine(name), GradientCodec("int8")
+    codec.attach(engine)
+    train(engine, codec, range(1))
+    codec.begin_window()
+    backward(engine, 1, scale=float("inf") if dist.get_rank() == 0 else 1.0)
+    engine.step()
+    codec.commit_window()
+    return {
+        "noticed": engine.skipped_steps == 1 or not bool(weights(engine).isfinite().all()),
+        "residuals": all(bool(kept.isfinite().all()) for kept in codec.state_dict().values()),
+        "ratio": codec.error_ratio,
+    }
+
+
+def loss_scaling() -> list[Any]:
+    """Train in fp16 from a scale that is too high; return what was skipped, without and with."""
+    found: list[Any] = []
+    for kind in (None, "int8"):
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+        engine = make_engine("stage 2", **fp16)
+        codec = GradientCodec(kind) if kind else None
+        if codec is not None:
+            codec.attach(engine)
+        for step in range(12):
+            skipped = engine.skipped_steps
+            if codec is not None:
+                codec.begin_window()
+            backward(engine, step)
+            engine.step()
+            if codec is not None and engine.skipped_steps > skipped:
+                codec.abort_window()
+            elif codec is not None:
+                codec.commit_window()
+        finite = bool(weights(engine).isfinite().all())
+        found.append([engine.skipped_steps, engine.optimizer.loss_scaler.cur_scale, finite])
+    return found
+
+
+def conserved() -> dict[str, float]:
+    """Exchange values of odd sizes; return how much of their sum is neither there nor kept."""
+    exchange.PIECE_VALUES, whole = 1024, exchange.PIECE_VALUES
+    world, rank = dist.get_world_size(), dist.get_rank()
+    worst: dict[str, float] = {}
+    for kind, total in itertools.product(KINDS, (5, 700, 10_001)):
+        one = exchange.Exchange(FORMATS[kind], None, ErrorTally())
+        values = torch.randn(total, generator=torch.Generator().manual_seed(rank))
+        expected = values.double()
+        dist.all_reduce(expected)
+        errors, result = values.clone(), torch.empty(total)
+        run_all(one.sum_for_all(errors, result))
+        lost = errors.double()
+        dist.all_reduce(lost)
+        scattered = values.clone()
+        sizes = [total // 3, 0, total - total // 3, 0][:world] if world > 2 else [0, total]
+        run_all(one.scatter(scattered, sizes))
+        scattered_sum = scattered.double()
+        dist.all_reduce(scattered_sum)  # each one's sums beside the errors of the others
+        largest = float(expected.abs().max())
+        away = max(
+            float((result.double() + lost - expected).abs().max()),
+            float((scattered_sum - expected).abs().max()),
+        )
+        worst[kind] = max(worst.get(kind, 0.0), away / largest)
+        assert same_on_all_ranks(result)
+    exchange.PIECE_VALUES = whole
+    return worst
+
+
+def seen_by_the_tap() -> dict[str, float]:
+    """Train a watched engine; return the payload of each kind of call."""
+    model = torch.nn.Linear(640, 100, bias=False)
+    engine = zerowatch.initialize(
+        settings={"serve": {"enabled": False}, "run_log": {"enabled": False}},
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 0},
+        },
+    )[0]
+    GradientCodec("int8").attach(engine)
+    engine.backward(engine(torch.ones(2, 640)).square().mean())
+    engine.step()
+    engine.watch.close()
+    seen = engine.watch.snapshot().values[communication.COLLECTIVE_BYTES]
+    return {"/".join(labels): value for labels, value in seen.items()}
+
+
+def main(folder: str, *names: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    deepspeed.init_distributed("gloo", verbose=False)
+    report: dict[str, Any] = {name: compare(name) for name in names}
+    report["conserved"] = conserved()
+    if dist.get_world_size() == 2:
+        report["non finite"] = {
+            name: non_finite(name) for name in ("stage 0", "stage 2", "stage 3")
+        }
+        report["loss scaling"] = loss_scaling()
+        report["tap"] = seen_by_the_tap()
+    Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Rebuilds that fail or are refused, on one rank or on all, and one under a watch."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from rebuild_cases import CPU, PLAIN, Case, Engine
+from rebuild_training import EPSILON, Run
+
+from zerowatch.errors import RebuildError
+from zerowatch.metrics.catalog import CATALOG, communication, training, watching
+from zerowatch.runtime.initialize import watch
+from zerowatch.runtime.rebuild.rebuild import UndoneRebuildError, rebuild
+from zerowatch.runtime.window.agreement import Agreement
+
+BEFORE, AFTER = 3, 3
+
+
+class Failing:
+    """Makes engines, but on the last rank fails the first time, before or after DeepSpeed."""
+
+    def __init__(self, run: Run, *, after: bool) -> None:
+        self._run = run
+        self._after = after
+        self._calls = 0
+
+    def __call__(self, model: torch.nn.Module, config: dict[str, Any]) -> Any:
+        self._calls += 1
+        fails = self._calls == 1 and dist.get_rank() == dist.get_world_size() - 1
+        if fails and not self._after:
+            raise RuntimeError("not here")
+        engine = self._run.make_engine(model, config)
+        if fails:
+            raise MemoryError
+        return engine
+
+
+def failing_factory() -> Callable[[list[torch.nn.Parameter]], Any]:
+    """Return an optimizer factory that fails on the last rank when it is called again."""
+    calls = []
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        calls.append(1)
+        if len(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            raise torch.OutOfMemoryError("in the middle")
+        return torch.optim.AdamW(parameters, lr=0.01, eps=EPSILON)
+
+    return make
+
+
+def fail(case: Case, agreement: Agreement, *, when: str) -> dict[str, Any]:
+    """Let a rebuild fail, and tell whether training went on as if nothing had been."""
+    expected_run = Run(case)
+    expected = expected_run.steps(BEFORE + AFTER), expected_run.weights()
+    expected_run.stop()
+    run = Run(case, optimizer=failing_factory() if when == "within" else None)
+    losses = run.steps(BEFORE)
+    old = weakref.ref(run.engine)
+    make = run.make_engine if when == "within" else Failing(run, after=when == "after")
+    try:
+        rebuild(run.engine, run.config_of(case.new), make_engine=make, agreement=agreement)
+    except UndoneRebuildError as error:
+        run.engine, text = error.engine, str(error)
+        del error
+    gc.collect()
+    stage, is_gone = run.engine.zero_optimization_stage(), old() is None
+    losses += run.steps(AFTER)
+    actual = run.weights()
+    same = all(torch.equal(actual[key], expected[1][key]) for key in expected[1])
+    run.stop()
+    return {"equal": losses == expected[0] and same, "stage": stage, "gone": is_gone, "text": text}
+
+
+NVME = {"device": "nvme", "nvme_path": "/tmp"}
+REFUSED: dict[str, tuple[Engine, dict[str, Any]]] = {
+    "NVMe": (Engine(stage=3, zero={"offload_optimizer": NVME}), {}),
+    "bf16": (PLAIN[2], {"bf16": {"enabled": True}}),
+    "offload_param needs": (Engine(stage=2, zero={"offload_param": CPU}), {}),
+    "offload_optimizer needs": (Engine(stage=0, zero={"offload_optimizer": CPU}), {}),
+    "did you mean 'gradient_clipping'": (PLAIN[2], {"gradient_cliping": 1.0}),
+    "DeepSpeed refuses it": (Engine(stage=2, zero={"reduce_buket_size": 1}), {}),
+    "must divide": (Engine(stage=3, zero={"zero_hpz_partition_size": 3}), {}),
+    "DeepCompile": (PLAIN[3], {"compile": {"deepcompile": True}}),
+    "refuses to offload AdamW": (
+        Engine(stage=2, zero={"offload_optimizer": CPU}),
+        {"zero_force_ds_cpu_optimizer": True},
+    ),
+    "needs DeepSpeedCPUAdam": (
+        Engine(stage=3, zero={"offload_optimizer": {**CPU, "ratio": 0.5}}),
+        {},
+    ),
+    "needs stage 2 or 3": (Engine(stage=1, zero={"overlap_comm": True}), {}),
+}
+
+
+def refuse(agreement: Agreement) -> dict[str, Any]:
+    """Ask for what cannot be rebuilt, and tell what was said and whether training went on."""
+    case = Case(old=PLAIN[1], new=PLAIN[1])
+    expected_run = Run(case)
+    expected = expected_run.steps(BEFORE + AFTER)
+    expected_run.stop()
+    run = Run(case)
+    losses = run.steps(BEFORE)
+    said = {
+        words: _said(run, {**case.ds_config(engine), **more}, agreement)
+        for words, (engine, more) in REFUSED.items()
+    }
+    odd_one = Engine(stage=3, zero={"offload_optimizer": NVME}) if dist.get_rank() else PLAIN[3]
+    said["another rank"] = _said(run, case.ds_config(odd_one), agreement)
+    run.engine.backward(run.engine(torch.zeros(2, 5, dtype=torch.long)) * 0)
+    said["under way"] = _said(run, case.ds_config(PLAIN[2]), agreement)
+    run.stop()
+    run = Run(case)
+    losses = run.steps(BEFORE)
+    for engine, more in REFUSED.values():
+        _said(run, {**case.ds_config(engine), **more}, agreement)
+    losses += run.steps(AFTER)
+    run.stop()
+    return {"said": said, "equal": losses == expected}
+
+
+def _said(run: Run, config: dict[str, Any], agreement: Agreement) -> str:
+    try:
+        rebuild(run.engine, config, make_engine=run.make_engine, agreement=agreement)
+    except RebuildError as error:
+        return str(error)
+    return "nothing"
+
+
+def watched(agreement: Agreement) -> dict[str, Any]:
+    """Rebuild under a watch, and tell what its counters did."""
+    case = Case(old=PLAIN[1], new=PLAIN[3])
+    run = Run(case)
+    opened = watch(run.engine, {"serve": {"enabled": False}})
+    run.steps(BEFORE)
+    before = _settled(opened, BEFORE)
+    old = weakref.ref(run.engine)
+    with opened.pausing():
+        run.engine = rebuild(
+            run.engine, run.config_of(case.new), make_engine=run.make_engine, agreement=agreement
+        )
+    opened.move_to(run.engine)
+    gc.collect()
+    gone = old() is None
+    run.steps(AFTER)
+    after = _settled(opened, BEFORE + AFTER)
+    time.sleep(1.2)  # run_info is told once a second
+    facts = list(opened.snapshot().values[training.RUN_INFO])
+    found = {
+        "same": run.engine.watch is opened and watch(run.engine) is opened,
+        "gone": gone,
+        "steps": after.value(training.STEPS),
+        "active": after.value(training.RUN_ACTIVE),
+        "info": [list(labels) for labels in facts],
+        "fallen": _fallen(before, after),
+        "failures": {key[0]: n for key, n in after.values.get(watching.HOOK_FAILURES, {}).items()},
+        "seconds": after.distribution(training.STEP_SECONDS).count,
+        "coverage": after.value(communication.COMM_COVERAGE_RATIO),
+    }
+    opened.close()
+    run.stop()
+    return found
+
+
+def _settled(opened: Any, steps: int) -> Any:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        snapshot = opened.snapshot()
+        if snapshot.value(training.STEPS) == steps:
+            return snapshot
+        time.sleep(0.05)
+    raise TimeoutError(f"{steps} steps were not counted")
+
+
+def _fallen(before: Any, after: Any) -> list[str]:
+    """Name the counters that are lower than they were."""
+    return [
+        f"{spec.name}{labels}"
+        for spec in CATALOG
+        if spec.kind == "counter"
+        for labels, value in before.values.get(spec, {}).items()
+        if after.values[spec].get(labels, 0) < value
+    ]
+
+
+def check_faults(agreement: Agreement) -> dict[str, Any]:
+    """Run them all; `deepspeed` is as it was before."""
+    assert deepspeed.comm.is_initialized()
+    return {
+        "before, stage 1 to 3": fail(Case(old=PLAIN[1], new=PLAIN[3]), agreement, when="before"),
+        "after, stage 3 to 0": fail(Case(old=PLAIN[3], new=PLAIN[0]), agreement, when="after"),
+        "after, stage 0 to 3": fail(Case(old=PLAIN[0], new=PLAIN[3]), agreement, when="after"),
+        "within, stage 2 to 3": fail(
+            Case(old=PLAIN[2], new=PLAIN[3], optimizer="factory"), agreement, when="within"
+        ),
+        "refused": refuse(agreement),
+        "watched": watched(agreement),
+    }

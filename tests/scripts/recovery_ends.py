@@ -1,0 +1,114 @@
+"""Runs out where nothing more can be given up, and where nobody votes; tells what came of it.
+
+`recovery_ends.py FOLDER`, on two ranks; rank r writes FOLDER/rank-r.json.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from recovery_cases import ENGINES, Fault
+from recovery_matrix import Trained
+
+from zerowatch.runtime.recovery.arming import Arming
+from zerowatch.runtime.recovery.ladder import STEPS, Escalation, Ladder
+from zerowatch.runtime.recovery.plans import Plans
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+NEVER_ON_ONE = Fault("backward", 1, 0, 0, "one", is_real=False)
+TWO_ON_ALL = Fault("forward", 1, 1, 2, "all", is_real=False)
+TWO_ON_ONE = Fault("forward", 1, 1, 2, "one", is_real=False)
+
+
+def unarmed() -> Plans:
+    plans = Plans()
+    plans.arming, plans._wanted = Arming(windows_left=0, longest=2**40), 2**40
+    return plans
+
+
+def gives_up(name: str) -> dict[str, Any]:
+    """Run out for good in one window, and train on with the next: is the engine as before?"""
+    trained = Trained(ENGINES[name])
+    trained.replay._ladder = Ladder()
+    trained.train(0, None)
+    error = None
+    try:
+        trained.train(1, NEVER_ON_ONE)
+    except RuntimeError as raised:
+        error = raised
+    told = {"type": type(error).__name__, "text": str(error), "steps": trained.run.steps}
+    trained.replay.plans = Plans()
+    trained.train(2, None)
+    weights = trained.close()
+
+    expected = Trained(ENGINES[name])
+    expected.train(0, None)
+    expected.train(2, None)
+    return told | {"intact": torch.equal(weights, expected.close())}
+
+
+def climbs(name: str) -> dict[str, Any]:
+    """Find room on the second step of the ladder."""
+    trained = Trained(ENGINES[name])
+    asked: list[str] = []
+
+    def makes_room() -> bool:
+        asked.append(STEPS[1])
+        trained.fault = None
+        return True
+
+    def does_not() -> bool:
+        asked.append(STEPS[0])
+        return False
+
+    trained.replay._ladder = Ladder(
+        [Escalation(name=STEPS[0], apply=does_not), Escalation(name=STEPS[1], apply=makes_room)]
+    )
+    result = trained.train(0, NEVER_ON_ONE)
+    told = {"asked": asked, "sizes": result.micro_batches, "replays": result.replays}
+    trained.close()
+    return told
+
+
+def without_votes(name: str, fault: Fault) -> dict[str, Any]:
+    """Run out in a window that is not guarded."""
+    trained = Trained(ENGINES[name])
+    trained.train(0, None)
+    trained.replay.plans = unarmed()
+    votes = trained.guard.num_votes
+    result = trained.train(1, fault)
+    told = {"replays": result.replays, "votes": trained.guard.num_votes - votes}
+    trained.close()
+    return told
+
+
+def main(folder: Path) -> None:
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(150, exit=True)
+    deepspeed.init_distributed("gloo", verbose=False)
+    gc.freeze()
+    told = {
+        "gives up": {name: gives_up(name) for name in ("stage 1", "stage 3, small buckets")},
+        "climbs": climbs("stage 2"),
+        "all run out, no votes": {
+            name: without_votes(name, TWO_ON_ALL) for name in ("stage 2", "stage 3")
+        },
+        "one runs out, no votes": without_votes("stage 1", TWO_ON_ONE),
+    }
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,93 @@
+"""Turns each knob of a live engine at window 3 and back at window 6, and tells what that changed.
+
+`relief_knobs_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from relief_cases import CASES, ON_FOUR_RANKS, Case
+from relief_engines import (
+    APPLY_BEFORE,
+    UNDO_BEFORE,
+    WINDOWS,
+    Counts,
+    give_up,
+    make_engine,
+    train,
+    weights,
+)
+
+from zerowatch.runtime.relief.knobs import KNOBS
+
+KNOB = {knob.name: knob for knob in KNOBS}
+
+
+def turned(case: Case, expected: torch.Tensor, counts: Counts) -> dict:
+    engine = make_engine(case.stage, case.zero)
+    counts.watch(engine)
+    knob = KNOB[case.knob]
+    found = {"was": knob.get(engine), "memory_bytes": knob.memory_bytes(engine, case.value)}
+    windows, undos = [], []
+
+    def before_window(window: int) -> None:
+        if window == APPLY_BEFORE:
+            undos.append(knob.apply(engine, case.value))
+            found["holds_after_apply"] = knob.verify(engine, case.value)
+        if window == UNDO_BEFORE:
+            undos[0]()
+            undos[0]()
+            found["holds_after_undo"] = knob.verify(engine, found["was"])
+        counts.window.clear()
+
+    train(engine, dist.get_rank(), before_window, lambda: windows.append(counts.close(engine)))
+    actual = weights(engine)
+    give_up(engine)
+    return found | {
+        "bitwise": torch.equal(actual, expected),
+        "difference": float((actual - expected).abs().max() / expected.abs().max()),
+        "untouched": windows[APPLY_BEFORE - 1],
+        "turned": windows[UNDO_BEFORE - 1],
+        "undone": windows[WINDOWS - 1],
+    }
+
+
+def untouched(stage: int, zero: dict) -> torch.Tensor:
+    engine = make_engine(stage, zero)
+    train(engine, dist.get_rank(), lambda _: None, lambda: None)
+    result = weights(engine)
+    give_up(engine)
+    return result
+
+
+def reasons() -> dict[str, dict[str, str | None]]:
+    """Return for each stage why an engine does not have a knob."""
+    told = {}
+    for stage in range(4):
+        engine = make_engine(stage, {})
+        told[f"stage {stage}"] = {knob.name: knob.unavailable(engine) for knob in KNOBS}
+        give_up(engine)
+    return told
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    counting = Counts()
+    plain: dict[str, torch.Tensor] = {}
+    results: dict[str, dict] = {}
+    for each in CASES if dist.get_world_size() == 2 else ON_FOUR_RANKS:
+        key = f"{each.stage} {each.zero}"
+        if key not in plain:
+            plain[key] = untouched(each.stage, each.zero)
+        results[each.name] = turned(each, plain[key], counting)
+    results["reasons"] = reasons()
+    Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -1,0 +1,135 @@
+"""Switches activation checkpointing and the optimizer's sleep on and off on live engines.
+
+`relief_switches_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from relief_engines import (
+    APPLY_BEFORE,
+    UNDO_BEFORE,
+    WIDTH,
+    WINDOWS,
+    give_up,
+    make_engine,
+    train,
+    weights,
+)
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zerowatch.runtime.relief import activation_checkpointing, ladder, optimizer_sleep
+from zerowatch.runtime.relief.undo import Undo, together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    stage: int
+    apply: Callable[[object], Undo]
+    bf16: bool = False
+    transformers: bool = False
+
+
+def every_rung(engine) -> Undo:
+    """Take all rungs that this engine has; on a CPU the optimizer does not sleep."""
+    return together(
+        [rung.apply(engine) for rung in ladder.ladder() if rung.unavailable(engine) is None]
+    )
+
+
+BY_DEFAULT = activation_checkpointing.apply
+BY_PATTERN = partial(activation_checkpointing.apply, chosen="blocks.[01]")
+CASES = [
+    *(
+        Case(name=f"checkpointing, stage {stage}", stage=stage, apply=BY_DEFAULT)
+        for stage in range(4)
+    ),
+    Case(name="checkpointing by pattern, stage 3", stage=3, apply=BY_PATTERN),
+    Case(
+        name="checkpointing of transformers, stage 3", stage=3, apply=BY_DEFAULT, transformers=True
+    ),
+    *(
+        Case(name=f"sleep, stage {stage}", stage=stage, apply=optimizer_sleep.Sleep)
+        for stage in range(4)
+    ),
+    Case(name="sleep, BF16_Optimizer", stage=1, apply=optimizer_sleep.Sleep, bf16=True),
+    Case(name="every rung, stage 3", stage=3, apply=every_rung),
+]
+
+
+def make(case: Case):
+    model = None
+    if case.transformers:
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=32, n_positions=WIDTH, n_embd=32, n_layer=2, n_head=2)
+        model = GPT2LMHeadModel(config)
+        model.forward = partial(as_language, model.forward)
+    return make_engine(case.stage, {"stage3_param_persistence_threshold": 100}, model, case.bf16)
+
+
+def as_language(forward: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Read tokens out of the numbers that the other engines are trained on."""
+    tokens = (x.abs() * 10).long().clamp(max=31)
+    return forward(input_ids=tokens, labels=tokens).loss
+
+
+def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
+    engine = make(case)
+    found: dict = {"saved": [], "asleep": []}
+    undos: list[Undo] = []
+    forwards = {name: vars(m).get("forward") for name, m in engine.module.named_modules()}
+
+    def before_window(window: int) -> None:
+        if is_applied and window == APPLY_BEFORE:
+            undos.append(case.apply(engine))
+        if is_applied and window == UNDO_BEFORE:
+            undos[0]()
+            undos[0]()
+            now = {name: vars(m).get("forward") for name, m in engine.module.named_modules()}
+            found["forwards_restored"] = now == forwards
+            found["step_restored"] = "step" not in vars(engine.optimizer)
+
+    def after_window() -> None:
+        found["saved"].append(engine.saved)
+        storages = [tensor.untyped_storage() for tensor in optimizer_sleep._states(engine)]
+        found["asleep"].append(sum(storage.nbytes() == 0 for storage in storages))
+
+    train(engine, dist.get_rank(), before_window, after_window)
+    found["unavailable"] = optimizer_sleep.unavailable(engine)
+    if case.stage and not case.transformers:
+        first = next(engine.module.parameters())
+        state = deepspeed.utils.safe_get_full_optimizer_state(first, "exp_avg")
+        found["state_can_be_read"] = bool(state.abs().sum() > 0)
+    result = weights(engine)
+    give_up(engine)
+    return result, found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    plain: dict[tuple, torch.Tensor] = {}
+    results: dict[str, dict] = {}
+    for case in CASES:
+        key = (case.stage, case.bf16, case.transformers)
+        if key not in plain:
+            plain[key] = run(case, is_applied=False)[0]
+        actual, told = run(case, is_applied=True)
+        difference = (actual - plain[key]).abs().max() / plain[key].abs().max()
+        told["bitwise"] = torch.equal(actual, plain[key])
+        told["difference"] = float(difference)
+        results[case.name] = told
+    assert len(told["saved"]) == WINDOWS
+    Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -1,0 +1,187 @@
+"""Starts `restart_job.py` with restarts, kills random ranks of it, and reads what they noted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, environment
+
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """A rank that was killed, the step that it had committed last, and when it was."""
+
+    attempt: int
+    rank: int
+    step: int | None
+    at_unix_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What became of a job: its exit code, the kills, and each rank's notes, in order."""
+
+    code: int
+    kills: list[Kill]
+    notes: list[list[dict[str, Any]]]
+    output: str
+
+    def committed(self, rank: int) -> dict[int, dict[str, Any]]:
+        """Return by step what the last attempt at it committed."""
+        return {
+            note["step"]: {"ids": note["ids"], "loss": note["loss"]}
+            for note in self.of(rank, "committed")
+        }
+
+    def of(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """Return a rank's notes of one kind."""
+        return [note for note in self.notes[rank] if note["what"] == what]
+
+
+def train(
+    folder: Path,
+    *,
+    steps: int,
+    save_every: int,
+    kills: int = 0,
+    early_kills: int = 0,
+    seed: int = 0,
+    timeout_seconds: float = 180.0,
+    **variables: str,
+) -> Course:
+    """Run the job to its end on two ranks, killing one in each of its attempts but the last.
+
+    Args:
+        folder: Empty; of this job.
+        steps: Windows to train.
+        save_every: Windows between saves.
+        kills: Attempts to kill, each a moment after a window of its own.
+        early_kills: How many of them to kill while they are starting, wherever they are by then.
+        seed: Of moments and ranks.
+        timeout_seconds: After this everything is killed.
+        variables: Of the job's environment.
+    """
+    command = [
+        *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(kills)),
+        *(str(SCRIPTS / "restart_job.py"), str(folder), str(steps), str(save_every)),
+    ]
+    output = folder / "output.txt"
+    done = []
+    with output.open("w") as file, _job(command, folder, file, variables) as job:
+        watcher = _Watcher(folder, job, time.monotonic() + timeout_seconds)
+        for moment in _moments(random.Random(seed), steps, kills, early_kills):
+            done.append(watcher.kill(len(done), moment))
+        code = job.wait(timeout=watcher.seconds_left())
+    notes = [_notes(folder, rank) for rank in range(2)]
+    return Course(code=code, kills=done, notes=notes, output=output.read_text())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moment:
+    """When to kill which rank: so long after a window was committed; None: after its start."""
+
+    rank: int
+    step: int | None
+    seconds: float
+
+
+def _moments(chance: random.Random, steps: int, kills: int, early: int) -> list[_Moment]:
+    """Draw moments, in the order of steps; those while starting are anywhere between."""
+    drawn = sorted(chance.sample(range(1, steps - 1), kills - early))
+    moments = [
+        _Moment(rank=chance.randrange(2), step=step, seconds=chance.uniform(0.0, 0.15))
+        for step in drawn
+    ]
+    for _ in range(early):
+        at = _Moment(rank=chance.randrange(2), step=None, seconds=chance.uniform(0.0, 6.0))
+        moments.insert(chance.randrange(len(moments) + 1), at)
+    return moments
+
+
+class _Watcher:
+    """Follows a job by what its ranks note."""
+
+    def __init__(self, folder: Path, job: subprocess.Popen[bytes], deadline: float) -> None:
+        self._folder, self._job, self._deadline = folder, job, deadline
+
+    def seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def kill(self, attempt: int, moment: _Moment) -> Kill:
+        """Kill a rank at a moment of an attempt."""
+        pid = int(self._wait_for("started", attempt, moment.rank, None)["pid"])
+        if moment.step is not None:
+            self._wait_for("committed", attempt, moment.rank, moment.step)
+        time.sleep(moment.seconds)
+        os.kill(pid, signal.SIGKILL)
+        killed_at = time.time()
+        notes = _notes(self._folder, moment.rank)
+        done = [note["step"] for note in notes if note["what"] == "committed"]
+        return Kill(
+            attempt=attempt,
+            rank=moment.rank,
+            step=max(done, default=None),
+            at_unix_seconds=killed_at,
+        )
+
+    def _wait_for(self, what: str, attempt: int, rank: int, step: int | None) -> dict[str, Any]:
+        """Return a note of an attempt once it is made; of a step or a later one."""
+        while self.seconds_left() and self._job.poll() is None:
+            for note in _notes(self._folder, rank):
+                late_enough = step is None or note.get("step", 0) >= step
+                if (note["attempt"], note["what"]) == (attempt, what) and late_enough:
+                    return note
+            time.sleep(POLL_SECONDS)
+        output = (self._folder / "output.txt").read_text()[-3000:]
+        raise AssertionError(f"attempt {attempt} did not come to {what} {step}:\n{output}")
+
+
+@contextmanager
+def _job(
+    command: list[str], folder: Path, file: Any, variables: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    job = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(**variables),
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield job
+    finally:
+        _end(job, folder)
+
+
+def _end(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kill the launcher and every rank that it started; none is left in a good end."""
+    if job.poll() is not None:
+        return
+    job.kill()
+    job.wait()
+    for rank in range(2):
+        for note in _notes(folder, rank):
+            if note["what"] == "started":
+                with suppress(ProcessLookupError):
+                    os.kill(note["pid"], signal.SIGKILL)
+
+
+def _notes(folder: Path, rank: int) -> list[dict[str, Any]]:
+    path = folder / f"notes-{rank}.jsonl"
+    if not path.exists():
+        return []
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,222 @@
+"""Saves runs of many engines, and goes on from the save: JSON per rank on how alike they come out.
+
+`resume_checks.py FOLDER NAME...`, of engines. Each is trained through, saved half-way; then a new
+run, of other weights, goes on from the save, and so does the very run that was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import resume_run
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+
+import zerowatch
+from zerowatch.errors import CheckpointError
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+STEPS, SAMPLES, WIDTH = 6, 4, 9
+QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+ENGINES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    "stage 3, nothing kept": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    },
+    "stage 2, offload": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    },
+    "stage 3, offload": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+    },
+    "bf16, stage 0": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+    "bf16, stage 2": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+    "BF16_Optimizer": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}
+
+
+class Net(torch.nn.Module):
+    """With dropout, so that a generator that goes on elsewhere is seen in the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.head = torch.nn.Linear(2 * WIDTH + 1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.dropout(torch.tanh(self.body(x)))).squeeze(-1)
+
+
+class Batches:
+    """This rank's share of one global batch after the other."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def take(self) -> dict[str, torch.Tensor]:
+        seed = 100 * self.position + dist.get_rank()
+        self.position += 1
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
+        return {"x": x, "y": x.sum(dim=1)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    x = batch["x"].to(next(model.parameters()).dtype)
+    return ((model(x).float() - batch["y"]) ** 2).mean(), 3 * len(x)
+
+
+def new_run(name: str, seed: int, clip: float = 0.5) -> zerowatch.TrainingRun:
+    torch.manual_seed(seed)
+    return zerowatch.TrainingRun(
+        Net(),
+        config={
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_clipping": clip,
+            "steps_per_print": 10**9,
+            "zero_force_ds_cpu_optimizer": False,
+            "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.02}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            **ENGINES[name],
+        },
+        loss=loss,
+        settings=QUIET,
+    )
+
+
+def end(run: zerowatch.TrainingRun) -> None:
+    run.close()
+    run.engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+
+
+def train(run: zerowatch.TrainingRun, batches: Batches, until: int) -> list[float]:
+    losses = []
+    while run.steps < until:
+        losses.append(run.train_batch(batches.take()).loss)
+    return losses
+
+
+def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
+    """Tell what must be the same: every bit of weights and losses, and all counts."""
+    with deepspeed.zero.GatheredParameters(list(run.module.parameters())):
+        weights = torch.cat([each.detach().double().flatten() for each in run.module.parameters()])
+    counts = [run.steps, run.samples, run.engine.global_steps, run.engine.global_samples]
+    return {
+        "weights": weights.tolist(),
+        "losses": losses,
+        "counts": counts,
+        "rate": run.engine.get_lr(),
+        "exponent": run._exponent,
+        "drawn": torch.rand(1).item(),
+    }
+
+
+def check(name: str, folder: Path) -> dict[str, Any]:
+    """Return the outcome of a run that was never interrupted, and of two that were."""
+    saves = folder / name.replace(" ", "-")
+    run, batches = new_run(name, seed=0), Batches()
+    begun = resume_run.load(run, saves)
+    train(run, batches, STEPS // 2)
+    path = resume_run.save(run, saves, batches)
+    through = outcome(run, train(run, batches, STEPS))
+    rolled = resume_run.load(run, saves, batches)
+    same = outcome(run, train(run, batches, STEPS))
+    end(run)
+    run, batches = new_run(name, seed=1), Batches()
+    state = resume_run.load(run, saves, batches)
+    fresh = outcome(run, train(run, batches, STEPS))
+    end(run)
+    return {
+        "begun": begun is None,
+        "saved": path.name,
+        "steps": [rolled and rolled.steps, state and state.steps],
+        "through": through,
+        "same engine": same,
+        "new engine": fresh,
+    }
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """Return what a save says to another engine, to another clipping, and to a full disk."""
+    saves = folder / "refusals"
+    run, batches = new_run("stage 1", seed=0), Batches()
+    train(run, batches, 1)
+    resume_run.save(run, saves, batches)
+    train(run, batches, 2)
+    told = {"object": told_by(resume_run.save, run, saves, batches, client=object)}
+    with no_room_on_rank(1):
+        told["full disk"] = told_by(resume_run.save, run, saves, batches)
+    told["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
+    end(run)
+    run = new_run("stage 2", seed=0)
+    told["stage"] = told_by(resume_run.load, run, saves)
+    end(run)
+    run = new_run("stage 1", seed=0, clip=0.25)
+    state = resume_run.load(run, saves)
+    told["clip"] = str(run.engine.optimizer.clip_grad)
+    told["step"] = str(state and state.steps)
+    end(run)
+    run = new_run("stage 1", seed=0)
+    if dist.get_rank() == 1:
+        damaged = saves / "step-00000001" / "zerowatch-rank-00001.pt"
+        damaged.write_bytes(b"\0" * damaged.stat().st_size)
+    dist.barrier()
+    told["damaged"] = told_by(resume_run.load, run, saves)
+    end(run)
+    return told
+
+
+def told_by(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def no_room_on_rank(rank: int) -> Iterator[None]:
+    """Let a rank write no file of more than a few bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    found = {name: check(name, target) for name in sys.argv[2:]}
+    found["refusals"] = refusals(target)
+    (target / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

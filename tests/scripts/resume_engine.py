@@ -1,0 +1,80 @@
+"""An engine that saves and loads as DeepSpeed's does, without DeepSpeed, and ranks of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+
+class AloneAgreement:
+    """One rank agrees with itself."""
+
+    rank = 0
+
+    def gather(self, values):
+        return np.array([values], dtype=float)
+
+
+class TwoDisks:
+    """The view of one rank of two: the other's answers are given in order."""
+
+    rank = 1
+
+    def __init__(self, *others):
+        self._others = list(others)
+
+    def gather(self, values):
+        return np.array([self._others.pop(0), values], dtype=float)
+
+
+class PlainEngine:
+    """A linear layer; counts steps, and writes two files, as each rank of DeepSpeed does."""
+
+    def __init__(self, width: int = 4, stage: int = 2) -> None:
+        self.module = torch.nn.Linear(width, 2, bias=False)
+        self.optimizer = self.basic_optimizer = SimpleNamespace(clip_grad=1.0)
+        self.checkpoint_engine = _Writer()
+        self.local_rank = self.global_rank = 0
+        self.world_size = self.seq_dp_world_size = 1
+        self.micro_steps = self.global_samples = self.global_steps = 0
+        self._stage = stage
+
+    def zero_optimization_stage(self):
+        return self._stage
+
+    def get_data_types(self):
+        return torch.float32, torch.float32
+
+    def use_node_local_storage(self):
+        return False
+
+    def step(self):
+        """Train for a step, so that the weights tell how often that was."""
+        self.module.weight.data.add_(1.0)
+        self.global_steps += 1
+        self.micro_steps += 1
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        path = Path(folder) / tag
+        path.mkdir(parents=True, exist_ok=True)
+        self.checkpoint_engine.save({"weight": self.module.weight.data}, path / "model.pt")
+        state = {"steps": self.global_steps, "clip_grad": self.optimizer.clip_grad}
+        self.checkpoint_engine.save(state, path / "optimizer.pt")
+
+    def load_checkpoint(self, folder, tag):
+        path = Path(folder) / tag
+        self.module.weight.data.copy_(torch.load(path / "model.pt")["weight"])
+        state = torch.load(path / "optimizer.pt")
+        self.global_steps, self.optimizer.clip_grad = state["steps"], state["clip_grad"]
+        return path, {}
+
+
+class _Writer:
+    def is_decoupled(self):
+        return False
+
+    def save(self, state_dict, path):
+        torch.save(state_dict, path)

@@ -1,0 +1,85 @@
+"""Kills a process at every one of its file operations while it saves, and loads what is left.
+
+`resume_killed.py FOLDER` writes FOLDER/found.json: for each kill what was being done, and the step,
+the weights' step and the saves found afterwards. The folder holds steps 1 and 2 before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from resume_engine import AloneAgreement, PlainEngine
+
+from zerowatch.runtime.resume.load import load_run
+from zerowatch.runtime.resume.save import save_run
+from zerowatch.runtime.resume.state import RunState
+
+WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+def die_at(number: int, folder: str) -> list[str]:
+    """Kill this process at the number-th operation in the folder; return those before it."""
+    done: list[str] = []
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event not in WATCHED or not any(folder in str(each) for each in arguments):
+            return
+        done.append(f"{event} {arguments[0]}")
+        if len(done) == number:
+            os.write(report, done[-1].encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return done
+
+
+def save(engine: PlainEngine, folder: Path) -> None:
+    engine.step()
+    steps = engine.global_steps
+    state = RunState(steps=steps, samples=8 * steps, config={}, client={"step": steps})
+    save_run(folder, engine, AloneAgreement(), state)
+
+
+def found_in(folder: Path, killed_at: str) -> dict:
+    """Load as a restart would, and save once more."""
+    engine = PlainEngine()
+    engine.module.weight.data.zero_()
+    state = load_run(folder, engine, AloneAgreement())
+    found = {
+        "killed_at": killed_at.replace(str(folder), ""),
+        "steps": [state.steps, state.client["step"], engine.global_steps],
+        "weight": engine.module.weight.data.mean().item(),
+    }
+    save(engine, folder)
+    return found | {"after": sorted(path.name for path in folder.iterdir())}
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    saves = target / "saves"
+    kills = []
+    for number in range(1, 200):
+        shutil.rmtree(saves, ignore_errors=True)
+        engine = PlainEngine()
+        engine.module.weight.data.zero_()
+        save(engine, saves)
+        save(engine, saves)
+        reading, report = os.pipe()
+        child = os.fork()
+        if child == 0:
+            die_at(number, str(saves))
+            save(engine, saves)
+            os._exit(0)
+        os.close(report)
+        _, status = os.waitpid(child, 0)
+        killed_at = os.read(reading, 1000).decode()
+        os.close(reading)
+        kills.append(found_in(saves, killed_at))
+        if not os.WIFSIGNALED(status):
+            break
+    (target / "found.json").write_text(json.dumps(kills))
