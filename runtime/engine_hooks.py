@@ -281,7 +281,9 @@ class EngineHooks:
         engine = self._engine()
         if engine is not None:
             self._steps_before, self._skipped_before = engine.global_steps, engine.skipped_steps
-            if not self._is_pipeline and engine.is_gradient_accumulation_boundary():
+            managed = engine.managed_gradient_accumulation()  # else each step ends a window
+            ends = not managed or engine.is_gradient_accumulation_boundary()
+            if ends and not self._is_pipeline:
                 self._update_begins()
         self._clock.enter(OTHER if self._is_pipeline else OPTIMIZER)
 

@@ -18,12 +18,19 @@ import torch
 from .seam import Wraps
 from .steps import Departed
 
-MOST_UNDER_WAY = 2  # one travels its second shot, one its first: each holds a bucket's memory
+# Each that is under way holds the memory of a bucket, however little is in it: a gradient that fits
+# no more sends off what is there.
+MOST_UNDER_WAY = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class PutAside:
-    """A bucket between the halves of its reduction."""
+    """A bucket between the halves of its reduction.
+
+    Attributes:
+        num_behind: How many gradients have left after it. After a bucketful its first shot is
+            awaited, after two its sums.
+    """
 
     dtype: torch.dtype
     params: list[Any]
@@ -31,6 +38,7 @@ class PutAside:
     num_elements: int
     buffer: torch.Tensor
     large: Any
+    num_behind: int = 0
     travelling: list[Departed] = field(default_factory=list)
 
 
@@ -89,8 +97,7 @@ class Departures:
             for dtype in list(buckets) if comm_dtype is None else [comm_dtype]:
                 if buckets[dtype].params:
                     self._leave(dtype)
-            most = 0 if comm_dtype is None else MOST_UNDER_WAY
-            while len(self._under_way) > most:
+            while self._under_way and (comm_dtype is None or self._is_late()):
                 self._arrive(self._under_way.popleft(), original)
             if comm_dtype is None:  # the end of a backward
                 self._spare.clear()
@@ -119,10 +126,25 @@ class Departures:
         bucket.clear()
         if aside.large is None:
             bucket.buffer[bucket.index] = self._empty_like(aside.buffer)
-        for earlier in self._under_way:  # to their second shots
+        for earlier in self._under_way:
+            self._follow(earlier, aside.num_elements)
+        self._under_way.append(aside)
+
+    def _follow(self, earlier: PutAside, num_elements: int) -> None:
+        """Note what has left after a bucket, and let its second shot go when it is time."""
+        before, bucketful = earlier.num_behind, self._optimizer.reduce_bucket_size
+        earlier.num_behind += num_elements
+        if before < bucketful <= earlier.num_behind:
             for departed in earlier.travelling:
                 departed.advance()
-        self._under_way.append(aside)
+
+    def _is_late(self) -> bool:
+        """Whether the oldest bucket must arrive now; the same on all ranks."""
+        oldest = self._under_way[0]
+        return (
+            len(self._under_way) > MOST_UNDER_WAY
+            or oldest.num_behind >= 2 * self._optimizer.reduce_bucket_size
+        )
 
     def _empty_like(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._spare.pop() if self._spare else torch.empty_like(buffer)

@@ -71,8 +71,9 @@ class GradientCodec:
     def attach(self, engine: Any) -> Undo:
         """Let an engine's gradients go through the codec, until the returned function is called.
 
-        One rank by itself sends nothing, and is left as it is. Residuals outlive the undo: the
-        codec may then be attached to another engine of the same model.
+        One rank by itself sends nothing, and is left as it is. Until undone the codec keeps the
+        engine alive. Residuals outlive that: the codec may then go to another engine of the same
+        model, of any stage.
 
         Raises:
             ValueError: The engine is refused, or the codec is on an engine already.

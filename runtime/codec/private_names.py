@@ -33,6 +33,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "gradient_reduction_w_predivide",
         "ipg_buckets",
         "overlap_comm",
+        "reduce_bucket_size",
         "reduce_ipg_grads",
         "reduce_scatter",
     ),

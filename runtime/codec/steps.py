@@ -6,13 +6,10 @@ done. All ranks take the same steps in the same order, whatever is done first.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 Steps = Generator[Any, None, None]
-
-AHEAD = 1  # exchanges that have started beyond those that are advanced
 
 
 class Flight:
@@ -39,16 +36,13 @@ class Flight:
         self._steps.close()
 
 
-def run_all(exchanges: Iterable[Steps], ahead: int = AHEAD) -> None:
+def run_all(exchanges: Iterable[Steps]) -> None:
     """Run exchanges to their ends, each started before those before it are waited for."""
     flights: list[Flight] = []
-    newest: deque[Flight] = deque()
     for steps in exchanges:
-        newest.append(Flight(steps))
+        newest = Flight(steps)
         flights = [flight for flight in flights if flight.advance()]
-        if len(newest) > ahead:
-            flights.append(newest.popleft())
-    flights.extend(newest)
+        flights.append(newest)
     while flights:
         flights = [flight for flight in flights if flight.advance()]
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -55,11 +55,12 @@ class PlanFile:
     """One per run folder, or per node where that is no shared one. Never raises for a disk's sake.
 
     Args:
-        folder: The run's; None where it has none, and nothing is written.
+        folder: The run's, or what returns it, as a run may get its name late; where it is None
+            nothing is written.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | Callable[[], Path | None] | None) -> None:
+        self._find = folder
         self._worked_in: frozenset[Failure] = frozenset()
         self._warned = False
 
@@ -105,6 +106,10 @@ class PlanFile:
         with self._locked() as before:
             failures = {*before.failures, Failure(length=length, samples=samples)}
             self._write(replace(before, failures=tuple(sorted(failures))))
+
+    @property
+    def _folder(self) -> Path | None:
+        return self._find() if callable(self._find) else self._find
 
     @contextmanager
     def _locked(self) -> Iterator[PersistedPlan]:

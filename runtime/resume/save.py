@@ -27,8 +27,7 @@ def save_run(
 ) -> Path:
     """Save a run between two windows; all ranks must call it.
 
-    Once it returns, the save is on the disk and is the one that `load_run` loads. Until the moment
-    it is whole, the one before it is, also where the process is killed.
+    Killed at any moment, it leaves this save whole, or the one before it as it was.
 
     Args:
         folder: Of this run's saves alone.
@@ -46,14 +45,7 @@ def save_run(
     saves = SaveFolder(Path(folder).absolute())
     what = f"save step {state.steps} to {saves.path}"
     leading = leads(engine)
-    serial = repeats = 0
-    with together(agreement, what, UNHARMED):
-        if leading:
-            saves.prepare()
-            serial = 1 + max(saves.serials().values(), default=0)
-            repeats = saves.repeats(state.steps)
-    serial, repeats = map(int, agreement.gather([serial, repeats]).max(axis=0))
-    name = save_name(state.steps, repeats)
+    serial, name = _number(saves, agreement, state.steps, what, leading=leading)
     half = saves.path / partial(name)
     try:
         with together(agreement, what, UNHARMED):
@@ -70,8 +62,21 @@ def save_run(
         raise
     if leading:
         _prune(saves, keep)
-        logger.info("step %d is saved in %s", state.steps, saves.path / name)
     return saves.path / name
+
+
+def _number(
+    saves: SaveFolder, agreement: Agreement, steps: int, what: str, *, leading: bool
+) -> tuple[int, str]:
+    """Tidy the folder up, and agree on the number and the name of the next save."""
+    serial = repeats = 0
+    with together(agreement, what, UNHARMED):
+        if leading:
+            saves.prepare()
+            serial = 1 + max(saves.serials().values(), default=0)
+            repeats = saves.repeats(steps)
+    serial, repeats = map(int, agreement.gather([serial, repeats]).max(axis=0))
+    return serial, save_name(steps, repeats)
 
 
 def _own_part(half: Path) -> Iterator[Path]:
@@ -103,10 +108,11 @@ def _commit(saves: SaveFolder, half: Path, name: str, manifest: Manifest) -> Non
     for folder in {path.parent for path in _files(half)}:
         sync_folder(folder)
     saves.commit(name)
+    logger.info("step %d is saved in %s", manifest.steps, saves.path / name)
 
 
 def _prune(saves: SaveFolder, keep: int) -> None:
-    """Delete the oldest saves; what cannot be deleted is only a pity."""
+    """Delete the oldest saves; that one cannot be deleted is no reason to stop."""
     serials = saves.serials()
     oldest_first = sorted(serials, key=lambda name: serials[name])
     try:

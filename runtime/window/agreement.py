@@ -21,12 +21,10 @@ class Agreement:
 
     Attributes:
         rank, world_size: Of the run.
-        num_exchanges: How often the ranks waited for each other.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.num_exchanges = 0
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._highest = AllreduceOptions()
         self._highest.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
@@ -36,7 +34,6 @@ class Agreement:
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine.unsqueeze(0).numpy()
-        self.num_exchanges += 1
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         self._group.allgather([everybody], [mine]).wait()
         return torch.stack(everybody).numpy()
@@ -45,7 +42,6 @@ class Agreement:
         """Return the highest value of any rank."""
         if self._group is None:
             return value
-        self.num_exchanges += 1
         flag = torch.tensor([value], dtype=torch.int64)
         self._group.allreduce([flag], self._highest).wait()
         return int(flag.item())

@@ -66,7 +66,7 @@ def _link(options: Options) -> Iterator[Row]:
 
 
 def _steps(options: Options) -> Iterator[Row]:
-    sizes = (200, 50, 2) if options.quick else (1000, 500, 7)  # width, rows, rounds
+    sizes = (200, 50, 2) if options.quick else (700, 1500, 7)  # width, rows, rounds
     measured = _on_two_hosts("codec_step_job.py", *sizes)
     for name, found in measured.items():
         shares = [own / base for own, base in zip(found, measured["fp32"], strict=True)]

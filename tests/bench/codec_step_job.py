@@ -26,7 +26,7 @@ ARMS: dict[str, tuple[str, bool] | None] = {
     "int8": ("int8", False),
     "int8, asynchronous": ("int8", True),
 }
-LAYERS, BUCKET = 4, 1_000_000
+LAYERS, BUCKET = 10, 500_000
 
 
 def make_engine(width: int) -> Any:

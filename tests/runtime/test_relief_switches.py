@@ -44,7 +44,7 @@ def test_autograd_keeps_less_than_half_while_checkpointing_is_on(ranks, name: st
         saved = rank[name]["saved"]
 
         assert max(saved[ON]) < 0.5 * min(saved[:3])
-        assert saved[6:] == saved[:3]
+        assert set(saved[6:]) == set(saved[:3])
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTED, *ASLEEP])

@@ -69,3 +69,21 @@ def test_run_log_name_and_ports_stay(killed: Course, folder: Path, port: str) ->
     (log,) = folder.glob("runs/*/rank-0.jsonl")
     attempts = {json.loads(line)["attempt"] for line in log.read_text().splitlines() if line}
     assert attempts == {0, 1, 2}
+
+
+def test_a_death_by_memory_is_followed_by_smaller_micro_batches(
+    tmp_path: Path, undisturbed: Course
+) -> None:
+    course = train(tmp_path, steps=9, save_every=2, full_after=5)
+
+    assert course.code == 0
+    (plan,) = tmp_path.glob("runs/*/plan.json")
+    assert json.loads(plan.read_text())["plan"]["sizing"]["failing"]
+    assert [note["step"] for note in course.of(1, "resumed")] == [0, 4]
+    for rank in (0, 1):
+        first = {note["step"]: note for note in course.of(rank, "committed")}
+        assert list(first) == list(range(1, 10))
+        for step, note in first.items():
+            assert note["micro_batches"] == ([2, 2] if step <= 4 else [1, 1, 1, 1])
+            assert note["replays"] == 0
+            assert note["ids"] == undisturbed.committed(rank)[step]["ids"]

@@ -203,7 +203,9 @@ def test_a_disk_that_refuses_leaves_the_save_before(tmp_path: Path) -> None:
     engine = PlainEngine()
     engine.checkpoint_engine.save = _full_disk  # type: ignore[method-assign]
 
-    with pytest.raises(CheckpointError, match=r"cannot save step 2 .* disk full\? \(no space\)\. Earlier"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot save step 2 .* disk full\? \(no space\)\. Earlier"
+    ):
         save(tmp_path, 2, engine)
 
     assert vars(engine.checkpoint_engine)["save"] is _full_disk

@@ -10,7 +10,7 @@ from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 pytestmark = pytest.mark.jobs
 
 ENGINES = (
-    *("stage 0", "stage 1", "stage 2", "stage 3", "stage 3, nothing kept"),
+    *("stage 0", "stage 1", "stage 2", "stage 3", "stage 1, int8", "stage 3, nothing kept"),
     *("stage 2, offload", "stage 3, offload", "bf16, stage 0", "bf16, stage 2", "BF16_Optimizer"),
 )
 
@@ -35,12 +35,17 @@ def test_a_run_goes_on_from_its_save_bit_for_bit(ranks: list[dict], name: str, w
         assert len(found["through"]["losses"]) == 3
 
 
-def test_a_first_start_finds_nothing_and_later_ones_the_step(ranks: list[dict]) -> None:
+def test_a_first_start_finds_nothing_and_the_save_is_named(ranks: list[dict]) -> None:
     found = ranks[1]["stage 2"]
 
-    assert found["begun"]
+    assert found["begun"] == [None, 0]
     assert found["saved"] == "step-00000003"
-    assert found["steps"] == [3, 3]
+
+
+def test_a_run_that_was_rebuilt_is_taken_up_at_its_stage(ranks: list[dict]) -> None:
+    for rank in ranks:
+        assert rank["rebuilt"]["stage"] == 3
+        assert rank["rebuilt"]["new engine"] == rank["rebuilt"]["through"]
 
 
 def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_the_save_before(

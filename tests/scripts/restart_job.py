@@ -1,7 +1,8 @@
 """A training script that is killed and started again: goes on from its last save, data and all.
 
-`restart_job.py FOLDER STEPS SAVE_EVERY`, on any ranks. Notes in FOLDER, per rank: its process once
-it has started, its first window of each attempt, and the samples of every window once committed.
+`restart_job.py FOLDER STEPS SAVE_EVERY [FULL_AFTER]`, on any ranks. Notes in FOLDER, per rank: its
+process once it has started, where each attempt begins, and every window once it is committed. After
+so many windows the memory of rank 1 holds one sample at a time, which only collectives could tell.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import resume_run
 import torch
 import torch.distributed as dist
 
 import zerowatch
-from zerowatch.runtime.loader import resumable_loader
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -60,6 +59,19 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return ((model(batch["x"]) - batch["x"].flip(1)) ** 2).mean()
 
 
+class FullMemory:
+    """Runs out on one rank, from a step on, with more than one sample."""
+
+    def __init__(self, rank: int, after: int) -> None:
+        self.steps = 0
+        self._rank, self._after = rank, after
+
+    def __call__(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self._rank == 1 and self.steps >= self._after and len(batch["x"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return loss(model, batch)
+
+
 class Notes:
     """Lines in a file of this rank; each is one write, so that a kill leaves whole ones."""
 
@@ -72,25 +84,30 @@ class Notes:
         self._file.write(f"{line}\n")
 
 
-def main(folder: Path, steps: int, save_every: int) -> None:
+def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
     rank = int(os.environ["RANK"])
     notes = Notes(folder, rank)
     notes.note("started", pid=os.getpid())
     torch.manual_seed(0)
-    run = zerowatch.TrainingRun(Net(), config=CONFIG, loss=loss)
-    data = resumable_loader(
-        Samples(), batch_samples=8, rank=rank, world_size=dist.get_world_size(), seed=1
-    )
-    state = resume_run.load(run, folder / "saves", data)
-    where = {"address": run.watch.address, "run_id": run.watch.run_id}
-    notes.note("resumed", step=run.steps, found=state is not None, **where)
-    batches = data.forever()
+    memory = FullMemory(rank, full_after)
+    run = zerowatch.TrainingRun(Net(), config=CONFIG, loss=memory)
+    run.load(folder / "saves")
+    batches = run.loader(Samples(), batch_samples=8, seed=1).forever()
+    notes.note("resumed", step=run.steps, address=run.watch.address, run_id=run.watch.run_id)
     while run.steps < steps:
         batch = next(batches)
+        memory.steps = run.steps
         done = run.train_batch(batch)
-        notes.note("committed", step=done.step, ids=batch["id"].tolist(), loss=done.loss)
+        notes.note(
+            "committed",
+            step=done.step,
+            ids=batch["id"].tolist(),
+            loss=done.loss,
+            micro_batches=done.micro_batches,
+            replays=done.replays,
+        )
         if done.step % save_every == 0:
-            resume_run.save(run, folder / "saves", data)
+            run.save(folder / "saves")
     weights = torch.cat([each.detach().flatten() for each in run.module.parameters()])
     notes.note("ended", weights=weights.tolist(), samples=run.samples)
     run.close()
@@ -99,4 +116,5 @@ def main(folder: Path, steps: int, save_every: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    steps, save_every, *full_after = map(int, sys.argv[2:])
+    main(Path(sys.argv[1]), steps, save_every, *(full_after or [steps]))

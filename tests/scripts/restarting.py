@@ -57,6 +57,7 @@ def train(
     save_every: int,
     kills: int = 0,
     early_kills: int = 0,
+    full_after: int | None = None,
     seed: int = 0,
     timeout_seconds: float = 180.0,
     **variables: str,
@@ -69,13 +70,16 @@ def train(
         save_every: Windows between saves.
         kills: Attempts to kill, each a moment after a window of its own.
         early_kills: How many of them to kill while they are starting, wherever they are by then.
+        full_after: Windows after which a rank's memory is full; None for never.
         seed: Of moments and ranks.
         timeout_seconds: After this everything is killed.
         variables: Of the job's environment.
     """
+    restarts = kills + (full_after is not None)
+    numbers = [steps, save_every, *([] if full_after is None else [full_after])]
     command = [
-        *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(kills)),
-        *(str(SCRIPTS / "restart_job.py"), str(folder), str(steps), str(save_every)),
+        *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(restarts)),
+        *(str(SCRIPTS / "restart_job.py"), str(folder), *map(str, numbers)),
     ]
     output = folder / "output.txt"
     done = []

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import resume_run
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
@@ -31,6 +30,7 @@ STEPS, SAMPLES, WIDTH = 6, 4, 9
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
 ENGINES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    "stage 1, int8": {"zero_optimization": {"stage": 1}},
     "stage 3, nothing kept": {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     },
@@ -68,10 +68,10 @@ class Net(torch.nn.Module):
 
 
 class Batches:
-    """This rank's share of one global batch after the other."""
+    """This rank's share of one global batch after the other; the caller's own position is saved."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
 
     def take(self) -> dict[str, torch.Tensor]:
         seed = 100 * self.position + dist.get_rank()
@@ -79,12 +79,6 @@ class Batches:
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(SAMPLES, WIDTH, generator=generator)
         return {"x": x, "y": x.sum(dim=1)}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -107,6 +101,7 @@ def new_run(name: str, seed: int, clip: float = 0.5) -> zerowatch.TrainingRun:
         },
         loss=loss,
         settings=QUIET,
+        compression="int8" if "int8" in name else None,
     )
 
 
@@ -133,34 +128,47 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
         "losses": losses,
         "counts": counts,
         "rate": run.engine.get_lr(),
-        "exponent": run._exponent,
         "drawn": torch.rand(1).item(),
     }
+
+
+def go_on(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
+    """Load, and train to the end."""
+    return outcome(run, train(run, Batches(run.load(saves)), STEPS))
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
     """Return the outcome of a run that was never interrupted, and of two that were."""
     saves = folder / name.replace(" ", "-")
     run, batches = new_run(name, seed=0), Batches()
-    begun = resume_run.load(run, saves)
+    begun = [run.load(saves), run.steps]
     train(run, batches, STEPS // 2)
-    path = resume_run.save(run, saves, batches)
-    through = outcome(run, train(run, batches, STEPS))
-    rolled = resume_run.load(run, saves, batches)
-    same = outcome(run, train(run, batches, STEPS))
+    path = run.save(saves, client=batches.position)
+    found = {"saved": path.name, "begun": begun}
+    found["through"] = outcome(run, train(run, batches, STEPS))
+    found["same engine"] = go_on(run, saves)
     end(run)
-    run, batches = new_run(name, seed=1), Batches()
-    state = resume_run.load(run, saves, batches)
-    fresh = outcome(run, train(run, batches, STEPS))
+    run = new_run(name, seed=1)
+    found["new engine"] = go_on(run, saves)
     end(run)
-    return {
-        "begun": begun is None,
-        "saved": path.name,
-        "steps": [rolled and rolled.steps, state and state.steps],
-        "through": through,
-        "same engine": same,
-        "new engine": fresh,
-    }
+    return found
+
+
+def rebuilt(folder: Path) -> dict[str, Any]:
+    """Return the same of a run that was rebuilt before its save; the new one begins as it began."""
+    saves = folder / "rebuilt"
+    run, batches = new_run("stage 1", seed=0), Batches()
+    train(run, batches, 1)
+    run.rebuild({"zero_optimization": {"stage": 3}})
+    train(run, batches, STEPS // 2)
+    run.save(saves, client=batches.position)
+    found: dict[str, Any] = {"through": outcome(run, train(run, batches, STEPS))}
+    end(run)
+    run = new_run("stage 1", seed=1)
+    found["new engine"] = go_on(run, saves)
+    found["stage"] = run.engine.zero_optimization_stage()
+    end(run)
+    return found
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -168,27 +176,24 @@ def refusals(folder: Path) -> dict[str, str]:
     saves = folder / "refusals"
     run, batches = new_run("stage 1", seed=0), Batches()
     train(run, batches, 1)
-    resume_run.save(run, saves, batches)
+    run.save(saves)
     train(run, batches, 2)
-    told = {"object": told_by(resume_run.save, run, saves, batches, client=object)}
+    told = {"object": told_by(run.save, saves, client=object)}
     with no_room_on_rank(1):
-        told["full disk"] = told_by(resume_run.save, run, saves, batches)
+        told["full disk"] = told_by(run.save, saves)
     told["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
     end(run)
     run = new_run("stage 2", seed=0)
-    told["stage"] = told_by(resume_run.load, run, saves)
+    told["stage"] = told_by(run.load, saves)
     end(run)
     run = new_run("stage 1", seed=0, clip=0.25)
-    state = resume_run.load(run, saves)
-    told["clip"] = str(run.engine.optimizer.clip_grad)
-    told["step"] = str(state and state.steps)
-    end(run)
-    run = new_run("stage 1", seed=0)
+    run.load(saves)
+    told["clip"], told["step"] = str(run.engine.optimizer.clip_grad), str(run.steps)
     if dist.get_rank() == 1:
         damaged = saves / "step-00000001" / "zerowatch-rank-00001.pt"
         damaged.write_bytes(b"\0" * damaged.stat().st_size)
     dist.barrier()
-    told["damaged"] = told_by(resume_run.load, run, saves)
+    told["damaged"] = told_by(run.load, saves)
     end(run)
     return told
 
@@ -218,5 +223,5 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     torch.set_num_threads(1)
     found = {name: check(name, target) for name in sys.argv[2:]}
-    found["refusals"] = refusals(target)
+    found["rebuilt"], found["refusals"] = rebuilt(target), refusals(target)
     (target / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
