@@ -24,6 +24,9 @@ def run(arguments: tuple[str, ...]) -> None:
     Takes every option of torchrun, `-m PACKAGE.MODULE` in the place of SCRIPT included; only
     --no-python and --run-path cannot be watched. `torchrun --help` lists the options.
 
+    --max-restarts N starts all ranks again after a failure; a TrainingRun then goes on from its
+    last save.
+
     Example: zerowatch run --nproc-per-node 8 train.py --deepspeed ds.json
 
     The exit code is that of the rank that failed first, or 128 + n if signal n ended it.

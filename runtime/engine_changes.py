@@ -6,7 +6,8 @@ All ranks call it alike, at the same moment.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from .recovery.ladder import STEPS, Escalation
 from .relief import activation_checkpointing
 from .relief.choose_modules import Chosen
 from .relief.ladder import Rung, ladder
+from .relief.optimizer_sleep import Sleep
 from .training_config import leaner_engines, merged
 from .window.agreement import Agreement
 from .window_figures import RebuildOutcome, WindowFigures
@@ -37,12 +39,11 @@ class EngineChanges:
     """Holds the engine of a run, and what was laid on it.
 
     Args:
-        engine: The first one.
+        engine: The first one; its watch goes along to others.
         config: Its ds config.
-        watch: The watch on it, which goes along to another engine.
         agreement: Of the run.
-        make_engine: Makes another of a module and a ds config.
         figures: Where it is told.
+        make_engine: Makes another of a module and a ds config.
 
     Attributes:
         engine, config: As they stand.
@@ -54,16 +55,14 @@ class EngineChanges:
         self,
         engine: Any,
         config: Mapping[str, Any],
-        *,
-        watch: Any,
         agreement: Agreement,
-        make_engine: MakeEngine,
         figures: WindowFigures,
+        make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config
         self.codec: GradientCodec | None = None
         self.is_rebuilt = False
-        self._watch, self._agreement, self._figures = watch, agreement, figures
+        self._watch, self._agreement, self._figures = engine.watch, agreement, figures
         self._make_engine = make_engine
         self._laid_on: dict[str, tuple[Apply, Undo]] = {}
 
@@ -91,10 +90,14 @@ class EngineChanges:
             self._lay_on(CODEC, codec.attach)
             self.codec = codec
 
-    def begin_window(self) -> None:
-        """Let the codec start from what was committed."""
+    def begin_window(self, unit: float) -> None:
+        """Let the codec start from what was committed.
+
+        Args:
+            unit: What gradients come as in this window, where those of a mean loss were 1.
+        """
         if self.codec is not None:
-            self.codec.begin_window()
+            self.codec.begin_window(unit)
 
     def abort_window(self) -> None:
         """Let the codec forget what it lost in a window that is not committed."""
@@ -122,27 +125,35 @@ class EngineChanges:
         """
         config = merged(self.config, changes)
         began = perf_counter()
+        outcome: RebuildOutcome = "refused"
+        with self.bare():
+            try:
+                engine = self._rebuilt(config)
+                outcome = "committed"
+                self.config, self.is_rebuilt = config, True
+                self._adopt(engine)
+            except UndoneRebuildError as error:
+                outcome = "undone"
+                self._adopt(error.engine)
+                raise
+            finally:
+                self._figures.rebuilt(outcome, perf_counter() - began)
+
+    @contextmanager
+    def bare(self) -> Iterator[None]:
+        """Take everything off the engine for the time of the block, and lay it on what is then."""
         for _, undo in reversed(self._laid_on.values()):
             undo()
-        outcome: RebuildOutcome = "refused"
         try:
-            with self._watch.pausing():
-                engine = rebuild(
-                    self.engine,
-                    config,
-                    make_engine=self._make_engine,
-                    agreement=self._agreement,
-                )
-            outcome = "committed"
-            self.config, self.is_rebuilt = config, True
-            self._adopt(engine)
-        except UndoneRebuildError as error:
-            outcome = "undone"
-            self._adopt(error.engine)
-            raise
+            yield
         finally:
             self._lay_all_on_again()
-            self._figures.rebuilt(outcome, perf_counter() - began)
+
+    def wake(self) -> None:
+        """Have the optimizer's states back where they are updated, if they sleep."""
+        for _, undo in self._laid_on.values():
+            if isinstance(undo, Sleep):
+                undo.wake()
 
     def escalations(self, chosen: Chosen = None) -> list[Escalation]:
         """Return what may be given up for memory, in order, from here on."""
@@ -174,6 +185,12 @@ class EngineChanges:
             logger.warning("%s", error)
             return False
         return True
+
+    def _rebuilt(self, config: Mapping[str, Any]) -> Any:
+        with self._watch.pausing():
+            return rebuild(
+                self.engine, config, make_engine=self._make_engine, agreement=self._agreement
+            )
 
     def _adopt(self, engine: Any) -> None:
         self.engine = engine

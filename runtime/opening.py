@@ -31,19 +31,10 @@ def open_window(
     Raises:
         BatchError: A rank's share cannot be trained on; raised on all ranks.
     """
-    problem, samples, length = None, 0, 0
-    try:
-        samples, length = num_samples(batch), longest(batch)
-    except BatchError as error:
-        problem = error
-    told = agreement.gather(
-        [problem is not None, samples, micro_batch_samples, length, asks_for_guard]
-    )
-    if problem is not None:
-        raise problem
-    if told[:, 0].any():
-        ranks = ", ".join(str(rank) for rank in told[:, 0].nonzero()[0])
-        raise BatchError(f"the share of rank {ranks} cannot be trained on; see there")
+    problem, samples, length = _look(batch)
+    own = [problem is not None, samples, micro_batch_samples, length, asks_for_guard]
+    told = agreement.gather(own)
+    _refuse(problem, told[:, 0])
     window = Window(
         batch=batch,
         num_samples=samples,
@@ -58,3 +49,20 @@ def open_window(
         length=window.longest,
     )
     return window, share, bool(told[:, 4].any())
+
+
+def _look(batch: Any) -> tuple[BatchError | None, int, int]:
+    """Return what is wrong with a batch, else its samples and length."""
+    try:
+        return None, num_samples(batch), longest(batch)
+    except BatchError as problem:
+        return problem, 0, 0
+
+
+def _refuse(problem: BatchError | None, flags: Any) -> None:
+    """Raise this rank's problem, or that of another."""
+    if problem is not None:
+        raise problem
+    if flags.any():
+        ranks = ", ".join(str(rank) for rank in flags.nonzero()[0])
+        raise BatchError(f"the share of rank {ranks} cannot be trained on; see there")

@@ -28,7 +28,6 @@ class Saving:
         windows: Of the run.
         sharing: Of the run.
         agreement: Of all ranks.
-        run_folder: Where the plan is kept for a restart; None for nowhere.
     """
 
     def __init__(
@@ -37,11 +36,10 @@ class Saving:
         windows: Windows,
         sharing: Sharing,
         agreement: Agreement,
-        run_folder: Path | None,
     ) -> None:
         self._changes, self._windows, self._sharing = changes, windows, sharing
         self._agreement = agreement
-        self._plan_file = PlanFile(run_folder)
+        self._plan_file = PlanFile(lambda: changes.engine.watch.run_folder)
         self._leads_node = this_process().local_rank == 0
         self._written: Mapping[str, Any] = self._plan()
         windows.on_fatal.append(self._note_failure)
@@ -60,14 +58,16 @@ class Saving:
             codec=self._changes.codec.state_dict() if self._changes.codec else None,
             client=client,
         )
-        return save_run(folder, self._changes.engine, self._agreement, state, keep)
+        with self._changes.bare():
+            return save_run(folder, self._changes.engine, self._agreement, state, keep)
 
     def load(self, folder: str | Path) -> RunState | None:
         """Load the last save, if there is one, and what was learned of memory since."""
         config = saved_config(folder, self._agreement)
         if config is not None and config != self._changes.config:
             self._changes.rebuild(config)
-        state = load_run(folder, self._changes.engine, self._agreement)
+        with self._changes.bare():
+            state = load_run(folder, self._changes.engine, self._agreement)
         if state is not None:
             windows = self._windows
             windows.steps, windows.samples = state.steps, state.samples
@@ -76,8 +76,9 @@ class Saving:
             self._sharing.load_state_dict(state.data or {})
             if self._changes.codec is not None and state.codec is not None:
                 self._changes.codec.load_state_dict(state.codec)
-            RngState(**state.rng).restore()
         self._heed_plan_file()
+        if state is not None:
+            RngState(**state.rng).restore()  # after a rebuild, which draws random numbers
         return state
 
     def window_ended(self) -> None:
@@ -104,6 +105,8 @@ class Saving:
         found = self._plan_file.read(self._agreement)
         if found is None:
             return
+        if found.config is not None and found.config != self._changes.config:
+            self._changes.rebuild(found.config)
         if found.plan and found.steps >= self._windows.steps:
             self._take_plan(found.plan)
         plans = self._windows.replay.plans

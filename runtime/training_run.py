@@ -73,31 +73,17 @@ class TrainingRun:
         warn_of_batch_statistics(model)
         self.agreement = Agreement()
         figures = WindowFigures.of_watch(engine.watch)
-        self._changes = EngineChanges(
-            engine,
-            ours,
-            watch=engine.watch,
-            agreement=self.agreement,
-            make_engine=maker.another,
-            figures=figures,
-        )
-        chosen = None if isinstance(activation_checkpointing, bool) else activation_checkpointing
+        self._changes = EngineChanges(engine, ours, self.agreement, figures, maker.another)
         self._windows = Windows(
             loss,
             self._changes,
             self.agreement,
             figures,
             micro_batch_samples=ours[MICRO_BATCH],
-            checkpointed=chosen,
+            checkpointed=activation_checkpointing,
         )
         self._sharing = Sharing(self.agreement, engine.watch, balance=balance)
-        self._saving = Saving(
-            self._changes,
-            self._windows,
-            self._sharing,
-            self.agreement,
-            engine.watch.run_folder,
-        )
+        self._saving = Saving(self._changes, self._windows, self._sharing, self.agreement)
         self.checkpoint_activations(activation_checkpointing)
         self.compress(compression)
 

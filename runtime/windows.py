@@ -54,7 +54,7 @@ class Windows:
         figures: WindowFigures,
         *,
         micro_batch_samples: int,
-        checkpointed: Chosen,
+        checkpointed: Chosen | bool,
     ) -> None:
         self.micro_batch_samples = micro_batch_samples
         self.steps = self.samples = self.exponent = 0
@@ -69,7 +69,7 @@ class Windows:
             lambda: changes.engine,
             agreement,
             self._guard,
-            changes.escalations(checkpointed),
+            changes.escalations(None if isinstance(checkpointed, bool) else checkpointed),
             self._memory.measured,
         )
         self.replay.on_window_abort.append(changes.abort_window)
@@ -85,7 +85,7 @@ class Windows:
             exponent=self.exponent,
             asks_for_guard=self._memory.is_low,
         )
-        self._changes.begin_window()
+        self._changes.begin_window(2.0**-self.exponent)
         try:
             attempt = partial(self._attempt, window)
             replayed = self.replay.run(share, attempt, asks_for_guard=guarded)
@@ -95,7 +95,7 @@ class Windows:
         except BaseException as error:
             self._abandon(share, error)
             raise
-        skipped = self._update(sums.weight / window.divisor)
+        skipped = self._update(share, sums.weight / window.divisor)
         result = WindowResult(
             step=self.steps + 1,
             loss=sums.mean_loss,
@@ -134,6 +134,7 @@ class Windows:
         cut = sizes(window.num_samples, num_micro_batches)
         sums = train_micro_batches(self._changes.engine, self._loss, window, cut)
         self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
+        self._changes.wake()  # here, where running out of memory can still be undone
         return sums
 
     def _abandon(self, share: Share, error: BaseException) -> None:
@@ -141,6 +142,10 @@ class Windows:
         self._changes.abort_window()
         if can_abort(self._changes.engine) is None:
             abort_window(self._changes.engine)
+        self._note(share, error)
+
+    def _note(self, share: Share, error: BaseException) -> None:
+        """Tell of an out-of-memory error that ends this run."""
         is_own = ends_by_memory(error)
         if is_own or isinstance(error, PeerOutOfMemory):
             self._figures.gave_up()
@@ -150,11 +155,15 @@ class Windows:
             for note in self.on_fatal:
                 note(share.length, samples)
 
-    def _update(self, divisor: float) -> bool:
+    def _update(self, share: Share, divisor: float) -> bool:
         """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
         engine = self._changes.engine
         skipped_before: int = engine.skipped_steps
-        self.replay.update(partial(step_divided, engine, divisor))
+        try:
+            self.replay.update(partial(step_divided, engine, divisor))
+        except RuntimeError as error:
+            self._note(share, error)
+            raise
         return bool(engine.skipped_steps != skipped_before)
 
     def _commit(self, result: WindowResult) -> None:

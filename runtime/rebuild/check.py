@@ -25,6 +25,7 @@ KEPT_BLOCKS = (
     "optimizer",
     "scheduler",
 )
+_16_BITS = ("fp16", "bf16", "bfloat16")
 UNSUPPORTED_BLOCKS = {
     "compile": "DeepCompile bakes its buckets in",
     "tensor_parallel": "its shards do not move",
@@ -134,13 +135,16 @@ def _of_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         zero.get("overlap_comm") and stage_of(new) < 2
     ):
         yield "zero_optimization.overlap_comm needs stage 2 or 3 where the caller ends windows"
+    if _is_on(new, "fp16") and (stage_of(old) == 0) != (stage_of(new) == 0):
+        # DeepSpeed 0.19.8: only ZeRO's optimizers scale the loss, all divide by the scale.
+        yield "in fp16 DeepSpeed's stage 0 has gradients of another size than the other stages"
     in_fp32 = str((new.get("data_types") or {}).get("grad_accum_dtype")) == "fp32"
-    if stage_of(new) == 0 and in_fp32 and _is_16_bit(new):
+    if stage_of(new) == 0 and in_fp32 and any(_is_on(new, key) for key in _16_BITS):
         yield "stage 0 does not accumulate 16-bit gradients in fp32 (data_types.grad_accum_dtype)"
 
 
-def _is_16_bit(config: Mapping[str, Any]) -> bool:
-    return any((config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
+def _is_on(config: Mapping[str, Any], block: str) -> bool:
+    return bool((config.get(block) or {}).get("enabled"))
 
 
 def _of_optimizer(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:

@@ -64,31 +64,15 @@ def rebuild(engine: Any, config: Config, *, make_engine: MakeEngine, agreement: 
         snapshot = _look(engine, old, config, agreement)
     if look.error is not None:
         raise _refused(look.error)
-    began = perf_counter()
-    module, device = engine.module, device_of(engine)
-    client = engine.client_optimizer
+    began, device = perf_counter(), device_of(engine)
     with closing(Mover(agreement.world_size)) as mover, _random_state_kept(device):
-        builder = _Builder(module, client, snapshot, make_engine, mover, agreement)
-        with Attempt(agreement) as ending:
-            _end(engine)
-        made, error = (None, ending.error) if ending.error else builder.build(config)
-        if error is None:
-            logger.info(
-                "rebuilt the engine in %.1f s: ZeRO stage %d, was %d",
-                perf_counter() - began,
-                stage_of(config),
-                stage_of(old),
-            )
-            return made
-        again, failed = builder.build(old)
-        if failed is not None:
-            raise failed
-    reason = f"{type(error).__name__}: {error}"
-    raise UndoneRebuildError(
-        f"the engine could not be made with the new ds config: {reason}. It runs on with the one "
-        "before, and with all of its state",
-        again,
-    ) from error
+        builder = _Builder(engine, snapshot, make_engine, mover, agreement)
+        made, error = builder.replace(engine, config)
+        if error is not None:
+            raise _undone(builder, old, error)
+    seconds, stages = perf_counter() - began, (stage_of(config), stage_of(old))
+    logger.info("rebuilt the engine in %.1f s: ZeRO stage %d, was %d", seconds, *stages)
+    return made
 
 
 class _Builder:
@@ -96,19 +80,25 @@ class _Builder:
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        client: Any,
+        engine: Any,
         snapshot: Snapshot,
         make_engine: MakeEngine,
         mover: Mover,
         agreement: Agreement,
     ) -> None:
-        self._module = module
-        self._client = client
+        self._module: torch.nn.Module = engine.module
+        self._client = engine.client_optimizer
         self._snapshot = snapshot
         self._make_engine = make_engine
         self._mover = mover
         self._agreement = agreement
+
+    def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
+        """End an engine and build another; return as `build` does."""
+        with Attempt(self._agreement) as ending:
+            teardown(engine)
+            strip(self._module)
+        return (None, ending.error) if ending.error is not None else self.build(config)
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
         """Return a filled engine, or the error that kept this rank or another from having one."""
@@ -173,10 +163,18 @@ def _refused(error: Exception) -> RebuildError:
     return found
 
 
-def _end(engine: Any) -> None:
-    module = engine.module
-    teardown(engine)
-    strip(module)
+def _undone(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
+    """Build the old configuration again; what keeps it from that ends the training."""
+    again, failed = builder.build(old)
+    if failed is not None:
+        raise failed
+    undone = UndoneRebuildError(
+        f"the engine could not be made with the new ds config: {type(error).__name__}: {error}. It "
+        "runs on with the one before, and with all of its state",
+        again,
+    )
+    undone.__cause__ = error
+    return undone
 
 
 def _config_of(engine: Any) -> Config:

@@ -47,6 +47,8 @@ class Plans:
     def begin(self, share: Share, *, asked: bool) -> bool:
         """Whether a window about to begin is guarded; `asked` if any rank asks for it."""
         wants_more, self._wanted = max(share.wanted) > self._wanted, max(share.wanted)
+        # Lengths of one bucket differ in memory: where a size ever ran out, another may.
+        asked = asked or any(each <= bucket_of(share.length) for each in self.sizing.failing)
         self.arming = self.arming.before(longest=share.length, asked=asked or wants_more)
         return self.arming.is_armed
 

@@ -25,7 +25,7 @@ UNHARMED = "Earlier saves are as they were, and training may go on"
 def save_run(
     folder: str | Path, engine: Any, agreement: Agreement, state: RunState, keep: int = 2
 ) -> Path:
-    """Save a run between two windows; all ranks must call it.
+    """Save a run between two windows, and return the save's folder; all ranks must call it.
 
     Killed at any moment, it leaves this save whole, or the one before it as it was.
 
@@ -35,9 +35,6 @@ def save_run(
         agreement: Of all ranks.
         state: The rest of the run, of this rank.
         keep: How many saves to leave, this one included; at least 1.
-
-    Returns:
-        The folder of this save.
 
     Raises:
         CheckpointError: Something in `state` is no plain data, or some rank cannot write.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import balance
+import codec
 import estimator
 import exchange_arithmetic
 import hang
@@ -22,11 +23,13 @@ import oom_risk
 import otlp
 import overhead
 import prediction
+import restart
 import scale
 import scrape
 import skipped
 import soak
 import threads
+import variable_length
 from options import Options
 from table import Row, render
 
@@ -45,6 +48,9 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "estimator": estimator.bench,
     "otlp": otlp.bench,
     "balance": balance.bench,
+    "codec": codec.bench,
+    "restart": restart.bench,
+    "variable_length": variable_length.bench,
 }
 
 

@@ -13,6 +13,20 @@ from typing import Any
 
 import pytest
 
+from zerowatch.runtime.codec import private_names as codec
+from zerowatch.runtime.rebuild import private_names as rebuild
+from zerowatch.runtime.recovery import private_names as recovery
+from zerowatch.runtime.relief import private_names as relief
+from zerowatch.runtime.resume import engine_files as resume
+
+ROOMS = {
+    "codec": codec.PRIVATE_NAMES,
+    "rebuild": rebuild.PRIVATE_NAMES,
+    "recovery": recovery.PRIVATE_NAMES,
+    "relief": relief.PRIVATE_NAMES,
+    "resume": resume.PRIVATE_NAMES,
+}
+
 TAP = "runtime/collectives/tap.py"
 ENGINE_HOOKS = "runtime/engine_hooks.py"
 STEP = "runtime/step_closer.py and runtime/watch.py"
@@ -169,6 +183,12 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
 )
 
 CASES = [(place, user, name) for place, user, names in LEANED_ON for name in names.split()]
+CASES += [
+    (place, f"runtime/{room}/", name)
+    for room, table in ROOMS.items()
+    for place, names in table.items()
+    for name in names
+]
 
 
 def resolve(place: str) -> Any:
@@ -186,7 +206,9 @@ def is_there(owner: Any, name: str) -> bool:
     if not inspect.isclass(owner):
         return False
     return any(
-        f"self.{name}" in inspect.getsource(kind)
+        name in vars(kind).get("__annotations__", {})
+        or f".{name} = " in inspect.getsource(kind)
+        or f"self.{name}" in inspect.getsource(kind)
         for kind in owner.__mro__
         if kind.__module__.split(".")[0] in ("deepspeed", "torch")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import deepspeed
@@ -10,6 +9,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from rebuild_cases import Case, Engine
+
+from zerowatch.runtime.rebuild.teardown import teardown
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -103,11 +104,8 @@ class Run:
         }
 
     def stop(self) -> None:
-        from zerowatch.runtime.rebuild.teardown import teardown
-
         teardown(self.engine)
         self.engine = self.optimizer = self.schedule = None
-        gc.collect()
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> Any:

@@ -1,0 +1,166 @@
+"""Changes a TrainingRun's engine under way in several ways at once; tells what became of it.
+
+`joined_checks.py FOLDER`, two ranks; the expected weights are those of a run left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from window_checks import Net, apart, batches, mean_over_samples, share_of, weights
+
+import zerowatch
+from zerowatch.errors import RebuildError
+from zerowatch.metrics.catalog import memory, training, window
+
+QUIET = {"serve": {"enabled": False}, "exchange": {"enabled": False}}
+OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
+
+Told = dict[str, Any]
+
+
+def make(folder: Path, stage: int, **options: Any) -> zerowatch.TrainingRun:
+    torch.manual_seed(0)
+    model = Net()
+    return zerowatch.TrainingRun(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+        },
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        loss=mean_over_samples,
+        settings={**QUIET, "run_log": {"folder": str(folder / "runs")}},
+        **options,
+    )
+
+
+def train(run: zerowatch.TrainingRun, between: Callable[[int], None] = lambda step: None) -> Told:
+    """Train through all batches; `between` may change the run before each."""
+    results = []
+    for step, batch in enumerate(batches()):
+        between(step)
+        results.append(run.train_batch(share_of(batch, None)))
+    return {"weights": weights(run.engine), "replays": [each.replays for each in results]}
+
+
+def end(run: zerowatch.TrainingRun) -> Told:
+    snapshot = run.watch.snapshot()
+    told = {
+        "stage": run.engine.zero_optimization_stage(),
+        "rebuilt": snapshot.value(window.ENGINE_REBUILDS, "committed"),
+        "refused": snapshot.value(window.ENGINE_REBUILDS, "refused"),
+        "replays": snapshot.value(window.WINDOW_REPLAYS, "committed"),
+        "gave up": snapshot.value(window.WINDOW_REPLAYS, "gave_up"),
+        "survived": snapshot.value(memory.OOMS, "cpu", "replayed"),
+        "samples": run.samples,
+    }
+    run.close()
+    told["steps told"] = run.watch.snapshot().value(training.STEPS)
+    run.engine.destroy()
+    return told
+
+
+def rebuilt(folder: Path, **options: Any) -> Told:
+    """Go from stage 1 to 3, back to 2, and try what must be refused."""
+    run = make(folder, 1, **options)
+
+    def between(step: int) -> None:
+        if step in (1, 3):
+            run.rebuild({"zero_optimization": {"stage": {1: 3, 3: 2}[step]}})
+        if step == 2:
+            try:
+                run.rebuild({"zero_optimization": {"stage": 7}})
+            except RebuildError as error:
+                refused.append(str(error))
+
+    refused: list[str] = []
+    came_out = train(run, between)
+    codec = run._changes.codec
+    attached = codec is not None and codec.error_ratio is not None
+    return {**end(run), "apart": came_out["weights"], "said": refused, "codec": attached}
+
+
+def starved(folder: Path, suffices: Callable[[zerowatch.TrainingRun], bool]) -> Told:
+    """Train where rank 1 runs out of memory in every backward until something suffices."""
+    run = make(folder, 2)
+    fault = {"on": False}
+
+    def body(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(raise_or_not)
+
+    def raise_or_not(gradient: torch.Tensor) -> None:
+        if fault["on"] and dist.get_rank() == 1 and not suffices(run):
+            raise RuntimeError(OUT_OF_MEMORY)
+
+    handle = run.module.body.register_forward_hook(body)
+    said: list[str] = []
+
+    def between(step: int) -> None:
+        fault["on"] = step == 2
+
+    came_out: Told = {}
+    try:
+        came_out = train(run, between)
+    except RuntimeError as error:
+        said.append(f"{type(error).__name__}: {error}")
+        fault["on"] = False
+        for batch in batches()[2:]:
+            run.train_batch(share_of(batch, None))
+        came_out = {"weights": weights(run.engine), "replays": []}
+    handle.remove()
+    folder_of_run = run.watch.run_folder
+    told = {**end(run), "apart": came_out["weights"], "said": said, "each": came_out["replays"]}
+    plan = folder_of_run / "plan.json" if folder_of_run else None
+    told["plan"] = json.loads(plan.read_text()) if plan and plan.exists() else None
+    return told
+
+
+def saved_and_loaded(folder: Path) -> Told:
+    """Save after two steps on a rebuilt engine, and go on in another run of the first stage."""
+    run = make(folder, 1)
+    for batch in batches()[:2]:
+        run.train_batch(share_of(batch, None))
+    run.rebuild({"zero_optimization": {"stage": 3}})
+    run.save(folder / "saves", client={"note": "mine"})
+    end(run)
+    again = make(folder, 1)
+    client = again.load(folder / "saves")
+    for batch in batches()[2:]:
+        again.train_batch(share_of(batch, None))
+    came_out = weights(again.engine)
+    return {**end(again), "apart": came_out, "client": client}
+
+
+def main(folder: Path) -> None:
+    """Run all cases."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    run = make(folder, 1)
+    expected = train(run)["weights"]
+    end(run)
+    told = {
+        "rebuilt": rebuilt(folder),
+        "rebuilt, with more": rebuilt(
+            folder, compression="bf16", activation_checkpointing=["Linear"]
+        ),
+        "starved": starved(folder, lambda run: run.engine.zero_optimization_stage() == 3),
+        "starved for good": starved(folder, lambda run: False),
+        "saved": saved_and_loaded(folder),
+    }
+    for case in told.values():
+        case["apart"] = apart(case["apart"], expected)
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
