@@ -28,11 +28,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_slow_rank_gets_fewer_samples_than_the_fast_one(ranks, stage):
+def test_the_slow_rank_is_given_fewer_samples_than_the_fast_one(ranks, stage):
+    """And keeps them unless windows became no faster, as on a busy machine."""
     fast, slow = ([len(samples) for samples in rank[stage]["balanced"]["seen"]] for rank in ranks)
 
     assert (fast[0], slow[0]) == (BATCH // 2, BATCH // 2)
-    assert fast[-1] > slow[-1] >= 1
+    assert max(fast) > max(slow) == BATCH // 2
+    assert min(slow) >= 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
