@@ -23,6 +23,7 @@ import oom_risk
 import otlp
 import overhead
 import prediction
+import rebuild
 import restart
 import scale
 import scrape
@@ -49,6 +50,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "otlp": otlp.bench,
     "balance": balance.bench,
     "codec": codec.bench,
+    "rebuild": rebuild.bench,
     "restart": restart.bench,
     "variable_length": variable_length.bench,
 }
