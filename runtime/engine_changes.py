@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RebuildError, ZerowatchError
+from ..errors import DsConfigError, RebuildError, ZerowatchError
 from .codec.gradient_codec import GradientCodec
 from .rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
 from .recovery.ladder import STEPS, Escalation
@@ -22,7 +22,7 @@ from .relief import activation_checkpointing
 from .relief.choose_modules import Chosen
 from .relief.ladder import Rung, ladder
 from .relief.optimizer_sleep import Sleep
-from .training_config import leaner_engines, merged
+from .training_config import leaner_engines, merged, training_config, zero_stage
 from .window.agreement import Agreement
 from .window_figures import RebuildOutcome, WindowFigures
 
@@ -83,12 +83,16 @@ class EngineChanges:
         Raises:
             ValueError: There is no such form, or this engine's gradients cannot be had.
         """
-        self._take_off(CODEC)
-        self.codec = None
+        codec = None
         if kind is not None or asynchronous:
             codec = GradientCodec(kind or "plain", asynchronous=asynchronous)
+            reason = codec.refusal(self.engine)
+            if reason is not None:
+                raise ValueError(f"gradients cannot be sent as {codec.kind}: {reason}")
+        self._take_off(CODEC)
+        if codec is not None:
             self._lay_on(CODEC, codec.attach)
-            self.codec = codec
+        self.codec = codec
 
     def begin_window(self, unit: float) -> None:
         """Let the codec start from what was committed.
@@ -103,6 +107,8 @@ class EngineChanges:
         """Let the codec forget what it lost in a window that is not committed."""
         if self.codec is not None:
             self.codec.abort_window()
+        for sleep in self._sleeping():
+            sleep.lie_down()
 
     def commit_window(self, *, skipped: bool) -> None:
         """Let the codec keep what it lost in a window, if that had an update, and tell how much."""
@@ -123,10 +129,10 @@ class EngineChanges:
         Raises:
             RebuildError: Nothing has changed; training goes on.
         """
-        config = merged(self.config, changes)
+        config = self._changed(changes)
         began = perf_counter()
         outcome: RebuildOutcome = "refused"
-        with self.bare():
+        with self._bare():
             try:
                 engine = self._rebuilt(config)
                 outcome = "committed"
@@ -140,20 +146,30 @@ class EngineChanges:
                 self._figures.rebuilt(outcome, perf_counter() - began)
 
     @contextmanager
-    def bare(self) -> Iterator[None]:
+    def _bare(self) -> Iterator[None]:
         """Take everything off the engine for the time of the block, and lay it on what is then."""
-        for _, undo in reversed(self._laid_on.values()):
-            undo()
         try:
+            for _, undo in reversed(self._laid_on.values()):
+                undo()
             yield
         finally:
-            self._lay_all_on_again()
+            if self.engine.optimizer is not None:  # else no engine could be built at all
+                self._lay_all_on_again()
 
     def wake(self) -> None:
         """Have the optimizer's states back where they are updated, if they sleep."""
-        for _, undo in self._laid_on.values():
-            if isinstance(undo, Sleep):
-                undo.wake()
+        for sleep in self._sleeping():
+            sleep.wake()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have them back for the time of the block, in which they may be read."""
+        self.wake()
+        try:
+            yield
+        finally:
+            for sleep in self._sleeping():
+                sleep.lie_down()
 
     def escalations(self, chosen: Chosen = None) -> list[Escalation]:
         """Return what may be given up for memory, in order, from here on."""
@@ -175,10 +191,24 @@ class EngineChanges:
     def _take(self, rung: Rung) -> bool:
         if rung.name in self._laid_on or rung.unavailable(self.engine) is not None:
             return False
-        self._lay_on(rung.name, rung.apply)
+        try:
+            self._lay_on(rung.name, rung.apply)
+        except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
+            logger.warning("%s: %s", rung.name, error)
+            return False
         return True
 
+    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ds config with changes, and still such that the run ends its windows."""
+        try:
+            return training_config(merged(self.config, changes))
+        except DsConfigError as error:
+            raise RebuildError(f"the engine was not rebuilt: {error}") from error
+
     def _try_rebuild(self, changes: Mapping[str, Any]) -> bool:
+        config = merged(self.config, changes)
+        if config == self.config or zero_stage(config) < zero_stage(self.config):
+            return False  # it was rebuilt since these were listed
         try:
             self.rebuild(changes)
         except RebuildError as error:
@@ -195,6 +225,9 @@ class EngineChanges:
     def _adopt(self, engine: Any) -> None:
         self.engine = engine
         self._watch.move_to(engine)
+
+    def _sleeping(self) -> list[Sleep]:
+        return [undo for _, undo in self._laid_on.values() if isinstance(undo, Sleep)]
 
     def _lay_on(self, name: str, apply: Apply) -> None:
         self._laid_on[name] = (apply, apply(self.engine))

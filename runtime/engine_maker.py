@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .initialize import initialize, initialize_unwatched
+from .no_watch import NoWatch
 
 
 class EngineMaker:
@@ -27,26 +29,29 @@ class EngineMaker:
         config: Mapping[str, Any],
         settings: Mapping[str, Any] | None,
     ) -> Any:
-        """Return an engine that is watched.
+        """Return an engine that is watched, where no other run's is.
 
         Raises:
             DsConfigError: DeepSpeed refuses its configuration.
             SettingsError: A setting is wrong.
         """
-        return initialize(
+        engine = initialize(
             model=module,
             model_parameters=_trained(module),
-            config=dict(config),
+            config=copy.deepcopy(dict(config)),
             settings=settings,
             **self._options,
         )[0]
+        if not engine.watch.watches(engine):  # another run's, which is not ours to move or close
+            engine.watch = NoWatch()
+        return engine
 
     def another(self, module: torch.nn.Module, config: Mapping[str, Any]) -> Any:
         """Return an engine that nobody watches yet."""
         return initialize_unwatched(
             model=module,
             model_parameters=_trained(module),
-            config=dict(config),
+            config=copy.deepcopy(dict(config)),
             **self._options,
         )[0]
 

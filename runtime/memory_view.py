@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -24,6 +25,7 @@ class MemoryView:
         self._device = device
         self._peaks: deque[Peak] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
+        self._lock = threading.Lock()
         watch.subscribe(self._take)
 
     @property
@@ -36,7 +38,8 @@ class MemoryView:
 
     def measured(self) -> Measured:
         """Return the peaks of the last steps, and the limit."""
-        return Measured(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
+        with self._lock:
+            return Measured(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
 
     def _take(self, record: StepRecord) -> None:
         states = record.memory_bytes.get(self._device, {})
@@ -45,4 +48,5 @@ class MemoryView:
             return
         self._limit_bytes = states.get("limit", self._limit_bytes)
         samples, length = max(record.micro_batch_shapes, key=lambda shape: shape[0] * shape[1])
-        self._peaks.append(Peak(samples=samples, length=length, peak_bytes=peak_bytes))
+        with self._lock:
+            self._peaks.append(Peak(samples=samples, length=length, peak_bytes=peak_bytes))

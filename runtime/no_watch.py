@@ -23,6 +23,10 @@ class NoWatch:
     def __init__(self) -> None:
         self.recorder = Recorder()  # that nobody reads
 
+    def watches(self, engine: Any) -> bool:
+        """Watch none."""
+        return False
+
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import RebuildError
 from .engine_changes import EngineChanges
 from .identity import this_process
 from .recovery.sizing import Sizing
@@ -18,6 +21,8 @@ from .sharing import Sharing
 from .window.agreement import Agreement
 from .window.rng import RngState
 from .windows import Windows
+
+logger = logging.getLogger(__name__)
 
 
 class Saving:
@@ -41,7 +46,7 @@ class Saving:
         self._agreement = agreement
         self._plan_file = PlanFile(lambda: changes.engine.watch.run_folder)
         self._leads_node = this_process().local_rank == 0
-        self._written: Mapping[str, Any] = self._plan()
+        self._written = self._decisive()
         windows.on_fatal.append(self._note_failure)
 
     def save(self, folder: str | Path, client: Any, keep: int) -> Path:
@@ -58,15 +63,13 @@ class Saving:
             codec=self._changes.codec.state_dict() if self._changes.codec else None,
             client=client,
         )
-        with self._changes.bare():
+        with self._changes.awake():
             return save_run(folder, self._changes.engine, self._agreement, state, keep)
 
     def load(self, folder: str | Path) -> RunState | None:
         """Load the last save, if there is one, and what was learned of memory since."""
-        config = saved_config(folder, self._agreement)
-        if config is not None and config != self._changes.config:
-            self._changes.rebuild(config)
-        with self._changes.bare():
+        self._take_config(saved_config(folder, self._agreement))
+        with self._changes.awake():
             state = load_run(folder, self._changes.engine, self._agreement)
         if state is not None:
             windows = self._windows
@@ -82,19 +85,41 @@ class Saving:
         return state
 
     def window_ended(self) -> None:
-        """Write the plan if it has changed."""
-        plan = self._plan()
-        if _decisive(plan) != _decisive(self._written):
-            self._written = plan
+        """Write the plan if it has changed, and the configuration if the engine was rebuilt."""
+        decisive = self._decisive()
+        has_place = self._changes.engine.watch.run_folder is not None  # a run may get it late
+        if decisive != self._written and has_place:
+            self._written = decisive
             if self._leads_node:
-                config = dict(self._changes.config) if self._changes.is_rebuilt else None
-                self._plan_file.write(plan, steps=self._windows.steps, config=config)
+                self._plan_file.write(
+                    self._plan(), steps=self._windows.steps, config=self._config_if_rebuilt()
+                )
 
     def _plan(self) -> dict[str, Any]:
         return {
             "micro_batch_samples": self._windows.micro_batch_samples,
             "sizing": asdict(self._windows.replay.plans.sizing),
         }
+
+    def _decisive(self) -> Any:
+        """Return what a restart must know; the rest of a plan only counts windows."""
+        sizing = self._windows.replay.plans.sizing
+        learned = dict(sizing.bounds), dict(sizing.failing)
+        return self._windows.micro_batch_samples, learned, self._config_if_rebuilt()
+
+    def _config_if_rebuilt(self) -> Mapping[str, Any] | None:
+        return self._changes.config if self._changes.is_rebuilt else None
+
+    def _take_config(self, config: Mapping[str, Any] | None) -> None:
+        """Have an engine of this configuration; it was written as JSON, where tuples are lists."""
+        now = self._changes.config
+        differing = {
+            name: value
+            for name, value in (config or {}).items()
+            if name not in now or _as_json(now[name]) != _as_json(value)
+        }
+        if differing:
+            self._changes.rebuild(differing)
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         self._windows.micro_batch_samples = plan["micro_batch_samples"]
@@ -105,9 +130,11 @@ class Saving:
         found = self._plan_file.read(self._agreement)
         if found is None:
             return
-        if found.config is not None and found.config != self._changes.config:
-            self._changes.rebuild(found.config)
         if found.plan and found.steps >= self._windows.steps:
+            try:
+                self._take_config(found.config)
+            except RebuildError as error:
+                logger.warning("training goes on without the engine it had last: %s", error)
             self._take_plan(found.plan)
         plans = self._windows.replay.plans
         for failure in found.failures:
@@ -118,6 +145,5 @@ class Saving:
         self._plan_file.add_failure(length=length, samples=samples)
 
 
-def _decisive(plan: Mapping[str, Any]) -> Any:
-    """What a restart must know of a plan; the rest only counts windows."""
-    return plan["micro_batch_samples"], plan["sizing"]["bounds"], plan["sizing"]["failing"]
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -37,6 +37,11 @@ class Sharing:
         self._last_end = perf_counter()
         if self._balances:
             watch.subscribe(self._take_record)
+            if not watch.is_open:
+                logger.warning(
+                    "balance=True without watching: from ZeRO stage 2 on nobody tells how long "
+                    "ranks wait for each other, and shares stay even"
+                )
 
     def loader(
         self, dataset: Any, *, batch_samples: int, **options: Any
@@ -61,14 +66,14 @@ class Sharing:
         return self._loader
 
     def window_ended(
-        self, *, step: int, num_samples: int, seconds: float, collectives_inside: bool
+        self, *, step: int, num_samples: int, seconds: float | None, collectives_inside: bool
     ) -> None:
         """Take a committed window: this rank's samples, and its forward and backward passes.
 
         Args:
             step: The engine's number of it.
             num_samples: This rank's.
-            seconds: Wall time of the passes, without votes.
+            seconds: Wall time of the passes, without votes; None where it says little.
             collectives_inside: Whether there is communication in them, as from stage 2 on.
         """
         if self._balancer is None or self._loader is None:

@@ -45,6 +45,12 @@ def training_config(config: object) -> dict[str, Any]:
             "zero_optimization.overlap_comm has no effect below stage 2 in a TrainingRun, whose "
             "gradients are reduced once a window; it was turned off"
         )
+    fp16 = ours.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled") and zero_stage(ours) == 0:
+        logger.warning(
+            "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that it never "
+            "laid on the loss, so updates are too small. Use bf16, or stage 1"
+        )
     return ours
 
 

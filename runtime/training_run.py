@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +70,29 @@ class TrainingRun:
         ours = training_config(config)
         maker = EngineMaker(optimizer, lr_scheduler)
         engine = maker.first(model, ours, settings)
-        prepare(engine)
-        warn_of_batch_statistics(model)
-        self.agreement = Agreement()
-        figures = WindowFigures.of_watch(engine.watch)
-        self._changes = EngineChanges(engine, ours, self.agreement, figures, maker.another)
-        self._windows = Windows(
-            loss,
-            self._changes,
-            self.agreement,
-            figures,
-            micro_batch_samples=ours[MICRO_BATCH],
-            checkpointed=activation_checkpointing,
-        )
-        self._sharing = Sharing(self.agreement, engine.watch, balance=balance)
-        self._saving = Saving(self._changes, self._windows, self._sharing, self.agreement)
-        self.checkpoint_activations(activation_checkpointing)
-        self.compress(compression)
+        with ExitStack() as undo:  # what is open already is closed if the rest cannot be
+            undo.callback(engine.watch.close)
+            prepare(engine)
+            warn_of_batch_statistics(model)
+            self.agreement = undo.enter_context(closing(Agreement()))
+            figures = WindowFigures.of_watch(engine.watch)
+            changes = EngineChanges(engine, ours, self.agreement, figures, maker.another)
+            windows = Windows(
+                loss,
+                changes,
+                self.agreement,
+                figures,
+                micro_batch_samples=ours[MICRO_BATCH],
+                checkpointed=activation_checkpointing,
+            )
+            self._changes = undo.enter_context(closing(changes))
+            self._windows = undo.enter_context(closing(windows))
+            sharing = Sharing(self.agreement, engine.watch, balance=balance)
+            self._sharing = undo.enter_context(closing(sharing))
+            self._saving = Saving(changes, windows, sharing, self.agreement)
+            self.checkpoint_activations(activation_checkpointing)
+            self.compress(compression)
+            self._undo = undo.pop_all()
 
     @property
     def engine(self) -> Any:
@@ -127,7 +134,8 @@ class TrainingRun:
         """Make one update from a global batch, of which this rank gives its share.
 
         The update is that of the whole batch in one piece, however it is cut and shared out. After
-        an error the run stands as it did before.
+        an error the run stands as it did before, unless memory ran out within the update itself:
+        then it goes on from its last save only.
 
         Args:
             batch: Mappings and sequences of tensors or arrays with one row per sample. It must stay
@@ -143,7 +151,7 @@ class TrainingRun:
         self._sharing.window_ended(
             step=self.engine.global_steps,
             num_samples=sum(result.micro_batches),
-            seconds=self._windows.passes_seconds,
+            seconds=None if result.replays else self._windows.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
         self._saving.window_ended()
@@ -194,6 +202,7 @@ class TrainingRun:
             ValueError: There is no such form, or this engine's gradients cannot be had.
         """
         self._changes.compress(compression, asynchronous=asynchronous)
+        self._windows.replay.plans.forget()
 
     def checkpoint_activations(self, which: Chosen | bool) -> None:
         """Checkpoint activations from the next window on, as of the constructor; False: no longer.
@@ -202,6 +211,7 @@ class TrainingRun:
             ZerowatchError: No such module is there.
         """
         self._changes.checkpoint_activations(which)
+        self._windows.replay.plans.forget()
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
         """Put another engine in the place of this one, with its whole training state.
@@ -243,6 +253,7 @@ class TrainingRun:
 
         Raises:
             CheckpointError: The save is damaged, or that of another model or number of ranks.
+            RebuildError: The engine it was saved from cannot be built here.
         """
         state = self._saving.load(folder)
         return None if state is None else state.client
@@ -257,8 +268,4 @@ class TrainingRun:
 
     def close(self) -> None:
         """Take the watch off and give back what the run holds. Safe to call twice."""
-        self._sharing.close()
-        self._windows.close()
-        self._changes.close()
-        self.watch.close()
-        self.agreement.close()
+        self._undo.close()

@@ -21,6 +21,7 @@ from .window.gradients import step_divided, weight_exponent
 from .window.micro_batches import Loss, Window, evaluate_micro_batches, train_micro_batches
 from .window.plan import sizes
 from .window.result import WindowResult
+from .window.rng import RngState
 from .window.sums import Sums
 from .window_figures import WindowFigures
 
@@ -86,14 +87,14 @@ class Windows:
             asks_for_guard=self._memory.is_low,
         )
         self._changes.begin_window(2.0**-self.exponent)
+        rng = RngState.capture()
         try:
             attempt = partial(self._attempt, window)
             replayed = self.replay.run(share, attempt, asks_for_guard=guarded)
-            sums = replayed.outcome.over_ranks(self._agreement)
-            if not getattr(self._changes.engine.optimizer, "dynamic_loss_scale", False):
-                sums.check_finite(self.steps + 1)
+            sums = self._usable(replayed.outcome)
         except BaseException as error:
             self._abandon(share, error)
+            rng.restore()
             raise
         skipped = self._update(share, sums.weight / window.divisor)
         result = WindowResult(
@@ -122,7 +123,11 @@ class Windows:
             self._agreement, batch, micro_batch_samples=self.micro_batch_samples
         )
         cut = sizes(window.num_samples, self.replay.plans.micro_batches(share))
-        sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
+        try:
+            sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
+        except BaseException:
+            self._leave_passes()
+            raise
         return sums.over_ranks(self._agreement).mean_loss
 
     def close(self) -> None:
@@ -137,12 +142,23 @@ class Windows:
         self._changes.wake()  # here, where running out of memory can still be undone
         return sums
 
+    def _usable(self, own: Sums) -> Sums:
+        """Return the sums of all ranks, if an update can be made by them."""
+        sums, engine = own.over_ranks(self._agreement), self._changes.engine
+        overflow_is_skipped = engine.fp16_enabled() and engine.dynamic_loss_scale()
+        sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
+        return sums
+
     def _abandon(self, share: Share, error: BaseException) -> None:
         """Leave the run as it was before this window."""
         self._changes.abort_window()
+        self._leave_passes()
+        self._note(share, error)
+
+    def _leave_passes(self) -> None:
+        """Drop what passes that did not come to their end left in the engine."""
         if can_abort(self._changes.engine) is None:
             abort_window(self._changes.engine)
-        self._note(share, error)
 
     def _note(self, share: Share, error: BaseException) -> None:
         """Tell of an out-of-memory error that ends this run."""
@@ -161,7 +177,7 @@ class Windows:
         skipped_before: int = engine.skipped_steps
         try:
             self.replay.update(partial(step_divided, engine, divisor))
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             self._note(share, error)
             raise
         return bool(engine.skipped_steps != skipped_before)

@@ -29,7 +29,8 @@ class EndedWindow:
         index: Of its batch in the order of the data.
         step: Its number, by which `BusyTime.blocked` tells of it.
         num_samples: This rank's.
-        passes_seconds: Wall time of its forward and backward passes on this rank.
+        passes_seconds: Wall time of its forward and backward passes on this rank; None where that
+            says little, as after a replay.
         seconds: Wall time since the window before.
         most_samples: What this rank can take of a batch at most.
     """
@@ -37,7 +38,7 @@ class EndedWindow:
     index: int
     step: int
     num_samples: int
-    passes_seconds: float
+    passes_seconds: float | None
     seconds: float
     most_samples: float = math.inf
 
@@ -64,7 +65,7 @@ class Balancer:
         """Take a window; return the new shares where some were agreed on."""
         self._num_windows += 1
         self._seconds.append(window.seconds)
-        if self._num_windows > WARM_UP_WINDOWS:
+        if self._num_windows > WARM_UP_WINDOWS and window.passes_seconds is not None:
             self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
         if self._num_windows % EVERY_WINDOWS:
             return None

@@ -98,6 +98,9 @@ class Departures:
                 if buckets[dtype].params:
                     self._leave(dtype)
             while self._under_way and (comm_dtype is None or self._is_late()):
+                oldest = self._under_way[0].dtype
+                if buckets[oldest].params:  # of several dtypes, another than the one that is full
+                    self._leave(oldest)
                 self._arrive(self._under_way.popleft(), original)
             if comm_dtype is None:  # the end of a backward
                 self._spare.clear()

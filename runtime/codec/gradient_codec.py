@@ -90,8 +90,9 @@ class GradientCodec:
         logger.info("gradients are sent as %s", self.kind)
 
         def undo() -> None:
-            if seam is not None and self._seam is seam:
-                seam.close()
+            if self._seam is seam and self._engine is engine:
+                if seam is not None:
+                    seam.close()
                 self._seam = self._engine = None
 
         return undo

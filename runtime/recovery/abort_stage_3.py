@@ -97,6 +97,7 @@ def _drop_gradients(optimizer: Any) -> None:
     optimizer.param_reduce_events.clear()
     optimizer.averaged_gradients = {}
     optimizer._offload_boundary_param_ids = set()
+    optimizer.inf_or_nan_tracker.zero_()
     if optimizer.grad_partitions_flat_buffer is not None:
         optimizer.grad_partitions_flat_buffer.zero_()
     for partition in optimizer.fp32_partitioned_groups_flat:

@@ -122,8 +122,12 @@ class CollectiveGuard:
             self._window_thread = self._handled = None
 
     def report(self) -> None:
-        """Tell the others that this rank ran out: they meet this at their next vote."""
-        self._hold(_OUT_OF_MEMORY)
+        """Tell the others that this rank ran out: they meet this at their next vote.
+
+        Where the window was given up before, they hold none: this rank ran out as it left it.
+        """
+        if not self._is_lost:
+            self._hold(_OUT_OF_MEMORY)
 
     def _vote(self) -> None:
         if self._hold(_WELL) != _WELL:

@@ -52,6 +52,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "param_reduce_events",
         "averaged_gradients",
         "grad_partitions_flat_buffer",
+        "inf_or_nan_tracker",
         "offload_optimizer",
         "swap_optimizer",
         "fp32_partitioned_groups_flat",

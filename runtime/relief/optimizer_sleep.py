@@ -84,8 +84,8 @@ class Sleep:
         self._engine = weakref.ref(engine)
         self._beds: dict[int, _Bed] = {}
         self._is_over = False
+        self.lie_down()  # first: where that fails nothing is wrapped
         self._wrap = Wrap(engine.optimizer, "step", self._around_update)
-        self._lie_down()
 
     def __call__(self) -> None:
         """Wake them, and restore the optimizer's `step`. Safe to call twice."""
@@ -106,12 +106,13 @@ class Sleep:
         def step(*given: Any, **named: Any) -> Any:
             self.wake()
             result = original(*given, **named)
-            self._lie_down()
+            self.lie_down()
             return result
 
         return step
 
-    def _lie_down(self) -> None:
+    def lie_down(self) -> None:
+        """Move them to the host, also where only some are awake. Safe to call twice."""
         engine = self._engine()
         if engine is None or self._is_over:
             return

@@ -79,9 +79,16 @@ class SaveFolder:
         return self.path / name / MANIFEST
 
     def repeats(self, steps: int) -> int:
-        """Return how many whole saves there are of that step."""
+        """Return the first number from which on no save of that step has one; earlier may be free.
+
+        Of several saves of one step the first are deleted first, so that a count would not do.
+        """
         first = save_name(steps, 0)
-        return sum(name == first or name.startswith(f"{first}-") for name in self.saves())
+        names = [entry.name for entry in self.path.iterdir() if _WHOLE.fullmatch(entry.name)]
+        later = [
+            int(name.removeprefix(f"{first}-")) for name in names if name.startswith(f"{first}-")
+        ]
+        return max([first in names, *later])
 
     def commit(self, name: str) -> None:
         """Make a partial save whole and the latest; its files must be on the disk.

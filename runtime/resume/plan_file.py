@@ -144,7 +144,7 @@ class PlanFile:
             return
         try:
             write_through(self._folder / NAME, _to_text(plan))
-        except OSError as error:
+        except (OSError, TypeError) as error:  # TypeError: a config that JSON has no words for
             if not self._warned:
                 self._warned = True
                 logger.warning(

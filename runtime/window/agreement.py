@@ -8,12 +8,15 @@ training.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+
+from ...errors import ZerowatchError
 
 
 class Agreement:
@@ -30,20 +33,28 @@ class Agreement:
         self._highest.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
 
     def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks."""
+        """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks.
+
+        Raises:
+            ZerowatchError: It was closed.
+        """
         mine = torch.tensor(values, dtype=torch.float64)
-        if self._group is None:
+        if self.world_size == 1:
             return mine.unsqueeze(0).numpy()
         everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._group.allgather([everybody], [mine]).wait()
+        self._open_group().allgather([everybody], [mine]).wait()
         return torch.stack(everybody).numpy()
 
     def highest(self, value: int) -> int:
-        """Return the highest value of any rank."""
-        if self._group is None:
+        """Return the highest value of any rank.
+
+        Raises:
+            ZerowatchError: It was closed.
+        """
+        if self.world_size == 1:
             return value
         flag = torch.tensor([value], dtype=torch.int64)
-        self._group.allreduce([flag], self._highest).wait()
+        self._open_group().allreduce([flag], self._highest).wait()
         return int(flag.item())
 
     def close(self) -> None:
@@ -51,3 +62,8 @@ class Agreement:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def _open_group(self) -> Any:
+        if self._group is None:
+            raise ZerowatchError("this TrainingRun was closed; make another to go on")
+        return self._group

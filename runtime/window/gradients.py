@@ -14,6 +14,7 @@ def step_divided(engine: Any, divisor: float) -> None:
     ZeRO's optimizers divide by their loss scale as they update, on whichever device and tier the
     gradients then lie, and clip by the norm so divided; so a factor laid on that scale holds for
     gradients and norm. The others keep the gradients where they can be divided at once.
+    So do those of stage 0 in 16 bits: their `step` does not look at such a scale, but at another.
     """
     with ExitStack() as undo:
         if divisor != 1.0:
@@ -26,7 +27,7 @@ def _divide(engine: Any, divisor: float, undo: ExitStack) -> None:
     if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
         for flat in optimizer.fp32_groups_gradients_flat:
             flat.div_(divisor)
-    elif hasattr(optimizer, "external_loss_scale"):
+    elif hasattr(optimizer, "external_loss_scale") and not hasattr(optimizer, "loss_scale_config"):
         scale = float(optimizer.loss_scale) * divisor
         for name, value in (("custom_loss_scaler", True), ("external_loss_scale", scale)):
             undo.callback(setattr, optimizer, name, getattr(optimizer, name))

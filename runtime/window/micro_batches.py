@@ -69,9 +69,9 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
 
 
 def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[int]) -> Sums:
-    """Run forward only, in evaluation mode; leaves the module in the mode that it was in."""
+    """Run forward only, in evaluation mode; leaves each module in the mode that it was in."""
     taken = _Taken()
-    was_training = engine.module.training
+    modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
     start = 0
     try:
@@ -82,7 +82,8 @@ def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[
                 taken.add(mean, weight if size else 0.0)
                 start += size
     finally:
-        engine.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     return taken.read()
 
 

@@ -36,13 +36,19 @@ class Sums:
             )
         return Sums(weight=weight, weighted_loss=float(told[1]))
 
-    def check_finite(self, step: int) -> None:
+    def check_finite(self, step: int, *, overflow_is_skipped: bool = False) -> None:
         """Refuse an update that would spoil the weights.
+
+        Args:
+            step: The number of the update.
+            overflow_is_skipped: Whether the engine itself leaves out an update by a loss that is
+                not finite, as fp16's dynamic loss scale does.
 
         Raises:
             NonFiniteLossError: The loss or a weight is nan or inf.
         """
-        if not isfinite(self.weighted_loss) or not isfinite(self.weight):
+        is_usable = overflow_is_skipped or isfinite(self.weighted_loss)
+        if not is_usable or not isfinite(self.weight):
             raise NonFiniteLossError(
                 f"the loss of step {step} is {self.mean_loss}; no update was made and the weights "
                 "are as before. Look at this batch (a mean over no targets is nan) and at the "

@@ -277,3 +277,14 @@ def test_memory_that_a_collective_will_need_is_looked_for_before_it_is_issued() 
         reserve_scratch((huge,), {})
 
     reserve_scratch((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
+
+
+def test_a_rank_that_runs_out_as_it_leaves_a_lost_window_holds_no_vote_of_its_own():
+    votes = Votes(others=1)
+    guard = CollectiveGuard(votes)
+    with pytest.raises(PeerOutOfMemory), guard.window():
+        pass
+
+    guard.report()
+
+    assert votes.held == 1

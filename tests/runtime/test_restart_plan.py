@@ -145,6 +145,15 @@ def test_what_cannot_be_written_is_told_once_and_training_goes_on(
     assert caplog.text.count("a restart would not know what ran out of memory") == 1
 
 
+def test_a_configuration_without_words_in_json_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        PlanFile(tmp_path).write(PLAN, steps=1, config={"dtype": object()})
+
+    assert "a restart would not know" in caplog.text
+
+
 def test_the_file_reads_well(tmp_path: Path) -> None:
     PlanFile(tmp_path).write({"wanted": 8, "failing": {7: 8}}, steps=12)
 

@@ -88,6 +88,13 @@ def test_going_on_from_an_older_save_keeps_it_until_the_next_is_whole(tmp_path: 
     assert again.client == "again"
 
 
+def test_one_step_can_be_saved_again_and_again(tmp_path: Path) -> None:
+    saved = [save(tmp_path, steps=20).name for _ in range(5)]
+
+    assert len(set(saved)) == 5
+    assert names(tmp_path) == ["latest", *saved[-2:]]
+
+
 def test_the_clipping_of_the_configuration_is_not_undone_by_the_file(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()

@@ -11,7 +11,7 @@ from scripts.launching import SCRIPTS, TORCHRUN, start
 pytestmark = pytest.mark.jobs
 
 FP32 = ["stage 0", "stage 1", "stage 2", "stage 3", "stage 1, offload", "stage 3, small buckets"]
-HALF = ["bf16", "BF16_Optimizer"]
+HALF = ["bf16, stage 0", "bf16", "BF16_Optimizer"]
 PLANS = ["three", "ones", "changing"]
 WORLDS = [1, 2, 4]
 

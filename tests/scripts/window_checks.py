@@ -43,6 +43,7 @@ ENGINES = {
             "stage3_param_persistence_threshold": 0,
         },
     },
+    "bf16, stage 0": {"bf16": {"enabled": True}},
     "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
     "BF16_Optimizer": {
         "bf16": {"enabled": True},
