@@ -10,7 +10,7 @@ SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py)
 # The servers that tests start, as program:package.
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager
 
-.PHONY: demo test check bench fmt clean servers
+.PHONY: demo test check bench bench-oom fmt clean servers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
@@ -27,6 +27,10 @@ check: $(INSTALLED) .build/zerowatch
 
 bench: $(INSTALLED)
 	$(VENV_PYTHON) tests/bench/run.py $(ARGS)
+
+# Runs out of memory in every way that is known: a quarter of an hour.
+bench-oom: $(INSTALLED)
+	$(VENV_PYTHON) tests/bench/oom_matrix.py $(ARGS)
 
 fmt: $(INSTALLED)
 	.venv/bin/ruff format .

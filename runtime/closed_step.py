@@ -11,10 +11,10 @@ from ..metrics.step_record import StepRecord
 from .collectives.batch import Batch
 from .collectives.tally import StepComm
 from .deferred import Number, arrived, mean, read, total
-from .engine_hooks import Window
 from .memory.meter import Readings
 from .memory_reading import MemoryReading
 from .phase_clock import PhaseInterval
+from .step_window import Window
 
 
 @dataclass(slots=True)

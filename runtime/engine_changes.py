@@ -104,7 +104,8 @@ class EngineChanges:
             self.codec.begin_window(unit)
 
     def abort_window(self) -> None:
-        """Let the codec forget what it lost in a window that is not committed."""
+        """Have codec and watch forget a window that is not committed."""
+        self._watch.window_aborted()
         if self.codec is not None:
             self.codec.abort_window()
         for sleep in self._sleeping():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
 from typing import Any
@@ -23,6 +22,7 @@ from .memory_hooks import MemoryHooks
 from .output_loss import loss_in, nowhere, weakly
 from .phase_clock import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
 from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
+from .step_window import Window
 from .wrap import Wrap
 
 ENGINE_METHODS = (
@@ -36,34 +36,6 @@ ENGINE_METHODS = (
     "save_16bit_model",
 )
 PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint")
-
-
-@dataclass(slots=True)
-class Window:
-    """The micro-batches since the last step, as this rank saw them.
-
-    `losses_are_shares` says that they were divided by the number of micro-batches before backward,
-    as Hugging Face's Trainer does; `skipped` that the step made no update.
-    """
-
-    micro_batches: int = 0
-    samples: int | None = None
-    tokens: int | None = None
-    sequence_length: int | None = None
-    losses: list[Number] = field(default_factory=list)
-    losses_are_shares: bool = False
-    skipped: bool = False
-
-    def add(self, shapes: list[BatchShape], loss: Number) -> None:
-        """Count one micro-batch, of one or more forwards."""
-        self.micro_batches += 1
-        for shape in shapes:
-            if shape.samples is not None:
-                self.samples = (self.samples or 0) + shape.samples
-            if shape.tokens is not None:
-                self.tokens = (self.tokens or 0) + shape.tokens
-                self.sequence_length = shape.sequence_length
-        self.losses.append(loss)
 
 
 class EngineHooks:
@@ -114,6 +86,11 @@ class EngineHooks:
         for wrap in reversed(self._wraps):
             wrap.restore()
         self._wraps.clear()
+
+    def window_aborted(self) -> None:
+        """Forget the micro-batches so far: they will run again, and count then."""
+        self._window = Window()
+        self._shapes, self._loss = [], None
 
     @property
     def training(self) -> bool:

@@ -65,6 +65,10 @@ class EngineSide:
         notes.groups.take_coverage()
         self._engine_hooks = self._hook(engine)
 
+    def window_aborted(self) -> None:
+        """Forget the micro-batches since the last step."""
+        self._around.hooks.guard("window", self._engine_hooks.window_aborted)()
+
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Count the time inside as that of a checkpoint: no training, and no hang either."""

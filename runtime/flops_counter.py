@@ -12,9 +12,9 @@ from ..metrics.recorder import Recorder
 from ..metrics.settings import FlopsSettings
 from .batch_shape import batch_shape
 from .devices.choose import peak_flops_per_second
-from .engine_hooks import Window
 from .flops import FlopsTerms, flops_terms
 from .hooks import Hooks
+from .step_window import Window
 
 # Backward computes the gradients of inputs and of weights: twice the arithmetic of forward
 # (PaLM, arXiv 2204.02311, appendix B).

@@ -38,6 +38,9 @@ class NoWatch:
         """Be found at another engine."""
         engine.watch = self
 
+    def window_aborted(self) -> None:
+        """Do nothing."""
+
     def pausing(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is counted."""
         return nullcontext()

@@ -14,7 +14,7 @@ from .collectives.batch import Batch
 from .collectives.call import Call
 from .collectives.comm_time import CommTime
 from .collectives.tally import Tally
-from .engine_hooks import Window
+from .step_window import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from ..metrics.exporters.opentelemetry import current_trace_labels
 from .closed_step import ClosedStep
 from .collectives.notes import Notes
 from .deferred import Number, number
-from .engine_hooks import Window
 from .hooks import Hooks
 from .memory_reading import MemoryReading
 from .phase_clock import PhaseClock
+from .step_window import Window
 
 # Asking the groups costs more than the rest of a step's end.
 COVERAGE_SECONDS = 1.0

@@ -121,6 +121,10 @@ class Watch:
         self._comparison.begin_anew()
         self._introduction.begin_anew()
 
+    def window_aborted(self) -> None:
+        """Count the micro-batches since the last step no more: they are run again, or dropped."""
+        self._engine_side.window_aborted()
+
     def pausing(self) -> AbstractContextManager[None]:
         """Return a context whose time is counted as that of a checkpoint, as a rebuild's."""
         return self._engine_side.pausing()

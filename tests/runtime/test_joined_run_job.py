@@ -60,6 +60,12 @@ def test_where_one_sample_does_not_fit_more_is_given_up_until_it_does(told):
     assert told[1]["starved"]["survived"] == 3
 
 
+def test_samples_of_windows_that_were_run_again_or_dropped_are_counted_once(told):
+    for rank in told:
+        for case in ("starved", "starved for good"):
+            assert rank[case]["samples told"] == ALL_SAMPLES / 2
+
+
 def test_where_nothing_is_left_to_give_up_each_rank_says_why_and_may_go_on(told):
     first, second = (rank["starved for good"] for rank in told)
 

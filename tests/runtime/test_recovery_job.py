@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from scripts.launching import SCRIPTS, TORCHRUN, start
-from scripts.recovery_cases import FEW_ENGINES, FEW_FAULTS
+from scripts.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
 
 pytestmark = pytest.mark.jobs
+
+RUNS = [(2, name) for name in FEW_ENGINES] + [(1, name) for name in FEW_ALONE]
 
 Told = list[dict]
 
@@ -34,10 +36,11 @@ def run(world_size: int, folder: Path, script: str, *arguments: str) -> Told:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Told]:
-    return {
-        world_size: run(world_size, tmp_path_factory.mktemp("matrix"), "recovery_matrix.py", "few")
-        for world_size in (1, 2)
-    }
+    def told(world_size: int, *names: str) -> Told:
+        folder = tmp_path_factory.mktemp("matrix")
+        return run(world_size, folder, "recovery_matrix.py", "few", *names)
+
+    return {1: told(1, *FEW_ALONE), 2: told(2)}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return run(2, tmp_path_factory.mktemp("ends"), "recovery_ends.py")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", FEW_ENGINES)
+@pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_each_error_is_survived_with_the_size_that_fits(
     matrix: dict[int, Told], name: str, world_size: int
 ) -> None:
@@ -58,8 +60,7 @@ def test_each_error_is_survived_with_the_size_that_fits(
             assert max(window["sizes"]) == max(window["then"]) == window["expected"], window
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", FEW_ENGINES)
+@pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
     matrix: dict[int, Told], name: str, world_size: int
 ) -> None:
@@ -68,8 +69,7 @@ def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
         assert all(rank[name]["same losses"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", FEW_ENGINES)
+@pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_every_sample_is_trained_on_once(
     matrix: dict[int, Told], name: str, world_size: int
 ) -> None:

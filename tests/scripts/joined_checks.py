@@ -65,7 +65,9 @@ def end(run: zerowatch.TrainingRun) -> Told:
         "samples": run.samples,
     }
     run.close()
-    told["steps told"] = run.watch.snapshot().value(training.STEPS)
+    snapshot = run.watch.snapshot()
+    told["steps told"] = snapshot.value(training.STEPS)
+    told["samples told"] = snapshot.value(training.SAMPLES)
     run.engine.destroy()
     return told
 

@@ -116,12 +116,12 @@ FAULTS = [
 FEW_ENGINES = (
     "stage 0",
     "stage 1, bf16 with fp32 gradients",
-    "stage 1, optimizer on host",
     "stage 2, overlapping",
     "stage 2, optimizer on host",
     "stage 3, eager prefetching",
     "stage 3, all on host",
 )
+FEW_ALONE = ("stage 2, overlapping", "stage 3, all on host")  # on one rank
 FEW_FAULTS = [
     Fault("backward", 0, 1, 2, "one", is_real=False),
     Fault("forward", 2, 2, 1, "one", is_real=True),
