@@ -23,7 +23,11 @@ def show_own_lines() -> None:
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
     # Of what is said once per run, this is what everybody wants to know.
-    for name in ("zerowatch.runtime.watch", "zerowatch.runtime.oom.killed"):
+    for name in (
+        "zerowatch.runtime.introduction",
+        "zerowatch.runtime.oom.killed",
+        "zerowatch.runtime.resume.load",
+    ):
         telling = logging.getLogger(name)
         if telling.level == logging.NOTSET:
             telling.setLevel(logging.INFO)

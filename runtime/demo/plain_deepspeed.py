@@ -11,7 +11,8 @@ def make_deepspeed_plain() -> None:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    logging.getLogger("zerowatch.runtime.watch").setLevel(logging.WARNING)  # the console says it
+    # What it would say, the console says.
+    logging.getLogger("zerowatch.runtime.introduction").setLevel(logging.WARNING)
     # DeepSpeed calls all_gather_into_tensor, which torch 2.13 would rather see renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # On CPU DeepSpeed compiles an all-reduce over shared memory, used for inference only: half a
