@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ..deepspeed_places import ZERO_1_AND_2, ZERO_3
 from .compressor import Compressor
 from .error_tally import ErrorTally
 from .formats import FORMATS
-from .private_names import ZERO_1_AND_2, ZERO_3
 from .refusal import place_of, refusal
 from .residuals import Residuals
 from .seam import Seam, names_of

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+from ..deepspeed_places import BF16, ENGINE, ZERO_1_AND_2, ZERO_3
 
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ENGINE: (
         "_reduce_non_expert_gradients",
         "allreduce_bucket",
@@ -47,8 +43,3 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
     ),
     BF16: ("bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat"),
 }
-
-
-def lacking(place: str, thing: Any) -> Iterator[str]:
-    """Yield those of a place's names that a live object of it does not have."""
-    return (name for name in PRIVATE_NAMES[place] if not hasattr(thing, name))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .private_names import BF16, ENGINE, ZERO_1_AND_2, ZERO_3, lacking
+from ..deepspeed_places import BF16, ENGINE, ZERO_1_AND_2, ZERO_3, missing_names
+from .private_names import PRIVATE_NAMES
 
 
 def place_of(engine: Any) -> str:
-    """Return whose methods reduce an engine's gradients, as `private_names.py` spells it."""
+    """Return whose methods reduce an engine's gradients, as `deepspeed_places.py` spells it."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
         return BF16
@@ -20,7 +21,8 @@ def refusal(engine: Any, *, asynchronous: bool) -> str | None:
     """Return why the codec cannot be attached; None if it can."""
     place = place_of(engine)
     owner = engine if place == ENGINE else engine.optimizer
-    missing = [*lacking(place, owner), *lacking(ENGINE, engine)]
+    missing = missing_names(owner, place, PRIVATE_NAMES[place])
+    missing += missing_names(engine, ENGINE, PRIVATE_NAMES[ENGINE])
     if missing:
         return f"this DeepSpeed has no {', '.join(missing)}"
     reason = _of_the_model(engine) or _of_the_optimizer(engine.optimizer)

@@ -13,7 +13,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ..ds_keys import misspelt_keys
 from .fill import ADAMS
 from .layout import base_optimizer, layout_of
-from .private_names import missing_names
+from .private_names import missing
 
 # What would change the training itself, or leave the state without a place.
 KEPT_BLOCKS = (
@@ -71,8 +71,8 @@ def why_not(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str 
 
 
 def _of_engine(engine: Any) -> Iterator[str]:
-    for missing in missing_names(engine):
-        yield f"this version of DeepSpeed has no {missing}, which rebuilding leans on"
+    for name in missing(engine):
+        yield f"this version of DeepSpeed has no {name}, which rebuilding leans on"
     if hasattr(type(engine), "train_batch"):
         yield "pipeline engines are not rebuilt: their layers are split over ranks"
     if engine.has_moe_layers:

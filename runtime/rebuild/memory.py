@@ -10,11 +10,11 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from .ranks import Agreement
+from ..agreed import Agreed
 from .snapshot import Kept
 
 
-def agree_on_ids(agreement: Agreement) -> None:
+def agree_on_ids(agreement: Agreed) -> None:
     """Let all ranks number modules and parameters from the same number on.
 
     DeepSpeed numbers them through all engines of a process, and refuses to train where ranks

@@ -7,14 +7,22 @@ rebuilt.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+from ..deepspeed_places import (
+    BF16,
+    COORDINATOR,
+    ENGINE,
+    FP16,
+    FP16_UNFUSED,
+    PARAMETER_OFFLOAD,
+    ZERO_1_AND_2,
+    ZERO_3,
+    missing_names,
+)
 
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ENGINE: (
         "destroy",
         "basic_optimizer",
@@ -54,31 +62,27 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "loss_scaler",
         "torch_autocast_gradscaler",
     ),
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": (
+    BF16: (
         "bf16_groups",
         "bf16_groups_flat",
         "fp32_groups_flat_partition",
         "real_dp_process_group",
     ),
-    "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer": (
+    FP16: (
         "fp16_groups",
         "fp16_groups_flat",
         "fp32_groups_flat",
         "loss_scale_config",
     ),
-    "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer": (
+    FP16_UNFUSED: (
         "fp16_groups",
         "fp32_groups",
         "loss_scale_config",
     ),
     "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
-    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload": (
-        "_register_deepspeed_module",
-    ),
+    PARAMETER_OFFLOAD: ("_register_deepspeed_module",),
     "deepspeed.runtime.zero.partition_parameters:Init": ("param_id",),
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": (
-        "_PartitionedParameterCoordinator__params_to_release",
-    ),
+    COORDINATOR: ("_PartitionedParameterCoordinator__params_to_release",),
     "deepspeed.runtime.zero.partition_parameters:InsertPostInitMethodToModuleSubClasses": (
         "linear_bk",
     ),
@@ -88,11 +92,11 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def missing_names(engine: Any) -> Iterator[str]:
+def missing(engine: Any) -> Iterator[str]:
     """Yield the private names that an engine, its optimizer or DeepSpeed's modules do not have."""
     present = {type(one).__name__: one for one in (engine, engine.optimizer)}
     for place, names in PRIVATE_NAMES.items():
         module, _, kind = place.partition(":")
         owner = present.get(kind) if kind else importlib.import_module(module)
         if owner is not None:
-            yield from (f"{place} {name}" for name in names if not hasattr(owner, name))
+            yield from (f"{place} {name}" for name in missing_names(owner, place, names))

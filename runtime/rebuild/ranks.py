@@ -6,12 +6,13 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
+from ..agreed import Agreed
 from ..wrap import Wrap
 
 # What DeepSpeed calls while it makes an engine; each is entered by all ranks or by none.
@@ -37,16 +38,6 @@ _COLLECTIVES = (
 )
 
 
-class Agreement(Protocol):
-    """How the ranks of a run agree."""
-
-    rank: int
-    world_size: int
-
-    def highest(self, value: int) -> int:
-        """Return the highest value of any rank."""
-
-
 class PeerFailedError(RuntimeError):
     """Another rank has failed at what all ranks were doing."""
 
@@ -62,7 +53,7 @@ class Attempt:
         error: What ended the attempt on this rank; `PeerFailedError` where another's did.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreed) -> None:
         self.error: Exception | None = None
         self._agreement = agreement
 

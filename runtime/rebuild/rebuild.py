@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ...errors import RebuildError
+from ..agreed import Agreed
 from .check import device_of, stage_of, why_not
 from .fill import fill
 from .memory import agree_on_ids, give_memory
-from .ranks import Agreement, Attempt, Mover, PeerFailedError, guarded_collectives
+from .ranks import Attempt, Mover, PeerFailedError, guarded_collectives
 from .snapshot import Snapshot, take_snapshot, unequal_members
 from .strip import mark_hooks, strip
 from .teardown import forget, let_go, teardown
@@ -39,7 +40,7 @@ class UndoneRebuildError(RebuildError):
         self.engine = engine
 
 
-def rebuild(engine: Any, config: Config, *, make_engine: MakeEngine, agreement: Agreement) -> Any:
+def rebuild(engine: Any, config: Config, *, make_engine: MakeEngine, agreement: Agreed) -> Any:
     """Return a new engine with another ds config in the place of one that runs.
 
     All ranks call it at the same time, between two windows, with the same config. The module and
@@ -84,7 +85,7 @@ class _Builder:
         snapshot: Snapshot,
         make_engine: MakeEngine,
         mover: Mover,
-        agreement: Agreement,
+        agreement: Agreed,
     ) -> None:
         self._module: torch.nn.Module = engine.module
         self._client = engine.client_optimizer
@@ -136,7 +137,7 @@ class _Builder:
         ]
 
 
-def _look(engine: Any, old: Config, config: Config, agreement: Agreement) -> Snapshot:
+def _look(engine: Any, old: Config, config: Config, agreement: Agreed) -> Snapshot:
     """Check all that can be checked, and copy the state; the engine stays as it is."""
     problem = why_not(engine, old, config)
     if problem is not None:

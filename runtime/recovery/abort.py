@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import ZerowatchError
-from .abort_stage_1_and_2 import abort_stage_1_and_2
-from .abort_stage_3 import abort_stage_3
-from .private_names import (
+from ..deepspeed_places import (
     BF16,
     COORDINATOR,
     ENGINE,
     FP16,
     FP16_UNFUSED,
-    ZERO_1_2,
+    ZERO_1_AND_2,
     ZERO_3,
     missing_names,
     place_of,
 )
+from .abort_stage_1_and_2 import abort_stage_1_and_2
+from .abort_stage_3 import abort_stage_3
+from .private_names import PRIVATE_NAMES
 
 
 def abort_window(engine: Any) -> None:
@@ -51,7 +52,7 @@ def can_abort(engine: Any) -> str | None:
     """Say why a window of this engine cannot be abandoned; None if it can."""
     if place_of(engine) != ENGINE:
         return f"{type(engine).__name__} runs its own schedule; only DeepSpeedEngine is known"
-    if missing := missing_names(ENGINE, engine):
+    if missing := missing_names(engine, ENGINE, PRIVATE_NAMES[ENGINE]):
         return _unknown("engine", missing)
     if engine.managed_gradient_accumulation():
         return "set managed_gradient_accumulation to false, so that step() ends a window"
@@ -70,11 +71,12 @@ def _can_abort_optimizer(optimizer: Any) -> str | None:
         if type(optimizer).__module__.startswith("deepspeed.runtime"):
             return f"{type(optimizer).__name__} is not known"
         return None
-    if missing := missing_names(place, optimizer):
+    if missing := missing_names(optimizer, place, PRIVATE_NAMES[place]):
         return _unknown("optimizer", missing)
     if place != ZERO_3:
         return None
-    if missing := missing_names(COORDINATOR, optimizer.parameter_offload.get_param_coordinator()):
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    if missing := missing_names(coordinator, COORDINATOR, PRIVATE_NAMES[COORDINATOR]):
         return _unknown("coordinator of parameters", missing)
     if optimizer.swap_optimizer or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "its states are on NVMe, where reads and writes may be under way"
@@ -126,7 +128,7 @@ def _abort_bf16(engine: Any) -> None:
 
 
 _ABORTS: Mapping[str, Callable[[Any], None]] = {
-    ZERO_1_2: abort_stage_1_and_2,
+    ZERO_1_AND_2: abort_stage_1_and_2,
     ZERO_3: abort_stage_3,
     BF16: _abort_bf16,
     FP16: _abort_fp16,

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ..agreed import Agreed
 from ..oom.recognise import ends_by_memory
 from ..wrap import Wrap
 from .scratch import reserve_scratch
@@ -51,15 +52,6 @@ class PeerOutOfMemory(RuntimeError):
     """Another rank ran out of memory, and so this rank gives the window up too."""
 
 
-class Votes(Protocol):
-    """What the guard needs of an agreement between the ranks."""
-
-    world_size: int
-
-    def highest(self, value: int) -> int:
-        """Return the highest value of any rank."""
-
-
 class _Inside(threading.local):
     """Whether this thread is in a guarded call already."""
 
@@ -72,11 +64,11 @@ class CollectiveGuard:
     Attributes:
         armed: Whether each collective within a window is voted on. To be changed between windows
             only, on all ranks alike.
-        num_votes: Votes held so far, those at the end of windows included.
+        num_votes: Agreed held so far, those at the end of windows included.
         vote_seconds: What they took, waiting for the slowest rank included.
     """
 
-    def __init__(self, votes: Votes) -> None:
+    def __init__(self, votes: Agreed) -> None:
         self.armed = False
         self.num_votes = 0
         self.vote_seconds = 0.0

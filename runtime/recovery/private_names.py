@@ -6,17 +6,19 @@ Names that it only writes, and that some configurations do not have, are left ou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-FP16 = "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer"
-FP16_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+from ..deepspeed_places import (
+    BF16,
+    COORDINATOR,
+    ENGINE,
+    FP16,
+    FP16_UNFUSED,
+    ZERO_1_AND_2,
+    ZERO_3,
+)
+
 HOOK_STATE = "deepspeed.runtime.base_optimizer:BackwardHookStateManager"
 BUCKET = "deepspeed.runtime.zero.stage_1_and_2:IPGBucket"
-COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 _ENGINE_NAMES = (
     "_unmanaged_backward_count",
@@ -31,7 +33,7 @@ _ENGINE_NAMES = (
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ENGINE: _ENGINE_NAMES,
-    ZERO_1_2: (
+    ZERO_1_AND_2: (
         "ipg_buckets",
         "extra_large_param_to_reduce",
         "previous_reduced_grads",
@@ -75,13 +77,3 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
         "_PartitionedParameterCoordinator__params_to_release",
     ),
 }
-
-
-def place_of(thing: Any) -> str:
-    """Return the class of a thing as `PRIVATE_NAMES` spells it."""
-    return f"{type(thing).__module__}:{type(thing).__qualname__}"
-
-
-def missing_names(place: str, thing: Any) -> list[str]:
-    """Name what an object of that place should have and has not."""
-    return [name for name in PRIVATE_NAMES[place] if not hasattr(thing, name)]

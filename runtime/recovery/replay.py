@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..agreed import Agreed
 from .abort import abort_window, can_abort
 from .fit import Measured
 from .guard import CollectiveGuard, PeerOutOfMemory
@@ -27,19 +29,6 @@ from .unarmed import all_ran_out
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Agreed(Protocol):
-    """What a replay needs of an agreement between the ranks."""
-
-    rank: int
-    world_size: int
-
-    def gather(self, values: Sequence[float]) -> Any:
-        """Return every rank's values, of shape [world_size, len(values)]."""
-
-    def highest(self, value: int) -> int:
-        """Return the highest value of any rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +147,29 @@ class Replay:
             "out of memory within engine.step(), which cannot be done again once weights were "
             "updated. Start the run again from its last save",
         )
+
+    def rehearse(self, passes: Callable[[], T]) -> T | None:
+        """Run passes, guarded, and drop them; returns what they did, None where memory ran out.
+
+        Random generators are put back. Nothing is learned of what fits.
+
+        Raises:
+            RuntimeError: Memory ran out, and the window cannot be left.
+        """
+        engine = self._engine()
+        if can_abort(engine) is not None:
+            return None
+        self._guard.armed = True
+        with ExitStack() as undo:
+            for each in reversed(self.on_window_abort):
+                undo.callback(each)
+            undo.callback(self._capture_rng())
+            undo.callback(abort_window, engine)
+            trouble, outcomes = self._run_once(lambda _: passes(), 1)
+            if trouble.whose is None:
+                return outcomes[0]
+            self._leave(trouble)
+        return None
 
     def _run_once(self, attempt: Callable[[int], T], count: int) -> tuple[Trouble, list[T]]:
         """Run one attempt; returns its outcome in a list, empty where it was given up."""

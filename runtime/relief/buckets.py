@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..deepspeed_places import PARAMETER_OFFLOAD, ZERO_1_AND_2, ZERO_3, attribute
 from .knob import Knob, Value
-from .private_names import PARAMETER_OFFLOAD, ZERO_1_2, ZERO_3, mangled, missing
+from .private_names import missing
 from .reduce_bucket import element_bytes, num_buffers, resize_buffers
 from .undo import Undo, set_attributes, together
 from .zero_optimizer import coordinator, of_stage_3, of_stages_1_and_2
 
 NOT_PARTITIONED = "this stage reduces whole gradients at once"
-_ALLGATHER_STREAM = mangled(PARAMETER_OFFLOAD, "__allgather_stream")
+_ALLGATHER_STREAM = attribute(PARAMETER_OFFLOAD, "__allgather_stream")
 _FETCH_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -26,7 +27,7 @@ def _scatter_refusal(engine: Any) -> str | None:
     if zero is None:
         return NOT_PARTITIONED
     names = ("reduce_scatter", "gradient_predivide_factor", "postscale_gradients")
-    gone = missing(zero, ZERO_1_2 if zero_1_2 is not None else ZERO_3, *names)
+    gone = missing(zero, ZERO_1_AND_2 if zero_1_2 is not None else ZERO_3, *names)
     if gone is not None:
         return gone
     if zero.gradient_predivide_factor != 1.0 or not zero.postscale_gradients:
@@ -44,7 +45,7 @@ def _multi_rank_refusal(engine: Any) -> str | None:
     zero = of_stages_1_and_2(engine)
     if zero is None:
         return "only stages 1 and 2 choose between one all-reduce and a reduce for each owner"
-    gone = missing(zero, ZERO_1_2, "use_multi_rank_bucket_allreduce")
+    gone = missing(zero, ZERO_1_AND_2, "use_multi_rank_bucket_allreduce")
     return gone or (None if zero.reduce_scatter else "reduce_scatter is off: all is all-reduced")
 
 
@@ -55,7 +56,7 @@ def _contiguous_refusal(engine: Any) -> str | None:
     if zero_3 is not None:
         return missing(zero_3, ZERO_3, "contiguous_gradients", "ipg_buckets")
     names = ("contiguous_gradients", "_release_ipg_buffers", "_grad_acc_hooks", "cpu_offload")
-    gone = missing(zero_1_2, ZERO_1_2, *names)
+    gone = missing(zero_1_2, ZERO_1_AND_2, *names)
     if gone is None and zero_1_2 is not None and zero_1_2.cpu_offload:
         return "an optimizer on the host needs contiguous gradients"
     return gone or _without_hooks(zero_1_2)
@@ -102,7 +103,7 @@ def _overlap_refusal(engine: Any) -> str | None:
         return _overlap_3_refusal(engine, zero_3)
     if zero_1_2 is None:
         return NOT_PARTITIONED
-    gone = missing(zero_1_2, ZERO_1_2, "overlap_comm", "_grad_acc_hooks", "partition_gradients")
+    gone = missing(zero_1_2, ZERO_1_AND_2, "overlap_comm", "_grad_acc_hooks", "partition_gradients")
     if gone is not None:
         return gone
     if not zero_1_2.partition_gradients and not engine.managed_gradient_accumulation():

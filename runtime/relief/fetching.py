@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..deepspeed_places import COORDINATOR, PARAMETER_OFFLOAD, ZERO_3, attribute
 from .knob import Knob, Value
-from .private_names import COORDINATOR, PARAMETER_OFFLOAD, ZERO_3, mangled, missing
+from .private_names import missing
 from .undo import Undo, own_attributes, put_attributes, set_attributes, together
 from .zero_optimizer import (
     coordinator,
@@ -51,11 +52,13 @@ def _from_nvme(engine: Any) -> bool:
 
 
 def _get(name: str, engine: Any) -> int:
-    return int(getattr(coordinator(engine.optimizer), mangled(COORDINATOR, name)))
+    return int(getattr(coordinator(engine.optimizer), attribute(COORDINATOR, name)))
 
 
 def _change(name: str, engine: Any, value: Value) -> Undo:
-    undo = set_attributes(coordinator(engine.optimizer), **{mangled(COORDINATOR, name): int(value)})
+    undo = set_attributes(
+        coordinator(engine.optimizer), **{attribute(COORDINATOR, name): int(value)}
+    )
     forget_releases()
     return together([forget_releases, undo])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..deepspeed_places import ENGINE
 from .buckets import (
     CONTIGUOUS_GRADIENTS,
     MULTI_RANK_BUCKET_ALLREDUCE,
@@ -17,7 +18,7 @@ from .fetching import (
     PREFETCH_BUCKET_SIZE,
 )
 from .knob import Knob
-from .private_names import ENGINE, missing
+from .private_names import missing
 from .reduce_bucket import REDUCE_BUCKET_SIZE
 from .undo import set_attributes
 

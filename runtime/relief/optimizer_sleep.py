@@ -20,8 +20,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ...errors import ZerowatchError
+from ..deepspeed_places import ENGINE
 from ..wrap import Wrap
-from .private_names import ENGINE, missing
+from .private_names import missing
 
 # Master weights, by the optimizer that has them: ZeRO 1 and 2, ZeRO 3, BF16_Optimizer, FP16's.
 MASTER_WEIGHTS = (

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from ..deepspeed_places import (
+    BF16,
+    COORDINATOR,
+    ENGINE,
+    FP16,
+    PARAMETER_OFFLOAD,
+    ZERO_1_AND_2,
+    ZERO_3,
+    missing_names,
+)
+
 logger = logging.getLogger(__name__)
 
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-PARAMETER_OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
-COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     ENGINE: (
         "allreduce_gradients",
         "tput_timer",
@@ -23,7 +30,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "managed_gradient_accumulation",
     ),
     "deepspeed.runtime.engine": ("MEMORY_OPT_ALLREDUCE_SIZE",),
-    ZERO_1_2: (
+    ZERO_1_AND_2: (
         "reduce_bucket_size",
         "ipg_buckets",
         "_gradient_reduction_buffer_dtype",
@@ -68,23 +75,16 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
         "__allgather_stream",
         "__params_to_release",
     ),
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": ("fp32_groups_flat_partition",),
-    "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer": ("fp32_groups_flat",),
+    BF16: ("fp32_groups_flat_partition",),
+    FP16: ("fp32_groups_flat",),
     CHECKPOINTING: ("CPU_CHECKPOINT", "PARTITION_ACTIVATIONS", "_cpu_offload_engine"),
 }
 
 
-def mangled(place: str, name: str) -> str:
-    """Return the attribute that a name of a class in the table is on its instances."""
-    return f"_{place.rpartition(':')[2]}{name}" if name.startswith("__") else name
-
-
 def missing(owner: Any, place: str, *names: str) -> str | None:
     """Say which of these names of the table an object does not have; None if it has all."""
-    for name in names:
-        if not hasattr(owner, mangled(place, name)):
-            return _tell(place, name)
-    return None
+    gone = missing_names(owner, place, names)
+    return _tell(place, gone[0]) if gone else None
 
 
 @cache

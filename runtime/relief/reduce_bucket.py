@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from ..deepspeed_places import ENGINE, ZERO_1_AND_2, ZERO_3
 from . import stage_0_bucket
 from .knob import Knob, Value
-from .private_names import ENGINE, ZERO_1_2, ZERO_3, missing
+from .private_names import missing
 from .undo import Undo, set_attributes, together
 from .zero_optimizer import of_stage_3, of_stages_1_and_2, total_elements
 
 
 def _refusal(engine: Any) -> str | None:
-    for place, optimizer in ((ZERO_1_2, of_stages_1_and_2(engine)), (ZERO_3, of_stage_3(engine))):
+    for place, optimizer in (
+        (ZERO_1_AND_2, of_stages_1_and_2(engine)),
+        (ZERO_3, of_stage_3(engine)),
+    ):
         if optimizer is not None:
             return missing(optimizer, place, "reduce_bucket_size", "ipg_buckets")
     if getattr(engine, "pipeline_parallelism", False):

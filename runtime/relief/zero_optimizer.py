@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from .private_names import COORDINATOR, mangled
+from ..deepspeed_places import COORDINATOR, attribute
 
 
 def of_stages_1_and_2(engine: Any) -> Any | None:
@@ -46,7 +46,7 @@ def remembered_releases() -> Any | None:
     persistence or order of modules would not be looked at again.
     """
     function = getattr(
-        PartitionedParameterCoordinator, mangled(COORDINATOR, "__params_to_release"), None
+        PartitionedParameterCoordinator, attribute(COORDINATOR, "__params_to_release"), None
     )
     cells = [
         function,

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import CheckpointError
+from ..agreed import Agreed
 from .engine_files import engine_facts, read_engine
 from .folder import LATEST, SaveFolder
 from .manifest import Manifest, check_engine, check_files, read_manifest, way_out
 from .rank_file import read_rank
-from .ranks import Agreement, together
+from .ranks import together
 from .state import RunState
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 NOTHING_DONE = "Nothing was loaded"
 
 
-def load_run(folder: str | Path, engine: Any, agreement: Agreement) -> RunState | None:
+def load_run(folder: str | Path, engine: Any, agreement: Agreed) -> RunState | None:
     """Load the last save of a run into an engine; all ranks must call it.
 
     Weights, optimizer, schedule and the engine's counts are loaded; the clipping of gradients stays
@@ -57,7 +58,7 @@ def load_run(folder: str | Path, engine: Any, agreement: Agreement) -> RunState 
     return state
 
 
-def saved_config(folder: str | Path, agreement: Agreement) -> Mapping[str, Any] | None:
+def saved_config(folder: str | Path, agreement: Agreed) -> Mapping[str, Any] | None:
     """Return the configuration that `load_run` needs, where an engine was rebuilt before the save.
 
     Args:
@@ -80,7 +81,7 @@ def saved_config(folder: str | Path, agreement: Agreement) -> Mapping[str, Any] 
     return manifest.config if manifest.rebuilt else None
 
 
-def _agreed_name(saves: SaveFolder, agreement: Agreement) -> str | None:
+def _agreed_name(saves: SaveFolder, agreement: Agreed) -> str | None:
     """Return the save that all ranks have; of disks that a crash left one save apart, the earlier.
 
     Raises:

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..agreed import Agreed
 from .folder import write_through
-from .ranks import Agreement, texts
+from .ranks import texts
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class PlanFile:
         self._worked_in: frozenset[Failure] = frozenset()
         self._warned = False
 
-    def read(self, agreement: Agreement) -> PersistedPlan | None:
+    def read(self, agreement: Agreed) -> PersistedPlan | None:
         """Return the newest plan of any rank, with all failures; the same on all ranks.
 
         Plans that are written from now on are taken to heed those failures.

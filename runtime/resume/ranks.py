@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 from ...errors import CheckpointError
-
-
-class Agreement(Protocol):
-    """An exchange of small numbers that every rank takes part in."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def gather(self, values: Sequence[float]) -> Any:
-        """Return every rank's values, an array of shape [world_size, len(values)]."""
+from ..agreed import Agreed
 
 
 @contextmanager
-def together(agreement: Agreement, what: str, then: str) -> Iterator[None]:
+def together(agreement: Agreed, what: str, then: str) -> Iterator[None]:
     """Wait for all ranks at the end of the block; where it failed on one, raise on all of them.
 
     Args:
@@ -47,7 +36,7 @@ def together(agreement: Agreement, what: str, then: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {what}: rank {who} failed, and says why. {then}")
 
 
-def texts(agreement: Agreement, text: str) -> list[str]:
+def texts(agreement: Agreed, text: str) -> list[str]:
     """Return what each rank says, in rank order; of some thousand characters at most."""
     said = text.encode()
     lengths = agreement.gather([len(said)])[:, 0]

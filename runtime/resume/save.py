@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ..agreed import Agreed
 from .engine_files import engine_facts, leads, write_engine
 from .folder import SaveFolder, partial, save_name, sync_files, sync_folder, write_through
 from .manifest import Manifest
 from .rank_file import write_rank
-from .ranks import Agreement, together
+from .ranks import together
 from .state import RunState
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ UNHARMED = "Earlier saves are as they were, and training may go on"
 
 
 def save_run(
-    folder: str | Path, engine: Any, agreement: Agreement, state: RunState, keep: int = 2
+    folder: str | Path, engine: Any, agreement: Agreed, state: RunState, keep: int = 2
 ) -> Path:
     """Save a run between two windows, and return the save's folder; all ranks must call it.
 
@@ -63,7 +64,7 @@ def save_run(
 
 
 def _number(
-    saves: SaveFolder, agreement: Agreement, steps: int, what: str, *, leading: bool
+    saves: SaveFolder, agreement: Agreed, steps: int, what: str, *, leading: bool
 ) -> tuple[int, str]:
     """Tidy the folder up, and agree on the number and the name of the next save."""
     serial = repeats = 0

@@ -1,7 +1,7 @@
-"""Every private name of DeepSpeed and torch that zerowatch leans on, now or soon, is still there.
+"""Every private name of DeepSpeed and torch that zerowatch leans on is still there.
 
-A name that is gone fails here, with what leans on it, before a user meets it. `later` names are
-those that live knobs, out-of-memory replay and engine rebuilds will need.
+A name that is gone fails here, with what leans on it, before a user meets it. The rooms that change
+an engine list theirs themselves; what they only write, or what some engines have not, stands here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from zerowatch.runtime.codec import private_names as codec
+from zerowatch.runtime.deepspeed_places import COORDINATOR, ENGINE, ZERO_1_AND_2, ZERO_3
 from zerowatch.runtime.rebuild import private_names as rebuild
 from zerowatch.runtime.recovery import private_names as recovery
 from zerowatch.runtime.relief import private_names as relief
@@ -30,20 +31,13 @@ ROOMS = {
 TAP = "runtime/collectives/tap.py"
 ENGINE_HOOKS = "runtime/engine_hooks.py"
 STEP = "runtime/step_closer.py and runtime/watch.py"
-KNOBS = "later: changing knobs on the running job"
-REPLAY = "later: abandoning a window to replay it"
-REBUILD = "later: rebuilding the engine in the process"
-
 STREAMS = "runtime/collectives/stream_hooks.py"
 PROFILE = "runtime/profiled_steps.py"
 PLAN = "runtime/plan/engine_plan.py"
+OFFLOAD = "runtime/offload/"
+RECOVERY = "runtime/recovery/"
 
 C10D = "torch.distributed.distributed_c10d"
-ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
-ZERO_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
-COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 LEANED_ON: tuple[tuple[str, str, str], ...] = (
     (C10D, TAP, "_world GroupMember P2POp batch_isend_irecv"),
@@ -126,60 +120,17 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/flops_counter.py",
         "start_profile stop_profile get_total_flops end_profile",
     ),
+    (ENGINE, PLAN, "_config"),
+    (ENGINE, OFFLOAD, "offload_states reload_states"),
+    (ENGINE, RECOVERY, "zero_grad"),
+    (ZERO_1_AND_2, "runtime/memory/engine_tensors.py", "norm_for_param_grads"),
+    (ZERO_1_AND_2, "runtime/resume/engine_files.py", "clip_grad"),
     (
-        ENGINE,
-        KNOBS,
-        "_config tput_timer communication_data_type offload_states reload_states "
-        "collect_python_gc get_sequence_parallel_group was_step_applied",
+        ZERO_1_AND_2,
+        RECOVERY,
+        "grads_in_partition reset_cpu_buffers _offload_accumulated_param_ids",
     ),
-    (
-        ENGINE,
-        REPLAY,
-        "micro_steps managed_gradient_accumulation _unmanaged_backward_count "
-        "_manual_backward_expected _running_engine_step zero_grad",
-    ),
-    (ENGINE, REBUILD, "destroy module_forward_pre_hook module_forward_post_hook"),
-    (
-        ZERO_1_2,
-        KNOBS,
-        "reduce_bucket_size overlap_comm contiguous_gradients reduce_scatter "
-        "use_multi_rank_bucket_allreduce communication_data_type ipg_buckets setup_buckets "
-        "_release_ipg_buffers reduction_stream clip_grad loss_scaler "
-        "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state",
-    ),
-    (
-        ZERO_1_2,
-        REPLAY,
-        "params_already_reduced previous_reduced_grads extra_large_param_to_reduce "
-        "ready_for_gradients grads_in_partition _release_preflattened_grad_buffers "
-        "averaged_gradients all_grad_tensors micro_step_id reset_cpu_buffers "
-        "norm_for_param_grads local_overflow _offload_accumulated_param_ids",
-    ),
-    (
-        ZERO_3,
-        KNOBS,
-        "reduce_bucket_size ipg_buckets reduce_scatter parameter_offload param_reduce_events "
-        "max_param_reduce_events persistent_parameters reduce_and_partition_stream "
-        "subgroup_to_device",
-    ),
-    (ZERO_3, REPLAY, "params_already_reduced averaged_gradients micro_step_id"),
-    (ZERO_3, REBUILD, "_reassign_or_swap_out_partitioned_parameters fp32_partitioned_groups_flat"),
-    (OFFLOAD, KNOBS, "persistent_parameters mark_persistent_parameters param_coordinator"),
-    ("deepspeed.runtime.zero.parameter_offload", REBUILD, "FWD_MODULE_STACK"),
-    (
-        COORDINATOR,
-        KNOBS,
-        "__prefetch_bucket_sz __max_n_available_params __max_reuse_dist_in_numel "
-        "__max_ongoing_fetch_events __allgather_stream",
-    ),
-    (COORDINATOR, REPLAY, "_invalidate_trace release_and_reset_all release_backward_leftovers"),
-    (
-        "deepspeed.runtime.base_optimizer:ZeROOptimizer",
-        REPLAY,
-        "enter_backward exit_backward clear_backward_seen_flag",
-    ),
-    ("deepspeed.runtime.bf16_optimizer:BF16_Optimizer", REPLAY, "clear_hp_grads clear_lp_grads"),
-    ("deepspeed.runtime.engine", KNOBS, "MEMORY_OPT_ALLREDUCE_SIZE"),
+    (ZERO_3, OFFLOAD, "micro_step_id subgroup_to_device"),
 )
 
 CASES = [(place, user, name) for place, user, names in LEANED_ON for name in names.split()]

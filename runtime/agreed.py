@@ -1,0 +1,19 @@
+"""What those who change a run need of an agreement between its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Agreed(Protocol):
+    """An exchange of small numbers that all ranks take part in, at the same moment."""
+
+    rank: int
+    world_size: int
+
+    def gather(self, values: Sequence[float]) -> Any:
+        """Return every rank's values, an array of shape [world_size, len(values)]."""
+
+    def highest(self, value: int) -> int:
+        """Return the highest value of any rank."""
