@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ByteSize,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
@@ -31,17 +29,15 @@ from pydantic_settings import (
 
 from ..errors import SettingsError
 from .setting_errors import check_environment_names, settings_error
+from .setting_section import Section
+from .setting_tuner import TunerSettings
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
 RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ServeSettings(_Section):
+class ServeSettings(Section):
     """Where /metrics and /targets are served."""
 
     enabled: bool = True
@@ -73,7 +69,7 @@ class ServeSettings(_Section):
         return self
 
 
-class RunLogSettings(_Section):
+class RunLogSettings(Section):
     """The record of every step on disk."""
 
     enabled: bool = True
@@ -86,7 +82,7 @@ class RunLogSettings(_Section):
     """Files kept for each rank, the one being written included."""
 
 
-class FlopsSettings(_Section):
+class FlopsSettings(Section):
     """How the model's arithmetic is counted, for FLOPs and MFU."""
 
     method: Literal["analytic", "profiler", "off"] = "analytic"
@@ -95,7 +91,7 @@ class FlopsSettings(_Section):
     """Peak of one device in FLOP/s; by default from a table, or measured on CPU."""
 
 
-class SamplingSettings(_Section):
+class SamplingSettings(Section):
     """What is sampled beside the training, and how often."""
 
     device_seconds: float = Field(default=1.0, gt=0)
@@ -105,7 +101,7 @@ class SamplingSettings(_Section):
     CUDA's allocator (which the script does not notice). Without, nothing is foreseen."""
 
 
-class ExchangeSettings(_Section):
+class ExchangeSettings(Section):
     """How the ranks compare their collectives, over the job's own c10d store."""
 
     enabled: bool = True
@@ -114,7 +110,7 @@ class ExchangeSettings(_Section):
     """Seconds between two exchanges."""
 
 
-class HangSettings(_Section):
+class HangSettings(Section):
     """What to do when training no longer moves."""
 
     enabled: bool = True
@@ -125,7 +121,7 @@ class HangSettings(_Section):
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
 
 
-class MemorySettings(_Section):
+class MemorySettings(Section):
     """Memory by category, and how likely it is to run out."""
 
     enabled: bool = True
@@ -140,7 +136,7 @@ class MemorySettings(_Section):
     """Whether to trace where memory is allocated once it seems to leak; tracing is slow."""
 
 
-class ProfileSettings(_Section):
+class ProfileSettings(Section):
     """Steps profiled by PyTorch's profiler, to check what is measured on the other steps."""
 
     every_steps: int = Field(default=0, ge=0)
@@ -159,7 +155,7 @@ def _base_url(text: str) -> str:
     )
 
 
-class OtelSettings(_Section):
+class OtelSettings(Section):
     """What is sent to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
 
     endpoint: Annotated[str, AfterValidator(_base_url)] | None = None
@@ -205,6 +201,7 @@ class Settings(BaseSettings):
     memory: MemorySettings = MemorySettings()
     profile: ProfileSettings = ProfileSettings()
     otel: OtelSettings = OtelSettings()
+    tuner: TunerSettings = TunerSettings()
 
     @classmethod
     def settings_customise_sources(

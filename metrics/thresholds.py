@@ -10,10 +10,16 @@ DEVICE_UTILIZATION_LOW = 0.70  # a device's busy share; below it, it waits for s
 LINK_BANDWIDTH_LOW = 0.50  # of the best this link kept up; estimates vary by a tenth or two
 COMM_COVERAGE_LOW = 0.99  # of collectives recorded; below it, times of communication miss some
 STRAGGLER_SCORE_HIGH = 0.05  # of a step that a rank is slower than the median rank
+IMBALANCE_RATIO_HIGH = 0.10  # of a step spent waiting for later ranks; chance alone costs some
 
 DATA_RATIO_HIGH = (
     0.10  # loading data in a step's time; a loader that keeps ahead needs next to none
 )
+
+HOST_RATIO_HIGH = 0.10  # of a step that neither device, nor link, nor data account for
+
+MEMORY_HEADROOM_LOW = 0.08  # of the limit that the next peak leaves free
+MEMORY_HEADROOM_IDLE = 0.50  # above it, memory could buy speed
 
 OOM_RISK_HIGH = 0.50  # of running out within 50 steps: more likely than not
 OOM_RISK_CRITICAL = 0.80  # the forecast alone never says more than 0.87: that much it is trusted

@@ -18,6 +18,19 @@ TUNER_STATES = (
     "safe_mode",
     "frozen",
 )
+# What may hold a job back. The first four are the causes of communication that training waits for.
+SYMPTOMS = (
+    "comm_bandwidth",
+    "comm_redundancy",
+    "comm_latency",
+    "comm_imbalance",
+    "device_idle",
+    "host_bound",
+    "data_bound",
+    "memory_pressure",
+    "memory_idle",
+    "straggler",
+)
 
 TUNER_STATE = gauge(
     "tuner_state",
@@ -26,6 +39,16 @@ TUNER_STATE = gauge(
 )
 TUNER_KNOB_VALUE = gauge("tuner_knob_value", "Value of a knob now.", KNOB)
 TUNER_GAIN = gauge("tuner_gain_ratio", "Measured gain of the last change of a knob.", KNOB)
+TUNER_GAIN_LOWER_BOUND = gauge(
+    "tuner_gain_lower_bound_ratio",
+    "What the last change of a knob gained at least, by its confidence interval.",
+    KNOB,
+)
+TUNER_SYMPTOM = gauge(
+    "tuner_symptom_ratio",
+    "How much each symptom holds the job back, as a share of what its threshold is about.",
+    Label(name="symptom", values=SYMPTOMS),
+)
 TUNER_DECISIONS = counter(
     "tuner_decisions_total",
     "Decisions by verdict.",
@@ -35,4 +58,12 @@ TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total", "Training seconds spent on trials."
 )
 
-METRICS = (TUNER_STATE, TUNER_KNOB_VALUE, TUNER_GAIN, TUNER_DECISIONS, TUNER_EXPLORATION_SECONDS)
+METRICS = (
+    TUNER_STATE,
+    TUNER_KNOB_VALUE,
+    TUNER_GAIN,
+    TUNER_GAIN_LOWER_BOUND,
+    TUNER_SYMPTOM,
+    TUNER_DECISIONS,
+    TUNER_EXPLORATION_SECONDS,
+)

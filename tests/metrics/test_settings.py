@@ -8,6 +8,7 @@ import pytest
 
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.settings import Settings, load_settings
+from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,8 @@ def test_sources_are_combined_setting_by_setting(monkeypatch, tmp_path):
         ("ZEROWATCH_RUN_LOG_SEGMENT_BYTES", "8192", "run_log", "segment_bytes", 8192),
         ("ZEROWATCH_SERVE_STRICT_PORT", "1", "serve", "strict_port", True),
         ("ZEROWATCH_SAMPLING_DEVICE_SECONDS", "0.5", "sampling", "device_seconds", 0.5),
+        ("ZEROWATCH_TUNER_MODE", "auto", "tuner", "mode", "auto"),
+        ("ZEROWATCH_TUNER_COMM_RATIO_HIGH", "0.3", "tuner", "comm_ratio_high", 0.3),
     ],
 )
 def test_every_depth_of_setting_has_an_environment_variable(
@@ -196,3 +199,17 @@ def test_a_password_in_an_address_is_refused_and_not_shown(monkeypatch, password
     monkeypatch.setenv("ZEROWATCH_OTEL_ENDPOINT", f"http://me:{password}@c:4318")
 
     assert error_of().endswith("got 'http://***@c:4318'")
+
+
+def test_what_the_tuner_may_do_is_one_of_the_known_words():
+    message = error_of({"tuner": {"contract": "exact"}})
+
+    assert message.startswith("setting 'tuner.contract' (call argument): Input should be 'bitwise'")
+    assert message.endswith("got 'exact'")
+
+
+def test_the_tuners_thresholds_are_the_dashboards():
+    tuner = load_settings().tuner
+
+    assert tuner.comm_ratio_high == COMM_RATIO_HIGH
+    assert tuner.device_utilization_low == DEVICE_UTILIZATION_LOW

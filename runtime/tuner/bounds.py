@@ -1,0 +1,79 @@
+"""How far the mean of a few noisy differences can be trusted, however often one looks at it.
+
+Blocks that a disturbance hit are outliers, so that the mean is winsorised; its error is the one
+that Tukey and McLaughlin give for that. Over 20,000 simulated trials without effect, of the noise
+in `tests/bench/tuner_simulation.py`, Student's quantiles then hold to 7 % down to a level of 0.001,
+whereas the plain error of the winsorised values is two fifths too small. From 8 values on: of
+fewer, too few would be left, and there outliers widen the plain error, which is the safe side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import atan, cos, inf, pi, sin, sqrt
+from statistics import fmean, stdev
+
+WINSORISED_FROM, ONE_OF = 8, 8
+# Keeps differences that are equal by chance, or by a coarse clock, from looking certain.
+LEAST_ERROR = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean with its standard error, and the degrees of freedom behind that."""
+
+    mean: float
+    error: float
+    freedom: int
+
+    def lower(self, level: float) -> float:
+        """Return what the true mean is below with a probability of `level`."""
+        return self.mean - student_quantile(1 - level, self.freedom) * self.error
+
+    def upper(self, level: float) -> float:
+        """Return what the true mean is above with a probability of `level`."""
+        return self.mean + student_quantile(1 - level, self.freedom) * self.error
+
+
+def estimate(differences: Sequence[float]) -> Estimate:
+    """Return the winsorised mean of at least two differences."""
+    num = len(differences)
+    cut = num // ONE_OF if num >= WINSORISED_FROM else 0
+    ordered = sorted(differences)
+    least, most = ordered[cut], ordered[-1 - cut]
+    values = [min(max(value, least), most) for value in ordered]
+    kept = num - 2 * cut
+    error = stdev(values) / sqrt(num) * (num - 1) / (kept - 1)
+    return Estimate(mean=fmean(values), error=error + LEAST_ERROR, freedom=kept - 1)
+
+
+@lru_cache(maxsize=256)
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return which value Student's t stays below with that probability, from 0.5 on."""
+    low, high = 0.0, 1.0
+    while student_probability(high, freedom) < probability:
+        low, high = high, high * 2
+        if high == inf:
+            return inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        if student_probability(middle, freedom) < probability:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def student_probability(value: float, freedom: int) -> float:
+    """Return with which probability Student's t is below; Abramowitz and Stegun, 26.7.3 and 4."""
+    angle = atan(value / sqrt(freedom))
+    odd = freedom % 2
+    term = cos(angle) if odd else 1.0
+    total = 0.0
+    for index in range(freedom // 2):
+        total += term
+        term *= cos(angle) ** 2 * (2 * index + 1 + odd) / (2 * index + 2 + odd)
+    within = 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    return 0.5 + within / 2

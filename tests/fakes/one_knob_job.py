@@ -1,0 +1,116 @@
+"""A job of one rank and one knob, that a whole tuner works on; the times of its steps are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zerowatch.metrics.catalog import training, watching
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.tuner.contract import JobFacts
+from zerowatch.runtime.tuner.controller import Controller
+from zerowatch.runtime.tuner.experiment import Conclusion
+from zerowatch.runtime.tuner.reading import Reading
+from zerowatch.runtime.tuner.rules import Denied, Rules
+from zerowatch.runtime.tuner.words import (
+    Configuration,
+    Contract,
+    Outcome,
+    StepTime,
+    Symptom,
+    Undo,
+    Value,
+)
+
+KNOB, OLD, NEW = "python_gc", "automatic", "between_steps"
+SWITCH_SECONDS = 0.01
+SAMPLES = 8
+OTHER_RATIO = 0.3  # of a step, in no phase: what the knob helps against
+
+
+class OneKnobJob:
+    """Plays the hands, the metrics and the listener of a controller.
+
+    Args:
+        gain: Of throughput, with the knob at its new value.
+        step_seconds: Of a usual step.
+        observe_seconds: Before each diagnosis.
+
+    Attributes:
+        conclusions: What the controller came to.
+        seconds: That training took so far, switches included.
+        num_steps: So far.
+        accepted_after: So many steps; None while nothing was.
+    """
+
+    def __init__(self, gain: float, *, step_seconds: float, observe_seconds: float = 2.0) -> None:
+        self.conclusions: list[Conclusion] = []
+        self.accepted_after: int | None = None
+        self.seconds, self.num_steps = 0.0, 0
+        self._gain, self._step_seconds = gain, step_seconds
+        self._value: Value = OLD
+        self._recorder = Recorder()
+        self._recorder.inform(
+            training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "1", "1"
+        )
+        rules = Rules(contract=Contract.BITWISE, observe_seconds=observe_seconds)
+        facts = JobFacts(world_size=1, backend="gloo", gradient_bytes=1, parameter_bytes=1)
+        self.controller = Controller(self, self._recorder.snapshot, lambda: facts, rules, self)
+
+    @property
+    def works_with_new(self) -> bool:
+        return self._value == NEW
+
+    def run(self, noise: Sequence[float]) -> None:
+        """Train a step for each factor of its time."""
+        for factor in noise:
+            meets = self.controller.meets_next
+            usual = factor * self._step_seconds
+            self._train(usual / (1 + self._gain) if self.works_with_new else usual)
+            order = self.controller.course.order() if meets else None
+            if order is not None:
+                self.apply(order.target)
+                self.seconds += SWITCH_SECONDS
+                self.controller.carried_out(order, Outcome(done=True, seconds=SWITCH_SECONDS))
+
+    def _train(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.num_steps += 1
+        for phase, ratio in (("backward", 1 - OTHER_RATIO), ("other", OTHER_RATIO)):
+            self._recorder.add(training.PHASE_SECONDS, ratio * seconds, phase)
+        self._recorder.add(training.STEPS, 1)
+        self._recorder.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
+        step = StepTime(number=self.num_steps, seconds=seconds, samples=SAMPLES)
+        self.controller.window_ended(step)
+
+    def values(self) -> Configuration:
+        return {KNOB: self._value}
+
+    def options(self) -> Mapping[str, Sequence[Value]]:
+        return {KNOB: (OLD, NEW)}
+
+    def refusal(self, target: Configuration) -> str | None:
+        return None
+
+    def apply(self, target: Configuration) -> Undo:
+        self._value = target[KNOB]
+        return lambda: None
+
+    def verify(self, target: Configuration) -> bool:
+        return target[KNOB] == self._value
+
+    def state(self, name: str) -> None:
+        pass
+
+    def configured(self, configuration: Configuration) -> None:
+        pass
+
+    def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+        pass
+
+    def concluded(self, conclusion: Conclusion) -> None:
+        self.conclusions.append(conclusion)
+        if conclusion.verdict == "accepted" and self.accepted_after is None:
+            self.accepted_after = self.num_steps
+
+    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
+        pass

@@ -1,0 +1,150 @@
+"""A job that a controller tunes, without engines and clocks: a slow link, three knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from zerowatch.metrics.catalog import communication, training, watching
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.tuner.contract import JobFacts
+from zerowatch.runtime.tuner.controller import Controller
+from zerowatch.runtime.tuner.experiment import Conclusion
+from zerowatch.runtime.tuner.known import Known
+from zerowatch.runtime.tuner.reading import Reading
+from zerowatch.runtime.tuner.rules import Denied, Rules
+from zerowatch.runtime.tuner.words import (
+    Configuration,
+    Contract,
+    Order,
+    Outcome,
+    StepTime,
+    Symptom,
+    Undo,
+    Value,
+)
+
+STEP_SECONDS, SAMPLES = 1.0, 16
+WAITS = 0.6  # of a step, for communication
+OPTIONS: Mapping[str, Sequence[Value]] = {
+    "micro_batch_samples": (4, 8),
+    "gradient_compression": (None, "int8"),
+    "activation_checkpointing": (False, True),
+}
+START: Configuration = {
+    "micro_batch_samples": 4,
+    "gradient_compression": None,
+    "activation_checkpointing": False,
+}
+DONE = Outcome(done=True, seconds=0.1)
+
+
+class Job:
+    """Two ranks on a slow link; micro-batches of 8 halve a step, compression takes a third more.
+
+    Attributes:
+        now: What the ranks work with.
+        states, conclusions, known: What the controller told.
+        coverage, oom_risk, replays, loss: Of the next windows.
+        is_watched: Whether metrics are renewed.
+        is_usable: Whether windows say how long a step takes.
+        pace, saving: By which all windows take longer, and those with larger micro-batches less.
+        answer: How orders end.
+    """
+
+    def __init__(self, *, acts: bool = True, known: Known | None = None) -> None:
+        self.now = dict(START)
+        self.states: list[str] = []
+        self.conclusions: list[Conclusion] = []
+        self.known: list[tuple[str, Configuration, Denied]] = []
+        self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
+        self.is_watched = self.is_usable = True
+        self.pace, self.saving = 1.0, 0.5
+        self.answer: Callable[[Order], Outcome] = lambda _: DONE
+        self._recorder, self._steps = Recorder(), 0
+        self._recorder.inform(
+            training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
+        )
+        facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
+        rules = Rules(contract=Contract.STATISTICAL, acts=acts, observe_seconds=4.0, soak_steps=5)
+        self.controller = Controller(
+            self, self._recorder.snapshot, lambda: facts, rules, self, known
+        )
+
+    def run(self, num_steps: int, until: Callable[[], bool] = lambda: False) -> None:
+        for _ in range(num_steps):
+            meets = self.controller.meets_next
+            self._train()
+            order = self.controller.course.order() if meets else None
+            if order is not None:
+                self.carry_out(order)
+            if until():
+                return
+
+    def carry_out(self, order: Order) -> None:
+        outcome = self.answer(order)
+        if outcome.done:
+            self.now = {**self.now, **order.target}
+        self.controller.carried_out(order, outcome)
+
+    def until_trial(self) -> None:
+        """Train until something else than at the start is in use."""
+        self.run(60, until=lambda: self.now != START)
+        assert self.now != START
+
+    def _train(self) -> None:
+        self._steps += 1
+        faster = self.saving if self.now["micro_batch_samples"] == 8 else 1.0
+        seconds = (
+            self.pace * STEP_SECONDS * faster * (4 / 3 if self.now["gradient_compression"] else 1.0)
+        )
+        add, put = self._recorder.add, self._recorder.set
+        add(training.PHASE_SECONDS, seconds, "backward")
+        add(training.STEPS, 1)
+        add(communication.COMM_SECONDS, WAITS * seconds, "dp")
+        add(communication.COMM_EXPOSED_SECONDS, WAITS * seconds, "dp")
+        add(communication.COMM_CAUSE_SECONDS, WAITS * seconds, "bandwidth")
+        add(communication.COLLECTIVE_WIRE_BYTES, 10**8, "all_reduce", "dp")
+        put(communication.COMM_COVERAGE_RATIO, self.coverage)
+        if self.is_watched:
+            put(watching.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
+        self.controller.window_ended(
+            StepTime(
+                number=self._steps,
+                seconds=seconds,
+                samples=SAMPLES,
+                usable=self.is_usable,
+                oom_risk=self.oom_risk,
+                replays=self.replays,
+                loss=self.loss,
+            )
+        )
+
+    def values(self) -> Configuration:
+        return dict(self.now)
+
+    def options(self) -> Mapping[str, Sequence[Value]]:
+        return OPTIONS
+
+    def refusal(self, target: Configuration) -> str | None:
+        return None
+
+    def apply(self, target: Configuration) -> Undo:
+        raise NotImplementedError
+
+    def verify(self, target: Configuration) -> bool:
+        raise NotImplementedError
+
+    def state(self, name: str) -> None:
+        self.states.append(name)
+
+    def configured(self, configuration: Configuration) -> None:
+        pass
+
+    def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+        pass
+
+    def concluded(self, conclusion: Conclusion) -> None:
+        self.conclusions.append(conclusion)
+
+    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
+        self.known.append((context, configuration, denied))

@@ -1,0 +1,113 @@
+"""What a tuner found out, made by hand: a job on a slow link, and a change that helps or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from zerowatch.runtime.tuner.contract import JobFacts
+from zerowatch.runtime.tuner.decision import Change, Decision
+from zerowatch.runtime.tuner.diagnose import diagnose
+from zerowatch.runtime.tuner.experiment import Conclusion
+from zerowatch.runtime.tuner.proposals import Situation, propose
+from zerowatch.runtime.tuner.reading import Reading
+from zerowatch.runtime.tuner.trial import Trial
+from zerowatch.runtime.tuner.trial_plan import plan_trial
+from zerowatch.runtime.tuner.words import Contract, Symptom
+
+SLOW_LINK = Reading(
+    seconds=30.0,
+    steps=40.0,
+    phase_ratios={"forward": 0.2, "backward": 0.78, "optimizer": 0.02},
+    exposed_ratio=0.68,
+    comm_ratio=0.68,
+    cause_ratios={"latency": 0.02, "bandwidth": 0.4, "imbalance": 0.0, "redundancy": 0.26},
+    coverage=1.0,
+    step_wire_bytes=144e6,
+    step_calls=40.0,
+    link_bandwidth=25e6,
+    link_latency=1e-3,
+    on_cpu=True,
+    headroom_ratio=0.3,
+    oom_risk=0.0,
+    world_size=2,
+)
+CONFIGURATION = {
+    "micro_batch_samples": 4,
+    "reduce_bucket_size": 500_000_000,
+    "overlap_comm": False,
+    "gradient_compression": None,
+    "zero_stage": 2,
+}
+OPTIONS = {
+    "micro_batch_samples": (4, 8, 16),
+    "overlap_comm": (False, True),
+    "gradient_compression": (None, "bf16", "int8", "fp8"),
+}
+
+
+def situation(**changes: Any) -> Situation:
+    """Return a job whose window is 16 samples a rank, in 4 micro-batches."""
+    usual = Situation(
+        configuration=CONFIGURATION,
+        options=OPTIONS,
+        facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=40 * 2**20, parameter_bytes=1),
+        contract=Contract.REASSOCIATION,
+        allows_rebuild=False,
+        symptoms=diagnose(SLOW_LINK),
+        reading=SLOW_LINK,
+        samples_per_rank=16,
+        denied=frozenset({("gradient_compression", None), ("gradient_compression", "int8")}),
+    )
+    return replace(usual, **changes)
+
+
+def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion:
+    """Try what is proposed first, from 0.07 seconds a sample; None for advice without a trial."""
+    where = situation(**changes)
+    proposal = propose(where)[0]
+    if seconds_after is None:
+        return Conclusion(
+            proposal=proposal, situation=where, verdict="advised", reason=proposal.why
+        )
+    plan = plan_trial(2.0, number=1, tier=proposal.tier, settle_steps=2)
+    trial, times = Trial(plan), []
+    while trial.verdict is None:
+        wobble = 1 + len(times) % 3 / 1000
+        times.append((0.07 if trial.arm == "A" else seconds_after) * wobble)
+        trial.add(times[-1])
+    return Conclusion(
+        proposal=proposal,
+        situation=where,
+        verdict=trial.verdict.verdict,
+        reason=trial.verdict.reason,
+        judgement=trial.verdict,
+        plan=plan,
+        times=tuple(times),
+        cost_seconds=1.5,
+    )
+
+
+def decision(changes: Sequence[Change] | None = None, **others: Any) -> Decision:
+    """Return an accepted change of the micro-batch, or what is given of it."""
+    values: dict[str, Any] = {
+        "number": 1,
+        "unix_seconds": 1.8e9,
+        "step": 41,
+        "symptom": Symptom(name="comm_bandwidth", ratio=0.4, evidence={"comm_exposed_ratio": 0.68}),
+        "changes": changes or (Change(knob="micro_batch_samples", before=4, after=16),),
+        "contract": Contract.REASSOCIATION,
+        "predicted_gain": 1.2,
+        "gain": 1.31,
+        "lower": 1.27,
+        "upper": 1.36,
+        "pairs": 3,
+        "steps": 18,
+        "verdict": "accepted",
+        "reason": "each step was far faster",
+        "context": "link 2^25 B/s",
+        "world_size": 2,
+        "mode": "auto",
+    }
+    return Decision(**(values | others))

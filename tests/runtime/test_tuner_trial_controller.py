@@ -1,0 +1,39 @@
+"""A whole tuner with one knob, in simulated training; tests/bench/tuner_simulation.py has more."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.noisy_steps import noisy_steps
+from fakes.one_knob_job import OneKnobJob
+
+SESSIONS, STEPS = 8, 250
+
+
+def jobs(gain: float, step_seconds: float = 0.1) -> list[OneKnobJob]:
+    done = []
+    for seed in range(SESSIONS):
+        job = OneKnobJob(gain, step_seconds=step_seconds)
+        job.run(noisy_steps(seed, STEPS))
+        done.append(job)
+    return done
+
+
+@pytest.mark.parametrize("step_seconds", [0.1, 7.0])
+def test_a_knob_that_helps_is_turned_for_good(step_seconds: float) -> None:
+    done = jobs(0.1, step_seconds)
+
+    assert all(job.works_with_new and job.accepted_after for job in done)
+
+
+def test_a_knob_that_does_harm_is_never_taken_for_good() -> None:
+    assert {job.accepted_after for job in jobs(-0.05)} == {None}
+
+
+def test_what_runs_far_slower_is_turned_back_at_once() -> None:
+    job = OneKnobJob(-0.6, step_seconds=0.1)
+
+    job.run(noisy_steps(1, 60))
+
+    assert not job.works_with_new
+    assert job.conclusions[0].judgement is not None
+    assert job.conclusions[0].judgement.steps < 12
