@@ -17,7 +17,7 @@ from .plan.engine_plan import plan_of_engine
 from .plan.plan import Plan
 from .profiled_steps import ProfiledSteps
 from .surroundings import Surroundings
-from .volume import VolumeWatch
+from .volume import VolumeWatch, Way, way_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Comparison:
         hooks, recorder = around.hooks, around.recorder
         self._around = around
         speaks = around.identity.rank == 0
-        volume = VolumeWatch(hooks.guard("plan", self._plan), recorder, speaks=speaks)
+        volume = VolumeWatch(hooks.guard("plan", self._plan), self._way, recorder, speaks=speaks)
         self.begin_anew = hooks.guard("volume", volume.begin_anew)
         self._exchange = self._new_exchange(volume.ratio)
         self._hang = self._new_hang_watch()
@@ -121,6 +121,10 @@ class Comparison:
         on_cuda = cuda_device() is not None
         recorder = self._around.recorder
         return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
+
+    def _way(self) -> Way | None:
+        engine = self._around.engine()
+        return None if engine is None else way_of(engine)
 
     def _plan(self, micro_batches: int) -> Plan | None:
         """Plan a step of this engine; None where more than data parallelism communicates."""

@@ -28,7 +28,7 @@ from .window_figures import RebuildOutcome, WindowFigures
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTING, REBUILT = STEPS[0], STEPS[-1]
+CHECKPOINTING, _, SLEEP, REBUILT = STEPS
 CODEC = "gradient codec"
 
 Undo = Callable[[], None]
@@ -49,6 +49,7 @@ class EngineChanges:
         engine, config: As they stand.
         codec: What compresses gradients, where something does.
         is_rebuilt: Whether this is no longer the first engine.
+        on_adopted: Called as another engine takes the place of one, before anything is laid on it.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EngineChanges:
         self.is_rebuilt = False
         self._watch, self._agreement, self._figures = engine.watch, agreement, figures
         self._make_engine = make_engine
+        self.on_adopted: list[Callable[[], None]] = []
         self._laid_on: dict[str, tuple[Apply, Undo]] = {}
 
     def checkpoint_activations(self, chosen: Chosen | bool) -> None:
@@ -72,10 +74,11 @@ class EngineChanges:
         Raises:
             ZerowatchError: No such module is there.
         """
-        self._take_off(CHECKPOINTING)
-        if chosen is not False:
-            which = None if chosen is True else chosen
-            self._lay_on(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
+        if chosen is False:
+            self.bear(CHECKPOINTING, None)
+            return
+        which = None if chosen is True else chosen
+        self.bear(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
 
     def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
         """Send gradients in another form from the next window on; None for DeepSpeed's own way.
@@ -89,10 +92,35 @@ class EngineChanges:
             reason = codec.refusal(self.engine)
             if reason is not None:
                 raise ValueError(f"gradients cannot be sent as {codec.kind}: {reason}")
-        self._take_off(CODEC)
-        if codec is not None:
-            self._lay_on(CODEC, codec.attach)
+        self.send_through(codec)
+
+    def send_through(self, codec: GradientCodec | None) -> None:
+        """Let gradients go through this codec in the place of the one before, if any.
+
+        Raises:
+            ValueError: The engine's gradients cannot be had; the one before is on.
+        """
+        self.bear(CODEC, None if codec is None else codec.attach)
         self.codec = codec
+
+    def borne(self, name: str) -> Apply | None:
+        """Return what laid on the engine what it bears under a name; None where that is nothing."""
+        return self._laid_on[name][0] if name in self._laid_on else None
+
+    def bear(self, name: str, apply: Apply | None) -> None:
+        """Lay something on the engine in the place of what it bears under a name, or nothing.
+
+        What `apply` raises is raised; the engine then bears what it bore before.
+        """
+        before = self.borne(name)
+        self._take_off(name)
+        try:
+            if apply is not None:
+                self._lay_on(name, apply)
+        except BaseException:
+            if before is not None:
+                self._lay_on(name, before)
+            raise
 
     def begin_window(self, unit: float) -> None:
         """Let the codec start from what was committed.
@@ -130,7 +158,14 @@ class EngineChanges:
         Raises:
             RebuildError: Nothing has changed; training goes on.
         """
-        config = self._changed(changes)
+        self.rebuild_as(self._changed(changes))
+
+    def rebuild_as(self, config: Mapping[str, Any]) -> None:
+        """Put another engine in the place of this one, of a ds config that a run was made for.
+
+        Raises:
+            RebuildError: Nothing has changed; training goes on.
+        """
         began = perf_counter()
         outcome: RebuildOutcome = "refused"
         with self._bare():
@@ -226,6 +261,8 @@ class EngineChanges:
     def _adopt(self, engine: Any) -> None:
         self.engine = engine
         self._watch.move_to(engine)
+        for tell in self.on_adopted:
+            tell()
 
     def _sleeping(self) -> list[Sleep]:
         return [undo for _, undo in self._laid_on.values() if isinstance(undo, Sleep)]

@@ -28,6 +28,7 @@ _TORCHS_OPTIONS = (
     "worker_init_fn",
     "multiprocessing_context",
 )
+BATCH_MULTIPLES = (1, 2, 4)  # beyond, no rule for the learning rate is known to hold
 # What the order of the samples depends on: a position means nothing where one of these differs.
 _OF_THE_ORDER = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
 
@@ -104,12 +105,46 @@ class ResumableLoader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
-        return self.position // len(self)
+        return self._order.place(self.position).epoch
+
+    @property
+    def batch_samples(self) -> int:
+        """Samples of a global batch, as asked for last; those loaded ahead may be of another."""
+        return self._order.latest_samples
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """What it may be changed to: multiples of what it began with, as far as samples go."""
+        first, most = self._order.batch_samples, self._order.num_samples
+        return tuple(first * times for times in BATCH_MULTIPLES if first * times <= most)
+
+    @property
+    def batch_ratio(self) -> float:
+        """The size of the batch that was handed out last, over what it began with."""
+        return self._order.place(max(0, self.position - 1)).samples / self._order.batch_samples
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether that may be another ratio than 1 for any batch."""
+        return self._order.has_changed
+
+    @property
+    def next_index(self) -> int:
+        """The first batch that was not made yet on this rank, as ones loaded ahead are."""
+        return max(self.position, self._order.next_index)
+
+    def resize(self, from_index: int, batch_samples: int) -> None:
+        """Make batches of another size from one on that no rank has made yet, on all ranks alike.
+
+        Raises:
+            ValueError: This rank has, or there are not so many samples.
+        """
+        self._order.resize(from_index, batch_samples)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this epoch's batches."""
-        end = (self.epoch + 1) * len(self)
-        while self.position < end:
+        epoch = self.epoch
+        while self.epoch == epoch:
             yield self._next()
 
     def forever(self) -> Iterator[Any]:
@@ -122,7 +157,7 @@ class ResumableLoader:
 
         It is the same on all ranks, and holds for other numbers of ranks and workers too.
         """
-        return {"position": self.position, **self._facts()}
+        return {"position": self.position, "sizes": self._order.state_dict(), **self._facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batch that was handed out last when the state was taken.
@@ -139,6 +174,8 @@ class ResumableLoader:
                 )
         self.close()
         self.position = int(state["position"])
+        begun = [[0, 0, 0, self._order.batch_samples]]
+        self._order.load_state_dict(state.get("sizes", begun), self.position)
 
     def close(self) -> None:
         """End the workers; the loader can still be used. Safe to call twice."""

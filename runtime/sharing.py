@@ -1,21 +1,29 @@
-"""The data of a TrainingRun: its loader, and shares that follow the ranks' speeds if asked."""
+"""The data of a TrainingRun: its loader, how large batches are, and who gets how much of each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from ..metrics.step_record import StepRecord
 from .balance.balancer import Balancer, EndedWindow
 from .balance.busy_time import BusyTime
+from .balance.learning_rate import exponent_of, follow_batch
 from .balance.schedule import ShareSchedule
+from .balance.shares import Shares
+from .engine_changes import EngineChanges
 from .loader import ResumableLoader, resumable_loader
 from .stream_loader import StreamLoader
 from .window.agreement import Agreement
 
 logger = logging.getLogger(__name__)
+
+RATE = "learning rate of another batch"
 
 
 class Sharing:
@@ -23,25 +31,52 @@ class Sharing:
 
     Args:
         agreement: Of the run.
-        watch: The watch, which tells for how long collectives blocked training.
-        balance: Whether shares follow the speeds; else they are even.
+        changes: Holds the engine; its watch tells for how long collectives blocked training.
+        balance: Whether shares follow the speeds to begin with; else they are even.
+
+    Attributes:
+        balances: Whether shares are to follow the speeds.
+        batch_samples: What a batch is to hold over all ranks; 0 before there is a loader.
+
+    Both may be set between two windows, on all ranks alike. From which batch on they hold is agreed
+    on as the next window ends: here one rank may still fail at something else, and have it all
+    taken back, while the others wait for it.
     """
 
-    def __init__(self, agreement: Agreement, watch: Any, *, balance: bool) -> None:
-        self._agreement = agreement
-        self._watch = watch
-        self._balances = balance and agreement.world_size > 1
+    def __init__(self, agreement: Agreement, changes: EngineChanges, *, balance: bool) -> None:
+        self._agreement, self._changes = agreement, changes
+        self.batch_samples = 0
+        self.balances = balance and agreement.world_size > 1
+        self._is_balancing = self.balances
         self._balancer: Balancer | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._last_end = perf_counter()
-        if self._balances:
+        watch = changes.engine.watch
+        if agreement.world_size > 1:
             watch.subscribe(self._take_record)
-            if not watch.is_open:
-                logger.warning(
-                    "balance=True without watching: from ZeRO stage 2 on nobody tells how long "
-                    "ranks wait for each other, and shares stay even"
-                )
+        if self.balances and not watch.is_open:
+            logger.warning(
+                "balance=True without watching: from ZeRO stage 2 on nobody tells how long "
+                "ranks wait for each other, and shares stay even"
+            )
+
+    def always_even(self) -> str | None:
+        """Say why shares cannot follow the speeds; None where they can."""
+        if self._agreement.world_size == 1:
+            return "one rank by itself shares nothing out"
+        return None if self._balancer is not None else self._no_order()
+
+    def fixed_size(self) -> str | None:
+        """Say why batches cannot be of another size; None where they can."""
+        optimizer = self._changes.engine.basic_optimizer
+        if exponent_of(optimizer) is None:
+            return f"nobody knows how {type(optimizer).__name__}'s learning rate goes with it"
+        return self._no_order()
+
+    def batch_sizes(self) -> Sequence[int]:
+        """Return what batches may hold; nothing where they are not ours."""
+        return self._loader.batch_sizes if isinstance(self._loader, ResumableLoader) else ()
 
     def loader(
         self, dataset: Any, *, batch_samples: int, **options: Any
@@ -51,7 +86,9 @@ class Sharing:
         A later one takes its place. Options are those of `resumable_loader`.
         """
         rank, world_size = self._agreement.rank, self._agreement.world_size
-        balancer = self._new_balancer(batch_samples) if self._balances else None
+        has_shares = world_size > 1 and not isinstance(dataset, IterableDataset)
+        # A stream has none either way; where they were asked for, the loader says so.
+        balancer = self._new_balancer(batch_samples) if has_shares or self.balances else None
         self._loader = resumable_loader(
             dataset,
             batch_samples=batch_samples,
@@ -60,7 +97,8 @@ class Sharing:
             shares_at=balancer.schedule.shares_at if balancer else None,
             **options,
         )
-        self._balancer = balancer
+        self._balancer, self._is_balancing = balancer, self.balances
+        self.batch_samples = batch_samples
         if self._loaded is not None:
             self.load_state_dict(self._loaded)
         return self._loader
@@ -76,10 +114,12 @@ class Sharing:
             seconds: Wall time of the passes, without votes; None where it says little.
             collectives_inside: Whether there is communication in them, as from stage 2 on.
         """
-        if self._balancer is None or self._loader is None:
-            return
         now, before = perf_counter(), self._last_end
         self._last_end = now
+        if isinstance(self._loader, ResumableLoader):
+            self._resize(self._loader)
+        if self._balancer is None or self._loader is None:
+            return
         self._balancer.busy_time.collectives_inside = collectives_inside
         window = EndedWindow(
             index=self._loader.position - 1,
@@ -88,7 +128,7 @@ class Sharing:
             passes_seconds=seconds,
             seconds=now - before,
         )
-        shares = self._balancer.window_ended(window)
+        shares = self._new_shares(self._balancer, window)
         if shares is not None and self._agreement.rank == 0:
             logger.info("from one of the next batches on the ranks get %s samples", list(shares))
 
@@ -111,13 +151,55 @@ class Sharing:
         self._loaded = None
         if state:
             self._loader.load_state_dict(state["data"])
-            if self._balancer is not None and state["shares"] is not None:
+            if isinstance(self._loader, ResumableLoader):
+                self._scale_rate(self._loader)
+                self.batch_samples = self._loader.batch_samples
+            # Without, all ranks go on evenly from the batch that they are put to.
+            if self._balancer is not None and self.balances and state["shares"] is not None:
                 self._balancer.load_state_dict(state["shares"])
 
     def close(self) -> None:
         """End the loader's workers. Safe to call twice."""
         if self._loader is not None:
             self._loader.close()
+
+    def _no_order(self) -> str | None:
+        if self._loader is None:
+            return "batches do not come from TrainingRun.loader"
+        return "each rank reads a stream" if isinstance(self._loader, StreamLoader) else None
+
+    def _resize(self, loader: ResumableLoader) -> None:
+        """Let batches be of the size that is asked for, from the first one that no rank has made.
+
+        Shares stay in proportion.
+        """
+        if loader.batch_samples == self.batch_samples:
+            return
+        from_index = int(self._agreement.gather([loader.next_index]).max())
+        loader.resize(from_index, self.batch_samples)
+        self._scale_rate(loader)
+        if self._balancer is not None:
+            self._balancer.forget_times()
+        if self._agreement.rank == 0:
+            logger.info("from batch %d on batches hold %d samples", from_index, self.batch_samples)
+
+    def _scale_rate(self, loader: ResumableLoader) -> None:
+        """Have the learning rate go with the batch, on engines to come as well."""
+        if loader.is_resized and self._changes.borne(RATE) is None:
+            self._changes.bear(RATE, partial(follow_batch, ratio=self._batch_ratio))
+
+    def _batch_ratio(self) -> float:
+        return self._loader.batch_ratio if isinstance(self._loader, ResumableLoader) else 1.0
+
+    def _new_shares(self, balancer: Balancer, window: EndedWindow) -> Shares | None:
+        """Take a window; return what shares are to be from a later one on, where that changes."""
+        if self._is_balancing and self.balances:
+            return balancer.window_ended(window)
+        balancer.measure(window)
+        if self._is_balancing == self.balances:
+            return None
+        self._is_balancing = self.balances
+        return balancer.begin() if self.balances else balancer.end()
 
     def _new_balancer(self, batch_samples: int) -> Balancer:
         schedule = ShareSchedule(batch_samples, self._agreement.world_size)

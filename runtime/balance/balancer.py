@@ -10,7 +10,7 @@ from typing import Any
 
 from .busy_time import BusyTime
 from .schedule import ShareSchedule
-from .shares import Shares, fitting_shares, gain
+from .shares import Shares, even_shares, fitting_shares, gain
 from .trial import Trial
 
 EVERY_WINDOWS = 8  # one exchange of four numbers; a median of fewer windows says little
@@ -49,6 +49,8 @@ class Balancer:
     Every rank calls `window_ended` after each of its windows, so that all exchange at the same one,
     and all work the same shares out of the same numbers. Shares that make windows no faster, as
     where they take more micro-batches and so more communication, are taken back.
+
+    While shares are to stay even it is `measure` instead; `begin` and `end` lie between.
     """
 
     def __init__(self, schedule: ShareSchedule, gather: Gather, busy_time: BusyTime) -> None:
@@ -61,19 +63,51 @@ class Balancer:
         self._sample_seconds: tuple[float, ...] = ()
         self._trial = Trial()
 
-    def window_ended(self, window: EndedWindow) -> Shares | None:
-        """Take a window; return the new shares where some were agreed on."""
+    def measure(self, window: EndedWindow) -> None:
+        """Take a window's time, and nothing more."""
         self._num_windows += 1
-        self._seconds.append(window.seconds)
         if self._num_windows > WARM_UP_WINDOWS and window.passes_seconds is not None:
             self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
-        if self._num_windows % EVERY_WINDOWS:
+
+    def begin(self) -> Shares | None:
+        """Share out by what was measured so far; return the new shares, if it asks for others.
+
+        Whether they help is for the caller to find out. What they were before is even shares.
+        """
+        self.forget_times()
+        told = self._gather([self._newest(), self.schedule.next_index]).tolist()
+        measured, next_indices = zip(*told, strict=True)
+        if not _all_known(measured):
             return None
-        newer = self.busy_time.take()
-        self._measured = self._measured if newer is None else newer
+        self._sample_seconds = smoothed(self._sample_seconds, measured)
+        no_limits = [math.inf] * len(measured)
+        shares = better_shares(self.schedule.latest, self._sample_seconds, no_limits)
+        if shares is not None:
+            self.schedule.change(int(max(next_indices)), shares)
+        return shares
+
+    def end(self) -> Shares | None:
+        """Go back to even shares, from the first batch on that no rank has begun to load."""
+        self.forget_times()
+        even = even_shares(self.schedule.num_samples, self.schedule.num_ranks)
+        if self.schedule.latest == even:  # on all ranks alike
+            return None
+        self.schedule.change(int(self._gather([self.schedule.next_index]).max()), even)
+        return even
+
+    def forget_times(self) -> None:
+        """Take it that windows are no longer comparable with those before."""
+        self._seconds, self._trial = [], Trial()
+
+    def window_ended(self, window: EndedWindow) -> Shares | None:
+        """Take a window; return the new shares where some were agreed on."""
+        self.measure(window)
+        self._seconds.append(window.seconds)
+        if len(self._seconds) < EVERY_WINDOWS:
+            return None
         usual, self._seconds = median(self._seconds), []
         told = self._gather(
-            [self._measured, self.schedule.next_index, window.most_samples, usual]
+            [self._newest(), self.schedule.next_index, window.most_samples, usual]
         ).tolist()
         measured, next_indices, most, seconds = zip(*told, strict=True)
         shares = self._decide(window.index, measured, most, max(seconds))
@@ -94,11 +128,17 @@ class Balancer:
         if self.schedule.load_state_dict(state):
             self._sample_seconds = tuple(state["sample_seconds"])
 
+    def _newest(self) -> float:
+        """Return this rank's seconds per sample, nan before any are known."""
+        newer = self.busy_time.take()
+        self._measured = self._measured if newer is None else newer
+        return self._measured
+
     def _decide(
         self, index: int, measured: Sequence[float], most: Sequence[float], seconds: float
     ) -> Shares | None:
-        if any(math.isnan(each) or each <= 0 for each in measured):
-            return None  # a rank has nothing to tell yet
+        if not _all_known(measured):
+            return None
         self._sample_seconds = smoothed(self._sample_seconds, measured)
         if self._trial.is_under_way:
             return self._trial.verdict(index + 1 - EVERY_WINDOWS, seconds)
@@ -122,6 +162,11 @@ def better_shares(
     best = fitting_shares(sum(now), sample_seconds, most)
     too_much = any(share > limit for share, limit in zip(now, most, strict=True))
     return best if too_much or gain(now, best, sample_seconds) >= least_gain else None
+
+
+def _all_known(measured: Sequence[float]) -> bool:
+    """Whether every rank has something to tell already."""
+    return all(each > 0 for each in measured)  # nan is not
 
 
 def smoothed(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ from collections import deque
 from statistics import median
 
 MAX_WINDOWS = 256
+RECENT_WINDOWS = 32  # what was before them, where nobody asked for long, may be no longer true
 
 
 class BusyTime:
@@ -30,7 +31,7 @@ class BusyTime:
         self._blocked.append((step, seconds))
 
     def take(self) -> float | None:
-        """Return the median seconds per sample since the last time; None where none is known."""
+        """Return the recent median seconds per sample; None where nothing new is known."""
         if not self.collectives_inside:
             known = [(samples, seconds) for _, samples, seconds in self._windows]
             self._windows.clear()
@@ -38,7 +39,8 @@ class BusyTime:
             known = self._take_unblocked()
         if not known:
             return None
-        return median(max(seconds, 0.0) / samples for samples, seconds in known)
+        recent = known[-RECENT_WINDOWS:]
+        return median(max(seconds, 0.0) / samples for samples, seconds in recent)
 
     def _take_unblocked(self) -> list[tuple[int, float]]:
         """Return what is known of both; a window whose record is still to come waits for it."""

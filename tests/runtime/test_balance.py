@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from zerowatch.runtime.balance.balancer import (
     better_shares,
 )
 from zerowatch.runtime.balance.busy_time import BusyTime
+from zerowatch.runtime.balance.learning_rate import exponent_of, follow_batch
 from zerowatch.runtime.balance.schedule import MAX_CHANGES, ShareSchedule
 from zerowatch.runtime.balance.shares import (
     busy_seconds,
@@ -356,3 +358,94 @@ def test_a_balancer_that_was_saved_goes_on():
 
 def test_even_shares_add_up():
     assert even_shares(8, 3) == (3, 3, 2)
+
+
+def two_ranks(told: Sequence[float]) -> tuple[Balancer, list[int]]:
+    """A balancer whose rank measured 0.1, and whose peer tells the given; and what was gathered."""
+    calls: list[int] = []
+
+    def gather(values: Sequence[float]) -> np.ndarray:
+        calls.append(len(values))
+        return np.array([values, told[-len(values) :]])
+
+    return Balancer(ShareSchedule(12, 2), gather, BusyTime(collectives_inside=False)), calls
+
+
+def test_beginning_to_balance_shares_by_what_was_measured_behind_what_is_loaded():
+    balancer, calls = two_ranks([0.2, 5])
+    for step in range(20):
+        balancer.measure(window(step, 6, 0.6))
+    assert not calls
+
+    assert balancer.begin() == (8, 4)
+    assert [balancer.schedule.shares_at(index)[0] for index in (4, 5)] == [6, 8]
+
+
+def test_ending_to_balance_goes_back_to_even_shares_once():
+    balancer, calls = two_ranks([0.2, 5])
+    for step in range(20):
+        balancer.measure(window(step, 6, 0.6))
+    balancer.begin()
+    balancer.schedule.shares_at(8)
+
+    assert balancer.end() == (6, 6)
+    assert [balancer.schedule.shares_at(index)[0] for index in (8, 9)] == [8, 6]
+    num_calls = len(calls)
+    assert balancer.end() is None
+    assert len(calls) == num_calls
+
+
+def test_beginning_before_anything_is_known_leaves_shares_even():
+    balancer, _ = two_ranks([math.nan, 0])
+
+    assert balancer.begin() is None
+    assert balancer.schedule.latest == (6, 6)
+
+
+def test_busy_time_of_long_ago_does_not_count():
+    busy = BusyTime(collectives_inside=False)
+    for step in range(200):
+        busy.add(step, 1, 0.1 if step < 160 else 0.4)
+
+    assert busy.take() == pytest.approx(0.4)
+
+
+class Counting:
+    """Stands in for an optimizer; notes the rate of each update."""
+
+    def __init__(self) -> None:
+        self.param_groups, self.rates = [{"lr": 0.1}], []
+
+    def step(self) -> None:
+        self.rates.append(self.param_groups[0]["lr"])
+
+
+class AdamLike(Counting):
+    pass
+
+
+class LikeSGD(Counting):
+    pass
+
+
+class Lion(Counting):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(AdamLike, 2.0), (LikeSGD, 4.0)])
+def test_the_rate_goes_with_the_batch_for_the_time_of_an_update(kind, factor):
+    optimizer, ratios = kind(), [1.0, 4.0, 4.0]
+    undo = follow_batch(SimpleNamespace(basic_optimizer=optimizer), lambda: ratios[0])
+    for _ in range(2):
+        optimizer.step()
+        ratios.pop(0)
+    assert optimizer.param_groups == [{"lr": 0.1}]
+    undo()
+    optimizer.step()
+
+    assert optimizer.rates == pytest.approx([0.1, 0.1 * factor, 0.1])
+    assert "step" not in vars(optimizer)
+
+
+def test_of_some_optimizers_nobody_knows_how_the_rate_goes():
+    assert exponent_of(Lion()) is None

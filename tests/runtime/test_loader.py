@@ -166,6 +166,69 @@ def test_a_schedule_learns_what_workers_load_ahead():
     assert schedule.next_index == 1 + 2 * 2  # of each worker two batches
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_another_size_begin_behind_the_last_sample_of_those_before(num_workers):
+    of = loader(Numbers(120), num_workers=num_workers)
+    seen = batches(of, 2)
+    of.resize(of.next_index, 2 * BATCH)
+    ahead = of.next_index - 2
+    seen += batches(of, ahead + 1)
+    of.resize(of.next_index, BATCH)
+    seen += [batch.tolist() for batch in of]
+
+    sizes = [len(batch) for batch in seen]
+    assert sizes[: 2 + ahead + 1] == [BATCH] * (2 + ahead) + [2 * BATCH]
+    assert sizes[-1] == BATCH
+    assert [*chain(*seen)] == [*chain(*batches(loader(Numbers(120)), 20))]
+    assert (of.epoch, of.batch_samples, of.batch_ratio) == (1, BATCH, 1.0)
+
+
+def test_resuming_at_every_position_holds_while_sizes_change():
+    def changing(rank: int = 0, world_size: int = 1):
+        of = loader(Numbers(60), rank=rank, world_size=world_size)
+        for index, times in ((2, 2), (4, 4), (7, 1)):
+            of.resize(index, times * BATCH)
+        return of
+
+    whole = batches(changing(), 12)
+    assert [len(batch) // BATCH for batch in whole] == [1, 1, 2, 2, 4, 4, 4, 1, 1, 1, 1, 1]
+    for position in range(12):
+        saved = changing(rank=1, world_size=2)
+        batches(saved, position)
+        resumed = [loader(Numbers(60), rank=rank, world_size=3) for rank in range(3)]
+        for each in resumed:
+            each.load_state_dict(saved.state_dict())
+
+        assert together([batches(each, 12 - position) for each in resumed]) == whole[position:]
+
+
+def test_an_epoch_whose_rest_is_too_short_for_the_new_size_ends():
+    of = loader(Numbers(28))
+    seen = batches(of, 3)
+    of.resize(3, 4 * BATCH)
+    seen += batches(of, 2)
+
+    assert [len(batch) for batch in seen] == [BATCH] * 3 + [4 * BATCH] * 2
+    assert of.epoch == 3
+    assert len(of) == 1
+    assert all(len(set(batch)) == len(batch) for batch in seen)
+
+
+def test_a_batch_that_is_made_keeps_its_size():
+    of = loader(Numbers(60))
+    batches(of, 3)
+
+    with pytest.raises(ValueError, match="from batch 3 on its size can change"):
+        of.resize(2, 2 * BATCH)
+    with pytest.raises(ValueError, match="a batch of 61 cannot be made of 60 samples"):
+        of.resize(3, 61)
+
+
+def test_sizes_are_multiples_that_an_epoch_has_samples_for():
+    assert loader(Numbers(60)).batch_sizes == (6, 12, 24)
+    assert loader(Numbers(23)).batch_sizes == (6, 12)
+
+
 def test_an_incomplete_batch_is_kept_if_asked_and_shared_out_in_proportion():
     options = {"drop_last": False, "shares_at": lambda index: (4, 2)}
 

@@ -53,3 +53,11 @@ def test_collectives_that_were_not_predicted_are_told_of_once_by_one_rank(ranks)
     (line,) = first["lines"]
     assert "all_reduce 3 calls of" in line
     assert second["lines"] == []
+
+
+def test_knobs_that_were_turned_are_planned_and_a_codec_is_not_told_of(ranks):
+    for rank in ranks:
+        configured, turned = rank["stage 2"]["wire"], rank["turned"]["turned"]
+        assert turned["measured"] == turned["predicted"] != configured["predicted"]
+        assert rank["turned"]["compressed"]["measured"] < turned["measured"] / 2
+        assert rank["turned"]["lines"] == []

@@ -1,4 +1,6 @@
-"""Two ranks, the second one slow: trains with shares by speed and with even ones; JSON per rank.
+"""Two ranks, the second one slow: trains with shares by speed, with even ones, and by turns.
+
+JSON per rank.
 
 `balance_job.py FOLDER STAGE...`
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ BATCH, WIDTH, DATA_SAMPLES = 12, 8, 100
 SAMPLE_SECONDS = (0.002, 0.004)  # by rank
 # What collectives blocked, from stage 2 on, the watch tells once a second.
 WINDOWS = {1: 24, 2: 70, 3: 70}
+TURNED_ON, TURNED_OFF = 8, 18  # before the window of that index
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
 
 
@@ -53,11 +57,10 @@ def data() -> TensorDataset:
     return TensorDataset(x, x.sum(dim=1), torch.arange(DATA_SAMPLES))
 
 
-def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
-    """Train; return the samples that this rank saw by window, the last loss and the weights."""
+def make(stage: int, *, slow: bool, balance: bool) -> zerowatch.TrainingRun:
     torch.manual_seed(0)
-    model = Slow(SAMPLE_SECONDS[dist.get_rank()] if balance else 0.0)
-    run = zerowatch.TrainingRun(
+    model = Slow(SAMPLE_SECONDS[dist.get_rank()] if slow else 0.0)
+    return zerowatch.TrainingRun(
         model,
         config={
             "train_micro_batch_size_per_gpu": 3,
@@ -71,17 +74,53 @@ def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
         settings=QUIET,
         balance=balance,
     )
-    seen, loss = [], 0.0
-    for _, batch in zip(
-        range(WINDOWS[stage]),
-        run.loader(data(), batch_samples=BATCH, num_workers=num_workers).forever(),
-        strict=False,
-    ):
-        loss = run.train_batch(batch).loss
+
+
+def batches_of(run: zerowatch.TrainingRun, num_workers: int) -> Iterator[Any]:
+    return run.loader(data(), batch_samples=BATCH, num_workers=num_workers).forever()
+
+
+def go_on(run: zerowatch.TrainingRun, batches: Iterator[Any], windows: int) -> list[list[int]]:
+    """Train; return the samples that this rank saw by window."""
+    seen = []
+    for _, batch in zip(range(windows), batches, strict=False):
+        run.train_batch(batch)
         seen.append(batch[2].tolist())
-    weights = gathered(model)
+    return seen
+
+
+def end(run: zerowatch.TrainingRun, seen: list[list[int]]) -> dict[str, Any]:
+    weights = gathered(run.module)
     run.close()
-    return {"seen": seen, "loss": loss, "weights": weights, "samples": run.samples}
+    return {"seen": seen, "weights": weights, "samples": run.samples}
+
+
+def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
+    """Train in one way; return the samples that this rank saw by window, and the weights."""
+    run = make(stage, slow=balance, balance=balance)
+    return end(run, go_on(run, batches_of(run, num_workers), WINDOWS[stage]))
+
+
+def by_turns(stage: int, folder: Path) -> dict[str, Any]:
+    """Turn it on, change one's mind, turn it off, and go on in another run from a save."""
+    run = make(stage, slow=True, balance=False)
+    hands = run._tuning._hands
+    told = {"without loader": "balance" in hands.options()}
+    batches = batches_of(run, num_workers=1)
+    told["options"] = hands.options()["balance"]
+    seen = go_on(run, batches, TURNED_ON)
+    hands.apply({"balance": True})()  # on and back before anybody trains
+    hands.apply({"balance": True})
+    told["reads"] = [hands.values()["balance"], hands.verify({"balance": True})]
+    seen += go_on(run, batches, TURNED_OFF - TURNED_ON)
+    hands.apply({"balance": False})
+    seen += go_on(run, batches, 1)
+    run.save(folder / "saves")  # while workers hold batches that are shared out unevenly
+    end(run, seen)
+    again = make(stage, slow=True, balance=False)
+    again.load(folder / "saves")
+    seen += go_on(again, batches_of(again, num_workers=0), WINDOWS[stage] - len(seen))
+    return {**told, **end(again, seen)}
 
 
 def gathered(model: torch.nn.Module) -> list[float]:
@@ -93,6 +132,44 @@ def gathered(model: torch.nn.Module) -> list[float]:
         return torch.cat([one.detach().flatten() for one in parameters]).tolist()
 
 
+def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
+    """Double the batch and go back, with a save between; then do the same by hand."""
+    run = make(stage, slow=False, balance=False)
+    hands = run._tuning._hands
+    batches = batches_of(run, num_workers=1)
+    told = {"options": hands.options()["batch_samples"]}
+    seen = go_on(run, batches, 3)
+    hands.apply({"batch_samples": 4 * BATCH})()
+    undo = hands.apply({"batch_samples": 2 * BATCH})
+    seen += go_on(run, batches, 6)
+    told["reads"] = [hands.values()["batch_samples"], hands.verify({"batch_samples": 2 * BATCH})]
+    run.save(folder / "larger")
+    end(run, seen)
+    again = make(stage, slow=False, balance=False)
+    again.load(folder / "larger")
+    batches = batches_of(again, num_workers=0)
+    seen += go_on(again, batches, 2)
+    told["loaded"] = again._tuning._hands.values()["batch_samples"]
+    again.rebuild({"zero_optimization": {"stage": 2}})
+    seen += go_on(again, batches, 2)
+    again._tuning._hands.apply({"batch_samples": BATCH})
+    seen += go_on(again, batches, 3)
+    undo()  # of a run that has ended: nothing comes of it
+    rate = again.engine.basic_optimizer.param_groups[0]["lr"]
+    return {**told, **end(again, seen), "rate": rate, "by hand": by_hand(stage, seen)}
+
+
+def by_hand(stage: int, seen: list[list[int]]) -> list[float]:
+    """Train on the same samples, with the rate set before each window."""
+    run, whole = make(stage, slow=False, balance=False), data()
+    (group,) = run.engine.basic_optimizer.param_groups
+    rate = group["lr"]
+    for samples in seen:
+        group["lr"] = rate * 2 * len(samples) / BATCH
+        run.train_batch(whole[samples])
+    return end(run, seen)["weights"]
+
+
 def main(folder: Path, stages: list[int]) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
@@ -102,6 +179,8 @@ def main(folder: Path, stages: list[int]) -> None:
             "balanced": train(stage, balance=True, num_workers=1),
             "even": train(stage, balance=False, num_workers=0),
         }
+    told["by turns"] = by_turns(1, folder)
+    told["larger"] = larger_batches(1, folder)
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
 
 

@@ -37,6 +37,7 @@ SETTINGS: dict[str, Any] = {
     "memory": {"look_seconds": 1.0, "host_limit_bytes": "256MiB"},
     "sampling": {"device_seconds": 0.5},
     "profile": {"every_steps": EVERY_STEPS},
+    "tuner": {"observe_seconds": 2.0},
 }
 
 

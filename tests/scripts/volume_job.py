@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.volume import FIRST_STEPS, STEPS_AFTER_CHANGE, STEPS_TO_TELL
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -62,6 +63,55 @@ def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
     return {"ratio": ratio, "wire": wire, "lines": list(lines)}
 
 
+def turned(lines: list[str]) -> dict:
+    """Turn knobs under way, and compress; tell what is measured and predicted."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    run = zerowatch.TrainingRun(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 2},
+        },
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        loss=lambda engine, x: engine(x).square().mean(),
+        settings={"serve": {"enabled": False}, "run_log": {"enabled": False}},
+    )
+    lines.clear()
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            run.train_batch(torch.ones(2, WIDTH))
+
+    def wire() -> dict[str, float]:
+        seen = run.watch.snapshot().values[communication.COMM_STEP_WIRE_BYTES]
+        return {kind: value for (kind,), value in seen.items()}
+
+    def see_the_change() -> None:
+        """Train on until it is noticed, and then until there is a plan for it."""
+        for steps in (1, STEPS_AFTER_CHANGE + 1):
+            go_on(steps)
+            time.sleep(1.2)  # steps are looked at once a second
+
+    go_on(FIRST_STEPS)
+    time.sleep(1.2)
+    run._tuning._hands.apply(
+        {"reduce_bucket_size": WIDTH * WIDTH, "use_multi_rank_bucket_allreduce": False}
+    )
+    see_the_change()
+    go_on(STEPS_TO_TELL + 1)
+    time.sleep(1.2)
+    told = {"turned": wire()}
+    run.compress("int8")
+    see_the_change()
+    go_on(STEPS_TO_TELL + 1)
+    run.close()
+    told["compressed"] = wire()
+    return {**told, "lines": [line for line in lines if "collectives" in line]}
+
+
 def listen() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
@@ -74,4 +124,5 @@ if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
     heard = listen()
     results = {name: train(name, dict(z), a, heard) for name, (z, a) in CASES.items()}
+    results["turned"] = turned(heard)
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

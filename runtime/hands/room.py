@@ -1,0 +1,59 @@
+"""Whether a configuration is likely to fit this rank's memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..format_bytes import format_bytes
+from ..recovery.fit import SAFETY_RATIO, Measured, Peak, largest_fitting
+from ..recovery.sizing import bucket_of
+
+# Of the limit: a change that is wrong about its need costs more than one that is not made.
+USED_RATIO = 0.92
+_RECENT = 20
+
+
+def too_much(measured: Measured, *, extra_bytes: int, length: int) -> str | None:
+    """Say so if a change needs more than is free beside the highest of the last peaks.
+
+    Args:
+        measured: This rank's peaks, and its limit.
+        extra_bytes: What the change needs; 0 or less is always there.
+        length: Of the longest batch so far.
+    """
+    peaks = alike(measured.peaks, length)[-_RECENT:]
+    if measured.limit_bytes is None or not peaks or extra_bytes <= 0:
+        return None
+    peak = max(each.peak_bytes for each in peaks)
+    free = USED_RATIO * measured.limit_bytes - peak
+    if extra_bytes <= free:
+        return None
+    return f"it needs {format_bytes(extra_bytes)} more, and {format_bytes(max(0, free))} are free"
+
+
+def too_large(
+    measured: Measured, *, samples: int, extra_bytes: int, length: int, bound: int
+) -> str | None:
+    """Say so if micro-batches of that size would not fit, as peaks of two sizes or more tell.
+
+    Args:
+        measured: This rank's peaks, and its limit.
+        samples: Of a micro-batch on this rank.
+        extra_bytes: What else of the change needs memory.
+        length: Of the longest batch so far.
+        bound: What a micro-batch of this length may hold, as errors have shown.
+    """
+    if samples > bound:
+        return f"micro-batches of more than {bound} ran out of memory before"
+    if measured.limit_bytes is None:
+        return None
+    usable = USED_RATIO * measured.limit_bytes - extra_bytes
+    fitting = largest_fitting(alike(measured.peaks, length), usable / SAFETY_RATIO)
+    if fitting is None or samples <= fitting:
+        return None
+    return f"micro-batches of {samples} are likely to run out of memory, {fitting} would fit"
+
+
+def alike(peaks: Sequence[Peak], length: int) -> list[Peak]:
+    """Return the peaks of batches about as long."""
+    return [peak for peak in peaks if bucket_of(peak.length) == bucket_of(length)]

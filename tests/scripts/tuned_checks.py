@@ -1,0 +1,153 @@
+"""Trains with a tuner that tries out one change after the other, and compares with untuned runs.
+
+`tuned_checks.py FOLDER bitwise|reassociation`; any number of ranks. It is the numbers that count
+here, not the speed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tuned_training import Run, Told, Trained, be_quick, make
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.separate_ranks import meet as join
+
+OTHER_BUCKET = 3_000
+STILL = 25  # steps in which nothing must happen; without a reason not to, a trial begins in some 10
+
+
+class Compared:
+    """Cases whose numbers are all those of one run without a tuner, which is trained last."""
+
+    def __init__(self) -> None:
+        self._cases: list[tuple[Told, Trained]] = []
+
+    def end(self, trained: Trained, told: Told) -> Told:
+        """End a case; whether it is the `same` is told as soon as that is known."""
+        told |= trained.end()
+        self._cases.append((told, trained))
+        return told
+
+    def with_untuned(self, plain: Trained) -> Told:
+        """Train without a tuner as long as the longest case, and compare each, bit for bit."""
+        plain.steps(max(each.run.steps for _, each in self._cases))
+        for told, each in self._cases:
+            last = each.run.steps
+            first = last - len(each.losses)
+            same = torch.equal(each.weights[-1], plain.weights[last - 1])
+            told["same"] = same and each.losses == plain.losses[first:last]
+        wrote = plain.run.watch.run_folder is not None and any(plain.decisions())
+        return {"wrote decisions": wrote, **plain.end()}
+
+
+def saved(folder: Path, compared: Compared) -> Told:
+    """Save in the middle of a trial, go on, and take the save up in another run."""
+    trained = Trained(make(folder / "saved", tuner="auto", contract="bitwise"))
+    began = trained.until_trial()
+    trained.run.save(folder / "saves")
+    after = trained.now()
+    saved_at = trained.run.steps
+    trained.until_decided()
+    told = {"began": began, "after save": after, "saved at": saved_at}
+    told = compared.end(trained, told)
+    again = Trained(make(folder / "again", tuner="auto", contract="bitwise"))
+    again.run.load(folder / "saves")
+    again.steps(STILL)
+    told["again"] = compared.end(again, {})
+    return told
+
+
+def stopped(folder: Path, compared: Compared) -> Told:
+    """Stop the tuner by its file; let it go on; then let the watch thread die."""
+    trained = Trained(make(folder, tuner="auto", contract="bitwise"))
+    told: Told = {"began": trained.until_trial()}
+    put_stop_file(trained, there=True)
+    trained.steps(2)
+    told["frozen"] = trained.now()
+    trained.steps(STILL)
+    told["still frozen"] = trained.now()
+    put_stop_file(trained, there=False)
+    told["began again"] = trained.until_trial()
+    put_stop_file(trained, there=True)
+    trained.steps(2)
+    trained.run.watch._thread.stop()
+    put_stop_file(trained, there=False)
+    told["blind"] = trained.now()
+    trained.steps(STILL)
+    return compared.end(trained, told | {"still blind": trained.now()})
+
+
+def put_stop_file(trained: Trained, *, there: bool) -> None:
+    if dist.get_rank() == 0:
+        file = trained.run.watch.run_folder / "tuner.stop"
+        file.touch() if there else file.unlink()
+
+
+def failing(folder: Path, compared: Compared) -> Told:
+    """Have calls that nobody records, then none; then let the controller fail in a trial."""
+    trained = Trained(make(folder, tuner="auto", contract="bitwise"))
+    for _ in range(STILL):
+        dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
+        trained.step()
+    told = {"uncovered": trained.now(), "began": trained.until_trial()}
+    told["on trial"] = trained.now()["values"]
+    if dist.get_rank() == 0:
+        trained.run._tuning._lead._controller._go_on = fail
+    trained.steps(5)
+    return compared.end(trained, told | {"failed": trained.now()})
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("as if the controller had a mistake")
+
+
+def bitwise(folder: Path) -> Told:
+    """Run all cases of two ranks."""
+    compared = Compared()
+    told = {
+        "saved": saved(folder, compared),
+        "stopped": stopped(folder / "stopped", compared),
+        "failing": failing(folder / "failing", compared),
+    }
+    return told | {"off": compared.with_untuned(Trained(make(folder / "off", tuner="off")))}
+
+
+def reassociation(folder: Path) -> Told:
+    """Compare how far a tuned run and one with another bucket size are from the plain one."""
+    tuned = Trained(make(folder / "auto", tuner="auto", contract="reassociation"))
+    tuned.until_decided()
+    told = {"tuned": tuned.end()}
+    plain = trained_alike(make(folder / "off", tuner="off"), tuned)
+    other = trained_alike(make(folder / "bucket", tuner="off", bucket=OTHER_BUCKET), tuned)
+    expected = plain.weights[-1]
+    for name, trained in (("tuned apart", tuned), ("bucket apart", other)):
+        told[name] = float((trained.weights[-1] - expected).abs().max())
+    return told
+
+
+def trained_alike(run: Run, tuned: Trained) -> Trained:
+    trained = Trained(run)
+    trained.steps(tuned.run.steps)
+    trained.end()
+    return trained
+
+
+def main(folder: Path, contract: str) -> None:
+    """Run the cases of one contract."""
+    torch.set_num_threads(1)
+    join()
+    be_quick()
+    told = {"bitwise": bitwise, "reassociation": reassociation}[contract](folder)
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

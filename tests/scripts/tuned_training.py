@@ -1,0 +1,174 @@
+"""Small runs whose tuner is hasty, for tests of what it does to the numbers.
+
+Trials are short, and every other one is accepted whatever it measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import zerowatch
+from zerowatch.metrics.catalog import tuner, watching
+from zerowatch.runtime import tuner_lead, watch_thread
+from zerowatch.runtime.tuner import proposals
+from zerowatch.runtime.tuner.search import Search
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+LONGEST, DECISIONS = 200, 2
+SAMPLES, WIDTH, BUCKET = 8, 48, 500_000
+SETTINGS = {
+    "serve": {"enabled": False},
+    "exchange": {"seconds": 0.1},
+    "tuner": {
+        "observe_seconds": 0.1,
+        "soak_steps": 5,
+        "exploration_ratio": 1.0,
+        "comm_ratio_high": 0.01,
+        "rebuild": False,
+    },
+}
+
+Told = dict[str, Any]
+Run = zerowatch.TrainingRun
+
+
+def be_quick() -> None:
+    """Make the tuner hasty, its metrics fresh, and have it try knobs only that touch numbers."""
+    proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
+    tuner_lead.LOOK_SECONDS = 0.0
+    watch_thread.TICK_SECONDS = 0.05
+    plan_of, least_gains = Search._plan, cycle((-0.9, 0.01))
+
+    def plan(*args: Any, **kwargs: Any) -> Any:
+        return replace(
+            plan_of(*args, **kwargs),
+            block_steps=2,
+            settle_steps=1,
+            first_look=2,
+            max_pairs=2,
+            look_level=0.5,
+            min_gain=next(least_gains),
+        )
+
+    Search._plan = plan  # type: ignore[method-assign]
+
+
+def make(folder: Path, bucket: int = BUCKET, **options: Any) -> Run:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    model = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
+    return Run(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+        },
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        loss=lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(),
+        settings=SETTINGS | {"run_log": {"folder": str(folder / "runs")}},
+        **options,
+    )
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    """Return this rank's share of a step's batch; all are as long, so that steps are alike."""
+    source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    x = torch.randn(SAMPLES, WIDTH, generator=source)
+    return {"x": x, "y": x.sum(dim=1, keepdim=True).sin()}
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in run.module.parameters()])
+
+
+class Trained:
+    """Trains a run step by step, and keeps its losses and the weights after each."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.losses: list[float] = []
+        self.weights: list[torch.Tensor] = []
+        self.worked_with: list[Told] = []
+
+    def step(self) -> None:
+        self.losses.append(self.run.train_batch(batch_of(self.run.steps)).loss)
+        self.weights.append(weights(self.run))
+        hands = getattr(self.run._tuning, "_hands", None)
+        values = {} if hands is None else dict(hands.values())
+        if values not in self.worked_with:
+            self.worked_with.append(values)
+
+    def steps(self, num: int) -> None:
+        for _ in range(num):
+            self.step()
+
+    def until_trial(self) -> bool:
+        """Train until something new is in use and on trial; False if that never comes."""
+        while self.run.steps < LONGEST:
+            self.step()
+            if self.agreed(self.is_on_trial):
+                return True
+        return False
+
+    def until_decided(self) -> None:
+        """Train until enough was tried out."""
+        while self.run.steps < LONGEST:
+            self.step()
+            if self.agreed(lambda: len(self.decisions()) >= DECISIONS):
+                return
+
+    def is_on_trial(self) -> bool:
+        """Whether rank 0 has the run work with what is not known to be good."""
+        lead = self.run._tuning._lead
+        return lead is not None and lead._is_astray
+
+    def agreed(self, question: Callable[[], bool]) -> bool:
+        return bool(self.run.agreement.highest(int(question())))
+
+    def decisions(self) -> list[Told]:
+        path = self.run.watch.run_folder
+        file = path / "decisions.jsonl" if path else None
+        lines = file.read_text().splitlines() if file and file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def now(self) -> Told:
+        """Tell how this rank works, and what rank 0 thinks of it."""
+        hands, lead = self.run._tuning._hands, self.run._tuning._lead
+        return {
+            "values": dict(hands.values()),
+            "good": dict(lead._controller.course.known_good) if lead else None,
+            "state": lead._controller.state if lead else None,
+            "decisions": len(self.decisions()),
+        }
+
+    def end(self) -> Told:
+        decisions = self.decisions()
+        self.run.close()
+        snapshot = self.run.watch.snapshot()
+        self.run.engine.destroy()
+        return {
+            "steps": self.run.steps,
+            "worked with": self.worked_with,
+            "verdicts": [each["verdict"] for each in decisions],
+            "turned": [
+                [change["knob"], each["contract"]]
+                for each in decisions
+                for change in each["changes"]
+            ],
+            "failures": snapshot.value(watching.HOOK_FAILURES, "tuner") or 0,
+            "other failures": snapshot.total(watching.HOOK_FAILURES) or 0,
+            "states": len(snapshot.values.get(tuner.TUNER_STATE, {})),
+        }
