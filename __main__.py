@@ -18,6 +18,7 @@ _ROOMS = {
     "run": ".runtime.cli",
     "demo": ".runtime.cli",
     "explain": ".runtime.explain",
+    "tune": ".runtime.tune_command",
     "stack": ".dashboards.cli",
     "dashboards": ".dashboards.cli",
 }

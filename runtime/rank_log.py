@@ -27,6 +27,7 @@ def show_own_lines() -> None:
         "zerowatch.runtime.introduction",
         "zerowatch.runtime.oom.killed",
         "zerowatch.runtime.resume.load",
+        "zerowatch.runtime.tuner_voice",
     ):
         telling = logging.getLogger(name)
         if telling.level == logging.NOTSET:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -89,6 +90,16 @@ class Telemetry:
         while len(self._held) > MAX_HELD_STEPS:
             self._held.popleft()
             self._lost += 1
+
+    def tell(self, span: Span) -> None:
+        """Send something that happened beside the steps, as a trace of its own. On any thread."""
+        if self._outbox is not None and self.makes_traces:
+            trace_id, span_id = secrets.randbits(128) or 1, secrets.randbits(64) or 1
+            self._outbox.add_trace(
+                StepTrace(
+                    trace_id=trace_id, span_id=span_id, parent_id=None, root=span, children=()
+                )
+            )
 
     def close(self) -> None:
         """Send what is left, for at most CLOSE_SECONDS. Safe to call twice."""

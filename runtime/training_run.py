@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,11 +18,14 @@ from .replaying import prepare
 from .saving import Saving
 from .sharing import Sharing
 from .training_config import MICRO_BATCH, training_config, zero_stage
+from .tuning import new_tuning, tuner_settings
 from .window.agreement import Agreement
 from .window.micro_batches import Loss
 from .window.result import WindowResult
 from .window_figures import WindowFigures
 from .windows import Windows
+
+ContractName = Literal["bitwise", "reassociation", "statistical", "free"]
 
 
 class TrainingRun:
@@ -48,6 +51,11 @@ class TrainingRun:
             "fp8". These change the numbers; what 8 bits lose is sent with the next window.
         activation_checkpointing: True for the model's own switch or its repeated block; or a class,
             its name, a pattern of module names such as "blocks.*", or several of these.
+        tuner: "off"; "advise", which says what would make training faster; or "auto", which tries
+            it, keeps what helps and takes back what does not. By default the setting `tuner.mode`.
+        contract: What the tuner may do to the numbers: "bitwise" nothing, "reassociation" other
+            orders of summation, "statistical" other roundings, "free" another batch size too. By
+            default the setting `tuner.contract`.
 
     Raises:
         DsConfigError: The ds config cannot be used.
@@ -66,32 +74,31 @@ class TrainingRun:
         balance: bool = False,
         compression: str | None = None,
         activation_checkpointing: Chosen | bool = False,
+        tuner: Literal["off", "advise", "auto"] | None = None,
+        contract: ContractName | None = None,
     ) -> None:
-        ours = training_config(config)
-        maker = EngineMaker(optimizer, lr_scheduler)
-        engine = maker.first(model, ours, settings)
+        ours, maker = training_config(config), EngineMaker(optimizer, lr_scheduler)
+        engine = maker.first(model, ours, tuner_settings(settings, tuner, contract))
+        warn_of_batch_statistics(model)
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
             undo.callback(engine.watch.close)
             prepare(engine)
-            warn_of_batch_statistics(model)
             self.agreement = undo.enter_context(closing(Agreement()))
             figures = WindowFigures.of_watch(engine.watch)
+            size, which = ours[MICRO_BATCH], activation_checkpointing
             changes = EngineChanges(engine, ours, self.agreement, figures, maker.another)
             windows = Windows(
-                loss,
-                changes,
-                self.agreement,
-                figures,
-                micro_batch_samples=ours[MICRO_BATCH],
-                checkpointed=activation_checkpointing,
+                loss, changes, self.agreement, figures, micro_batch_samples=size, checkpointed=which
             )
             self._changes = undo.enter_context(closing(changes))
             self._windows = undo.enter_context(closing(windows))
-            sharing = Sharing(self.agreement, engine.watch, balance=balance)
-            self._sharing = undo.enter_context(closing(sharing))
-            self._saving = Saving(changes, windows, sharing, self.agreement)
-            self.checkpoint_activations(activation_checkpointing)
-            self.compress(compression)
+            self._sharing = Sharing(self.agreement, changes, balance=balance)
+            undo.callback(self._sharing.close)
+            self._saving = Saving(changes, windows, self._sharing, self.agreement)
+            changes.checkpoint_activations(which)
+            changes.compress(compression)
+            self._tuning = new_tuning(loss, changes, windows, self.agreement, self._sharing)
+            undo.callback(self._tuning.close)
             self._undo = undo.pop_all()
 
     @property
@@ -147,6 +154,7 @@ class TrainingRun:
             RuntimeError: Memory does not hold even one sample at a time; on other ranks
                 PeerOutOfMemory.
         """
+        self._tuning.before_window(batch)
         result = self._windows.train(batch)
         self._sharing.window_ended(
             step=self.engine.global_steps,
@@ -154,7 +162,9 @@ class TrainingRun:
             seconds=None if result.replays else self._windows.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        self._saving.window_ended()
+        if not self._tuning.is_on_trial:  # else the run's next life would begin with it
+            self._saving.window_ended()
+        self._tuning.window_ended(result)
         return result
 
     def evaluate(self, batch: Any) -> float:
@@ -163,6 +173,7 @@ class TrainingRun:
         Raises:
             BatchError: A rank's share cannot be used; raised on all ranks.
         """
+        self._tuning.interrupted()
         return self._windows.evaluate(batch)
 
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
@@ -189,7 +200,9 @@ class TrainingRun:
         """
         if num_samples < 1:
             raise BatchError(f"a micro-batch holds 1 sample or more, got {num_samples}")
+        self._tuning.settle()
         self._windows.micro_batch_samples = num_samples
+        self._tuning.changed()
 
     def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
         """Send gradients in another form from the next window on; None for DeepSpeed's own way.
@@ -201,8 +214,8 @@ class TrainingRun:
         Raises:
             ValueError: There is no such form, or this engine's gradients cannot be had.
         """
-        self._changes.compress(compression, asynchronous=asynchronous)
-        self._windows.replay.plans.forget()
+        with self._by_hand():
+            self._changes.compress(compression, asynchronous=asynchronous)
 
     def checkpoint_activations(self, which: Chosen | bool) -> None:
         """Checkpoint activations from the next window on, as of the constructor; False: no longer.
@@ -210,8 +223,8 @@ class TrainingRun:
         Raises:
             ZerowatchError: No such module is there.
         """
-        self._changes.checkpoint_activations(which)
-        self._windows.replay.plans.forget()
+        with self._by_hand():
+            self._changes.checkpoint_activations(which)
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
         """Put another engine in the place of this one, with its whole training state.
@@ -223,8 +236,8 @@ class TrainingRun:
         Raises:
             RebuildError: Nothing has changed; training goes on as it was.
         """
-        self._changes.rebuild(changes)
-        self._windows.replay.plans.forget()
+        with self._by_hand():
+            self._changes.rebuild(changes)
 
     def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
         """Save the run between two windows, whole or not at all; return the folder of this save.
@@ -240,6 +253,7 @@ class TrainingRun:
         Raises:
             CheckpointError: It cannot be written; earlier saves are as they were.
         """
+        self._tuning.settle()
         return self._saving.save(folder, client, keep)
 
     def load(self, folder: str | Path) -> Any:
@@ -256,6 +270,7 @@ class TrainingRun:
             RebuildError: The engine it was saved from cannot be built here.
         """
         state = self._saving.load(folder)
+        self._tuning.changed()
         return None if state is None else state.client
 
     def on_window_abort(self, undo: Callable[[], None]) -> None:
@@ -269,3 +284,11 @@ class TrainingRun:
     def close(self) -> None:
         """Take the watch off and give back what the run holds. Safe to call twice."""
         self._undo.close()
+
+    @contextmanager
+    def _by_hand(self) -> Iterator[None]:
+        """Let the caller change the engine in the block; the tuner takes its own trial back."""
+        self._tuning.settle()
+        yield
+        self._windows.replay.plans.forget()
+        self._tuning.changed()

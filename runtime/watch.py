@@ -18,6 +18,7 @@ from ..metrics.recorder import Recorder
 from ..metrics.settings import Settings
 from ..metrics.snapshot import Snapshot
 from ..metrics.step_record import StepRecord
+from .advisor import Advisor
 from .collectives.roles import role_of, role_of_pairs
 from .collectives.tap import CommTap
 from .comparison import Comparison
@@ -26,7 +27,7 @@ from .engine_ref import EngineRef
 from .engine_side import EngineSide
 from .facts import cuda_device, warn_of_comms_logger
 from .flops_counter import flops_counter, publish_peak
-from .hooks import Hooks
+from .hooks import Hooks, P, T
 from .identity import Addresses, NoticeBoard, this_process
 from .introduction import Introduction
 from .memory.choose import memory_probes
@@ -53,14 +54,16 @@ class Watch:
 
     Attributes:
         address: "host:port" at which this rank serves its metrics; None where it does not.
+        advisor: Says what would make the run faster, until a tuner takes its place.
         recorder: Where all values are.
+        settings: Of this run.
     """
 
     def __init__(
         self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings, epoch: int
     ) -> None:
         self._engine = EngineRef(engine)
-        self._settings = settings
+        self.settings = settings
         self._epoch = epoch
         self._hooks = hooks
         self._tap = tap
@@ -133,6 +136,10 @@ class Watch:
         """Return all values as they stand."""
         return self.recorder.snapshot()
 
+    def guard(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
+        """Return `body` made safe, as any hook: see `Hooks.guard`."""
+        return self._hooks.guard(name, body)
+
     def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
         """Take every hook off, write what has arrived, and stop serving once the end was read.
 
@@ -172,7 +179,7 @@ class Watch:
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
-        settings = self._settings
+        settings = self.settings
         board = NoticeBoard(self._identity, self._epoch)
         addresses = Addresses(board, self._identity)
         self._folder = RunFolder(settings, self._identity, board, addresses)
@@ -189,7 +196,7 @@ class Watch:
             addresses.announce(self.address)
 
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
-        settings, device = self._settings, cuda_device()
+        settings, device = self.settings, cuda_device()
         self.recorder.set(training.RUN_ACTIVE, 1)
         self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
         undo.callback(self._flops.close)
@@ -208,6 +215,7 @@ class Watch:
         self._listeners.extend(self._comparison.listeners)
         self._telemetry = Telemetry(around, partial(hardware_ids, cuda_device=device))
         undo.callback(self._telemetry.close)
+        self.advisor = Advisor(around, self._telemetry.tell)
         self._thread = self._new_thread(device)
         self._costs = own_costs(
             around,
@@ -224,7 +232,7 @@ class Watch:
             self.recorder,
             self._hooks,
             device_probes(cuda_device=device),
-            self._settings.sampling.device_seconds,
+            self.settings.sampling.device_seconds,
         )
         return WatchThread(
             publisher=self._publisher,
@@ -239,6 +247,7 @@ class Watch:
             duties={
                 **self._comparison.duties,
                 "memory": self._memory.publish,
+                "advisor": self.advisor.look,
                 "run folder": self._introduction.look,
                 "costs": lambda: self._costs.publish(),
             },
@@ -250,7 +259,7 @@ class Watch:
             engine=self._engine,
             identity=self._identity,
             epoch=self._epoch,
-            settings=self._settings,
+            settings=self.settings,
             notes=self._tap.notes,
             clock=self._clock,
             run_id=lambda: self.run_id,

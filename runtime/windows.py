@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from .engine_changes import EngineChanges
 from .memory_view import MemoryView
 from .oom.recognise import ends_by_memory
-from .opening import open_window
+from .opening import Opened, open_window
 from .recovery.abort import abort_window, can_abort
 from .recovery.guard import PeerOutOfMemory
 from .recovery.plans import Share
@@ -45,6 +45,10 @@ class Windows:
         on_fatal: Called with length and samples of a micro-batch for which this rank's memory did
             not suffice, whatever was given up.
         passes_seconds: Wall time of the last window's forward and backward passes, without votes.
+        asides: Returns what this rank tells the others as a window begins, besides.
+        checkpointed: As given; None for what is checkpointed by default.
+        opened: The last window, as it began.
+        memory: What is known of this rank's.
     """
 
     def __init__(
@@ -61,17 +65,20 @@ class Windows:
         self.steps = self.samples = self.exponent = 0
         self.passes_seconds = 0.0
         self.on_fatal: list[Callable[[int, int], None]] = []
+        self.checkpointed = None if isinstance(checkpointed, bool) else checkpointed
+        self.asides: Callable[[], Sequence[float]] = tuple
+        self.opened: Opened | None = None
         self._loss, self._changes = loss, changes
         self._agreement, self._figures = agreement, figures
         engine = changes.engine
-        self._memory = MemoryView(engine.watch, str(engine.device))
+        self.memory = MemoryView(engine.watch, str(engine.device))
         self._guard = new_guard(agreement)
         self.replay = new_replay(
             lambda: changes.engine,
             agreement,
             self._guard,
-            changes.escalations(None if isinstance(checkpointed, bool) else checkpointed),
-            self._memory.measured,
+            changes.escalations(self.checkpointed),
+            self.memory.measured,
         )
         self.replay.on_window_abort.append(changes.abort_window)
         self.replay.on_error.append(figures.ran_out)
@@ -79,20 +86,15 @@ class Windows:
     def train(self, batch: Any) -> WindowResult:
         """Make one update; see `TrainingRun.train_batch`."""
         began = perf_counter()
-        window, share, guarded = open_window(
-            self._agreement,
-            batch,
-            micro_batch_samples=self.micro_batch_samples,
-            exponent=self.exponent,
-            asks_for_guard=self._memory.is_low,
-        )
+        self.opened = opened = self._open(batch)
+        window, share = opened.window, opened.share
         self._changes.begin_window(2.0**-self.exponent)
         rng = RngState.capture()
         try:
             attempt = partial(self._attempt, window)
-            replayed = self.replay.run(share, attempt, asks_for_guard=guarded)
+            replayed = self.replay.run(share, attempt, asks_for_guard=opened.guarded)
             sums = self._usable(replayed.outcome)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: the run may be saved after it
             self._abandon(share, error)
             rng.restore()
             raise
@@ -119,13 +121,12 @@ class Windows:
 
     def evaluate(self, batch: Any) -> float:
         """Return the mean loss of a batch; see `TrainingRun.evaluate`."""
-        window, share, _ = open_window(
-            self._agreement, batch, micro_batch_samples=self.micro_batch_samples
-        )
-        cut = sizes(window.num_samples, self.replay.plans.micro_batches(share))
+        opened = open_window(self._agreement, batch, micro_batch_samples=self.micro_batch_samples)
+        micro_batches = self.replay.plans.micro_batches(opened.share)
+        cut = sizes(opened.window.num_samples, micro_batches)
         try:
             sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
-        except BaseException:
+        except BaseException:  # an interrupt too: training may go on after it
             self._leave_passes()
             raise
         return sums.over_ranks(self._agreement).mean_loss
@@ -133,6 +134,16 @@ class Windows:
     def close(self) -> None:
         """Take the guard off the collectives. Safe to call twice."""
         self._guard.close()
+
+    def _open(self, batch: Any) -> Opened:
+        return open_window(
+            self._agreement,
+            batch,
+            micro_batch_samples=self.micro_batch_samples,
+            exponent=self.exponent,
+            asks_for_guard=self.memory.is_low,
+            asides=self.asides(),
+        )
 
     def _attempt(self, window: Window, num_micro_batches: int) -> Sums:
         began = perf_counter() - self._guard.vote_seconds

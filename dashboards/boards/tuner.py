@@ -83,13 +83,26 @@ COURSE = (
         width=24,
         height=9,
     ),
-    step_seconds(),
-    TimeSeries(
-        title="Communication that training waits for",
-        description="What most changes are meant to lower, as a share of training time.",
-        queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
-        unit=RATIO,
-        minimum=0,
+    *sized(
+        8,
+        8,
+        TimeSeries(
+            title="What holds training back",
+            description="Every symptom that passes its threshold, as the share that it is about: "
+            "of training time, of a device, of memory. What is at 0 is no symptom.",
+            queries=(Query(f"{of_first_rank(tuner.TUNER_SYMPTOM)} > 0", "{{symptom}}"),),
+            unit=RATIO,
+            minimum=0,
+            empty="nothing",
+        ),
+        step_seconds(),
+        TimeSeries(
+            title="Communication that training waits for",
+            description="What most changes are meant to lower, as a share of training time.",
+            queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
+            unit=RATIO,
+            minimum=0,
+        ),
     ),
 )
 
@@ -99,7 +112,8 @@ KNOBS = (
         8,
         Table(
             title="Knobs now",
-            description="Value of each knob, and the measured gain of its last change.",
+            description="Value of each knob, the measured gain of its last change, and what that "
+            "gained at least. Yes is 1, no is 0, a form of numbers its bits.",
             labels={"knob": "Knob"},
             columns=(
                 Column(
@@ -109,6 +123,13 @@ KNOBS = (
                 Column(
                     title="Gain",
                     expression=by("max", of_first_rank(tuner.TUNER_GAIN), "knob"),
+                    unit=RATIO,
+                    thresholds=below(0),
+                    decimals=1,
+                ),
+                Column(
+                    title="At least",
+                    expression=by("max", of_first_rank(tuner.TUNER_GAIN_LOWER_BOUND), "knob"),
                     unit=RATIO,
                     thresholds=below(0),
                     decimals=1,
@@ -127,9 +148,12 @@ KNOBS = (
         ),
         TimeSeries(
             title="Measured gains",
-            description="Of the last change of each knob, against the run before it. Below the "
-            "line it did harm and is rolled back.",
-            queries=(Query(of_first_rank(tuner.TUNER_GAIN), "{{knob}}"),),
+            description="Of the last change of each knob, against the run before it, and what it "
+            "gained at least by its interval. Below the line it did harm and is rolled back.",
+            queries=(
+                Query(of_first_rank(tuner.TUNER_GAIN), "{{knob}}"),
+                Query(of_first_rank(tuner.TUNER_GAIN_LOWER_BOUND), "{{knob}} at least"),
+            ),
             unit=RATIO,
             thresholds=(Step(BAD), Step(GOOD, 0)),
             empty=NO_TUNER,
@@ -148,7 +172,8 @@ KNOBS = (
         content="**accepted**: measured better, kept. **rolled_back**: tried, not better, taken "
         "back. **rejected**: not even tried, as memory or the contract on numbers forbade it. "
         "**advised**: worth trying, but yours to decide. Each is in `decisions.jsonl` in the run "
-        "folder, with its reasons.",
+        "folder, with its reasons; `zerowatch tune --replay` decides them again from what was "
+        "measured.",
         width=8,
     ),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
+from ...metrics.catalog.tuner import TUNER_DECISIONS
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
 from .paths import shown
@@ -67,6 +68,7 @@ class DemoConsole:
             num_ranks=self._num_ranks,
             causes={cause: seconds for (cause,), seconds in self._causes().items()},
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
+            verdicts=self._verdicts(),
             advice=advise(summary, stage=self._stage),
         )
         self._out.print()
@@ -74,6 +76,10 @@ class DemoConsole:
 
     def _causes(self) -> Mapping[tuple[str, ...], float]:
         return self._watch.snapshot().values.get(COMM_CAUSE_SECONDS, {})
+
+    def _verdicts(self) -> Mapping[str, float]:
+        counted = self._watch.snapshot().values.get(TUNER_DECISIONS, {})
+        return {verdict: number for (verdict,), number in counted.items()}
 
     def _release(self) -> None:
         """Show the steps held back, the first of them below where to look while it runs."""

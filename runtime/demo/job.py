@@ -33,7 +33,8 @@ def main() -> None:
     model = ByteGpt()
     windows = NextByteWindows(text, model.config.max_position_embeddings)
     config = ds_config(steps=options.steps, stage=options.stage)
-    run = TrainingRun(model, config=config, loss=mean_loss)
+    short = {"tuner": {"total_steps": options.steps}}  # what cannot pay by then is not tried
+    run = TrainingRun(model, config=config, loss=mean_loss, settings=short, tuner="auto")
     batch_samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
     batches = run.loader(windows, batch_samples=batch_samples, seed=SEED).forever()
     console = _console(run.watch, options)

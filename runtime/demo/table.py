@@ -12,6 +12,7 @@ from rich.text import Text
 from .line import UNKNOWN, format_ratio, format_size
 from .summary import Summary
 
+KEPT = "accepted"  # the verdict on a change that stays
 # What a cause of waiting for communication means, in words.
 CAUSES = {
     "imbalance": "another rank was late",
@@ -27,6 +28,7 @@ def summary_table(
     num_ranks: int,
     causes: Mapping[str, float],
     run_log: str | None,
+    verdicts: Mapping[str, float],
     advice: Sequence[str],
 ) -> RenderableType:
     """Lay out a run's summary: time, communication, the other figures, and what to try next.
@@ -36,12 +38,13 @@ def summary_table(
         num_ranks: Ranks of the job.
         causes: Seconds in which training waited for communication, by cause.
         run_log: Where the record of each step is; None if none was written.
+        verdicts: How many changes the tuner came to each verdict on.
         advice: What to try next.
     """
     return Group(
         _time(summary, num_ranks, causes),
         _communication(summary),
-        _figures(summary, run_log),
+        _figures(summary, run_log, verdicts),
         Text("\nWhat to try next", style="bold"),
         *(Text(f"  {line}") for line in advice),
     )
@@ -86,7 +89,7 @@ def _communication(summary: Summary) -> Table:
     return table
 
 
-def _figures(summary: Summary, run_log: str | None) -> Table:
+def _figures(summary: Summary, run_log: str | None, verdicts: Mapping[str, float]) -> Table:
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="bold")
     figures.add_column(overflow="fold")
@@ -99,8 +102,17 @@ def _figures(summary: Summary, run_log: str | None) -> Table:
         figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
     figures.add_row("peak memory", f"{format_size(summary.peak_bytes)} on {summary.device}")
     figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy, all ranks")
+    figures.add_row("tuner", _tuner(verdicts))
     figures.add_row("run log", run_log or "none written (setting run_log.enabled)")
     return figures
+
+
+def _tuner(verdicts: Mapping[str, float]) -> str:
+    tried = round(sum(verdicts.values()))
+    if not tried:
+        return "nothing to change"
+    kept = round(verdicts.get(KEPT, 0))
+    return f"changes kept: {kept} of {tried}, each told in decisions.jsonl"
 
 
 def _table(title: str, first_column: str, *number_columns: str) -> Table:

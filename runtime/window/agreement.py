@@ -14,7 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOp,
+)
 
 from ...errors import ZerowatchError
 
@@ -56,6 +60,22 @@ class Agreement:
         flag = torch.tensor([value], dtype=torch.int64)
         self._open_group().allreduce([flag], self._highest).wait()
         return int(flag.item())
+
+    def tell(self, text: str) -> str:
+        """Return rank 0's text on every rank.
+
+        Raises:
+            ZerowatchError: It was closed.
+        """
+        if self.world_size == 1:
+            return text
+        data = bytearray(text.encode()) if self.rank == 0 else bytearray()
+        size = self.highest(len(data))
+        letters = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == 0:
+            letters = torch.frombuffer(data, dtype=torch.uint8)
+        self._open_group().broadcast([letters], BroadcastOptions()).wait()
+        return bytes(letters.tolist()).decode()
 
     def close(self) -> None:
         """Give the group back. Safe to call twice, and when the process group is gone."""

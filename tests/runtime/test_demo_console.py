@@ -10,6 +10,7 @@ import pytest
 from fakes.steps import collective, step
 
 from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
+from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS
 from zerowatch.metrics.snapshot import Snapshot
 from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from zerowatch.runtime.demo.console import DemoConsole
@@ -34,9 +35,11 @@ def watch(tmp_path):
     return watch_like(run_folder=tmp_path)
 
 
-def watch_like(run_folder):
+def watch_like(run_folder, **verdicts):
     causes = {("imbalance",): 0.4, ("bandwidth",): 0.2}
-    seen = Snapshot(values={COMM_CAUSE_SECONDS: causes}, distributions={})
+    decisions = {(verdict,): float(number) for verdict, number in verdicts.items()}
+    values = {COMM_CAUSE_SECONDS: causes, TUNER_DECISIONS: decisions}
+    seen = Snapshot(values=values, distributions={})
     return SimpleNamespace(address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: seen)
 
 
@@ -272,3 +275,10 @@ def test_the_table_names_phases_and_collectives_with_their_totals(watch):
     assert ["and", "training", "waited", "for", "it", "0.6", "30%"] in lines
     assert ["imbalance:", "another", "rank", "was", "late", "0.4", "20%"] in lines
     assert ["all_reduce", "4", "3.91", "KiB", "1.95", "KiB", "0.6"] in lines
+
+
+def test_the_table_tells_how_many_changes_the_tuner_kept(tmp_path):
+    tuned = watch_like(tmp_path, accepted=2, rolled_back=1, rejected=2)
+
+    assert "changes kept: 2 of 5" in shown(tuned, io.StringIO(), step(1))
+    assert "nothing to change" in shown(watch_like(tmp_path), io.StringIO(), step(1))

@@ -12,6 +12,7 @@ from fakes.steps import step as record_of
 
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.metrics.catalog.training import STEP_SECONDS
+from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 from zerowatch.runtime.collectives.batch import Batch
@@ -227,6 +228,27 @@ def test_the_scripts_own_span_stays_the_exemplar_of_its_step(make_rank, user_tra
     [exemplar] = filter(None, one.recorder.snapshot().distribution(STEP_SECONDS).exemplars)
     ours = f"{trace_id_of(RUN, 4):032x}"
     assert exemplar.labels["trace_id"] == (user_trace or {"trace_id": ours})["trace_id"]
+
+
+def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
+    rank = make_rank()
+    rank.trace(1)
+
+    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3, attributes={"knob": "k"}))
+
+    (step,) = rank.roots()
+    (told,) = [span for _, span in rank.collector.spans() if span.name == "tuner.decision"]
+    assert told.trace_id != step.trace_id
+    assert (told.parent_span_id, told.end_time_unix_nano) == (b"", 3)
+    assert attributes_of(told) == {"knob": "k"}
+
+
+def test_where_nothing_is_sent_nothing_is_told(make_rank):
+    rank = make_rank(traces=False)
+
+    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3))
+
+    assert rank.roots() == rank.collector.spans() == []
 
 
 def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
