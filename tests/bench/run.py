@@ -30,6 +30,14 @@ import scrape
 import skipped
 import soak
 import threads
+import tuner_cost
+import tuner_link
+import tuner_link_harmless
+import tuner_link_rivals
+import tuner_loss
+import tuner_memory
+import tuner_reaction
+import tuner_simulation
 import variable_length
 from options import Options
 from table import Row, render
@@ -52,6 +60,14 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "codec": codec.bench,
     "rebuild": rebuild.bench,
     "restart": restart.bench,
+    "tuner_simulation": tuner_simulation.bench,
+    "tuner_cost": tuner_cost.bench,
+    "tuner_loss": tuner_loss.bench,
+    "tuner_link": tuner_link.bench,
+    "tuner_link_harmless": tuner_link_harmless.bench,
+    "tuner_link_rivals": tuner_link_rivals.bench,
+    "tuner_memory": tuner_memory.bench,
+    "tuner_reaction": tuner_reaction.bench,
     "variable_length": variable_length.bench,
 }
 

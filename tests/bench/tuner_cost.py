@@ -1,0 +1,80 @@
+"""What the tuner costs a run in which it finds nothing to do, and one in which it is off.
+
+The cost counted is that on rank 0's training thread, around the tuner's three calls of a window,
+looks at the metrics included, as often as by default. Its CPU time counts: wall time holds whatever
+else the machine did meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from interval import ratio_interval
+from launch import run_ranks
+from options import Options
+from table import Row
+
+GOAL = 0.001  # of a step
+OBSERVE_SECONDS = 20.0  # the default of tuner.observe_seconds
+STEP_SECONDS = (0.05, 0.2)
+
+
+def bench(options: Options) -> Iterator[Row]:
+    """Yield the tuner's share of steps of either length, and what the parts cost."""
+    asked = {
+        "step_seconds": STEP_SECONDS,
+        "observe_seconds": 2.0 if options.quick else OBSERVE_SECONDS,
+        "seconds": 8.0 if options.quick else 65.0,
+        "pairs": 4 if options.quick else 24,
+        "block_steps": 5,
+        "gathers": 200 if options.quick else 4000,
+    }
+    found = run_ranks("tuner_cost_job.py", asked, world_size=2, timeout_seconds=1800)[0]
+    yield _gathers(found["gathers"])
+    for each in found["steps"].values():
+        yield from _rows(each, found["off"])
+
+
+def _gathers(pairs: list[list[float]]) -> Row:
+    own, with_asides = (1e6 * median(each) for each in zip(*pairs, strict=True))
+    more = sorted(1e6 * (after - before) for before, after in pairs)
+    low, high = more[len(more) // 4], more[-len(more) // 4]
+    return Row(
+        what="the gather that opens a window, of 7 floats instead of 5",
+        measured=f"{with_asides:.0f} us instead of {own:.0f} us",
+        spread=f"{low:+.0f} .. {high:+.0f} us, the middle half of {len(pairs)} pairs",
+    )
+
+
+def _rows(found: dict[str, Any], off_seconds: float) -> Iterator[Row]:
+    metered, cost = found["metered"], found["metered"]["tuner"]
+    num = metered["steps"]
+    step_seconds = metered["seconds"] / num
+    steps = f"steps of {1000 * step_seconds:.0f} ms"
+    share = cost["cpu"] / metered["seconds"]
+    yield Row(
+        what=f"{steps}: tuner in OBSERVE, CPU time of the training thread",
+        measured=f"{share:.3%}, {1e6 * cost['cpu'] / num:.0f} us a window",
+        spread=f"{num} windows, the dearest {1e3 * cost['dearest']:.1f} ms",
+        goal=f"<= {GOAL:.1%}",
+        met=share <= GOAL,
+    )
+    yield Row(
+        what=f"{steps}: the same in wall time",
+        measured=f"{cost['wall'] / metered['seconds']:.3%}, {1e6 * cost['wall'] / num:.0f} us",
+    )
+    yield Row(
+        what=f"{steps}: tuner off",
+        measured=f"{off_seconds / step_seconds:.5%}, {1e6 * off_seconds:.2f} us a window",
+    )
+    between = ratio_interval([on / off for on, off in found["in turns"]])
+    is_sure = (between.high - between.low) / 2 <= GOAL
+    yield Row(
+        what=f"{steps}: step time in OBSERVE over off, blocks in turns",
+        measured=f"{between.estimate:.4f}",
+        spread=f"{between.low:.4f} .. {between.high:.4f}",
+        goal=f"<= {1 + GOAL}",
+        met=between.estimate <= 1 + GOAL if is_sure else None,
+    )

@@ -1,0 +1,179 @@
+"""One rank of the tuner's cost bench: a TrainingRun whose tuner looks, and may try nothing.
+
+Its budget for trials is 0, so that it diagnoses, finds what it would try, and leaves it. Then
+blocks of windows with and without it take turns in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import training
+
+import zerowatch
+from zerowatch.runtime.untuned import Untuned
+from zerowatch.runtime.window.agreement import Agreement
+
+WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
+SETTLING_STEPS = 10  # in the first of which the tuner is made
+OWN, WITH_ASIDES = 5, 7  # floats that open a window, without and with the tuner's
+Told = dict[str, Any]
+
+
+class Meter:
+    """Adds up what calls cost the thread that makes them."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.dearest = 0.0
+
+    def around(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        def metered(*args: Any) -> Any:
+            wall, cpu = time.perf_counter(), time.thread_time()
+            returned = body(*args)
+            cpu = time.thread_time() - cpu
+            self.cpu += cpu
+            self.wall += time.perf_counter() - wall
+            self.dearest = max(self.dearest, cpu)
+            return returned
+
+        return metered
+
+
+class Job:
+    """Trains on random tokens; a step takes about `seconds`."""
+
+    def __init__(self, seconds: float, observe_seconds: float) -> None:
+        torch.manual_seed(0)
+        model = training.TinyGpt(WIDTH, LAYERS)
+        self.run = zerowatch.TrainingRun(
+            model,
+            config={
+                "train_micro_batch_size_per_gpu": 10**6,
+                "zero_optimization": {"stage": 2},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4),
+            loss=lambda model, tokens: model(tokens),
+            tuner="auto",
+            settings={
+                "serve": {"enabled": False},
+                "run_log": {"folder": "runs"},
+                "tuner": {"exploration_ratio": 0.0, "observe_seconds": observe_seconds},
+            },
+        )
+        self._samples = FIRST_SAMPLES
+        for _ in range(3):
+            self.steps(3)
+            took = self.agreed(self.steps(5))
+            self._samples = max(1, round(self._samples * seconds / took))
+        self.steps(SETTLING_STEPS)
+
+    def steps(self, num: int) -> float:
+        """Train; return the mean seconds of a step."""
+        tokens = torch.randint(0, training.VOCABULARY, (self._samples, training.CONTEXT + 1))
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        for _ in range(num):
+            self.run.train_batch(tokens)
+        return (time.perf_counter() - began) / num
+
+    def agreed(self, seconds: float) -> float:
+        """Return the longest time of any rank."""
+        return self.run.agreement.highest(round(seconds * 1e6)) / 1e6
+
+    def metered(self, seconds: float) -> Told:
+        """Train for about so long, and tell what the tuner cost this rank's training thread."""
+        meter, tuning, windows = Meter(), self.run._tuning, self.run._windows
+        kept = windows.asides
+        tuning.before_window = meter.around(tuning.before_window)
+        tuning.window_ended = meter.around(tuning.window_ended)
+        windows.asides = meter.around(kept)
+        num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
+        meter.wall = meter.cpu = meter.dearest = 0.0
+        took.around(self.steps)(num)
+        windows.asides = kept
+        del tuning.before_window, tuning.window_ended
+        return {
+            "steps": num,
+            "seconds": took.wall,
+            "tuner": {"wall": meter.wall, "cpu": meter.cpu, "dearest": meter.dearest},
+        }
+
+    def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
+        """Return a step's mean seconds with the tuner and without it, pair by pair."""
+        tuning, windows = self.run._tuning, self.run._windows
+        arms = {"on": (tuning, windows.asides), "off": (Untuned(), tuple)}
+        found = []
+        for number in range(pairs):
+            taken = {}
+            for arm in ("on", "off") if number.bit_count() % 2 else ("off", "on"):
+                self.run._tuning, windows.asides = arms[arm]
+                tuning.interrupted()
+                self.steps(1)
+                taken[arm] = self.steps(block_steps)
+            found.append((taken["on"], taken["off"]))
+        self.run._tuning, windows.asides = arms["on"]
+        return found
+
+    def end(self) -> None:
+        self.run.close()
+        self.run.engine.destroy()
+
+
+def gathers(rounds: int) -> list[list[float]]:
+    """Return the seconds of a gather without and with the tuner's two floats, in turns."""
+    agreement = Agreement()
+    found = []
+    for _ in range(rounds):
+        taken = []
+        for num in (OWN, WITH_ASIDES):
+            began = time.perf_counter()
+            agreement.gather([0.0] * num)
+            taken.append(time.perf_counter() - began)
+        found.append(taken)
+    agreement.close()
+    return found
+
+
+def empty_calls(times: int = 100_000) -> float:
+    """Return the seconds that a window spends on a tuner that is off."""
+    untuned, asides = Untuned(), tuple
+    began = time.thread_time()
+    for _ in range(times):
+        untuned.before_window(None)
+        asides()
+        untuned.window_ended(None)  # type: ignore[arg-type]
+    return (time.thread_time() - began) / times
+
+
+def main() -> None:
+    asked = training.arguments()
+    torch.set_num_threads(1)
+    deepspeed.init_distributed(
+        "gloo",
+        init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    found: Told = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
+    for seconds in asked["step_seconds"]:
+        job = Job(seconds, asked["observe_seconds"])
+        found["steps"][str(seconds)] = {
+            "metered": job.metered(asked["seconds"]),
+            "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),
+        }
+        job.end()
+    training.report(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""One rank that trains while the tuner works; then what that found is compared with others.
+
+It is asked for {"tuner": keywords of TrainingRun, "settings": the tuner's, "seconds": how long to
+train, "rivals": {name: configuration}, "rounds", "settle_steps", "steps": of the comparison,
+"micro_batch_samples" to begin with, "length" of a sample}. A file "stop" in its folder ends the
+training early.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tuner_link_model import asked, batch, configuration_of, leave, new_run, tell, visit
+
+from zerowatch.metrics.catalog.tuner import TUNER_EXPLORATION_SECONDS
+
+
+def main(asked: dict[str, Any]) -> None:
+    folder = Path(asked["folder"])
+    stop_file = folder / "tuner.stop"
+    settings = {"tuner": asked["settings"] | {"stop_file": str(stop_file)}}
+    run = new_run(asked["micro_batch_samples"], settings=settings, **asked["tuner"])
+    train(run, asked["length"], asked["seconds"], folder / "stop")
+    explored = run.watch.snapshot().total(TUNER_EXPLORATION_SECONDS)
+    stop_file.touch()
+    for _ in range(4):  # in which what is on trial is taken back
+        run.train_batch(batch(length=asked["length"]))
+    tell({"found": configuration_of(run), "exploration_seconds": explored})
+    compare(run, asked)
+    leave(run)
+
+
+def train(run: Any, length: int, seconds: float, stop: Path) -> None:
+    """Train until the time is over; tell of each step."""
+    began = before = time.perf_counter()
+    while True:
+        result = run.train_batch(batch(length=length))
+        now = time.perf_counter()
+        tell(
+            {
+                "step": run.steps,
+                "unix_seconds": time.time(),
+                "seconds": now - before,
+                "micro_batches": len(result.micro_batches),
+                "configuration": configuration_of(run),
+            }
+        )
+        before = now
+        over = now - began > seconds or stop.exists()
+        if run.agreement.highest(int(over and dist.get_rank() == 0)):
+            return
+
+
+def compare(run: Any, asked: dict[str, Any]) -> None:
+    """Measure what was found and the rivals in turns, there and back."""
+    compared = {"found": configuration_of(run)} | asked["rivals"]
+    names = [*compared]
+    for number in range(asked["rounds"]):
+        for name in names if number % 2 == 0 else reversed(names):
+            found = visit(run, compared[name], asked["settle_steps"], asked["steps"])
+            tell({"compared": name, **found})
+
+
+if __name__ == "__main__":
+    main(asked())

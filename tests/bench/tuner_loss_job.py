@@ -1,0 +1,64 @@
+"""One rank that trains the demo's model from several seeds, with or without a tuner.
+
+Tells of each seed the loss on text that was not trained on, and in how many steps each form of
+gradients was in use. What the tuner finds with one seed the next one remembers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from codec_training_job import JUDGED_WINDOWS, TEXT, gathered
+from torch.utils.data import Subset
+from tuner_link_model import asked, configuration_of, tell
+
+import zerowatch
+from zerowatch.runtime.demo.corpus import NextByteWindows
+from zerowatch.runtime.demo.job import ds_config, mean_loss
+from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+
+
+def train(asked: dict[str, Any], seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = ByteGpt(GptConfig(**asked["model"]))
+    config = ds_config(steps=asked["steps"], stage=2)
+    folder = Path(asked["folder"], "runs")
+    settings = {
+        "serve": {"enabled": False},
+        "run_log": {"folder": str(folder)},
+        **asked["settings"],
+    }
+    run = zerowatch.TrainingRun(
+        model, config=config, loss=mean_loss, settings=settings, **asked["tuner"]
+    )
+    windows = NextByteWindows(TEXT, model.config.max_position_embeddings)
+    first_judged = len(windows) - JUDGED_WINDOWS
+    samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
+    loader = run.loader(Subset(windows, range(first_judged)), batch_samples=samples, seed=seed)
+    forms: Counter[str] = Counter()
+    for batch in islice(loader.forever(), asked["steps"]):
+        forms[str(configuration_of(run)["gradient_compression"])] += 1
+        run.train_batch(batch)
+    with torch.no_grad():
+        loss = float(model(**gathered(windows, list(range(first_judged, len(windows))))))
+    run.close()
+    run.engine.destroy()
+    return {"seed": seed, "loss": loss, "forms": forms}
+
+
+def main(asked: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    for seed in asked["seeds"]:
+        tell(train(asked, seed))
+    dist.barrier()
+    tell({"ended": True})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(asked())
