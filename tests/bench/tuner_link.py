@@ -19,7 +19,6 @@ from tuner_link_hosts import Told, missing, on_link
 from tuner_link_space import SPACES, START, Configuration
 
 RATE = "200mbit"
-TUNED_SECONDS = 150
 SHARE = 0.95
 BEST = 5  # of each space that are measured again
 SEARCH_FILE = Path(__file__).parents[2] / ".build" / "tuner_link_search.json"
@@ -32,29 +31,32 @@ class Space:
     Attributes:
         name: That of the part that the static search adds for it.
         goal: Of throughput over that before.
+        seconds: How long the tuner has.
         arguments: Of TrainingRun.
         settings: Of the tuner.
     """
 
     name: str
     goal: float
+    seconds: float
     arguments: dict[str, str]
     settings: dict[str, Any]
 
 
-def _space(name: str, goal: float, contract: str, *, rebuild: bool) -> Space:
+def _space(name: str, goal: float, seconds: float, contract: str, *, rebuild: bool) -> Space:
     return Space(
         name=name,
         goal=goal,
+        seconds=seconds,
         arguments={"tuner": "auto", "contract": contract},
         settings={"rebuild": rebuild},
     )
 
 
 TUNED = (
-    _space("live knobs", 2.0, "reassociation", rebuild=False),
-    _space("rebuilds", 2.7, "reassociation", rebuild=True),
-    _space("statistical", 3.5, "statistical", rebuild=True),
+    _space("live knobs", 2.0, 190, "reassociation", rebuild=False),
+    _space("rebuilds", 2.7, 260, "reassociation", rebuild=True),
+    _space("statistical", 3.5, 320, "statistical", rebuild=True),
 )
 
 
@@ -117,11 +119,12 @@ def tuned(
     rivals: dict[str, Configuration],
     options: Options,
     *,
-    seconds: float = TUNED_SECONDS,
+    seconds: float | None = None,
     rounds: int = 2,
     steps: int = 2,
 ) -> Tuned:
-    """Let a run be tuned for some seconds, then compare."""
+    """Let a run be tuned for some seconds, those of its space by default, then compare."""
+    seconds = space.seconds if seconds is None else seconds
     asked = {
         "tuner": space.arguments,
         "settings": space.settings,
