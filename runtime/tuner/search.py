@@ -150,7 +150,8 @@ class Search:
             settle_steps=max(SPECS[knob].settle_steps for knob in proposal.changes),
         )
         least = max(plan.min_gain, self._rules.min_gain)
-        least = -MOST_RELAXED_LOSS if proposal.relaxes else least
+        if proposal.relaxes:
+            least = -2 * MOST_RELAXED_LOSS  # a trial asks the lower bound for half of it
         if usual is None:
             return replace(plan, min_gain=least)
         lead = tuple(usual.lead[-plan.block_steps :])

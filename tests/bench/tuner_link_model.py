@@ -61,9 +61,13 @@ def leave(run: TrainingRun) -> None:
     dist.destroy_process_group()
 
 
-def new_run(micro_batch_samples: int = 4, **options: Any) -> TrainingRun:
+def new_run(micro_batch_samples: int = 4, stage: int = 2, **options: Any) -> TrainingRun:
     """Return a run from DeepSpeed's defaults; all ranks make the same model."""
-    config = DS_CONFIG | {"train_micro_batch_size_per_gpu": micro_batch_samples}
+    given = {
+        "train_micro_batch_size_per_gpu": micro_batch_samples,
+        "zero_optimization": {"stage": stage},
+    }
+    config = DS_CONFIG | given
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return TrainingRun(ByteGpt(MODEL), config=config, loss=_loss, optimizer=_optimizer, **options)

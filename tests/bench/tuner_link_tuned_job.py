@@ -2,7 +2,7 @@
 
 It is asked for {"tuner": keywords of TrainingRun, "settings": the tuner's, "seconds": how long to
 train, "rivals": {name: configuration}, "rounds", "settle_steps", "steps": of the comparison,
-"micro_batch_samples" to begin with, "length" of a sample}. A file "stop" in its folder ends the
+"micro_batch_samples" and "stage" to begin with, "length" of a sample}. A file "stop" in its folder ends the
 training early.
 """
 
@@ -22,7 +22,9 @@ def main(asked: dict[str, Any]) -> None:
     folder = Path(asked["folder"])
     stop_file = folder / "tuner.stop"
     settings = {"tuner": asked["settings"] | {"stop_file": str(stop_file)}}
-    run = new_run(asked["micro_batch_samples"], settings=settings, **asked["tuner"])
+    run = new_run(
+        asked["micro_batch_samples"], asked.get("stage", 2), settings=settings, **asked["tuner"]
+    )
     train(run, asked["length"], asked["seconds"], folder / "stop")
     explored = run.watch.snapshot().total(TUNER_EXPLORATION_SECONDS)
     stop_file.touch()
