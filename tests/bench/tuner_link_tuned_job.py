@@ -2,8 +2,8 @@
 
 It is asked for {"tuner": keywords of TrainingRun, "settings": the tuner's, "seconds": how long to
 train, "rivals": {name: configuration}, "rounds", "settle_steps", "steps": of the comparison,
-"micro_batch_samples" and "stage" to begin with, "length" of a sample}. A file "stop" in its folder ends the
-training early.
+"micro_batch_samples" and "stage" to begin with, "length" of a sample}. A file "stop" in its folder
+ends the training early.
 """
 
 from __future__ import annotations
