@@ -83,6 +83,11 @@ class Advisor:
         if self._voice is None:
             self._voice = self._new_voice("advise")
             self._voice.state("observe")
+            # At once, so that a run's series stay the same from its first steps on.
+            self._voice.diagnosed((), Reading())
+            if self._new_hands is not None and is_data_parallel(engine):
+                hands = self._new_hands(engine, self._around.identity.world_size)
+                self._voice.configured(hands.values())
         return self._voice
 
     def _new_voice(self, mode: Mode, keep: Keep | None = None) -> TunerVoice:
