@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, start
+from scripts.short_of_memory import Ended, run
 
 pytestmark = pytest.mark.jobs
 
 # Of the kinds only the leak: `make bench ARGS=tuner_memory` has batches that grow as well.
 KINDS, ARMS = ("leak",), ("plain", "off", "auto")
-VARIABLES = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MALLOC_MMAP_THRESHOLD_": "131072",  # glibc unmaps what is larger as soon as it is freed
-    "MALLOC_ARENA_MAX": "1",  # else each new thread maps 64 MiB, used or not
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What a job left: its exit code, the end of what it said, and a line for each window."""
-
-    code: int
-    said: str
-    windows: list[dict[str, Any]]
-
-    @property
-    def out_of_memory(self) -> float:
-        """Errors of any kind."""
-        return sum(each or 0 for each in self.windows[-1]["ooms"].values())
-
-
-def run(folder: Path, kind: str, arm: str) -> Ended:
-    folder.mkdir()
-    script = SCRIPTS / "tuner_memory.py"
-    finished = start(sys.executable, script, kind, arm, cwd=folder, variables=VARIABLES)
-    lines = (folder / "windows.jsonl").read_text().splitlines()
-    windows = [json.loads(line) for line in lines]
-    return Ended(code=finished.returncode, said=finished.stderr[-3000:], windows=windows)
 
 
 @pytest.fixture(scope="module")
