@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from ..metrics.whole_file import write_whole
 
 LOOK_SECONDS = 2.0
 Targets = list[dict[str, Any]]
@@ -55,9 +56,7 @@ def write_if_changed(file: Path, targets: Targets) -> None:
     text = json.dumps(targets, indent=2) + "\n"
     if file.is_file() and file.read_text() == text:
         return
-    beside = file.with_suffix(".new")
-    beside.write_text(text)
-    os.replace(beside, file)
+    write_whole(file, text)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .format_bytes import format_bytes
-from .run_log import write_whole
+from .run_log import write_or_warn
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class LeakSites:
         if folder is not None:
             path = folder / "memory" / f"leak-rank-{self._rank}.txt"
             grown = _live_tensors() - self._tensors
-            write_whole(path, _text(traced, baseline, grown), mode=0o600)
+            write_or_warn(path, _text(traced, baseline, grown), mode=0o600)
             logger.warning("where leaking memory is allocated: %s", path)
         if self._on_cuda:
             self._end_cuda_history(folder)

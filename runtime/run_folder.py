@@ -11,7 +11,7 @@ from pathlib import Path
 from ..metrics.settings import Settings
 from ..metrics.step_record import StepRecord
 from .identity import Addresses, Identity, NoticeBoard, new_run_id, share_run_id
-from .run_log import RunLog, keeps_every_step, write_settings, write_whole
+from .run_log import RunLog, keeps_every_step, write_or_warn, write_settings
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RunFolder:
         if self._identity.rank != 0 or not self._settings.serve.enabled:
             return
         if self._addresses.gather() and self.path is not None:
-            write_whole(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
+            write_or_warn(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
 
     def targets(self) -> list[dict[str, object]]:
         """Describe where the run's ranks serve, for Prometheus."""

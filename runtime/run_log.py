@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..metrics.settings import RunLogSettings, Settings
 from ..metrics.step_record import LineWriter, StepRecord
+from ..metrics.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +135,12 @@ def keeps_every_step(world_size: int, local_rank: int) -> bool:
 def write_settings(folder: Path, settings: Settings) -> None:
     """Write the settings of the run beside its logs, readable by the owner alone."""
     text = json.dumps(settings.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
-    write_whole(folder / "settings.json", text, mode=0o600)
+    write_or_warn(folder / "settings.json", text, mode=0o600)
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o644) -> None:
+def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write a small file so that a reader sees the old or the new one; warn if the disk refuses."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-            file.write(text)
-        half.replace(path)
+        write_whole(path, text, mode=mode)
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)

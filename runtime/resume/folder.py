@@ -9,7 +9,6 @@ A save becomes whole by one rename, and `latest` moves after that. It knows no r
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...metrics.whole_file import sync, write_whole
 from .manifest import read_manifest
 
 LATEST = "latest"
@@ -97,8 +97,8 @@ class SaveFolder:
             OSError: The disk refuses; the save that was the latest still is.
         """
         (self.path / partial(name)).rename(self.path / name)
-        sync_folder(self.path)
-        write_through(self.path / LATEST, name)
+        sync(self.path)
+        write_whole(self.path / LATEST, name, durable=True)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete saves; one that is interrupted leaves nothing that looks whole.
@@ -120,49 +120,3 @@ def save_name(steps: int, repeat: int) -> str:
 def partial(name: str) -> str:
     """Name a save while it is being written."""
     return f".partial-{name}"
-
-
-def write_through(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new one, also after a power cut.
-
-    Raises:
-        OSError: The disk refuses; the old one stands.
-    """
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with half.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    except OSError:
-        half.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_files(paths: Iterable[Path]) -> None:
-    """Wait until the contents of files are on the disk.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    for path in paths:
-        _sync(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

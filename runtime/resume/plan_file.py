@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...metrics.whole_file import write_whole
 from ..agreed import Agreed
-from .folder import write_through
 from .ranks import texts
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class PlanFile:
         if self._folder is None:
             return
         try:
-            write_through(self._folder / NAME, _to_text(plan))
+            write_whole(self._folder / NAME, _to_text(plan), durable=True)
         except (OSError, TypeError) as error:  # TypeError: a config that JSON has no words for
             if not self._warned:
                 self._warned = True

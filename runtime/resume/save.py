@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...metrics.whole_file import sync, write_whole
 from ..agreed import Agreed
 from .engine_files import engine_facts, leads, write_engine
-from .folder import SaveFolder, partial, save_name, sync_files, sync_folder, write_through
+from .folder import SaveFolder, partial, save_name
 from .manifest import Manifest
 from .rank_file import write_rank
 from .ranks import together
@@ -50,7 +51,8 @@ def save_run(
             write_rank(half, agreement.rank, state)
         with together(agreement, what, UNHARMED):
             write_engine(engine, saves.path, half.name)
-            sync_files(_own_part(half))
+            for path in _own_part(half):
+                sync(path)
         with together(agreement, what, UNHARMED):
             if leading:
                 _commit(saves, half, name, _manifest(half, engine, serial, state))
@@ -102,9 +104,9 @@ def _manifest(half: Path, engine: Any, serial: int, state: RunState) -> Manifest
 
 
 def _commit(saves: SaveFolder, half: Path, name: str, manifest: Manifest) -> None:
-    write_through(saves.manifest(half.name), manifest.to_json())
+    write_whole(saves.manifest(half.name), manifest.to_json(), durable=True)
     for folder in {path.parent for path in _files(half)}:
-        sync_folder(folder)
+        sync(folder)
     saves.commit(name)
     logger.info("step %d is saved in %s", manifest.steps, saves.path / name)
 
