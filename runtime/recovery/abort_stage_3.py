@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..deepspeed_places import forget_releases
+
 
 def abort_stage_3(engine: Any) -> None:
     """Put every parameter back into its partition, and drop the partitions of gradients.
@@ -25,17 +27,8 @@ def abort_stage_3(engine: Any) -> None:
     coordinator.release_and_reset_all(module)
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # hpZ's copy, which some ranks may have made already
-    forget_releases(coordinator)
+    forget_releases()
     _drop_gradients(optimizer)
-
-
-def forget_releases(coordinator: Any) -> None:
-    """Clear DeepSpeed's cache of what each module releases, which outlives the trace it is from."""
-    cached = type(coordinator)._PartitionedParameterCoordinator__params_to_release
-    # A decorator for profiling stands around the cached function.
-    for each in (cached, *(cell.cell_contents for cell in cached.__closure__ or ())):
-        if hasattr(each, "cache_clear"):
-            each.cache_clear()
 
 
 def _leave_modules(module: Any) -> None:

@@ -11,11 +11,12 @@ import logging
 from typing import Any
 
 from ...errors import ZerowatchError
+from ..deepspeed_places import forget_releases
 from .checkpointed_forward import checkpoint_forward
 from .choose_modules import Chosen, choose_modules
 from .transformers_checkpointing import enable, has_own_switch, is_on
 from .undo import Once, Undo, together
-from .zero_optimizer import forget_releases, of_stage_3, wait_for_device
+from .zero_optimizer import of_stage_3, wait_for_device
 
 logger = logging.getLogger(__name__)
 

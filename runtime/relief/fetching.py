@@ -12,16 +12,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..deepspeed_places import COORDINATOR, PARAMETER_OFFLOAD, ZERO_3, attribute
+from ..deepspeed_places import (
+    COORDINATOR,
+    PARAMETER_OFFLOAD,
+    ZERO_3,
+    attribute,
+    forget_releases,
+    remembered_releases,
+)
 from .knob import Knob, Value
 from .private_names import missing
 from .undo import Undo, own_attributes, put_attributes, set_attributes, together
 from .zero_optimizer import (
     coordinator,
-    forget_releases,
     num_elements,
     of_stage_3,
-    remembered_releases,
     total_elements,
 )
 

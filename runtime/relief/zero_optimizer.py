@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-from ..deepspeed_places import COORDINATOR, attribute
 
 
 def of_stages_1_and_2(engine: Any) -> Any | None:
@@ -37,29 +34,6 @@ def total_elements(parameters: Iterable[torch.Tensor]) -> int:
 def wait_for_device() -> None:
     """Wait until the device does nothing: no collective may still read what is about to change."""
     get_accelerator().synchronize()
-
-
-def remembered_releases() -> Any | None:
-    """Return the cache of what each ZeRO-3 coordinator releases after each module, if found.
-
-    DeepSpeed keeps it for the process and never empties it, so that a changed reuse distance,
-    persistence or order of modules would not be looked at again.
-    """
-    function = getattr(
-        PartitionedParameterCoordinator, attribute(COORDINATOR, "__params_to_release"), None
-    )
-    cells = [
-        function,
-        *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ()),
-    ]
-    return next((each for each in cells if hasattr(each, "cache_clear")), None)
-
-
-def forget_releases() -> None:
-    """Have ZeRO 3 decide anew which parameters it releases after which module."""
-    remembered = remembered_releases()
-    if remembered is not None:
-        remembered.cache_clear()
 
 
 def coordinator(zero_3: Any) -> Any:
