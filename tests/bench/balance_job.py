@@ -7,7 +7,6 @@ import time
 from itertools import islice
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import training
@@ -54,13 +53,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        init_method=f"file://{os.environ['BENCH_STORE']}",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        auto_mpi_discovery=False,
-    )
+    training.meet()
     slowness = asked["slowness"] if rank == 1 else 1
     model = Slow(asked["sample_seconds"], slowness, asleep=asked["asleep"])
     run = zerowatch.TrainingRun(

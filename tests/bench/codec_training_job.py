@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import training
 
 from zerowatch.runtime.codec.gradient_codec import GradientCodec
 from zerowatch.runtime.demo.corpus import NextByteWindows, standard_library_text
@@ -62,23 +59,15 @@ def gathered(windows: NextByteWindows, chosen: list[int]) -> dict[str, torch.Ten
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    asked = training.arguments()
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
-    deepspeed.init_distributed(
-        "gloo",
-        init_method=f"file://{os.environ['BENCH_STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    training.meet()
     losses = {
         name: [train(asked, kind, feedback, seed) for seed in asked["seeds"]]
         for name, kind, feedback in asked["arms"]
     }
-    Path(os.environ["BENCH_REPORT"]).write_text(json.dumps(losses))
-    torch.distributed.destroy_process_group()
+    training.report(losses)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import time
 import warnings
 from typing import Any
@@ -31,13 +30,7 @@ def main() -> None:
     asked = training.arguments()
     warnings.simplefilter("ignore")
     _LIBC.mallopt(_MMAP_THRESHOLD, _BYTES)
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        init_method=f"file://{os.environ['BENCH_STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        auto_mpi_discovery=False,
-    )
+    training.meet()
     agreement = Agreement()
     torch.manual_seed(0)
     model = training.TinyGpt(WIDTH, LAYERS)

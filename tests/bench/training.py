@@ -74,13 +74,7 @@ class Training:
     def __init__(self, *, stage: int, width: int = 128, layers: int = 4, batch: int = 8) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        deepspeed.init_distributed(
-            dist_backend="gloo",
-            init_method=f"file://{os.environ['BENCH_STORE']}",
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            auto_mpi_discovery=False,
-        )
+        meet()
         model = TinyGpt(width, layers)
         self.engine, *_ = deepspeed.initialize(
             model=model,
@@ -119,6 +113,18 @@ class Training:
 def arguments() -> dict[str, Any]:
     """Return what the launcher asks this rank to do."""
     return dict(json.loads(sys.argv[1]))
+
+
+def meet() -> None:
+    """Join the process group of the ranks that the launcher started; they meet in a file."""
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
 
 
 def report(findings: object) -> None:

@@ -6,12 +6,10 @@ blocks of windows with and without it take turns in the same run.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import torch
 import training
 
@@ -156,14 +154,7 @@ def empty_calls(times: int = 100_000) -> float:
 def main() -> None:
     asked = training.arguments()
     torch.set_num_threads(1)
-    deepspeed.init_distributed(
-        "gloo",
-        init_method=f"file://{os.environ['BENCH_STORE']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    training.meet()
     found: Told = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
     for seconds in asked["step_seconds"]:
         job = Job(seconds, asked["observe_seconds"])
