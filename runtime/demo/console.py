@@ -34,11 +34,10 @@ class DemoConsole:
     """
 
     def __init__(
-        self, *, watch: Watch, steps: int, stage: int, num_ranks: int, file: TextIO | None = None
+        self, *, watch: Watch, steps: int, num_ranks: int, file: TextIO | None = None
     ) -> None:
         self._watch = watch
         self._num_steps = steps
-        self._stage = stage
         self._num_ranks = num_ranks
         file = file or sys.stdout
         self._is_terminal = file.isatty()
@@ -55,8 +54,8 @@ class DemoConsole:
         if self._records or len(self._held) == MAX_HELD_STEPS or not self._more_will_serve():
             self._release()
 
-    def show_summary(self) -> None:
-        """Show what the whole run adds up to."""
+    def show_summary(self, *, stage: int) -> None:
+        """Show what the whole run adds up to, which ended at a ZeRO stage."""
         self._release()
         if not self._records:
             self._out.print("No step was recorded; the log above says why.")
@@ -69,7 +68,7 @@ class DemoConsole:
             causes={cause: seconds for (cause,), seconds in self._causes().items()},
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
             verdicts=self._verdicts(),
-            advice=advise(summary, stage=self._stage),
+            advice=advise(summary, stage=stage),
         )
         self._out.print()
         self._out.print(table, soft_wrap=not self._is_terminal)

@@ -42,9 +42,10 @@ def main() -> None:
     for batch in itertools.islice(batches, options.steps):
         run.train_batch(batch)
 
+    stage = run.engine.zero_optimization_stage()  # the tuner may have changed it
     run.close()
     if console is not None:
-        console.show_summary()
+        console.show_summary(stage=stage)
     dist.destroy_process_group()
 
 
@@ -89,9 +90,7 @@ def _console(watch: Watch, options: argparse.Namespace) -> DemoConsole | None:
     """Let rank 0 show each step; the other ranks are as good as the same."""
     if dist.get_rank() != 0:
         return None
-    console = DemoConsole(
-        watch=watch, steps=options.steps, stage=options.stage, num_ranks=dist.get_world_size()
-    )
+    console = DemoConsole(watch=watch, steps=options.steps, num_ranks=dist.get_world_size())
     watch.subscribe(console.on_step)
     return console
 

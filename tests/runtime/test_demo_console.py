@@ -45,10 +45,10 @@ def watch_like(run_folder, **verdicts):
 
 def shown(watch, file, *records, steps=None):
     """Everything a console writes for a run of these steps."""
-    console = DemoConsole(watch=watch, steps=steps or len(records), stage=2, num_ranks=2, file=file)
+    console = DemoConsole(watch=watch, steps=steps or len(records), num_ranks=2, file=file)
     for record in records:
         console.on_step(record)
-    console.show_summary()
+    console.show_summary(stage=2)
     return file.getvalue()
 
 
@@ -219,7 +219,7 @@ def run_with_a_late_rank(watch, *, late_at, num_steps):
     everyone = targets.read_text()
     targets.write_text(json.dumps(json.loads(everyone)[:1]))
     file = io.StringIO()
-    console = DemoConsole(watch=watch, steps=num_steps, stage=2, num_ranks=2, file=file)
+    console = DemoConsole(watch=watch, steps=num_steps, num_ranks=2, file=file)
     for number in range(1, num_steps + 1):
         console.on_step(step(number))
         if number == late_at:
