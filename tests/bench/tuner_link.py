@@ -119,6 +119,7 @@ def tuned(
     rivals: dict[str, Configuration],
     options: Options,
     *,
+    start: Configuration = START,
     seconds: float | None = None,
     rounds: int = 2,
     steps: int = 2,
@@ -129,11 +130,12 @@ def tuned(
         "tuner": space.arguments,
         "settings": space.settings,
         "seconds": 20 if options.quick else seconds,
-        "rivals": {"start": START} | rivals,
+        "rivals": {"start": start} | rivals,
         "rounds": rounds,
         "settle_steps": 1,
         "steps": steps,
-        "micro_batch_samples": START["micro_batch_samples"],
+        "micro_batch_samples": start["micro_batch_samples"],
+        "stage": start["zero_stage"],
         "length": 32,
     }
     ended = on_link(rate, "tuner_link_tuned_job.py", asked, timeout_seconds=seconds + 600)
