@@ -19,7 +19,7 @@ from .tuner.experiment import Conclusion
 from .tuner.proposals import Situation, propose
 from .tuner.reading import Reading, reading_of
 from .tuner.words import Symptom
-from .tuner_voice import Keep, TunerVoice
+from .tuner_voice import TunerVoice
 
 if TYPE_CHECKING:
     from .hands.engine_hands import EngineHands
@@ -71,10 +71,10 @@ class Advisor:
             before, after = self._before, self._around.recorder.snapshot()
             self._advise(self._begin(engine, after), engine, reading_of(before, after))
 
-    def hand_over(self, mode: Mode, keep: Keep | None = None) -> TunerVoice:
+    def hand_over(self, mode: Mode) -> TunerVoice:
         """Fall silent for good, and return the voice for who tunes this run instead."""
         self._speaks = False
-        return self._new_voice(mode, keep)
+        return self._new_voice(mode)
 
     def _begin(self, engine: Any, snapshot: Snapshot) -> TunerVoice:
         """Begin another stretch."""
@@ -90,7 +90,7 @@ class Advisor:
                 self._voice.configured(hands.values())
         return self._voice
 
-    def _new_voice(self, mode: Mode, keep: Keep | None = None) -> TunerVoice:
+    def _new_voice(self, mode: Mode) -> TunerVoice:
         around = self._around
         return TunerVoice(
             around.recorder,
@@ -99,7 +99,6 @@ class Advisor:
             world_size=around.identity.world_size,
             mode=mode,
             send=self._send,
-            keep=keep,
         )
 
     def _advise(self, voice: TunerVoice, engine: Any, reading: Reading) -> None:

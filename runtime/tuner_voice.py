@@ -17,13 +17,10 @@ from .tuner.predict import num_micro_batches
 from .tuner.proposals import Situation
 from .tuner.reading import Reading
 from .tuner.sentence import sentence_of
-from .tuner.verdict_store import Denied
 from .tuner.words import Configuration, Symptom
 from .tuner_figures import TunerFigures
 
 logger = logging.getLogger(__name__)
-
-Keep = Callable[[Configuration, str, Denied], object]
 
 
 class TunerVoice:
@@ -36,7 +33,6 @@ class TunerVoice:
         world_size: Ranks of the job.
         mode: Whether the tuner may act.
         send: Sends a span to a collector; does nothing where there is none.
-        keep: Remembers a configuration that proved best in a context, with what failed there.
         clock: Unix seconds.
     """
 
@@ -49,14 +45,13 @@ class TunerVoice:
         world_size: int,
         mode: Mode,
         send: Callable[[Span], object],
-        keep: Keep | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._figures = TunerFigures(recorder)
         self._journal = Journal(folder)
         self._step, self._clock = step, clock
         self._world_size, self._mode = world_size, mode
-        self._send, self._keep = send, keep
+        self._send = send
         self._num_decisions = 0
 
     def state(self, name: str) -> None:
@@ -70,11 +65,6 @@ class TunerVoice:
     def diagnosed(self, symptoms: Sequence[Symptom], _: Reading) -> None:
         """Tell what holds the job back now."""
         self._figures.diagnosed(symptoms)
-
-    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
-        """Remember what proved best so far in this context."""
-        if self._keep is not None:
-            self._keep(configuration, context, denied)
 
     def concluded(self, conclusion: Conclusion) -> None:
         """Tell what came of a proposal, or that it is advised."""

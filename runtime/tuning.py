@@ -188,13 +188,6 @@ class Tuning(Untuned):
     def _new_lead(self) -> TunerLead:
         tuner = self._settings.tuner
         store, key = VerdictStore(self._memory_folder()), self._job_key()
-        found = store.load(key)
-        voice = self._watch.advisor.hand_over(
-            tuner.mode,
-            lambda configuration, context, denied: store.remember(
-                key, context, configuration, denied
-            ),
-        )
         controller = Controller(
             self._hands,
             self._watch.snapshot,
@@ -210,11 +203,8 @@ class Tuning(Untuned):
                 total_steps=tuner.total_steps,
                 thresholds=thresholds_of(self._settings),
             ),
-            voice,
-            Known(
-                {context: each.configuration for context, each in found.items()},
-                {context: each.denied for context, each in found.items()},
-            ),
+            self._watch.advisor.hand_over(tuner.mode),
+            Known(store.load(key), keep=partial(store.remember, key)),
         )
         return TunerLead(controller, self._watch.guard, self._stop_file)
 

@@ -198,6 +198,7 @@ class Controller:
             self._enter("preflight")
             self._experiment = experiment
             if refusal is None:
+                self._known.begins(experiment.proposal.changes)
                 self.course.set(experiment.wanted, experiment.proposal.why)
                 return
             self._drop(refusal)
@@ -246,7 +247,8 @@ class Controller:
     def _leave(self) -> None:
         """End what is on trial without a verdict; it may be tried again."""
         self._observer.interrupted()
-        self._search.num_fruitless += self._experiment is not None
+        self._known.ends()
+        self._search.num_fruitless += self._experiment is not None and self._experiment.has_begun
         self._experiment = self._adopting = self._situation = None
         self.course.wanted, self._quiet = self.course.known_good, SETTLE_STEPS
         if self.state not in OFF:
@@ -279,7 +281,6 @@ class Controller:
             self._enter("accept")
             self._enter("soak")
         self._listener.concluded(conclusion)
-        self._listener.known_good(self.course.known_good, self._known.context, self._known.denied)
 
     def _relieve(self, step: StepTime) -> None:
         """Give something up for memory; what is on trial first."""

@@ -84,6 +84,11 @@ class Experiment:
         return self._num_off >= SHIFTED_STEPS
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a window was run for it."""
+        return bool(self._times)
+
+    @property
     def meets_next(self) -> bool:
         """Whether something may change after the next window."""
         return self._trial.meets_next

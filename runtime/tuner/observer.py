@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from ...metrics.snapshot import Snapshot
 from .drift import Cusum
 from .reading import Reading, reading_of
 from .words import StepTime
-
-logger = logging.getLogger(__name__)
 
 LEAST_STEPS = 3
 RECENT_STEPS = 20
@@ -96,7 +93,6 @@ class Observer:
         self._num_in_a_row = min(self._num_in_a_row + 1, len(self._recent))
         shift = self._cusum.add(log(seconds_per_sample))
         if shift is not None:
-            logger.info("steps have become %s: looking for what helps now", shift)
             self.shift = shift
         if self._before is None:
             self._before = self._snapshot()

@@ -120,7 +120,10 @@ def _against(situation: Situation, symptom: Symptom) -> Iterator[Proposal]:
 
 
 def _remembered(situation: Situation) -> Iterator[Proposal]:
-    """Yield the way to what was the best here before, as one change."""
+    """Yield the way to what was the best here before, as one change.
+
+    That was measured here, or lived with: nothing need be foretold of what can be tried in turns.
+    """
     changes = {
         knob: value
         for knob, value in (situation.remembered or {}).items()
@@ -132,8 +135,11 @@ def _remembered(situation: Situation) -> Iterator[Proposal]:
         return
     symptom = next(iter(situation.symptoms), None) or _waiting(situation)
     proposal = _proposal(situation, changes, symptom, "what was the best in these surroundings")
-    if proposal is not None:
-        yield proposal
+    if proposal is None:
+        return
+    if proposal.tier == "live":
+        proposal = replace(proposal, predicted_gain=None)
+    yield replace(proposal, relaxes=changes.get("gradient_compression", "") is None)
 
 
 def _uncompressed(situation: Situation) -> Iterator[Proposal]:

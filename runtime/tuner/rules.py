@@ -9,11 +9,9 @@ from typing import Protocol
 from .diagnose import Thresholds
 from .experiment import Conclusion
 from .reading import Reading
-from .words import Configuration, Contract, Symptom, Value
+from .words import Configuration, Contract, Symptom
 
 LEAST_SOAK_STEPS = 5
-
-Denied = frozenset[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,3 @@ class Listener(Protocol):
 
     def concluded(self, conclusion: Conclusion) -> None:
         """Take what came of a proposal."""
-
-    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
-        """Take what is the best known in these surroundings."""

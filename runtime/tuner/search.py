@@ -58,7 +58,7 @@ class Search:
             configuration: What it was run with.
         """
         if not reading.stale:
-            self._known.look_around(reading)
+            self._known.look_around(reading, configuration)
         symptoms = diagnose(reading, self._rules.thresholds)
         return self._of(reading, symptoms, step, configuration)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from ...metrics.whole_file import write_whole
 from .words import Configuration, Value
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_CONTEXTS = 16  # of one job; the oldest make room
 
 Denied = frozenset[tuple[str, Value]]
@@ -27,12 +27,14 @@ class Remembered:
     """What a job came to in one context.
 
     Attributes:
-        configuration: The whole one that proved best.
+        configuration: The whole one that proved best; empty if none did.
         denied: Knobs with values that failed or did harm.
+        on_trial: What is being tried, or was when the run died.
     """
 
     configuration: Configuration
     denied: Denied
+    on_trial: Configuration = field(default_factory=dict)
 
 
 def job_key(facts: Mapping[str, object]) -> str:
@@ -64,22 +66,16 @@ class VerdictStore:
             logger.warning("what %s remembers is left out: %s: %s", path, _kind(error), error)
             return {}
 
-    def remember(
-        self,
-        key: str,
-        context: str,
-        configuration: Configuration,
-        denied: Collection[tuple[str, Value]],
-    ) -> None:
+    def remember(self, key: str, context: str, remembered: Remembered) -> None:
         """Keep what a job came to in one context, in the place of what was known of it."""
         path = self._path(key)
         if path is None:
             return
         known = {name: each for name, each in self.load(key).items() if name != context}
-        known[context] = Remembered(configuration=configuration, denied=frozenset(denied))
+        known[context] = remembered
         newest = dict(list(known.items())[-MAX_CONTEXTS:])
         try:
-            _write_whole(path, _line(newest))
+            write_whole(path, _text(newest))
         except OSError as error:
             logger.warning("cannot remember this job for its next run in %s: %s", path, error)
 
@@ -87,13 +83,17 @@ class VerdictStore:
         return None if self._folder is None else self._folder / f"{key}.json"
 
 
-def _line(contexts: Mapping[str, Remembered]) -> bytes:
+def _text(contexts: Mapping[str, Remembered]) -> str:
     told = {
-        name: {"configuration": each.configuration, "denied": sorted(each.denied, key=repr)}
+        name: {
+            "configuration": each.configuration,
+            "denied": sorted(each.denied, key=repr),
+            "on_trial": each.on_trial,
+        }
         for name, each in contexts.items()
     }
     data = {"schema": SCHEMA_VERSION, "contexts": told}
-    return orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n"
+    return orjson.dumps(data, option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
 def _read(text: bytes) -> dict[str, Remembered]:
@@ -102,11 +102,16 @@ def _read(text: bytes) -> dict[str, Remembered]:
         raise ValueError(f"schema {data['schema']!r} is not {SCHEMA_VERSION}")
     return {
         str(name): Remembered(
-            configuration={str(knob): _value(each) for knob, each in told["configuration"].items()},
+            configuration=_configuration(told["configuration"]),
             denied=frozenset((str(knob), _value(each)) for knob, each in told["denied"]),
+            on_trial=_configuration(told["on_trial"]),
         )
         for name, told in data["contexts"].items()
     }
+
+
+def _configuration(found: Any) -> Configuration:
+    return {str(knob): _value(each) for knob, each in found.items()}
 
 
 def _value(found: Any) -> Value:
@@ -117,11 +122,3 @@ def _value(found: Any) -> Value:
 
 def _kind(error: Exception) -> str:
     return type(error).__name__
-
-
-def _write_whole(path: Path, text: bytes) -> None:
-    """Write so that a reader sees the old or the new one."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half.write_bytes(text)
-    half.replace(path)

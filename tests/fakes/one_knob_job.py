@@ -10,7 +10,7 @@ from zerowatch.runtime.tuner.contract import JobFacts
 from zerowatch.runtime.tuner.controller import Controller
 from zerowatch.runtime.tuner.experiment import Conclusion
 from zerowatch.runtime.tuner.reading import Reading
-from zerowatch.runtime.tuner.rules import Denied, Rules
+from zerowatch.runtime.tuner.rules import Rules
 from zerowatch.runtime.tuner.words import (
     Configuration,
     Contract,
@@ -111,6 +111,3 @@ class OneKnobJob:
         self.conclusions.append(conclusion)
         if conclusion.verdict == "accepted" and self.accepted_after is None:
             self.accepted_after = self.num_steps
-
-    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
-        pass

@@ -11,7 +11,8 @@ from zerowatch.runtime.tuner.controller import Controller
 from zerowatch.runtime.tuner.experiment import Conclusion
 from zerowatch.runtime.tuner.known import Known
 from zerowatch.runtime.tuner.reading import Reading
-from zerowatch.runtime.tuner.rules import Denied, Rules
+from zerowatch.runtime.tuner.rules import Rules
+from zerowatch.runtime.tuner.verdict_store import Remembered
 from zerowatch.runtime.tuner.words import (
     Configuration,
     Contract,
@@ -25,6 +26,7 @@ from zerowatch.runtime.tuner.words import (
 
 STEP_SECONDS, SAMPLES = 1.0, 16
 WAITS = 0.6  # of a step, for communication
+LINK_BANDWIDTH = 1e8  # bytes a second, at the usual pace
 OPTIONS: Mapping[str, Sequence[Value]] = {
     "micro_batch_samples": (4, 8),
     "gradient_compression": (None, "int8"),
@@ -43,7 +45,8 @@ class Job:
 
     Attributes:
         now: What the ranks work with.
-        states, conclusions, known: What the controller told.
+        states, conclusions: What the controller told.
+        kept: And what it remembers, by surroundings.
         coverage, oom_risk, replays, loss: Of the next windows.
         is_watched: Whether metrics are renewed.
         is_usable: Whether windows say how long a step takes.
@@ -51,11 +54,13 @@ class Job:
         answer: How orders end.
     """
 
-    def __init__(self, *, acts: bool = True, known: Known | None = None) -> None:
+    def __init__(
+        self, *, acts: bool = True, remembered: Mapping[str, Remembered] | None = None
+    ) -> None:
         self.now = dict(START)
         self.states: list[str] = []
         self.conclusions: list[Conclusion] = []
-        self.known: list[tuple[str, Configuration, Denied]] = []
+        self.kept: dict[str, Remembered] = {}
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
@@ -66,6 +71,7 @@ class Job:
         )
         facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
         rules = Rules(contract=Contract.STATISTICAL, acts=acts, observe_seconds=4.0, soak_steps=5)
+        known = Known(remembered, keep=self.kept.__setitem__)
         self.controller = Controller(
             self, self._recorder.snapshot, lambda: facts, rules, self, known
         )
@@ -105,6 +111,7 @@ class Job:
         add(communication.COMM_CAUSE_SECONDS, WAITS * seconds, "bandwidth")
         add(communication.COLLECTIVE_WIRE_BYTES, 10**8, "all_reduce", "dp")
         put(communication.COMM_COVERAGE_RATIO, self.coverage)
+        put(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")
         if self.is_watched:
             put(watching.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
         self.controller.window_ended(
@@ -145,6 +152,3 @@ class Job:
 
     def concluded(self, conclusion: Conclusion) -> None:
         self.conclusions.append(conclusion)
-
-    def known_good(self, configuration: Configuration, context: str, denied: Denied) -> None:
-        self.known.append((context, configuration, denied))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fakes.tuned_job import DONE, START, Job
 
-from zerowatch.runtime.tuner.known import Known
 from zerowatch.runtime.tuner.words import Outcome, Value
 
 
@@ -40,13 +40,38 @@ def test_states_come_in_their_order() -> None:
 def test_what_was_best_here_before_is_tried_first() -> None:
     job = Job()
     job.run(300)
-    context, best, _ = job.known[-1]
+    ((context, kept),) = job.kept.items()
+    best = {**kept.configuration, "activation_checkpointing": True}
 
-    later = Job(known=Known({context: {**best, "activation_checkpointing": True}}))
+    later = Job(remembered={context: replace(kept, configuration=best)})
     later.run(100, until=lambda: bool(later.conclusions))
 
     assert tried(later)[0] == {"micro_batch_samples": 8, "activation_checkpointing": True}
     assert later.conclusions[0].verdict == "accepted"
+
+
+def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> None:
+    job = Job()
+    job.until_trial()
+
+    later = Job(remembered=job.kept)
+    later.run(300)
+
+    (on_trial,) = (kept.on_trial for kept in job.kept.values())
+    assert on_trial == {"micro_batch_samples": 8}
+    assert on_trial not in tried(later)
+    assert "an earlier run ended while micro_batch_samples=8 was on trial" in caplog.text
+
+
+def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
+    job = Job()
+    job.saving = 1.1
+
+    job.run(300, until=lambda: bool(job.conclusions))
+
+    (kept,) = job.kept.values()
+    assert kept.on_trial == kept.configuration == {}
+    assert kept.denied == {("micro_batch_samples", 8)}
 
 
 def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
@@ -201,6 +226,24 @@ def test_what_the_user_changes_is_good_from_then_on() -> None:
     job.run(300)
 
     assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> None:
+    job = Job()
+    job.saving = 1.0  # nothing is to be had here
+    job.run(300)
+    job.pace, job.saving = 4.0, 0.5
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8
+    num_before, job.pace = len(job.conclusions), 1.0
+
+    job.run(300)
+
+    first = job.conclusions[num_before]
+    assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
+    assert first.proposal.why == "what was the best in these surroundings"
+    assert first.verdict == "rolled_back"
+    assert job.now["micro_batch_samples"] == 8
 
 
 def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:

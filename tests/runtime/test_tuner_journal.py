@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from fakes.tuner_decisions import conclusion
@@ -14,6 +15,8 @@ from zerowatch.runtime.tuner.verdict_store import MAX_CONTEXTS, Remembered, Verd
 
 CONFIGURATION = {"micro_batch_samples": 16, "gradient_compression": None, "overlap_comm": True}
 DENIED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
+
+NOTHING = Remembered(configuration={}, denied=frozenset())
 
 
 def decided(found, number=1):
@@ -94,13 +97,16 @@ def test_a_line_that_is_none_is_one_of_the_known_damages(line):
 def test_what_proved_best_is_remembered_by_job_and_context(tmp_path):
     key, other = job_key({"parameters": 1, "world": 2}), job_key({"parameters": 2, "world": 2})
 
-    VerdictStore(tmp_path / "tuner").remember(key, "slow link", CONFIGURATION, DENIED)
-    VerdictStore(tmp_path / "tuner").remember(key, "fast link", {"zero_stage": 1}, ())
+    found = Remembered(configuration=CONFIGURATION, denied=DENIED)
+    trying = Remembered(configuration={}, denied=frozenset(), on_trial={"zero_stage": 1})
+
+    VerdictStore(tmp_path / "tuner").remember(key, "slow link", found)
+    VerdictStore(tmp_path / "tuner").remember(key, "fast link", trying)
 
     store = VerdictStore(tmp_path / "tuner")
     assert store.load(key) == {
-        "slow link": Remembered(configuration=CONFIGURATION, denied=DENIED),
-        "fast link": Remembered(configuration={"zero_stage": 1}, denied=frozenset()),
+        "slow link": found,
+        "fast link": trying,
     }
     assert store.load(other) == {}
     assert [path.name for path in (tmp_path / "tuner").iterdir()] == [f"{key}.json"]
@@ -109,8 +115,8 @@ def test_what_proved_best_is_remembered_by_job_and_context(tmp_path):
 def test_the_latest_verdict_of_a_context_stands(tmp_path):
     store = VerdictStore(tmp_path)
 
-    store.remember("job", "slow link", {"zero_stage": 2}, ())
-    store.remember("job", "slow link", {"zero_stage": 1}, ())
+    for stage in (2, 1):
+        store.remember("job", "slow link", replace(NOTHING, configuration={"zero_stage": stage}))
 
     assert store.load("job")["slow link"].configuration == {"zero_stage": 1}
 
@@ -119,7 +125,7 @@ def test_of_very_many_contexts_the_newest_are_kept(tmp_path):
     store = VerdictStore(tmp_path)
 
     for number in range(MAX_CONTEXTS + 2):
-        store.remember("job", f"context {number}", {}, ())
+        store.remember("job", f"context {number}", NOTHING)
 
     assert list(store.load("job")) == [f"context {number}" for number in range(2, MAX_CONTEXTS + 2)]
 
@@ -135,9 +141,10 @@ def test_the_order_of_facts_names_no_other_job():
         "{",
         "[]",
         '{"schema": 0}',
-        '{"schema": 1}',
-        '{"schema": 1, "contexts": {"a": 1}}',
-        '{"schema": 1, "contexts": {"a": {"configuration": {"k": []}, "denied": []}}}',
+        '{"schema": 2}',
+        '{"schema": 2, "contexts": {"a": 1}}',
+        '{"schema": 2, "contexts": {"a": {"configuration": {}, "denied": []}}}',
+        '{"schema": 2, "contexts": {"a": {"configuration": {"k": []}}}}',
     ],
 )
 def test_a_damaged_memory_is_left_out_and_told_of(tmp_path, caplog, text):
@@ -152,7 +159,7 @@ def test_a_damaged_memory_is_left_out_and_told_of(tmp_path, caplog, text):
 def test_a_memory_that_cannot_be_written_harms_nobody(tmp_path, caplog):
     (tmp_path / "file").touch()
 
-    VerdictStore(tmp_path / "file").remember("job", "a", {}, ())
+    VerdictStore(tmp_path / "file").remember("job", "a", NOTHING)
 
     assert any("cannot remember this job" in line for line in caplog.messages)
 
@@ -161,7 +168,7 @@ def test_without_a_folder_nothing_is_remembered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = VerdictStore(None)
 
-    store.remember("job", "a", CONFIGURATION, DENIED)
+    store.remember("job", "a", NOTHING)
 
     assert store.load("job") == {}
     assert list(tmp_path.iterdir()) == []

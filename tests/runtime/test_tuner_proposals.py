@@ -330,6 +330,15 @@ class TestRemembered:
 
         assert first.changes == {"micro_batch_samples": 16, "gradient_compression": "int8"}
         assert first.contract == STATISTICAL
+        assert first.predicted_gain is None  # it was measured
+
+    def test_may_cost_a_little_where_it_rounds_no_longer(self):
+        given = situation(BUSY, configuration=BEST, remembered=START, contract=STATISTICAL)
+
+        first = propose(given)[0]
+
+        assert first.changes["gradient_compression"] is None
+        assert first.relaxes
 
     def test_is_forgotten_where_the_contract_forbids_it(self):
         assert tried(situation(remembered=BEST)) == tried(situation())

@@ -20,7 +20,7 @@ class Told:
     """A voice, and where its words went."""
 
     def __init__(self, folder, mode="auto"):
-        self.recorder, self.spans, self.kept = Recorder(), [], []
+        self.recorder, self.spans = Recorder(), []
         self.folder = folder
         self.voice = TunerVoice(
             self.recorder,
@@ -29,7 +29,6 @@ class Told:
             world_size=2,
             mode=mode,
             send=self.spans.append,
-            keep=lambda *what: self.kept.append(what),
             clock=lambda: 1.8e9,
         )
 
@@ -141,14 +140,6 @@ def test_an_advice_comes_with_what_to_type(told, caplog):
     ]
     assert told.value(tuner.TUNER_DECISIONS, "advised") == 1
     assert tuner.TUNER_GAIN not in told.recorder.snapshot().values
-
-
-def test_what_proved_best_is_handed_on_to_be_remembered(told):
-    denied = frozenset({("overlap_comm", True)})
-
-    told.voice.known_good({"zero_stage": 1}, "slow link", denied)
-
-    assert told.kept == [({"zero_stage": 1}, "slow link", denied)]
 
 
 def test_several_knobs_share_one_gain(told):
