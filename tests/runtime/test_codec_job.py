@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -33,8 +34,8 @@ RATIOS["fp8"] = (0.015, 2**-4)
 
 def check(folder: Path, num_ranks: int, names: tuple[str, ...]) -> list[dict]:
     """Run the checks; return what each rank found."""
-    ranks = ("--standalone", "--nproc-per-node", num_ranks)
-    finished = start(TORCHRUN, *ranks, SCRIPTS / "codec_checks.py", folder, *names, cwd=folder)
+    script = SCRIPTS / "codec_checks.py"
+    finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

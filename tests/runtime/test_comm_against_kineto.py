@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS, start
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -41,7 +42,7 @@ OPERATIONS = (
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kineto")
 
-    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / "kineto_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "kineto_checks.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads((folder / "figures.json").read_text())

@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -21,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
     """What each rank has seen, case by case: a delay in each phase, then controls without one."""
     folder = tmp_path_factory.mktemp("delays")
 
-    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / "straggler_job.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "straggler_job.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

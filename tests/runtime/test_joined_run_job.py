@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -16,7 +17,7 @@ ALL_SAMPLES = 64
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("joined")
-    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / "joined_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "joined_checks.py", folder, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

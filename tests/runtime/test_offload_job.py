@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from scripts.async_io import HOW_TO_BUILD, built_extensions
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -35,7 +36,7 @@ Ranks = list[dict[str, Any]]
 
 
 def run(script: str, folder: Path, *arguments: Path) -> Ranks:
-    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / script, folder, *arguments, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / script, folder, *arguments, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]

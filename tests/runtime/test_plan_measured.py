@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
 from scripts.plan_cases import CASES, MODELS, Case, param_groups
+from scripts.ranks import start_ranks
 
 from zerowatch.__main__ import main
 from zerowatch.runtime.plan.plan import Plan
@@ -34,7 +35,7 @@ def measured(tmp_path_factory) -> dict[int, dict]:
 
 def measure(ranks: int, folder: Path) -> dict:
     script, file = SCRIPTS / "measure_plans.py", folder / "measured.json"
-    finished = start(TORCHRUN, "--standalone", "--nproc-per-node", ranks, script, file, cwd=folder)
+    finished = start_ranks(ranks, script, file, cwd=folder)
     assert file.exists(), finished.stderr[-3000:]
     return json.loads(file.read_text())
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 from scripts.rebuild_cases import CASES, TRANSITIONS
 
 pytestmark = pytest.mark.jobs
@@ -40,15 +41,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Return, by number of ranks, what each rank tells of its cases."""
     folder = tmp_path_factory.mktemp("rebuild")
     return {
-        2: _run(folder / "two", TWO_RANKS, [*ON_TWO_RANKS, FAULTS]),
-        1: _run(folder / "one", ("--standalone", "--nproc-per-node", "1"), ON_ONE_RANK),
+        2: _run(folder / "two", 2, [*ON_TWO_RANKS, FAULTS]),
+        1: _run(folder / "one", 1, ON_ONE_RANK),
     }
 
 
-def _run(folder: Path, ranks: tuple[str, ...], names: Any) -> list[dict[str, Any]]:
+def _run(folder: Path, num_ranks: int, names: Any) -> list[dict[str, Any]]:
     folder.mkdir()
-    finished = start(TORCHRUN, *ranks, SCRIPTS / "rebuild_checks.py", folder, *names, cwd=folder)
-    files = [folder / f"rank-{rank}.json" for rank in range(int(ranks[-1]))]
+    script = SCRIPTS / "rebuild_checks.py"
+    finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
+    files = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]
 

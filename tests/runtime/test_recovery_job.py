@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 from scripts.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
 
 pytestmark = pytest.mark.jobs
@@ -21,9 +22,8 @@ Told = list[dict]
 
 def run(world_size: int, folder: Path, script: str, *arguments: str) -> Told:
     """Run a script; return what each rank tells."""
-    finished = start(
-        TORCHRUN,
-        *("--standalone", "--nproc-per-node", world_size),
+    finished = start_ranks(
+        world_size,
         SCRIPTS / script,
         folder,
         *arguments,

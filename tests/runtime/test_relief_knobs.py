@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 from scripts.relief_cases import CASES, ON_FOUR_RANKS, Case
 
 from zerowatch.errors import ZerowatchError
@@ -18,8 +19,7 @@ KNOB = {knob.name: knob for knob in KNOBS}
 
 
 def results_of(ranks: int, folder) -> list[dict[str, Any]]:
-    job = ("--standalone", "--nproc-per-node", ranks, SCRIPTS / "relief_knobs_job.py", folder)
-    finished = start(TORCHRUN, *job, cwd=folder)
+    finished = start_ranks(ranks, SCRIPTS / "relief_knobs_job.py", folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 

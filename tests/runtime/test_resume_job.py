@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -18,9 +19,7 @@ ENGINES = (
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("resume")
-    finished = start(
-        TORCHRUN, *TWO_RANKS, SCRIPTS / "resume_checks.py", folder, *ENGINES, cwd=folder
-    )
+    finished = start_ranks(2, SCRIPTS / "resume_checks.py", folder, *ENGINES, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -24,9 +25,9 @@ CONFIGURATIONS = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compared")
-    job = (TORCHRUN, *TWO_RANKS, SCRIPTS / "compare_watched.py", folder)
+    script, variables = SCRIPTS / "compare_watched.py", {"TORCH_FR_BUFFER_SIZE": "100000"}
 
-    finished = start(*job, cwd=folder, variables={"TORCH_FR_BUFFER_SIZE": "100000"})
+    finished = start_ranks(2, script, folder, cwd=folder, variables=variables)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

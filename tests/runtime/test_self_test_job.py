@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -23,8 +24,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
 
 def told_by(ranks: int, folder: Path) -> list[dict]:
     script = SCRIPTS / "self_test_checks.py"
-    launcher = (TORCHRUN, "--standalone", "--nproc-per-node", ranks)
-    finished = start(*launcher, script, folder, *CASES[ranks], cwd=folder)
+    finished = start_ranks(ranks, script, folder, *CASES[ranks], cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

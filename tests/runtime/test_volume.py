@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -27,7 +28,7 @@ EXPECTED = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("volume")
 
-    finished = start(TORCHRUN, *TWO_RANKS, SCRIPTS / "volume_job.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "volume_job.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, TORCHRUN, start
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -21,9 +22,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     found = {}
     for world in WORLDS:
         folder: Path = tmp_path_factory.mktemp(f"windows-{world}")
-        ranks = ("--standalone", "--nproc-per-node", str(world))
         names = FP32 + HALF if world == 2 else FP32[:4]
-        finished = start(TORCHRUN, *ranks, SCRIPTS / "window_checks.py", folder, *names, cwd=folder)
+        finished = start_ranks(world, SCRIPTS / "window_checks.py", folder, *names, cwd=folder)
         assert (folder / "rank-0.json").exists(), finished.stderr[-3000:]
         found[world] = json.loads((folder / "rank-0.json").read_text())
     return found

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent
@@ -41,9 +41,16 @@ def start(
     done = _run(command, cwd, variables)
     if done.returncode == 0 or ABORTED not in done.stderr:
         return done
-    for made in set(cwd.iterdir()) - before if cwd else ():
-        shutil.rmtree(made) if made.is_dir() else made.unlink()
+    if cwd:
+        clean(cwd, before)
     return _run(command, cwd, variables)
+
+
+def clean(folder: Path, before: Container[Path]) -> None:
+    """Remove from a folder what was not there before."""
+    for made in folder.iterdir():
+        if made not in before:
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
 def _run(

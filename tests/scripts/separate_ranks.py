@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.launching import SCRIPTS, environment
+from scripts.launching import SCRIPTS, Finished
+from scripts.ranks import fork_ranks
 
-TIMEOUT_SECONDS = 150
+TIMEOUT_SECONDS = 150.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,33 +25,16 @@ class Ended:
 
 def run_apart(script: str, folder: Path, *, world_size: int, arguments: tuple = ()) -> list[Ended]:
     """Run `script FOLDER ARGUMENTS` on each rank; it writes FOLDER/rank-r.json."""
-    command = [sys.executable, str(SCRIPTS / script), str(folder), *map(str, arguments)]
-    ranks = [start_rank(command, folder, rank, world_size) for rank in range(world_size)]
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    try:
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [ended(folder, number, rank.returncode) for number, rank in enumerate(ranks)]
-
-
-def start_rank(
-    command: list[str], folder: Path, rank: int, world_size: int
-) -> subprocess.Popen[bytes]:
-    variables = environment(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MEETING_FILE=str(folder / "store"),
+    ranks = fork_ranks(
+        world_size,
+        SCRIPTS / script,
+        folder,
+        *arguments,
+        cwd=folder,
+        variables={"MEETING_FILE": str(folder / "store")},
+        grace_seconds=TIMEOUT_SECONDS,
     )
-    with (folder / f"rank-{rank}.out").open("wb") as output:
-        return subprocess.Popen(
-            command, cwd=folder, env=variables, stdout=output, stderr=subprocess.STDOUT
-        )
+    return [ended(folder, number, rank) for number, rank in enumerate(ranks)]
 
 
 def meet() -> None:
@@ -67,10 +48,10 @@ def meet() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-def ended(folder: Path, rank: int, returncode: int) -> Ended:
-    file = folder / f"rank-{rank}.json"
+def ended(folder: Path, number: int, rank: Finished) -> Ended:
+    file = folder / f"rank-{number}.json"
     return Ended(
-        returncode=returncode,
+        returncode=rank.returncode,
         told=json.loads(file.read_text()) if file.exists() else {},
-        last_words=(folder / f"rank-{rank}.out").read_text(errors="replace")[-3000:],
+        last_words=(rank.stdout + rank.stderr)[-3000:],
     )

@@ -1,0 +1,61 @@
+"""Forks ranks from a process that has imported torch and DeepSpeed already.
+
+`rank_server.py` takes what a rank is to be as a line of JSON, writes its process id, and once that
+has ended its exit code; it ends with its input. `ranks.py` has one of these for each rank, so that
+ranks differ in how they order a set, as they do when each is started by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed  # noqa: F401 - so that no rank has to import it
+import torch._dynamo  # noqa: F401 - likewise: the first optimizer would
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - and the first engine this
+
+import zerowatch  # noqa: F401
+
+
+def serve() -> dict[str, Any] | None:
+    """Fork one rank after another; return None at the end, and in a rank what that is to be."""
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            rank: dict[str, Any] = json.loads(line)
+            return rank
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+    return None
+
+
+def become(rank: dict[str, Any]) -> None:
+    """Make this process what `python COMMAND` would be, and run that script."""
+    files = {0: (os.devnull, os.O_RDONLY)}
+    for descriptor, stream in ((1, "stdout"), (2, "stderr")):
+        files[descriptor] = (rank[stream], os.O_WRONLY | os.O_CREAT)
+    for descriptor, (path, flags) in files.items():
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(rank["cwd"])
+    os.environ.clear()
+    os.environ.update(rank["environment"])
+    sys.argv = rank["command"]
+    script = Path(sys.argv[0])
+    sys.path[0] = str(script.parent)
+    module = ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    own = serve()
+    if own is not None:
+        become(own)
