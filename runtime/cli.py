@@ -36,7 +36,7 @@ def run(arguments: tuple[str, ...]) -> None:
     sys.exit(launch(arguments))
 
 
-@click.command(short_help="Train the built-in model, watched.")
+@click.command(short_help="Train the built-in model, watched and tuned.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Optimizer steps."
 )
@@ -50,7 +50,7 @@ def run(arguments: tuple[str, ...]) -> None:
     "--stage", type=click.IntRange(0, 3), default=2, show_default=True, help="ZeRO stage."
 )
 def demo(steps: int, num_processes: int | None, stage: int) -> None:
-    """Train a small byte-level GPT on the source text of the Python standard library, watched."""
+    """Train a small byte-level GPT on the standard library's source, watched and tuned."""
     from .demo.launch import launch_demo
 
     sys.exit(launch_demo(steps, num_processes, stage))

@@ -15,7 +15,7 @@ from zerowatch.metrics.catalog.spec import PREFIX
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
-FAIL_OPEN = {"runtime/hooks.py", "metrics/exporters/fanout.py"}
+FAIL_OPEN = {"runtime/hooks.py"}
 CONSOLE = ("runtime/cli.py", "runtime/run.py", "runtime/demo/")
 HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",

@@ -45,8 +45,9 @@ def _tuner_safe_mode() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The tuner of training {RUN} is in safe mode",
         description=(
-            "It has put every knob back to where you set it and changes nothing any more. "
-            "Training goes on. Look at its last decisions on the board."
+            "It has gone back to the last configuration that worked and tries nothing more; it "
+            "acts only where memory is about to run out. Training goes on. Look at its last "
+            "decisions on the board."
         ),
         board="zerowatch-tuner",
     )

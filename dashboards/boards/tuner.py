@@ -31,8 +31,9 @@ VERDICTS = {"accepted": "green", "rolled_back": "orange", "rejected": "text", "a
 NOW = (
     Table(
         title="State now",
-        description="**observe** is the usual one. **safe_mode**: a change went wrong and the "
-        "tuner touches nothing more; see the alert ZerowatchTunerSafeMode.",
+        description="**observe** is the usual one. **safe_mode**: two changes failed, or "
+        "one could not be undone; the tuner tries nothing more, and acts only before memory runs "
+        "out; see the alert ZerowatchTunerSafeMode.",
         labels={"state": "State"},
         columns=(
             Column(
@@ -45,8 +46,8 @@ NOW = (
     ),
     Stat(
         title="Decisions",
-        description="Since the start, by verdict. Many rolled back: the run is too noisy for the "
-        "tuner, or already as fast as it gets.",
+        description="Since the start, by verdict. Many rejected: the run is too noisy to tell, or "
+        "already as fast as it gets. Many rolled back: what was tried did harm.",
         queries=(Query(of_first_rank(tuner.TUNER_DECISIONS), "{{verdict}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -58,8 +59,8 @@ NOW = (
     ),
     Stat(
         title="Spent on trials",
-        description="Training seconds of trials since the start. They still train; only at "
-        "another speed.",
+        description="Seconds since the start that trials and changes took beyond training as it "
+        "was before them.",
         queries=(Query(of_first_rank(tuner.TUNER_EXPLORATION_SECONDS), "trials", shape="now"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
@@ -169,8 +170,10 @@ KNOBS = (
     Text(
         title="How to read a decision",
         description="The words that the tuner uses for its verdicts.",
-        content="**accepted**: measured better, kept. **rolled_back**: tried, not better, taken "
-        "back. **rejected**: not even tried, as memory or the contract on numbers forbade it. "
+        content="**accepted**: measured better, or done because memory was running out; kept. "
+        "**rolled_back**: tried and harmful (slower, out of memory, loss up), or interrupted; "
+        "taken back. **rejected**: tried and not faster enough, or not tried, as it did not fit in "
+        "memory or could not be set. "
         "**advised**: worth trying, but yours to decide. Each is in `decisions.jsonl` in the run "
         "folder, with its reasons; `zerowatch tune --replay` decides them again from what was "
         "measured.",

@@ -55,7 +55,8 @@ TUNER_DECISIONS = counter(
     Label(name="verdict", values=("accepted", "rolled_back", "rejected", "advised")),
 )
 TUNER_EXPLORATION_SECONDS = counter(
-    "tuner_exploration_seconds_total", "Training seconds spent on trials."
+    "tuner_exploration_seconds_total",
+    "Seconds that trials and changes took beyond training as before.",
 )
 
 METRICS = (
