@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -70,8 +71,14 @@ def fork_ranks(
                     **{stream: str(path) for stream, path in streams[rank].items()},
                 }
             )
-        pids = {server: server.answer() for server in servers}
-        codes = _ends(pids, time.monotonic() + TIMEOUT_SECONDS, grace_seconds)
+        try:
+            pids = {server: server.answer() for server in servers}
+            codes = _ends(pids, time.monotonic() + TIMEOUT_SECONDS, grace_seconds)
+        except BaseException:  # an interrupt, too, leaves answers that nobody waits for any more
+            for server in servers:
+                server.kill()
+            _server.cache_clear()
+            raise
         return [
             Finished(
                 command,
@@ -94,7 +101,8 @@ def _ends(pids: Mapping[_Server, int], deadline: float, grace_seconds: float) ->
                 deadline = min(deadline, time.monotonic() + grace_seconds)
         if not ready:
             for server in left:
-                os.kill(pids[server], signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has ended just now
+                    os.kill(pids[server], signal.SIGKILL)
             deadline += TIMEOUT_SECONDS
     return codes
 
@@ -136,7 +144,7 @@ class _Server:
             bufsize=0,  # else `select` would not see an answer that was read with the one before
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         atexit.register(self._process.communicate)
 
@@ -144,6 +152,11 @@ class _Server:
         """Ask for a rank; the last one has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(rank).encode() + b"\n")
+
+    def kill(self) -> None:
+        """End it at once, and the rank that it forked."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
     def answer(self) -> int:
         """Return what comes next: the process id of the rank asked for, or its exit code."""
