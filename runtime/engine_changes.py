@@ -279,7 +279,8 @@ class EngineChanges:
         for name, (apply, _) in list(self._laid_on.items()):
             try:
                 self._lay_on(name, apply)
-            except (ValueError, ZerowatchError) as error:
+            except (ValueError, RuntimeError, MemoryError, ZerowatchError) as error:
+                # Perhaps on this rank alone: others would wait for it, were it raised.
                 del self._laid_on[name]
                 if name == CODEC:
                     self.codec = None
