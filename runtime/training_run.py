@@ -269,6 +269,7 @@ class TrainingRun:
             CheckpointError: The save is damaged, or that of another model or number of ranks.
             RebuildError: The engine it was saved from cannot be built here.
         """
+        self._tuning.settle()
         state = self._saving.load(folder)
         self._tuning.changed()
         return None if state is None else state.client

@@ -86,6 +86,10 @@ class TunerLead:
         self._in_use = self._controller.course.known_good
         self._see()
 
+    def close(self) -> None:
+        """Take it that the run comes to its end."""
+        self._ask(self._controller.close)
+
     def _tell(self) -> None:
         """Tell the controller of the windows that were kept."""
         kept, self._kept = self._kept, []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,9 +27,10 @@ from .sharing import Sharing
 from .tuner.contract import SUM_KNOBS, contract_named
 from .tuner.controller import Controller
 from .tuner.known import Known
+from .tuner.reading import CPU
 from .tuner.rules import Rules
 from .tuner.transaction import meet
-from .tuner.verdict_store import VerdictStore, job_key
+from .tuner.verdict_store import JobMemory, job_key
 from .tuner.words import Contract, Order, StepTime
 from .tuner_lead import TunerLead
 from .untuned import Untuned
@@ -71,6 +74,7 @@ class Tuning(Untuned):
             agreement,
             measured=windows.memory.measured,
             largest_share=self._largest_share,
+            host_risk=lambda: self._host_risk,
             checkpointed=windows.checkpointed,
             sharing=sharing,
         )
@@ -79,6 +83,7 @@ class Tuning(Untuned):
         self._lead: TunerLead | None = None
         self._make_lead = self._watch.guard("tuner", self._new_lead)
         self._risk = OomTold()
+        self._host_risk = 0.0
         self._last_end: float | None = None
         self._is_within = False  # a window, or one that did not come to its end
         self._num_alike = 0  # windows since the self-test would come out otherwise
@@ -153,6 +158,8 @@ class Tuning(Untuned):
 
     def close(self) -> None:
         """Give back what the hands hold. Safe to call twice."""
+        if self._lead is not None and not self._is_within:  # else it may be what ends the run
+            self._lead.close()
         self._windows.asides = tuple
         self._hands.close()
 
@@ -187,7 +194,8 @@ class Tuning(Untuned):
 
     def _new_lead(self) -> TunerLead:
         tuner = self._settings.tuner
-        store, key = VerdictStore(self._memory_folder()), self._job_key()
+        owner = _process_name(os.getpid())
+        memory = JobMemory(self._memory_folder(), self._job_key(), owner=owner, is_gone=_is_gone)
         controller = Controller(
             self._hands,
             self._watch.snapshot,
@@ -204,7 +212,7 @@ class Tuning(Untuned):
                 thresholds=thresholds_of(self._settings),
             ),
             self._watch.advisor.hand_over(tuner.mode),
-            Known(store.load(key), keep=partial(store.remember, key)),
+            Known(memory.load(), memory.died_of(), memory),
         )
         return TunerLead(controller, self._watch.guard, self._stop_file)
 
@@ -244,7 +252,18 @@ class Tuning(Untuned):
     def _take_record(self, record: StepRecord) -> None:
         """Learn this rank's risk, on the watch thread."""
         risk = max(record.oom_risk_ratio.values(), default=0.0)
+        self._host_risk = record.oom_risk_ratio.get(CPU, 0.0)
         self._risk.take(step=record.step, risk=risk, seconds=perf_counter())
+
+
+def _process_name(pid: int) -> str:
+    return f"{socket.gethostname()}-{pid}"
+
+
+def _is_gone(name: str) -> bool:
+    """Whether a process has ended; one of another host is taken to have, as in a new container."""
+    host, _, pid = name.rpartition("-")
+    return host != socket.gethostname() or not Path("/proc", pid).exists()
 
 
 def new_tuning(

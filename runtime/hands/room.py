@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...metrics.thresholds import OOM_RISK_HIGH
 from ..format_bytes import format_bytes
 from ..recovery.fit import SAFETY_RATIO, Measured, Peak, largest_fitting
 from ..recovery.sizing import bucket_of
+from ..tuner.words import Configuration
 
 # Of the limit: a change that is wrong about its need costs more than one that is not made.
 USED_RATIO = 0.92
 _RECENT = 20
+ON_HOST = ("optimizer_sleep", "offload_optimizer", "offload_param")
 
 
 def too_much(measured: Measured, *, extra_bytes: int, length: int) -> str | None:
@@ -52,6 +55,20 @@ def too_large(
     if fitting is None or samples <= fitting:
         return None
     return f"micro-batches of {samples} are likely to run out of memory, {fitting} would fit"
+
+
+def too_much_for_host(now: Configuration, target: Configuration, host_risk: float) -> str | None:
+    """Say so if a change would move to the host what that has no memory for.
+
+    Args:
+        now: What is in use.
+        target: What would be.
+        host_risk: That the host's memory runs out, as it is.
+    """
+    moves = any(target.get(knob) and not now.get(knob) for knob in ON_HOST)
+    if not moves or host_risk < OOM_RISK_HIGH:
+        return None
+    return f"the host is short of memory itself, at a risk of {host_risk:.0%}"
 
 
 def alike(peaks: Sequence[Peak], length: int) -> list[Peak]:

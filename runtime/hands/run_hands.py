@@ -28,7 +28,7 @@ from .known_plans import KnownPlans
 from .laid_on import checkpointing_hand, sleep_hand
 from .layout import LAYOUT, LayoutDial, Layouts
 from .live import configured, live_hands, with_knob
-from .room import too_large, too_much
+from .room import too_large, too_much, too_much_for_host
 from .undos import Undos
 from .window import MicroBatchHand
 
@@ -47,6 +47,7 @@ class RunHands:
         measured: Returns what this rank knows of its memory.
         largest_share: Returns the samples of the largest share of any rank in the last window, the
             same on all ranks; 0 before the first.
+        host_risk: Returns the risk that this host's memory runs out.
         checkpointed: What activation checkpointing is laid on; None for the model's own switch or
             its repeated block.
         sharing: Of the run; None leaves its data alone.
@@ -60,11 +61,13 @@ class RunHands:
         *,
         measured: Callable[[], Measured],
         largest_share: Callable[[], int],
+        host_risk: Callable[[], float] = lambda: 0.0,
         checkpointed: Chosen = None,
         sharing: Sharing | None = None,
     ) -> None:
         self._changes, self._windows, self._agreement = changes, windows, agreement
         self._measured, self._largest_share = measured, largest_share
+        self._host_risk = host_risk
         self._layouts = Layouts(
             lambda: changes.engine, lambda: changes.config, training_config, agreement.world_size
         )
@@ -100,7 +103,9 @@ class RunHands:
 
     def refusal(self, target: Configuration) -> str | None:
         """Say why this rank should not work with that, such as its memory; None if it may."""
-        reason = strange(self._dials, target)
+        reason = strange(self._dials, target) or too_much_for_host(
+            self.values(), target, self._host_risk()
+        )
         if reason is not None:
             return reason
         layout = None

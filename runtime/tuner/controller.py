@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from ...metrics.snapshot import Snapshot
+from .adoption import Adoption
 from .contract import JobFacts
 from .course import Course
 from .experiment import Conclusion, Experiment
@@ -22,7 +23,7 @@ from .relief import Relief
 from .rules import Listener, Rules
 from .search import Search, is_short_of_memory
 from .sentinel import LossSentinel
-from .words import Hands, Order, Outcome, StepTime
+from .words import Hands, Order, Outcome, StepTime, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Controller:
         self._relief = Relief(self._search, rules)
         self._sentinel, self.course = LossSentinel(), Course(hands)
         self._experiment: Experiment | None = None
-        self._adopting: Conclusion | None = None  # becomes true as soon as it is carried out
+        self._adoption = Adoption(self.course, self._search, listener)
         self._situation: Situation | None = None  # from which more may be tried
         self._num_failures, self._step_seconds = 0, 1.0
         self._quiet, self._rest = 0, WARMUP_STEPS  # windows: of no use; until anything is done
@@ -84,7 +85,7 @@ class Controller:
 
     def carried_out(self, order: Order, outcome: Outcome) -> None:
         """Take how an order ended."""
-        self._search.budget.spend(outcome.seconds)
+        self._search.switched(self.course.in_use, order.target, outcome.seconds)
         if self._experiment is not None:
             self._experiment.cost_seconds += outcome.seconds
         if outcome.done:
@@ -97,9 +98,8 @@ class Controller:
         self.course.wanted = self.course.in_use
         if self._experiment is not None:
             self._drop(f"it could not be set: {outcome.reason}", failed=not outcome.refused)
-        elif self._adopting is not None:
-            self._search.failed(self._adopting.proposal.changes)
-            self._adopting = None
+        else:
+            self._adoption.fail(outcome.reason)
         if not outcome.undone or not order.checked:
             self._make_safe(outcome.reason)
             self.course.stay()
@@ -108,6 +108,8 @@ class Controller:
         """Take a committed window."""
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
+        if step.replays and self.course.follow():  # what was given up for memory stays given up
+            self._listener.configured(self.course.in_use)
         if self.state != "frozen" and self._relief.is_due(step):
             self._relieve(step)
         elif self._experiment is not None:
@@ -120,7 +122,7 @@ class Controller:
         """Return what all are to do so that nothing is on trial for now, as for a save."""
         if self._experiment is not None:
             self._experiment.pause()
-        if self._adopting is None:  # what is to stay is no trial, and is set now
+        if not self._adoption.is_due:  # what is to stay is no trial, and is set now
             self.course.wanted = self.course.known_good
         return self.course.order()
 
@@ -142,6 +144,10 @@ class Controller:
         if self.state == "frozen":
             self._enter("safe_mode" if self._num_failures >= MOST_FAILURES else "observe")
             self._watch_anew()
+
+    def close(self) -> None:
+        """Take it that the run comes to its end: what is on trial is not to blame."""
+        self._known.ends()
 
     def _enter(self, state: str) -> None:
         if state != self.state:
@@ -225,21 +231,18 @@ class Controller:
             self._begin_anew("other")
         else:
             self._enter("ab" if self.state == "probation" else self.state)
-            self._judge(experiment)
-
-    def _judge(self, experiment: Experiment) -> None:
-        self.course.wanted, judgement = experiment.wanted, experiment.judgement
-        if judgement is not None:
-            conclusion = experiment.concluded(judgement.verdict, judgement.reason)
-            end = self._adopt if judgement.verdict == "accepted" else self._conclude
-            end(conclusion)
+            self.course.wanted, judgement = experiment.wanted, experiment.judgement
+            if judgement is not None:
+                end = self._adopt if judgement.verdict == "accepted" else self._conclude
+                end(experiment.concluded(judgement.verdict, judgement.reason))
 
     def _drop(self, reason: str, *, failed: bool = False) -> None:
         """End a trial that could not be made, or must not go on."""
         if self._experiment is None:
             return
         was_on = self.course.in_use == self._experiment.after
-        self._conclude(self._experiment.concluded("rolled_back" if was_on else "rejected", reason))
+        verdict: Verdict = "rolled_back" if was_on else "rejected"
+        self._conclude(self._experiment.concluded(verdict, reason), is_proved=failed)
         self._num_failures += failed
         if self._num_failures >= MOST_FAILURES:
             self._make_safe(f"{self._num_failures} changes failed, the last as {reason}")
@@ -249,42 +252,38 @@ class Controller:
         self._observer.interrupted()
         self._known.ends()
         self._search.num_fruitless += self._experiment is not None and self._experiment.has_begun
-        self._experiment = self._adopting = self._situation = None
+        self._adoption.leave()
+        self._experiment = self._situation = None
         self.course.wanted, self._quiet = self.course.known_good, SETTLE_STEPS
         if self.state not in OFF:
             self._enter("observe")
 
-    def _conclude(self, conclusion: Conclusion) -> None:
+    def _conclude(self, conclusion: Conclusion, *, is_proved: bool = True) -> None:
         """End a trial that changes nothing."""
         self._enter("rollback")
-        self._known.deny(conclusion.proposal.changes)
+        (self._known.deny if is_proved else self._known.bar)(conclusion.proposal.changes)
         self._listener.concluded(conclusion)
         self._leave()
         self._situation = conclusion.situation
 
     def _adopt(self, conclusion: Conclusion) -> None:
         """Let a configuration be the one in use, as soon as all ranks work with it."""
-        self._adopting, self._experiment = conclusion, None
-        self.course.set(conclusion.target, conclusion.proposal.why)
+        self._experiment = None
+        self._adoption.begin(conclusion)
         self._adopt_if_in_use()
 
     def _adopt_if_in_use(self) -> None:
-        conclusion = self._adopting
-        if conclusion is None or not self.course.is_there:
+        if not self._adoption.end():
             return
-        self._adopting = None
-        self.course.stay()
-        self._search.adopted(conclusion, self.course.known_good)
         self._rest = self._rules.soak(self._step_seconds)
         self._observer.begin()
         if self.state != "safe_mode":
             self._enter("accept")
             self._enter("soak")
-        self._listener.concluded(conclusion)
 
     def _relieve(self, step: StepTime) -> None:
         """Give something up for memory; what is on trial first."""
-        if self._experiment is not None or self._adopting is not None:
+        if self._experiment is not None or self._adoption.is_due:
             if self.state in ("probation", "ab"):  # it may be what takes the memory
                 self._drop(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._leave()

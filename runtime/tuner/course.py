@@ -40,6 +40,23 @@ class Course:
         """Whether the job works with something else than what is known to be good."""
         return self.in_use != self.known_good
 
+    def follow(self) -> bool:
+        """Take what somebody else changed, such as what was given up as memory ran out, for good.
+
+        Returns:
+            Whether there was anything.
+        """
+        now = self._hands.values()
+        changed = {
+            knob: value
+            for knob, value in now.items()
+            if knob not in self.in_use or self.in_use[knob] != value
+        }
+        self.known_good = {**self.known_good, **changed}
+        self.in_use = {**self.in_use, **changed}
+        self.wanted = {**self.wanted, **changed}
+        return bool(changed)
+
     def order(self) -> Order | None:
         """Return what all ranks are to do, if anything."""
         if self.is_there:

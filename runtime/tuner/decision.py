@@ -41,7 +41,7 @@ class Decision:
         upper: And at most.
         pairs: Pairs of blocks of steps it was measured on.
         steps: Steps that the trial took.
-        exploration_seconds: Training seconds that the trial took.
+        exploration_seconds: What the trial and its changes took beyond training as before.
         verdict: What came of it.
         reason: Half a sentence for people.
         context: The surroundings in which it holds: link, lengths, ranks.
@@ -110,7 +110,7 @@ def decide(
         exploration_seconds=conclusion.cost_seconds,
         verdict=conclusion.verdict,
         reason=conclusion.reason,
-        context=context_of(situation.reading),
+        context=situation.context or context_of(situation.reading),
         world_size=world_size,
         mode=mode,
     )

@@ -51,10 +51,14 @@ class Journal:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Write by one call, so that a killed process leaves whole lines but for the last."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Write by one call; what a killed process or a full disk left of a line ends there."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        if os.write(descriptor, line) < len(line):
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        whole = b"\n" + line if is_torn else line
+        if os.write(descriptor, whole) < len(whole):
+            os.ftruncate(descriptor, size)
             raise OSError("only a part of the line fitted")
     finally:
         os.close(descriptor)

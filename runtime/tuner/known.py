@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 from .diagnose import context_of
 from .reading import Reading
-from .verdict_store import Denied, Remembered
+from .verdict_store import Denied, Remembered, is_within
 from .words import Configuration, Value
 
 logger = logging.getLogger(__name__)
+
+
+class Memory(Protocol):
+    """What outlives the run."""
+
+    def remember(self, context: str, remembered: Remembered, /) -> None:
+        """Keep what this job came to in some surroundings, in the place of what was known."""
+
+    def on_trial(self, context: str, changes: Configuration, /) -> None:
+        """Keep what is on trial, until told otherwise; nothing if that is empty."""
+
+
+class Forgetful:
+    """A memory of nothing."""
+
+    def remember(self, context: str, remembered: Remembered, /) -> None:
+        """Forget it."""
+
+    def on_trial(self, context: str, changes: Configuration, /) -> None:
+        """Forget it."""
 
 
 class Known:
@@ -18,7 +39,8 @@ class Known:
 
     Args:
         remembered: By surroundings, what earlier runs came to.
-        keep: Remembers what this one came to in some surroundings.
+        died_of: And what was on trial as one of them ended; it is not tried in this run.
+        memory: Takes what is to outlive this one.
 
     Attributes:
         context: The present surroundings; "" until they are told.
@@ -27,13 +49,14 @@ class Known:
     def __init__(
         self,
         remembered: Mapping[str, Remembered] | None = None,
-        keep: Callable[[str, Remembered], object] = lambda context, remembered: None,
+        died_of: Mapping[str, Configuration] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.context = ""
         self._near: Reading | None = None
         self._num_alarms = 0
-        self._on_trial: Configuration = {}
-        self._keep = keep
+        self._is_on_trial = False
+        self._memory = memory or Forgetful()
         remembered = remembered or {}
         self._best = {
             context: each.configuration
@@ -41,23 +64,32 @@ class Known:
             if each.configuration
         }
         self._denied = {context: set(each.denied) for context, each in remembered.items()}
-        for context, each in remembered.items():
-            if each.on_trial:
-                logger.warning(
-                    "an earlier run ended while %s was on trial: it is not tried again here",
-                    ", ".join(f"{knob}={value}" for knob, value in each.on_trial.items()),
-                )
-                self._denied[context].add(_first(each.on_trial))
+        # Of this run only: what nothing was measured of, such as what memory had no room for.
+        self._barred: dict[str, list[Configuration]] = {}
+        for context, changes in (died_of or {}).items():
+            told = ", ".join(f"{knob}={value}" for knob, value in changes.items())
+            logger.warning(
+                "an earlier run ended while %s was on trial: not tried in this one", told
+            )
+            self._barred[context] = [changes]
 
     @property
     def best(self) -> Configuration | None:
         """What proved best in the present surroundings, or was all that was ever used there."""
-        return self._best.get(self.context)
+        best = self._best.get(self.context)
+        if best is None or any(is_within(each, best) for each in self._barred_here):
+            return None
+        return best
 
     @property
     def denied(self) -> Denied:
         """What is not to be tried in them."""
-        return frozenset(self._denied.get(self.context, ()))
+        barred = (_only(each) for each in self._barred_here)
+        return frozenset(self._denied.get(self.context, ())).union(*barred)
+
+    @property
+    def _barred_here(self) -> list[Configuration]:
+        return self._barred.get(self.context, [])
 
     def look_around(self, reading: Reading, configuration: Configuration) -> None:
         """Tell where the job is, and what it works with.
@@ -72,30 +104,38 @@ class Known:
 
     def begins(self, changes: Configuration) -> None:
         """Take it that a change goes on trial; should the job die of it, the next run knows."""
-        self._on_trial = changes
-        self._remember()
+        self._is_on_trial = True
+        self._memory.on_trial(self.context, changes)
 
     def ends(self) -> None:
         """Take it that nothing is on trial any longer."""
-        if self._on_trial:
-            self._on_trial = {}
-            self._remember()
+        if self._is_on_trial:
+            self._is_on_trial = False
+            self._memory.on_trial(self.context, {})
 
     def deny(self, changes: Configuration) -> None:
-        """Take it that a change did not help, or would not; of several knobs the first is at it."""
-        best = self.best or {}
-        if all(best.get(knob) == value for knob, value in changes.items()):
-            self._best.pop(self.context, None)  # it is not the best any longer
-        self._denied.setdefault(self.context, set()).add(_first(changes))
+        """Take it that a change did not help, or did harm.
+
+        The first of its knobs is what it is about, and others follow from it; but not if it was
+        what is remembered as the best: that may be several at once.
+        """
+        was_best = is_within(changes, self._best.get(self.context, {}))
+        if was_best:
+            self._best.pop(self.context, None)
+        self._denied.setdefault(self.context, set()).update(_only(changes, of_several=not was_best))
+        self._remember()
         self.ends()
+
+    def bar(self, changes: Configuration) -> None:
+        """Take it that a change could not be tried; a later run may."""
+        self._barred.setdefault(self.context, []).append(changes)
 
     def gave_up(self, values: Configuration) -> None:
         """Take it that some values took too much memory.
 
         Those that a trial found are not gone back to; what the user chose may be, once.
         """
-        best = self.best or {}
-        if values and all(knob in best and best[knob] == each for knob, each in values.items()):
+        if values and is_within(values, self.best or {}):
             self.deny(values)
 
     def found(self, configuration: Configuration, instead_of: Mapping[str, Value]) -> None:
@@ -103,8 +143,8 @@ class Known:
         self._num_alarms = 0
         self._best[self.context] = configuration
         self._denied.setdefault(self.context, set()).update(instead_of.items())
-        self._on_trial = {}
         self._remember()
+        self.ends()
 
     def shifted(self, speed: str) -> None:
         """Take it that steps became "slower", say, and that what did not help may help by now.
@@ -112,16 +152,21 @@ class Known:
         Steps whose speed comes and goes would have everything tried again and again: without a
         find in between, only the 1st, 2nd, 4th, 8th... shift counts.
         """
-        logger.info("steps have become %s: looking for what helps now", speed)
+        logger.info("steps have become %s: what did not help before may help now", speed)
         self._num_alarms += 1
         if self._num_alarms & (self._num_alarms - 1) == 0:
             self._denied.pop(self.context, None)
+            self._barred.pop(self.context, None)
 
     def _remember(self) -> None:
-        now = Remembered(configuration=self.best or {}, denied=self.denied, on_trial=self._on_trial)
-        self._keep(self.context, now)
+        now = Remembered(
+            configuration=self._best.get(self.context, {}),
+            denied=frozenset(self._denied.get(self.context, ())),
+        )
+        self._memory.remember(self.context, now)
 
 
-def _first(changes: Configuration) -> tuple[str, Value]:
-    """Return the knob that a change is about; others follow from it."""
-    return next(iter(changes.items()))
+def _only(changes: Configuration, *, of_several: bool = True) -> Denied:
+    """Return the knob that a change is about, with its value; none if it may be about several."""
+    is_sure = of_several or len(changes) == 1
+    return frozenset(list(changes.items())[:1] if is_sure else ())

@@ -51,6 +51,7 @@ class Situation:
             before something better was found included.
         remembered: A whole configuration that was the best in these surroundings.
         thresholds: Of the diagnosis.
+        context: The surroundings; "" if nobody has named them.
     """
 
     configuration: Configuration
@@ -64,6 +65,7 @@ class Situation:
     denied: Collection[tuple[str, Value]] = ()
     remembered: Configuration | None = None
     thresholds: Thresholds = DEFAULT_THRESHOLDS
+    context: str = ""
 
     def symptom(self, name: str) -> Symptom | None:
         """Return the symptom of a name, if it is there."""
@@ -139,7 +141,7 @@ def _remembered(situation: Situation) -> Iterator[Proposal]:
         return
     if proposal.tier == "live":
         proposal = replace(proposal, predicted_gain=None)
-    yield replace(proposal, relaxes=changes.get("gradient_compression", "") is None)
+    yield replace(proposal, relaxes=changes == {"gradient_compression": None})
 
 
 def _uncompressed(situation: Situation) -> Iterator[Proposal]:

@@ -35,6 +35,7 @@ class Search:
     Attributes:
         budget: Of what trials may cost.
         num_fruitless: Trials so far that accepted nothing.
+        rebuild_seconds: What another engine takes, as far as is known.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Search:
     ) -> None:
         self.budget = ExplorationBudget(rules.exploration_ratio)
         self.num_fruitless = 0
+        self.rebuild_seconds = 0.0
         self._said: list[Configuration] = []
         # In an emergency it is no reason that a value was slower; only that it could not be set.
         self._failed: set[tuple[str, Value]] = set()
@@ -99,11 +101,19 @@ class Search:
             usual: What steps take now.
         """
         step_seconds = usual.seconds_per_sample * step.samples
-        for proposal in propose(replace(situation, denied=self._known.denied)):
+        now = replace(situation, denied=self._known.denied, remembered=self._known.best)
+        for proposal in propose(now):
             plan = self._plan(proposal, step_seconds, usual)
             if self._is_worth_it(proposal, plan, step_seconds, step.number):
                 experiment = Experiment(proposal, situation, plan)
                 yield experiment, self._hands.refusal(experiment.after)
+
+    def switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
+        """Take what it took to go from one configuration to another."""
+        self.budget.spend(seconds)
+        changed = (knob for knob, value in after.items() if before.get(knob, value) != value)
+        if any(knob in SPECS and SPECS[knob].tier == "rebuild" for knob in changed):
+            self.rebuild_seconds = seconds
 
     def failed(self, changes: Configuration) -> None:
         """Take it that a change could not be made; of several knobs the first is at it."""
@@ -137,6 +147,7 @@ class Search:
             samples_per_rank=-(-step.samples // self._facts().world_size),
             denied=self._known.denied,
             remembered=self._known.best,
+            context=self._known.context,
             thresholds=self._rules.thresholds,
         )
 
@@ -164,12 +175,17 @@ class Search:
         """Whether what a trial is feared to cost may be spent, and comes back."""
         num_windows = 2 * (plan.block_steps + plan.settle_steps)
         cost = FEARED_LOSS * num_windows * step_seconds
+        if proposal.tier == "rebuild":
+            cost += 2 * self.rebuild_seconds  # there, and maybe back
         remaining: float | None = None
         if self._rules.total_steps is not None:
-            remaining = (self._rules.total_steps - number) * step_seconds
+            left = self._rules.total_steps - number
+            if left <= num_windows:  # it would not come to a verdict
+                return False
+            remaining = left * step_seconds
         gain = proposal.predicted_gain or UNPREDICTED_GAIN
-        pays = proposal.relaxes or pays_back(gain, remaining, cost)
-        return pays and self.budget.allows(cost)
+        is_free = proposal.relaxes and proposal.tier == "live"
+        return (is_free or pays_back(gain, remaining, cost)) and self.budget.allows(cost)
 
 
 def is_short_of_memory(situation: Situation) -> bool:

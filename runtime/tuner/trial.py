@@ -199,7 +199,7 @@ class Trial:
         verdict: Literal["accepted", "rejected", "rolled_back"] = "rejected"
         if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"
-        elif highest < log1p(HARM_GAIN):
+        elif highest < log1p(min(HARM_GAIN, plan.min_gain / 2)):
             verdict, reason = "rolled_back", "its upper bound shows harm"
         elif highest < log1p(plan.min_gain):
             reason = "its upper bound is below the least gain"

@@ -1,13 +1,14 @@
-"""What was found out about a job, kept for its next run: one JSON file for each job."""
+"""What was found out about a job, kept for its next run: a JSON file for each job."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -16,8 +17,11 @@ from .words import Configuration, Value
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 1
 MAX_CONTEXTS = 16  # of one job; the oldest make room
+TRIAL = ".trial.json"  # ends the name of a file that says what is on trial in some process
+
+T = TypeVar("T")
 
 Denied = frozenset[tuple[str, Value]]
 
@@ -28,13 +32,18 @@ class Remembered:
 
     Attributes:
         configuration: The whole one that proved best; empty if none did.
-        denied: Knobs with values that failed or did harm.
-        on_trial: What is being tried, or was when the run died.
+        denied: Knobs with values that did not help, or did harm.
     """
 
     configuration: Configuration
     denied: Denied
-    on_trial: Configuration = field(default_factory=dict)
+
+
+def is_within(changes: Configuration, configuration: Configuration) -> bool:
+    """Whether a configuration has all these values."""
+    return all(
+        knob in configuration and configuration[knob] == value for knob, value in changes.items()
+    )
 
 
 def job_key(facts: Mapping[str, object]) -> str:
@@ -43,71 +52,102 @@ def job_key(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-class VerdictStore:
-    """Keeps them in a folder. A disk that fails costs what is remembered, and never the run.
+class JobMemory:
+    """What is kept of one job. A disk that fails costs what is remembered, and never the run.
 
     Args:
         folder: Where; None to remember nothing.
+        key: Names the job.
+        owner: Names this process among all that may run that job, in a file's name.
+        is_gone: Whether the process of such a name has ended.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path | None, key: str, *, owner: str, is_gone: Callable[[str], bool]
+    ) -> None:
+        self._folder, self._key, self._owner, self._is_gone = folder, key, owner, is_gone
 
-    def load(self, key: str) -> Mapping[str, Remembered]:
-        """Return what is known of a job, by context; nothing where the file is damaged."""
-        path = self._path(key)
-        if path is None:
-            return {}
-        try:
-            return _read(path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("what %s remembers is left out: %s: %s", path, _kind(error), error)
-            return {}
+    def load(self) -> Mapping[str, Remembered]:
+        """Return what is known of the job, by context; nothing where the file is damaged."""
+        return self._read(f"{self._key}.json", _remembered) or {}
 
-    def remember(self, key: str, context: str, remembered: Remembered) -> None:
-        """Keep what a job came to in one context, in the place of what was known of it."""
-        path = self._path(key)
-        if path is None:
-            return
-        known = {name: each for name, each in self.load(key).items() if name != context}
+    def died_of(self) -> Mapping[str, Configuration]:
+        """Return, by context, what was on trial in runs that ended with it; it is told once."""
+        found: dict[str, Configuration] = {}
+        for path in self._folder.glob(f"{self._key}.*{TRIAL}") if self._folder else ():
+            owner = path.name[len(self._key) + 1 : -len(TRIAL)]
+            if owner == self._owner or self._is_gone(owner):
+                found |= self._read(path.name, _on_trial) or {}
+                with suppress(OSError):
+                    path.unlink()
+        return found
+
+    def remember(self, context: str, remembered: Remembered) -> None:
+        """Keep what the job came to in one context, in the place of what was known of it."""
+        known = {name: each for name, each in self.load().items() if name != context}
         known[context] = remembered
-        newest = dict(list(known.items())[-MAX_CONTEXTS:])
+        self._write(f"{self._key}.json", _text(dict(list(known.items())[-MAX_CONTEXTS:])))
+
+    def on_trial(self, context: str, changes: Configuration) -> None:
+        """Keep what is on trial; nothing if that is empty."""
+        name = f"{self._key}.{self._owner}{TRIAL}"
+        if changes:
+            self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": {context: changes}}))
+        elif self._folder is not None:
+            with suppress(OSError):
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _write(self, name: str, text: str) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / name
         try:
-            write_whole(path, _text(newest))
+            write_whole(path, text)
         except OSError as error:
             logger.warning("cannot remember this job for its next run in %s: %s", path, error)
 
-    def _path(self, key: str) -> Path | None:
-        return None if self._folder is None else self._folder / f"{key}.json"
+    def _read(self, name: str, parse: Callable[[Any], T]) -> T | None:
+        """Return what is in a file; None if there is none, or it is damaged."""
+        if self._folder is None:
+            return None
+        path = self._folder / name
+        try:
+            data: Any = orjson.loads(path.read_bytes())
+            if data["schema"] != SCHEMA_VERSION:
+                raise ValueError(f"schema {data['schema']!r} is not {SCHEMA_VERSION}")
+            return parse(data)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            kind = type(error).__name__
+            logger.warning("what %s remembers is left out: %s: %s", path, kind, error)
+            return None
 
 
 def _text(contexts: Mapping[str, Remembered]) -> str:
     told = {
-        name: {
-            "configuration": each.configuration,
-            "denied": sorted(each.denied, key=repr),
-            "on_trial": each.on_trial,
-        }
+        name: {"configuration": each.configuration, "denied": sorted(each.denied, key=repr)}
         for name, each in contexts.items()
     }
-    data = {"schema": SCHEMA_VERSION, "contexts": told}
+    return _json({"schema": SCHEMA_VERSION, "contexts": told})
+
+
+def _json(data: object) -> str:
     return orjson.dumps(data, option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
-def _read(text: bytes) -> dict[str, Remembered]:
-    data: Any = orjson.loads(text)
-    if data["schema"] != SCHEMA_VERSION:
-        raise ValueError(f"schema {data['schema']!r} is not {SCHEMA_VERSION}")
+def _remembered(data: Any) -> dict[str, Remembered]:
     return {
         str(name): Remembered(
             configuration=_configuration(told["configuration"]),
             denied=frozenset((str(knob), _value(each)) for knob, each in told["denied"]),
-            on_trial=_configuration(told["on_trial"]),
         )
         for name, told in data["contexts"].items()
     }
+
+
+def _on_trial(data: Any) -> dict[str, Configuration]:
+    return {str(name): _configuration(each) for name, each in data["on_trial"].items()}
 
 
 def _configuration(found: Any) -> Configuration:
@@ -118,7 +158,3 @@ def _value(found: Any) -> Value:
     if found is None or isinstance(found, bool | int | str):
         return found
     raise TypeError(f"{found!r} is no value of a knob")
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__

@@ -46,7 +46,7 @@ class Job:
     Attributes:
         now: What the ranks work with.
         states, conclusions: What the controller told.
-        kept: And what it remembers, by surroundings.
+        kept, trials: And what it remembers, by surroundings.
         coverage, oom_risk, replays, loss: Of the next windows.
         is_watched: Whether metrics are renewed.
         is_usable: Whether windows say how long a step takes.
@@ -55,12 +55,13 @@ class Job:
     """
 
     def __init__(
-        self, *, acts: bool = True, remembered: Mapping[str, Remembered] | None = None
+        self, *, acts: bool = True, after: Job | None = None, total_steps: int | None = None
     ) -> None:
         self.now = dict(START)
         self.states: list[str] = []
         self.conclusions: list[Conclusion] = []
-        self.kept: dict[str, Remembered] = {}
+        self.kept: dict[str, Remembered] = dict(after.kept) if after else {}
+        self.trials: dict[str, Configuration] = {}
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
@@ -70,8 +71,14 @@ class Job:
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
         )
         facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
-        rules = Rules(contract=Contract.STATISTICAL, acts=acts, observe_seconds=4.0, soak_steps=5)
-        known = Known(remembered, keep=self.kept.__setitem__)
+        rules = Rules(
+            contract=Contract.STATISTICAL,
+            acts=acts,
+            observe_seconds=4.0,
+            soak_steps=5,
+            total_steps=total_steps,
+        )
+        known = Known(self.kept, after.trials if after else {}, self)
         self.controller = Controller(
             self, self._recorder.snapshot, lambda: facts, rules, self, known
         )
@@ -125,6 +132,12 @@ class Job:
                 loss=self.loss,
             )
         )
+
+    def remember(self, context: str, remembered: Remembered) -> None:
+        self.kept[context] = remembered
+
+    def on_trial(self, context: str, changes: Configuration) -> None:
+        self.trials = {context: changes} if changes else {}
 
     def values(self) -> Configuration:
         return dict(self.now)

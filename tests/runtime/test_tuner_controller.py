@@ -43,7 +43,8 @@ def test_what_was_best_here_before_is_tried_first() -> None:
     ((context, kept),) = job.kept.items()
     best = {**kept.configuration, "activation_checkpointing": True}
 
-    later = Job(remembered={context: replace(kept, configuration=best)})
+    job.kept[context] = replace(kept, configuration=best)
+    later = Job(after=job)
     later.run(100, until=lambda: bool(later.conclusions))
 
     assert tried(later)[0] == {"micro_batch_samples": 8, "activation_checkpointing": True}
@@ -54,13 +55,44 @@ def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> Non
     job = Job()
     job.until_trial()
 
-    later = Job(remembered=job.kept)
+    later = Job(after=job)
     later.run(300)
 
-    (on_trial,) = (kept.on_trial for kept in job.kept.values())
-    assert on_trial == {"micro_batch_samples": 8}
-    assert on_trial not in tried(later)
+    assert list(job.trials.values()) == [{"micro_batch_samples": 8}]
+    assert {"micro_batch_samples": 8} not in tried(later)
     assert "an earlier run ended while micro_batch_samples=8 was on trial" in caplog.text
+
+
+def test_what_was_best_is_not_tried_by_the_next_job_either_if_one_died_of_it() -> None:
+    first = Job()
+    first.run(300)
+    second = Job(after=first)
+    second.until_trial()
+
+    third = Job(after=second)
+    third.run(300)
+
+    assert {"micro_batch_samples": 8} not in tried(third)
+    assert [kept.configuration for kept in third.kept.values()] == [
+        kept.configuration for kept in first.kept.values()
+    ], "a run that measured nothing of it forgets nothing"
+
+
+def test_a_run_that_ends_in_a_trial_did_not_die_of_it() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.close()
+
+    assert not job.trials
+
+
+def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
+    job = Job(total_steps=20)
+
+    job.run(20)
+
+    assert not job.trials and not job.conclusions
 
 
 def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
@@ -70,7 +102,7 @@ def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
     job.run(300, until=lambda: bool(job.conclusions))
 
     (kept,) = job.kept.values()
-    assert kept.on_trial == kept.configuration == {}
+    assert not kept.configuration and not job.trials
     assert kept.denied == {("micro_batch_samples", 8)}
 
 
@@ -244,6 +276,30 @@ def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> No
     assert first.proposal.why == "what was the best in these surroundings"
     assert first.verdict == "rolled_back"
     assert job.now["micro_batch_samples"] == 8
+    job.run(1500)
+    tries = [one.proposal.changes for one in job.conclusions[num_before:]]
+    assert tries.count(first.proposal.changes) == 1
+
+
+def test_what_was_given_up_as_memory_ran_out_is_not_taken_back_by_a_trial() -> None:
+    job = Job()
+    job.run(8)
+    job.now["activation_checkpointing"] = True  # by a rank that found no other way
+    job.replays = 1
+    job.run(1)
+    job.replays = 0
+
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
+    job = Job()
+    job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
+    job.run(300)
+
+    assert all(not kept.denied for kept in job.kept.values())
 
 
 def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:

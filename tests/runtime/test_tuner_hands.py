@@ -11,7 +11,7 @@ from zerowatch.runtime.hands.garbage import GarbageHand
 from zerowatch.runtime.hands.known_plans import KnownPlans
 from zerowatch.runtime.hands.ladder import cuts, powers_of_two
 from zerowatch.runtime.hands.live import configured, with_knob
-from zerowatch.runtime.hands.room import too_large, too_much
+from zerowatch.runtime.hands.room import too_large, too_much, too_much_for_host
 from zerowatch.runtime.recovery.fit import Measured, Peak
 from zerowatch.runtime.recovery.plans import Plans, Share
 from zerowatch.runtime.recovery.sizing import UNBOUND
@@ -59,6 +59,16 @@ def test_what_needs_more_than_is_free_is_refused():
     assert too_much(known, extra_bytes=200, length=6) is None
     assert "220 B are free" in (too_much(known, extra_bytes=300, length=6) or "")
     assert too_much(known, extra_bytes=-5, length=6) is None
+
+
+@pytest.mark.parametrize("knob", ["optimizer_sleep", "offload_optimizer", "offload_param"])
+def test_nothing_moves_to_a_host_that_is_short_of_memory_itself(knob):
+    here, there = {knob: False}, {knob: True}
+
+    assert "at a risk of 80%" in (too_much_for_host(here, there, host_risk=0.8) or "")
+    assert too_much_for_host(here, there, host_risk=0.1) is None
+    assert too_much_for_host(there, there, host_risk=0.8) is None
+    assert too_much_for_host(there, here, host_risk=0.8) is None
 
 
 def test_where_no_limit_is_known_nothing_is_refused():

@@ -11,7 +11,7 @@ from fakes.tuner_decisions import conclusion
 from zerowatch.runtime.tuner.decision import decide
 from zerowatch.runtime.tuner.journal import DECISIONS_FILE, Journal
 from zerowatch.runtime.tuner.recorded import DAMAGES, recorded
-from zerowatch.runtime.tuner.verdict_store import MAX_CONTEXTS, Remembered, VerdictStore, job_key
+from zerowatch.runtime.tuner.verdict_store import MAX_CONTEXTS, JobMemory, Remembered, job_key
 
 CONFIGURATION = {"micro_batch_samples": 16, "gradient_compression": None, "overlap_comm": True}
 DENIED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
@@ -78,6 +78,16 @@ def test_a_disk_that_fails_is_told_of_once_and_harms_nobody(tmp_path, caplog):
     assert line.startswith(f"cannot write {tmp_path / 'file' / DECISIONS_FILE}: ")
 
 
+def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
+    journal = Journal(lambda: tmp_path)
+    (tmp_path / DECISIONS_FILE).write_bytes(b'{"schema": 1, "kno')
+
+    journal.write(decided(conclusion()), conclusion())
+
+    _, whole = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
+    assert recorded(whole).decision == decided(conclusion())
+
+
 def test_without_a_run_folder_nothing_is_written():
     journal, found = Journal(lambda: None), conclusion()
 
@@ -94,44 +104,72 @@ def test_a_line_that_is_none_is_one_of_the_known_damages(line):
         recorded(line)
 
 
+def memory(folder, key="job", owner="here-1", gone=()):
+    return JobMemory(folder, key, owner=owner, is_gone=lambda owner: owner in gone)
+
+
 def test_what_proved_best_is_remembered_by_job_and_context(tmp_path):
     key, other = job_key({"parameters": 1, "world": 2}), job_key({"parameters": 2, "world": 2})
-
     found = Remembered(configuration=CONFIGURATION, denied=DENIED)
-    trying = Remembered(configuration={}, denied=frozenset(), on_trial={"zero_stage": 1})
 
-    VerdictStore(tmp_path / "tuner").remember(key, "slow link", found)
-    VerdictStore(tmp_path / "tuner").remember(key, "fast link", trying)
+    memory(tmp_path / "tuner", key).remember("slow link", found)
+    memory(tmp_path / "tuner", key).remember("fast link", NOTHING)
 
-    store = VerdictStore(tmp_path / "tuner")
-    assert store.load(key) == {
-        "slow link": found,
-        "fast link": trying,
-    }
-    assert store.load(other) == {}
+    assert memory(tmp_path / "tuner", key).load() == {"slow link": found, "fast link": NOTHING}
+    assert memory(tmp_path / "tuner", other).load() == {}
     assert [path.name for path in (tmp_path / "tuner").iterdir()] == [f"{key}.json"]
 
 
 def test_the_latest_verdict_of_a_context_stands(tmp_path):
-    store = VerdictStore(tmp_path)
-
     for stage in (2, 1):
-        store.remember("job", "slow link", replace(NOTHING, configuration={"zero_stage": stage}))
+        found = replace(NOTHING, configuration={"zero_stage": stage})
+        memory(tmp_path).remember("slow link", found)
 
-    assert store.load("job")["slow link"].configuration == {"zero_stage": 1}
+    assert memory(tmp_path).load()["slow link"].configuration == {"zero_stage": 1}
 
 
 def test_of_very_many_contexts_the_newest_are_kept(tmp_path):
-    store = VerdictStore(tmp_path)
-
     for number in range(MAX_CONTEXTS + 2):
-        store.remember("job", f"context {number}", NOTHING)
+        memory(tmp_path).remember(f"context {number}", NOTHING)
 
-    assert list(store.load("job")) == [f"context {number}" for number in range(2, MAX_CONTEXTS + 2)]
+    assert list(memory(tmp_path).load()) == [
+        f"context {number}" for number in range(2, MAX_CONTEXTS + 2)
+    ]
 
 
 def test_the_order_of_facts_names_no_other_job():
     assert job_key({"world": 2, "parameters": 1}) == job_key({"parameters": 1, "world": 2})
+
+
+def test_what_a_process_died_of_is_told_to_the_next_one_and_no_other(tmp_path):
+    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+
+    assert memory(tmp_path, "other").died_of() == {}
+    assert memory(tmp_path, owner="here-2", gone=["here-1"]).died_of() == {
+        "slow link": {"zero_stage": 1}
+    }
+    assert memory(tmp_path, owner="here-3", gone=["here-1"]).died_of() == {}
+
+
+def test_what_is_on_trial_in_a_process_that_lives_is_its_own_matter(tmp_path):
+    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+
+    assert memory(tmp_path, owner="here-2").died_of() == {}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_process_of_the_same_name_before_this_one_has_died(tmp_path):
+    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+
+    assert memory(tmp_path).died_of() == {"slow link": {"zero_stage": 1}}
+
+
+def test_what_was_on_trial_and_came_to_its_end_leaves_nothing(tmp_path):
+    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+
+    memory(tmp_path).on_trial("slow link", {})
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -141,17 +179,15 @@ def test_the_order_of_facts_names_no_other_job():
         "{",
         "[]",
         '{"schema": 0}',
-        '{"schema": 2}',
-        '{"schema": 2, "contexts": {"a": 1}}',
-        '{"schema": 2, "contexts": {"a": {"configuration": {}, "denied": []}}}',
-        '{"schema": 2, "contexts": {"a": {"configuration": {"k": []}}}}',
+        '{"schema": 1}',
+        '{"schema": 1, "contexts": {"a": 1}}',
+        '{"schema": 1, "contexts": {"a": {"configuration": {"k": []}, "denied": []}}}',
     ],
 )
 def test_a_damaged_memory_is_left_out_and_told_of(tmp_path, caplog, text):
     (tmp_path / "job.json").write_text(text)
-    store = VerdictStore(tmp_path)
 
-    assert store.load("job") == {}
+    assert memory(tmp_path).load() == {}
 
     assert caplog.messages[0].startswith(f"what {tmp_path / 'job.json'} remembers is left out: ")
 
@@ -159,16 +195,18 @@ def test_a_damaged_memory_is_left_out_and_told_of(tmp_path, caplog, text):
 def test_a_memory_that_cannot_be_written_harms_nobody(tmp_path, caplog):
     (tmp_path / "file").touch()
 
-    VerdictStore(tmp_path / "file").remember("job", "a", NOTHING)
+    memory(tmp_path / "file").remember("a", NOTHING)
+    memory(tmp_path / "file").on_trial("a", {})
 
     assert any("cannot remember this job" in line for line in caplog.messages)
 
 
 def test_without_a_folder_nothing_is_remembered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    store = VerdictStore(None)
+    nowhere = memory(None)
 
-    store.remember("job", "a", NOTHING)
+    nowhere.remember("a", NOTHING)
+    nowhere.on_trial("a", {"zero_stage": 1})
 
-    assert store.load("job") == {}
+    assert nowhere.load() == nowhere.died_of() == {}
     assert list(tmp_path.iterdir()) == []

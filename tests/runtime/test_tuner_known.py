@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from zerowatch.runtime.tuner.diagnose import context_of
 from zerowatch.runtime.tuner.known import Known
 from zerowatch.runtime.tuner.reading import Reading
+from zerowatch.runtime.tuner.verdict_store import Remembered
+from zerowatch.runtime.tuner.words import Configuration
 
 FAST, SLOW = (Reading(link_bandwidth=each, world_size=2) for each in (2.5e8, 2.5e7))
+NEAR = context_of(FAST)
 PLAIN, COMPRESSED = ({"gradient_compression": kind} for kind in (None, "int8"))
 
 
@@ -41,3 +45,36 @@ def test_what_failed_there_is_not_come_back_to() -> None:
     known.deny(PLAIN)
 
     assert known.best is None
+
+
+def test_of_several_knobs_that_were_the_best_together_none_is_blamed_alone() -> None:
+    both = {"micro_batch_samples": 8, "gradient_compression": "int8"}
+    known = Known({NEAR: Remembered(configuration=both, denied=frozenset())})
+    known.look_around(FAST, PLAIN)
+
+    known.deny(both)
+
+    assert known.best is None
+    assert known.denied == frozenset()
+
+
+def test_what_could_not_be_tried_is_not_remembered_as_harmful() -> None:
+    memory = Kept()
+    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())}, memory=memory)
+    known.look_around(FAST, PLAIN)
+
+    known.bar(COMPRESSED)
+    known.found({"micro_batch_samples": 8}, instead_of={"micro_batch_samples": 4})
+
+    assert known.denied == {("gradient_compression", "int8"), ("micro_batch_samples", 4)}
+    assert memory.kept.denied == {("micro_batch_samples", 4)}
+
+
+class Kept:
+    """The last that was to be remembered."""
+
+    def remember(self, context: str, remembered: Remembered) -> None:
+        self.kept = remembered
+
+    def on_trial(self, context: str, changes: Configuration) -> None:
+        pass

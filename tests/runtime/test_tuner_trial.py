@@ -118,6 +118,13 @@ def test_what_does_slight_harm_is_rolled_back_at_the_first_look() -> None:
     assert found.upper < -0.01
 
 
+def test_what_may_cost_2_percent_is_not_rolled_back_for_less() -> None:
+    may_cost = replace(LIVE, min_gain=-0.04)
+
+    assert end(Trial(may_cost), a=1.0, b=1.015).verdict == "accepted"
+    assert end(Trial(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
+
+
 def test_what_is_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
     found = end(Trial(LIVE), a=1.0, b=1.2)
 
