@@ -9,8 +9,8 @@ from scripts.short_of_memory import Ended, run
 
 pytestmark = pytest.mark.jobs
 
-# Of the kinds only the leak: `make bench ARGS=tuner_memory` has batches that grow as well.
-KINDS, ARMS = ("leak",), ("plain", "off", "auto")
+# `make bench ARGS=tuner_memory` has batches that grow as well, and a plain loop, which dies.
+KINDS, ARMS = ("leak",), ("off", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ende
             for arm in ARMS
         }
         return {which: each.result() for which, each in begun.items()}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plain_loop_dies(jobs, kind: str):
-    plain = jobs[kind, "plain"]
-
-    assert plain.code != 0
-    assert "can't allocate memory" in plain.said
-    assert len(plain.windows) < len(jobs[kind, "auto"].windows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
