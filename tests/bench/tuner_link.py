@@ -55,8 +55,8 @@ def _space(name: str, goal: float, seconds: float, contract: str, *, rebuild: bo
 
 TUNED = (
     _space("live knobs", 2.0, 190, "reassociation", rebuild=False),
-    _space("rebuilds", 2.7, 260, "reassociation", rebuild=True),
-    _space("statistical", 3.5, 320, "statistical", rebuild=True),
+    _space("rebuilds", 2.7, 460, "reassociation", rebuild=True),
+    _space("statistical", 3.5, 460, "statistical", rebuild=True),
 )
 
 
