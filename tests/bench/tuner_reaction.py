@@ -21,7 +21,7 @@ from tuner_link_space import at
 
 FAST, SLOW = "2gbit", "200mbit"
 # How long each part lasts; steps are several times as long on the slow link.
-PARTS = ((FAST, 90.0), (SLOW, 150.0), (FAST, 150.0))
+PARTS = ((FAST, 100.0), (SLOW, 220.0), (FAST, 280.0))
 FIRST = at(stage=0, micro_batch=16)
 LEAST = 0.98  # of the better one's throughput: what a change no longer needed may cost
 ASKED = {
