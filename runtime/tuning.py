@@ -119,7 +119,8 @@ class Tuning(Untuned):
         opened = self._windows.opened
         if opened is None or not opened.asides.size:  # it was closed
             return
-        asides, now = opened.asides, perf_counter()
+        meets, risk, _ = opened.asides.max(axis=0).tolist()  # of the first and last, rank 0's
+        now = perf_counter()
         if self._agreement.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
             step = StepTime(
@@ -127,7 +128,7 @@ class Tuning(Untuned):
                 seconds=seconds,
                 samples=result.samples,
                 usable=self._last_end is not None and not result.replays and not result.skipped,
-                oom_risk=float(asides[:, 1].max()),
+                oom_risk=risk,
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -136,7 +137,7 @@ class Tuning(Untuned):
             if self._lead is not None:
                 self._lead.window_ended(step)
         self._last_end = now
-        if asides[0, 0]:
+        if meets:
             self._meet(settle=False)
 
     def settle(self) -> None:
