@@ -161,7 +161,10 @@ class _Server:
     def answer(self) -> int:
         """Return what comes next: the process id of the rank asked for, or its exit code."""
         assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        while line := self._process.stdout.readline():
+            with suppress(ValueError):  # what DeepSpeed says as it is imported
+                return int(line)
+        raise RuntimeError("a rank server has ended; its traceback is above")
 
     def fileno(self) -> int:
         """Of its answers, for `select`."""
