@@ -48,7 +48,7 @@ def _rows(case: Case, options: Options) -> Iterator[Row]:
         widest, case.rate, {}, options, start=case.start, seconds=SECONDS, rounds=6, steps=6
     )
     ratios = run.ratios("start")
-    unchanged = all(run.found[knob] == value for knob, value in case.start.items())
+    unchanged = all(run.found.get(knob, value) == value for knob, value in case.start.items())
     ratio = run.ratio("start")
     yield Row(
         what=f"{widest.name}, {case.what}: throughput after / before",
