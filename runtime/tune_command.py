@@ -34,10 +34,14 @@ def tune(run_folder: Path) -> None:
 
     Example: zerowatch tune --replay runs/night-7
     """
+    from .tuner.journal import DECISIONS_FILE
     from .tuner.replay import replay
     from .tuner.sentence import sentence_of
 
-    records = list(_records(run_folder))
+    if (run_folder / "settings.json").exists() and not (run_folder / DECISIONS_FILE).exists():
+        click.echo(f"{run_folder} has no decisions: its tuner found nothing to change, or was off")
+        return
+    records = list(_records(run_folder / DECISIONS_FILE))
     num_others = 0
     for record in records:
         differences = replay(record).differences
@@ -48,11 +52,9 @@ def tune(run_folder: Path) -> None:
     sys.exit(1 if num_others else 0)
 
 
-def _records(run_folder: Path) -> Iterator[Recorded]:
-    from .tuner.journal import DECISIONS_FILE
+def _records(path: Path) -> Iterator[Recorded]:
     from .tuner.recorded import DAMAGES, recorded
 
-    path = run_folder / DECISIONS_FILE
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -125,5 +125,6 @@ class TunerLead:
         if stopped == self._is_stopped:
             return
         self._is_stopped = stopped
-        logger.warning("%s: the tuner %s", path, "stands still" if stopped else "goes on")
+        does = "stands still, nothing stays on trial" if stopped else "goes on"
+        logger.warning("%s: the tuner %s", path, does)
         self._ask(self._controller.freeze if stopped else self._controller.thaw)

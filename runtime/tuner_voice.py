@@ -10,13 +10,14 @@ from pathlib import Path
 from ..metrics.exporters.telemetry_data import Span, Value
 from ..metrics.recorder import Recorder
 from .tuner.decision import Decision, Mode, decide
+from .tuner.diagnose import MEMORY_IDLE
 from .tuner.ds_patch import ds_patch
 from .tuner.experiment import Conclusion
 from .tuner.journal import Journal
 from .tuner.predict import num_micro_batches
 from .tuner.proposals import Situation
 from .tuner.reading import Reading
-from .tuner.sentence import sentence_of
+from .tuner.sentence import sentence_of, symptom_words
 from .tuner.words import Configuration, Symptom
 from .tuner_figures import TunerFigures
 
@@ -53,6 +54,7 @@ class TunerVoice:
         self._world_size, self._mode = world_size, mode
         self._send = send
         self._num_decisions = 0
+        self._told = {MEMORY_IDLE}  # which by itself is no reason to do anything
 
     def state(self, name: str) -> None:
         """Tell the state that the tuner is in now."""
@@ -63,8 +65,15 @@ class TunerVoice:
         self._figures.configured(configuration)
 
     def diagnosed(self, symptoms: Sequence[Symptom], _: Reading) -> None:
-        """Tell what holds the job back now."""
+        """Tell what holds the job back now; in the log what does so most, if it never did before.
+
+        An advice says so itself.
+        """
         self._figures.diagnosed(symptoms)
+        if self._mode == "auto" and symptoms and symptoms[0].name not in self._told:
+            self._told.add(symptoms[0].name)
+            words = symptom_words(symptoms[0])
+            logger.info("step %d: %s: looking for what helps", self._step(), words)
 
     def concluded(self, conclusion: Conclusion) -> None:
         """Tell what came of a proposal, or that it is advised."""

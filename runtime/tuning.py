@@ -215,6 +215,12 @@ class Tuning(Untuned):
             self._watch.advisor.hand_over(tuner.mode),
             Known(memory.load(), memory.died_of(), memory),
         )
+        logger.info(
+            "the tuner is on: mode %s, contract %s; it first looks after %g seconds of training",
+            tuner.mode,
+            tuner.contract,
+            tuner.observe_seconds,
+        )
         return TunerLead(controller, self._watch.guard, self._stop_file)
 
     def _job_key(self) -> str:

@@ -139,7 +139,9 @@ def _communication(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom
 def _device(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
     busy = _busy_ratio(reading, thresholds)
     if busy is not None and busy < thresholds.device_utilization_low:
-        evidence = {"device_utilization_ratio": busy}
+        # Of a CPU it is the training thread's computing, and no such metric.
+        name = "computing_ratio" if reading.on_cpu else "device_utilization_ratio"
+        evidence = {name: busy}
         yield Symptom(name="device_idle", ratio=1 - busy, evidence=evidence)
 
 

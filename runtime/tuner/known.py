@@ -68,9 +68,7 @@ class Known:
         self._barred: dict[str, list[Configuration]] = {}
         for context, changes in (died_of or {}).items():
             told = ", ".join(f"{knob}={value}" for knob, value in changes.items())
-            logger.warning(
-                "an earlier run ended while %s was on trial: not tried in this one", told
-            )
+            logger.warning("an earlier run ended in a trial of %s: not tried in this one", told)
             self._barred[context] = [changes]
 
     @property

@@ -27,6 +27,7 @@ from .words import Configuration, Contract, Proposal, Symptom, Value
 
 LEAST_GAIN = 0.01  # below it no trial could tell it from chance
 LEAST_REBUILD_GAIN = 0.05  # a rebuild cannot be tried in turns, and may go wrong
+_WORTH_A_REBUILD = 1.15  # times what a live change is predicted to gain
 _ALIKE = 0.02  # predictions that differ by less are as good as each other
 _SURE_LOSS = -0.15  # more than overlapping and the like, which nobody predicts, may make up for
 _BACK_RATIO = 0.5  # of what is too much waiting; so that nothing goes to and fro
@@ -250,10 +251,15 @@ def _promising(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
 
 
 def _merit(proposal: Proposal) -> tuple[float, bool, Contract]:
-    """Return by what proposals are sorted: gain, then cost and safety; the rest as they come."""
+    """Return by what proposals are sorted: gain, then cost and safety; the rest as they come.
+
+    A rebuild has to be worth more than what can be done without: it takes memory and time.
+    """
     gain = proposal.predicted_gain
     if gain is None:  # in the registry's order
         return 0.0, proposal.tier == "rebuild", Contract.BITWISE
+    if proposal.tier == "rebuild":
+        gain = (1 + gain) / _WORTH_A_REBUILD - 1
     return -1.0 - math.floor(gain / _ALIKE), proposal.tier == "rebuild", proposal.contract
 
 

@@ -60,7 +60,7 @@ def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> Non
 
     assert list(job.trials.values()) == [{"micro_batch_samples": 8}]
     assert {"micro_batch_samples": 8} not in tried(later)
-    assert "an earlier run ended while micro_batch_samples=8 was on trial" in caplog.text
+    assert "an earlier run ended in a trial of micro_batch_samples=8" in caplog.text
 
 
 def test_what_was_best_is_not_tried_by_the_next_job_either_if_one_died_of_it() -> None:

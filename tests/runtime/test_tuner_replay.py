@@ -148,3 +148,12 @@ def command(*arguments, torch=True):
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
     )
+
+
+def test_a_run_that_decided_nothing_is_no_error(tmp_path):
+    (tmp_path / "settings.json").write_text("{}")
+
+    done = CliRunner().invoke(commands, ["tune", "--replay", str(tmp_path)])
+
+    assert done.exit_code == 0
+    assert "has no decisions: its tuner found nothing to change, or was off" in done.output

@@ -149,3 +149,22 @@ def test_several_knobs_share_one_gain(told):
 
     assert told.lines()[0]["knob"] == "several"
     assert told.value(tuner.TUNER_GAIN, "several") > 1
+
+
+def test_what_holds_training_back_is_told_once(told, caplog):
+    symptoms = situation().symptoms
+
+    told.voice.diagnosed(symptoms, None)
+    told.voice.diagnosed(symptoms, None)
+
+    (line,) = caplog.messages
+    assert line.startswith("step 41: communication takes ")
+    assert line.endswith(": looking for what helps")
+
+
+def test_what_is_only_advised_says_so_itself(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    Told(tmp_path, mode="advise").voice.diagnosed(situation().symptoms, None)
+
+    assert not caplog.messages
