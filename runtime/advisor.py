@@ -71,9 +71,13 @@ class Advisor:
             before, after = self._before, self._around.recorder.snapshot()
             self._advise(self._begin(engine, after), engine, reading_of(before, after))
 
+    def fall_silent(self) -> None:
+        """Say nothing from now on, as where the run ends by an error: that must be what is read."""
+        self._speaks = False
+
     def hand_over(self, mode: Mode) -> TunerVoice:
         """Fall silent for good, and return the voice for who tunes this run instead."""
-        self._speaks = False
+        self.fall_silent()
         return self._new_voice(mode)
 
     def _begin(self, engine: Any, snapshot: Snapshot) -> TunerVoice:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +17,7 @@ from .advisor import thresholds_of
 from .engine_changes import EngineChanges
 from .hands.run_hands import RunHands
 from .job_facts import job_facts
+from .job_memory import job_memory
 from .oom_told import OomTold
 from .rehearsal import Rehearsal
 from .self_test import exact_knobs
@@ -30,7 +28,6 @@ from .tuner.known import Known
 from .tuner.reading import CPU
 from .tuner.rules import Rules
 from .tuner.transaction import meet
-from .tuner.verdict_store import JobMemory, job_key
 from .tuner.words import Contract, Order, StepTime
 from .tuner_lead import TunerLead
 from .untuned import Untuned
@@ -119,8 +116,7 @@ class Tuning(Untuned):
         opened = self._windows.opened
         if opened is None or not opened.asides.size:  # it was closed
             return
-        meets, risk, _ = opened.asides.max(axis=0).tolist()  # of the first and last, rank 0's
-        now = perf_counter()
+        told, now = opened.asides.tolist(), perf_counter()  # numpy would take longer, for few ranks
         if self._agreement.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
             step = StepTime(
@@ -128,7 +124,7 @@ class Tuning(Untuned):
                 seconds=seconds,
                 samples=result.samples,
                 usable=self._last_end is not None and not result.replays and not result.skipped,
-                oom_risk=risk,
+                oom_risk=max(risk for _, risk, _ in told),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -137,7 +133,7 @@ class Tuning(Untuned):
             if self._lead is not None:
                 self._lead.window_ended(step)
         self._last_end = now
-        if meets:
+        if told[0][0]:
             self._meet(settle=False)
 
     def settle(self) -> None:
@@ -195,8 +191,7 @@ class Tuning(Untuned):
 
     def _new_lead(self) -> TunerLead:
         tuner = self._settings.tuner
-        owner = _process_name(os.getpid())
-        memory = JobMemory(self._memory_folder(), self._job_key(), owner=owner, is_gone=_is_gone)
+        memory = job_memory(self._changes.engine, self._settings, self._facts.world_size)
         controller = Controller(
             self._hands,
             self._watch.snapshot,
@@ -223,30 +218,6 @@ class Tuning(Untuned):
         )
         return TunerLead(controller, self._watch.guard, self._stop_file)
 
-    def _job_key(self) -> str:
-        """Name a job by what must be the same for its verdicts to hold in a later run."""
-        engine = self._changes.engine
-        named = engine.module.named_parameters()
-        return job_key(
-            {
-                "parameters": [
-                    (name, list(getattr(each, "ds_shape", each.shape))) for name, each in named
-                ],
-                "optimizer": type(engine.basic_optimizer).__name__,
-                "world_size": self._facts.world_size,
-                "device": engine.device.type,
-                "versions": [version(name) for name in ("torch", "deepspeed", "zerowatch")],
-                "contract": self.contract.name,
-                "rebuild": self._settings.tuner.rebuild,
-            }
-        )
-
-    def _memory_folder(self) -> Path | None:
-        if self._settings.tuner.remember is not None:
-            return self._settings.tuner.remember
-        log = self._settings.run_log
-        return log.folder / ".tuner" if log.enabled else None
-
     def _stop_file(self) -> Path | None:
         folder = self._watch.run_folder
         default = None if folder is None else folder / "tuner.stop"
@@ -261,16 +232,6 @@ class Tuning(Untuned):
         risk = max(record.oom_risk_ratio.values(), default=0.0)
         self._host_risk = record.oom_risk_ratio.get(CPU, 0.0)
         self._risk.take(step=record.step, risk=risk, seconds=perf_counter())
-
-
-def _process_name(pid: int) -> str:
-    return f"{socket.gethostname()}-{pid}"
-
-
-def _is_gone(name: str) -> bool:
-    """Whether a process has ended; one of another host is taken to have, as in a new container."""
-    host, _, pid = name.rpartition("-")
-    return host != socket.gethostname() or not Path("/proc", pid).exists()
 
 
 def new_tuning(

@@ -152,6 +152,7 @@ class Watch:
         if not self._closed:
             self._closed = True
             if failed:
+                self.advisor.fall_silent()
                 self._ended_by(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
             self._thread.give(self._tap.notes.take())
@@ -179,15 +180,14 @@ class Watch:
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
-        settings = self.settings
         board = NoticeBoard(self._identity, self._epoch)
         addresses = Addresses(board, self._identity)
-        self._folder = RunFolder(settings, self._identity, board, addresses)
+        self._folder = RunFolder(self.settings, self._identity, board, addresses)
         self._server = MetricsServer(
             recorder=self.recorder,
             rank=self._identity.rank,
             local_rank=self._identity.local_rank,
-            settings=settings.serve,
+            settings=self.settings.serve,
             targets=self._folder.targets if self._identity.rank == 0 else None,
         )
         undo.callback(self._server.close)

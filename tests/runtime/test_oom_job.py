@@ -65,6 +65,8 @@ def train(folder: Path, *arguments: object) -> Finished:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MALLOC_MMAP_THRESHOLD_": "131072",
+        # Its advice of a slow machine may else come between the error and the process's end.
+        "ZEROWATCH_TUNER_MODE": "off",
     }
     return start(sys.executable, script, *arguments, cwd=folder, variables=variables)
 

@@ -179,6 +179,15 @@ def test_who_tunes_the_run_takes_the_voice_over(make_run):
     assert run.recorder.snapshot().value(tuner.TUNER_STATE, "warmup") == 1
 
 
+def test_nothing_is_advised_once_it_fell_silent(make_run):
+    run = make_run()
+
+    run.advisor.fall_silent()
+    run.later()
+
+    assert run.advised() == []
+
+
 @pytest.mark.jobs
 def test_a_script_that_knows_nothing_of_it_is_advised(tmp_path):
     variables = {
