@@ -59,6 +59,11 @@ class TunerLead:
             self._look_for_stop()
         self._tell()
 
+    def window_failed(self) -> None:
+        """Take a window that ended by an error."""
+        self._tell()
+        self._ask(self._controller.window_failed)
+
     def order(self, *, settle: bool = False) -> Order | None:
         """Return what all ranks are to do now; to `settle`, nothing stays on trial."""
         self._tell()

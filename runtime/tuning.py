@@ -96,8 +96,8 @@ class Tuning(Untuned):
 
     def before_window(self, batch: Any) -> None:
         """Find out which knobs leave every bit as it is, if that is what the user wants."""
-        if self._is_within:
-            self.interrupted()
+        if self._is_within:  # the last one ended by an error, on all ranks
+            self._window_failed()
         self._is_within = True
         if self.contract is not Contract.BITWISE or self._num_alike != SELF_TEST_STEPS:
             return
@@ -183,6 +183,14 @@ class Tuning(Untuned):
             if self._lead is not None:
                 self._lead.carried_out(*met)
         self._last_end = perf_counter()
+
+    def _window_failed(self) -> None:
+        """Take back what was on trial: it may be why, and the next window would fail too."""
+        if self.is_on_trial:
+            if self._lead is not None:
+                self._lead.window_failed()
+            self._meet(settle=True)
+        self.interrupted()
 
     def _untested(self) -> None:
         """Take it that other knobs may leave every bit as it is from now on."""

@@ -1,8 +1,7 @@
 """Decides what to change, and whether it stays: a machine of states that rank 0 runs.
 
-It never acts. After each window it is told how that went (`window_ended`); it says beforehand
-whether the ranks are to meet after the next one (`meets_next`), and at a meeting what all are to
-work with from then on (`order`). Pure but for the snapshots it asks for.
+It never acts. It is told how each window went, and says whether the ranks are to meet after the
+next one, and what all are to work with then. Pure but for the snapshots it asks for.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .relief import Relief
 from .rules import Listener, Rules
 from .search import Search, is_short_of_memory
 from .sentinel import LossSentinel
-from .words import Hands, Order, Outcome, StepTime, Verdict
+from .words import Hands, Order, Outcome, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +116,11 @@ class Controller:
         elif self.course.is_there:
             self._sentinel.learn(step.loss)
             self._look(step)
+
+    def window_failed(self) -> None:
+        """Take a window that ended by an error; what was on trial in it is taken back."""
+        if self.course.is_on_trial:
+            self._drop("a window with it ended by an error")
 
     def settle(self) -> Order | None:
         """Return what all are to do so that nothing is on trial for now, as for a save."""
@@ -222,9 +226,8 @@ class Controller:
             self._weigh(experiment, step)
 
     def _weigh(self, experiment: Experiment, step: StepTime) -> None:
-        if self.course.is_on_trial and (
-            trouble := self._sentinel.trouble(experiment.proposal, step)
-        ):
+        trouble = self._sentinel.trouble(experiment.proposal, step)
+        if trouble is not None and self.course.is_on_trial:
             self._drop(trouble, failed=True)
         elif experiment.is_overtaken:
             self._leave()
@@ -240,9 +243,8 @@ class Controller:
         """End a trial that could not be made, or must not go on."""
         if self._experiment is None:
             return
-        was_on = self.course.in_use == self._experiment.after
-        verdict: Verdict = "rolled_back" if was_on else "rejected"
-        self._conclude(self._experiment.concluded(verdict, reason), is_proved=failed)
+        dropped = self._experiment.dropped(reason, in_use=self.course.in_use)
+        self._conclude(dropped, is_proved=failed)
         self._num_failures += failed
         if self._num_failures >= MOST_FAILURES:
             self._make_safe(f"{self._num_failures} changes failed, the last as {reason}")

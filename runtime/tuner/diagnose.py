@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...metrics import thresholds as start
@@ -90,6 +91,15 @@ def context_of(reading: Reading, near: Reading | None = None) -> str:
     length = _octave(reading.tokens_per_sample, before.tokens_per_sample)
     ranks = reading.world_size or "?"
     return f"link 2^{link} B/s, samples of 2^{length} tokens, {ranks} ranks"
+
+
+def contexts_beside(context: str) -> Sequence[str]:
+    """Return the names of surroundings that are the same but for a link half or twice as fast."""
+    known = re.match(r"(link 2\^)(-?\d+)(.*)", context)
+    if known is None:
+        return ()
+    head, octave, tail = known.groups()
+    return [f"{head}{int(octave) + step}{tail}" for step in (-1, 1)]
 
 
 def _octave(value: float | None, near: float | None) -> str:

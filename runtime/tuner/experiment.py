@@ -126,6 +126,10 @@ class Experiment:
         self._trial.add(time)
         return cost
 
+    def dropped(self, reason: str, *, in_use: Configuration) -> Conclusion:
+        """Return what came of it where it could not be made, or must not go on."""
+        return self.concluded("rolled_back" if in_use == self._after else "rejected", reason)
+
     def concluded(self, verdict: Verdict, reason: str) -> Conclusion:
         """Return what came of it."""
         return Conclusion(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .diagnose import context_of
+from .diagnose import context_of, contexts_beside
 from .reading import Reading
 from .verdict_store import Denied, Remembered, is_within
 from .words import Configuration, Value
@@ -20,7 +20,7 @@ class Memory(Protocol):
     def remember(self, context: str, remembered: Remembered, /) -> None:
         """Keep what this job came to in some surroundings, in the place of what was known."""
 
-    def on_trial(self, context: str, changes: Configuration, /) -> None:
+    def on_trial(self, changes: Configuration, /) -> None:
         """Keep what is on trial, until told otherwise; nothing if that is empty."""
 
 
@@ -30,7 +30,7 @@ class Forgetful:
     def remember(self, context: str, remembered: Remembered, /) -> None:
         """Forget it."""
 
-    def on_trial(self, context: str, changes: Configuration, /) -> None:
+    def on_trial(self, changes: Configuration, /) -> None:
         """Forget it."""
 
 
@@ -39,7 +39,7 @@ class Known:
 
     Args:
         remembered: By surroundings, what earlier runs came to.
-        died_of: And what was on trial as one of them ended; it is not tried in this run.
+        died_of: And what was on trial as some of them ended; it is not tried in this run.
         memory: Takes what is to outlive this one.
 
     Attributes:
@@ -49,7 +49,7 @@ class Known:
     def __init__(
         self,
         remembered: Mapping[str, Remembered] | None = None,
-        died_of: Mapping[str, Configuration] | None = None,
+        died_of: Sequence[Configuration] = (),
         memory: Memory | None = None,
     ) -> None:
         self.context = ""
@@ -66,10 +66,10 @@ class Known:
         self._denied = {context: set(each.denied) for context, each in remembered.items()}
         # Of this run only: what nothing was measured of, such as what memory had no room for.
         self._barred: dict[str, list[Configuration]] = {}
-        for context, changes in (died_of or {}).items():
+        self._died_of = died_of
+        for changes in died_of:
             told = ", ".join(f"{knob}={value}" for knob, value in changes.items())
             logger.warning("an earlier run ended in a trial of %s: not tried in this one", told)
-            self._barred[context] = [changes]
 
     @property
     def best(self) -> Configuration | None:
@@ -86,8 +86,8 @@ class Known:
         return frozenset(self._denied.get(self.context, ())).union(*barred)
 
     @property
-    def _barred_here(self) -> list[Configuration]:
-        return self._barred.get(self.context, [])
+    def _barred_here(self) -> Sequence[Configuration]:
+        return [*self._died_of, *self._barred.get(self.context, ())]
 
     def look_around(self, reading: Reading, configuration: Configuration) -> None:
         """Tell where the job is, and what it works with.
@@ -99,17 +99,19 @@ class Known:
             self._best.setdefault(left, configuration)
         if self._near is None or context_of(self._near) != self.context:
             self._near = reading
+        if self.context not in self._denied:
+            self._borrow()
 
     def begins(self, changes: Configuration) -> None:
         """Take it that a change goes on trial; should the job die of it, the next run knows."""
         self._is_on_trial = True
-        self._memory.on_trial(self.context, changes)
+        self._memory.on_trial(changes)
 
     def ends(self) -> None:
         """Take it that nothing is on trial any longer."""
         if self._is_on_trial:
             self._is_on_trial = False
-            self._memory.on_trial(self.context, {})
+            self._memory.on_trial({})
 
     def deny(self, changes: Configuration) -> None:
         """Take it that a change did not help, or did harm.
@@ -155,6 +157,15 @@ class Known:
         if self._num_alarms & (self._num_alarms - 1) == 0:
             self._denied.pop(self.context, None)
             self._barred.pop(self.context, None)
+
+    def _borrow(self) -> None:
+        """Where nothing is known, begin with what is best on a link about as fast.
+
+        What is measured of a link that nobody else uses differs by a factor of two between runs.
+        """
+        for context in contexts_beside(self.context):
+            if context in self._best:
+                self._best.setdefault(self.context, self._best[context])
 
     def _remember(self) -> None:
         now = Remembered(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,16 +71,16 @@ class JobMemory:
         """Return what is known of the job, by context; nothing where the file is damaged."""
         return self._read(f"{self._key}.json", _remembered) or {}
 
-    def died_of(self) -> Mapping[str, Configuration]:
-        """Return, by context, what was on trial in runs that ended with it; it is told once."""
-        found: dict[str, Configuration] = {}
+    def died_of(self) -> Sequence[Configuration]:
+        """Return what was on trial in runs that ended with it; each is told once."""
+        found: list[Configuration] = []
         for path in self._folder.glob(f"{self._key}.*{TRIAL}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL)]
             if owner == self._owner or self._is_gone(owner):
-                found |= self._read(path.name, _on_trial) or {}
+                found.append(self._read(path.name, _on_trial) or {})
                 with suppress(OSError):
                     path.unlink()
-        return found
+        return [each for each in found if each]
 
     def remember(self, context: str, remembered: Remembered) -> None:
         """Keep what the job came to in one context, in the place of what was known of it."""
@@ -88,11 +88,11 @@ class JobMemory:
         known[context] = remembered
         self._write(f"{self._key}.json", _text(dict(list(known.items())[-MAX_CONTEXTS:])))
 
-    def on_trial(self, context: str, changes: Configuration) -> None:
+    def on_trial(self, changes: Configuration) -> None:
         """Keep what is on trial; nothing if that is empty."""
         name = f"{self._key}.{self._owner}{TRIAL}"
         if changes:
-            self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": {context: changes}}))
+            self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))
         elif self._folder is not None:
             with suppress(OSError):
                 (self._folder / name).unlink(missing_ok=True)
@@ -146,8 +146,8 @@ def _remembered(data: Any) -> dict[str, Remembered]:
     }
 
 
-def _on_trial(data: Any) -> dict[str, Configuration]:
-    return {str(name): _configuration(each) for name, each in data["on_trial"].items()}
+def _on_trial(data: Any) -> Configuration:
+    return _configuration(data["on_trial"])
 
 
 def _configuration(found: Any) -> Configuration:

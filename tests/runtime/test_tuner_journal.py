@@ -142,32 +142,30 @@ def test_the_order_of_facts_names_no_other_job():
 
 
 def test_what_a_process_died_of_is_told_to_the_next_one_and_no_other(tmp_path):
-    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+    memory(tmp_path).on_trial({"zero_stage": 1})
 
-    assert memory(tmp_path, "other").died_of() == {}
-    assert memory(tmp_path, owner="here-2", gone=["here-1"]).died_of() == {
-        "slow link": {"zero_stage": 1}
-    }
-    assert memory(tmp_path, owner="here-3", gone=["here-1"]).died_of() == {}
+    assert memory(tmp_path, "other").died_of() == []
+    assert memory(tmp_path, owner="here-2", gone=["here-1"]).died_of() == [{"zero_stage": 1}]
+    assert memory(tmp_path, owner="here-3", gone=["here-1"]).died_of() == []
 
 
 def test_what_is_on_trial_in_a_process_that_lives_is_its_own_matter(tmp_path):
-    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+    memory(tmp_path).on_trial({"zero_stage": 1})
 
-    assert memory(tmp_path, owner="here-2").died_of() == {}
+    assert memory(tmp_path, owner="here-2").died_of() == []
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_process_of_the_same_name_before_this_one_has_died(tmp_path):
-    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+    memory(tmp_path).on_trial({"zero_stage": 1})
 
-    assert memory(tmp_path).died_of() == {"slow link": {"zero_stage": 1}}
+    assert memory(tmp_path).died_of() == [{"zero_stage": 1}]
 
 
 def test_what_was_on_trial_and_came_to_its_end_leaves_nothing(tmp_path):
-    memory(tmp_path).on_trial("slow link", {"zero_stage": 1})
+    memory(tmp_path).on_trial({"zero_stage": 1})
 
-    memory(tmp_path).on_trial("slow link", {})
+    memory(tmp_path).on_trial({})
 
     assert list(tmp_path.iterdir()) == []
 
@@ -196,7 +194,7 @@ def test_a_memory_that_cannot_be_written_harms_nobody(tmp_path, caplog):
     (tmp_path / "file").touch()
 
     memory(tmp_path / "file").remember("a", NOTHING)
-    memory(tmp_path / "file").on_trial("a", {})
+    memory(tmp_path / "file").on_trial({})
 
     assert any("cannot remember this job" in line for line in caplog.messages)
 
@@ -206,7 +204,8 @@ def test_without_a_folder_nothing_is_remembered(tmp_path, monkeypatch):
     nowhere = memory(None)
 
     nowhere.remember("a", NOTHING)
-    nowhere.on_trial("a", {"zero_stage": 1})
+    nowhere.on_trial({"zero_stage": 1})
 
-    assert nowhere.load() == nowhere.died_of() == {}
+    assert nowhere.load() == {}
+    assert nowhere.died_of() == []
     assert list(tmp_path.iterdir()) == []

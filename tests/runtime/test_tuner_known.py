@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zerowatch.runtime.tuner.diagnose import context_of
 from zerowatch.runtime.tuner.known import Known
 from zerowatch.runtime.tuner.reading import Reading
@@ -70,11 +72,52 @@ def test_what_could_not_be_tried_is_not_remembered_as_harmful() -> None:
     assert memory.kept.denied == {("micro_batch_samples", 4)}
 
 
+def test_on_a_link_about_as_fast_what_was_best_is_tried_once() -> None:
+    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())})
+
+    known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
+    assert known.best == COMPRESSED
+
+    known.deny(COMPRESSED)
+    known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
+    assert known.best is None
+
+
+def test_what_is_known_of_a_link_goes_before_what_is_known_of_another_like_it() -> None:
+    faster = replace(FAST, link_bandwidth=5e8)
+    known = Known(
+        {
+            NEAR: Remembered(configuration=COMPRESSED, denied=frozenset()),
+            context_of(faster): Remembered(configuration=PLAIN, denied=frozenset()),
+        }
+    )
+
+    known.look_around(faster, COMPRESSED)
+
+    assert known.best == PLAIN
+
+
+def test_a_link_far_slower_is_another_matter() -> None:
+    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())})
+
+    known.look_around(SLOW, PLAIN)
+
+    assert known.best is None
+
+
+def test_what_a_run_died_of_is_tried_on_no_link() -> None:
+    known = Known(died_of=[COMPRESSED])
+
+    for reading in (FAST, SLOW):
+        known.look_around(reading, PLAIN)
+        assert known.denied == {("gradient_compression", "int8")}
+
+
 class Kept:
     """The last that was to be remembered."""
 
     def remember(self, context: str, remembered: Remembered) -> None:
         self.kept = remembered
 
-    def on_trial(self, context: str, changes: Configuration) -> None:
+    def on_trial(self, changes: Configuration) -> None:
         pass

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tuned_training import Run, Told, Trained, be_quick, make
+from tuned_training import Run, Told, Trained, batch_of, be_quick, make
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
+
+from zerowatch.errors import NonFiniteLossError
 
 OTHER_BUCKET = 3_000
 STILL = 25  # steps in which nothing must happen; without a reason not to, a trial begins in some 10
@@ -90,12 +93,18 @@ def put_stop_file(trained: Trained, *, there: bool) -> None:
 
 
 def failing(folder: Path, compared: Compared) -> Told:
-    """Have calls that nobody records, then none; then let the controller fail in a trial."""
+    """Have calls nobody records; then let a window fail in a trial, and the tuner in another."""
     trained = Trained(make(folder, tuner="auto", contract="bitwise"))
     for _ in range(STILL):
         dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
         trained.step()
     told = {"uncovered": trained.now(), "began": trained.until_trial()}
+    told["spoiled"] = trained.now()["values"]
+    with suppress(NonFiniteLossError):
+        trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
+    trained.step()
+    told["after it"] = trained.now()
+    trained.until_trial()
     told["on trial"] = trained.now()["values"]
     if dist.get_rank() == 0:
         trained.run._tuning._lead._controller._go_on = fail
