@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 
 from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
-from ...metrics.catalog.tuner import TUNER_DECISIONS
+from ...metrics.catalog.spec import MetricSpec
+from ...metrics.catalog.tuner import TUNER_DECISIONS, TUNER_SYMPTOM
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
 from .paths import shown
@@ -65,20 +66,19 @@ class DemoConsole:
         table = summary_table(
             summary,
             num_ranks=self._num_ranks,
-            causes={cause: seconds for (cause,), seconds in self._causes().items()},
+            causes=self._by_label(COMM_CAUSE_SECONDS),
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
-            verdicts=self._verdicts(),
+            verdicts=self._by_label(TUNER_DECISIONS),
+            symptoms=self._by_label(TUNER_SYMPTOM),
             advice=advise(summary, stage=stage),
         )
         self._out.print()
         self._out.print(table, soft_wrap=not self._is_terminal)
 
-    def _causes(self) -> Mapping[tuple[str, ...], float]:
-        return self._watch.snapshot().values.get(COMM_CAUSE_SECONDS, {})
-
-    def _verdicts(self) -> Mapping[str, float]:
-        counted = self._watch.snapshot().values.get(TUNER_DECISIONS, {})
-        return {verdict: number for (verdict,), number in counted.items()}
+    def _by_label(self, metric: MetricSpec) -> Mapping[str, float]:
+        """Return the values of a metric of one label."""
+        values = self._watch.snapshot().values.get(metric, {})
+        return {label: value for (label,), value in values.items()}
 
     def _release(self) -> None:
         """Show the steps held back, the first of them below where to look while it runs."""

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..tuner.diagnose import MEMORY_IDLE
 from .line import UNKNOWN, format_ratio, format_size
 from .summary import Summary
 
@@ -29,6 +30,7 @@ def summary_table(
     causes: Mapping[str, float],
     run_log: str | None,
     verdicts: Mapping[str, float],
+    symptoms: Mapping[str, float],
     advice: Sequence[str],
 ) -> RenderableType:
     """Lay out a run's summary: time, communication, the other figures, and what to try next.
@@ -39,12 +41,13 @@ def summary_table(
         causes: Seconds in which training waited for communication, by cause.
         run_log: Where the record of each step is; None if none was written.
         verdicts: How many changes the tuner came to each verdict on.
+        symptoms: How much each holds the run back, as of its last look; empty if it had none.
         advice: What to try next.
     """
     return Group(
         _time(summary, num_ranks, causes),
         _communication(summary),
-        _figures(summary, run_log, verdicts),
+        _figures(summary, run_log, _tuner(verdicts, symptoms)),
         Text("\nWhat to try next", style="bold"),
         *(Text(f"  {line}") for line in advice),
     )
@@ -89,7 +92,7 @@ def _communication(summary: Summary) -> Table:
     return table
 
 
-def _figures(summary: Summary, run_log: str | None, verdicts: Mapping[str, float]) -> Table:
+def _figures(summary: Summary, run_log: str | None, tuner: str) -> Table:
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="bold")
     figures.add_column(overflow="fold")
@@ -102,17 +105,23 @@ def _figures(summary: Summary, run_log: str | None, verdicts: Mapping[str, float
         figures.add_row("speed", f"{summary.samples_per_second:.1f} samples/s on all ranks")
     figures.add_row("peak memory", f"{format_size(summary.peak_bytes)} on {summary.device}")
     figures.add_row("device", f"{format_ratio(summary.utilization_ratio)} busy, all ranks")
-    figures.add_row("tuner", _tuner(verdicts))
+    figures.add_row("tuner", tuner)
     figures.add_row("run log", run_log or "none written (setting run_log.enabled)")
     return figures
 
 
-def _tuner(verdicts: Mapping[str, float]) -> str:
+def _tuner(verdicts: Mapping[str, float], symptoms: Mapping[str, float]) -> str:
     tried = round(sum(verdicts.values()))
-    if not tried:
-        return "nothing to change"
-    kept = round(verdicts.get(KEPT, 0))
-    return f"changes kept: {kept} of {tried}, each told in decisions.jsonl"
+    if tried:
+        kept = round(verdicts.get(KEPT, 0))
+        return f"changes kept: {kept} of {tried}, each told in decisions.jsonl"
+    if not symptoms:
+        return "changed nothing: the run was too short for a look"
+    worst = max(set(symptoms) - {MEMORY_IDLE}, key=lambda name: symptoms[name])
+    if not symptoms[worst]:
+        return "changed nothing: nothing holds this run back"
+    found = f"{worst} at {format_ratio(symptoms[worst])}"
+    return f"changed nothing: {found}, but no change was worth a trial in so few steps"
 
 
 def _table(title: str, first_column: str, *number_columns: str) -> Table:

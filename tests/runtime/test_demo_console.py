@@ -10,7 +10,7 @@ import pytest
 from fakes.steps import collective, step
 
 from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
-from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS
+from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_SYMPTOM
 from zerowatch.metrics.snapshot import Snapshot
 from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from zerowatch.runtime.demo.console import DemoConsole
@@ -35,10 +35,11 @@ def watch(tmp_path):
     return watch_like(run_folder=tmp_path)
 
 
-def watch_like(run_folder, **verdicts):
+def watch_like(run_folder, symptoms=None, **verdicts):
     causes = {("imbalance",): 0.4, ("bandwidth",): 0.2}
     decisions = {(verdict,): float(number) for verdict, number in verdicts.items()}
-    values = {COMM_CAUSE_SECONDS: causes, TUNER_DECISIONS: decisions}
+    found = {(symptom,): ratio for symptom, ratio in (symptoms or {}).items()}
+    values = {COMM_CAUSE_SECONDS: causes, TUNER_DECISIONS: decisions, TUNER_SYMPTOM: found}
     seen = Snapshot(values=values, distributions={})
     return SimpleNamespace(address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: seen)
 
@@ -281,4 +282,20 @@ def test_the_table_tells_how_many_changes_the_tuner_kept(tmp_path):
     tuned = watch_like(tmp_path, accepted=2, rolled_back=1, rejected=2)
 
     assert "changes kept: 2 of 5" in shown(tuned, io.StringIO(), step(1))
-    assert "nothing to change" in shown(watch_like(tmp_path), io.StringIO(), step(1))
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "why"),
+    [
+        ({}, "the run was too short for a look"),
+        ({"comm_latency": 0.0}, "nothing holds this run back"),
+        (
+            {"data_bound": 0.0, "comm_latency": 0.25},
+            "comm_latency at 25%, but no change was worth a trial in so few steps",
+        ),
+    ],
+)
+def test_the_table_tells_why_the_tuner_changed_nothing(tmp_path, symptoms, why):
+    tuned = watch_like(tmp_path, symptoms=symptoms)
+
+    assert f"changed nothing: {why}" in shown(tuned, io.StringIO(), step(1))
