@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ..errors import BatchError
 from .recovery.plans import Share
 from .window.agreement import Agreement
@@ -24,13 +21,13 @@ class Opened:
         window: This rank's.
         share: What all ranks know of it.
         guarded: Whether any rank asks for the guard.
-        asides: What every rank told besides, of shape [world_size, numbers]; the same on all.
+        asides: What every rank told besides, by rank; the same on all.
     """
 
     window: Window
     share: Share
     guarded: bool
-    asides: npt.NDArray[np.float64]
+    asides: Sequence[Sequence[float]]
 
 
 def open_window(
@@ -57,8 +54,9 @@ def open_window(
     """
     problem, samples, length = _look(batch)
     own = [problem is not None, samples, micro_batch_samples, length, asks_for_guard]
-    told = agreement.gather([*own, *asides])
-    _refuse(problem, told[:, 0])
+    # Its caches are cold by now, so that each call of numpy on so little would take 20 us or more.
+    told: list[list[float]] = agreement.gather([*own, *asides]).tolist()
+    _refuse(problem, told)
     share = _share(told)
     window = Window(
         batch=batch,
@@ -68,16 +66,15 @@ def open_window(
         exponent=exponent,
         longest=share.length,
     )
-    return Opened(
-        window=window, share=share, guarded=bool(told[:, 4].any()), asides=told[:, len(own) :]
-    )
+    guarded, others = any(rank[4] for rank in told), [rank[len(own) :] for rank in told]
+    return Opened(window=window, share=share, guarded=guarded, asides=others)
 
 
-def _share(told: npt.NDArray[np.float64]) -> Share:
+def _share(told: Sequence[Sequence[float]]) -> Share:
     return Share(
-        samples=[int(each) for each in told[:, 1]],
-        wanted=[int(each) for each in told[:, 2]],
-        length=int(told[:, 3].max()),
+        samples=[int(rank[1]) for rank in told],
+        wanted=[int(rank[2]) for rank in told],
+        length=int(max(rank[3] for rank in told)),
     )
 
 
@@ -89,10 +86,11 @@ def _look(batch: Any) -> tuple[BatchError | None, int, int]:
         return problem, 0, 0
 
 
-def _refuse(problem: BatchError | None, flags: Any) -> None:
+def _refuse(problem: BatchError | None, told: Sequence[Sequence[float]]) -> None:
     """Raise this rank's problem, or that of another."""
     if problem is not None:
         raise problem
-    if flags.any():
-        ranks = ", ".join(str(rank) for rank in flags.nonzero()[0])
+    having = [str(rank) for rank, (has_problem, *_) in enumerate(told) if has_problem]
+    if having:
+        ranks = ", ".join(having)
         raise BatchError(f"the share of rank {ranks} cannot be trained on; see there")

@@ -92,12 +92,15 @@ class Tuning(Untuned):
     def is_on_trial(self) -> bool:
         """Whether the last window was run with something that may be taken back."""
         opened = self._windows.opened
-        return opened is not None and bool(opened.asides[0, 2:].any())
+        return opened is not None and any(opened.asides[0][2:])
 
     def before_window(self, batch: Any) -> None:
         """Find out which knobs leave every bit as it is, if that is what the user wants."""
-        if self._is_within:  # the last one ended by an error, on all ranks
+        if self._is_within:
             self._window_failed()
+            if self.is_on_trial:  # it may be why, and the next window would fail too
+                self._meet(settle=True)
+            self.interrupted()
         self._is_within = True
         if self.contract is not Contract.BITWISE or self._num_alike != SELF_TEST_STEPS:
             return
@@ -113,10 +116,9 @@ class Tuning(Untuned):
         self._hands.window_ended()
         self._is_within = False
         self._num_alike += 1
-        opened = self._windows.opened
-        if opened is None or not opened.asides.size:  # it was closed
+        opened, now = self._windows.opened, perf_counter()
+        if opened is None or not opened.asides[0]:  # it was closed
             return
-        told, now = opened.asides.tolist(), perf_counter()  # numpy would take longer, for few ranks
         if self._agreement.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
             step = StepTime(
@@ -124,7 +126,7 @@ class Tuning(Untuned):
                 seconds=seconds,
                 samples=result.samples,
                 usable=self._last_end is not None and not result.replays and not result.skipped,
-                oom_risk=max(risk for _, risk, _ in told),
+                oom_risk=max(risk for _, risk, _ in opened.asides),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -133,11 +135,13 @@ class Tuning(Untuned):
             if self._lead is not None:
                 self._lead.window_ended(step)
         self._last_end = now
-        if told[0][0]:
+        if opened.asides[0][0]:
             self._meet(settle=False)
 
     def settle(self) -> None:
         """Have nothing on trial, and nothing of what follows counted as a step's time."""
+        if self._is_within:
+            self._window_failed()
         self._meet(settle=True)
         self.interrupted()
 
@@ -185,12 +189,10 @@ class Tuning(Untuned):
         self._last_end = perf_counter()
 
     def _window_failed(self) -> None:
-        """Take back what was on trial: it may be why, and the next window would fail too."""
-        if self.is_on_trial:
-            if self._lead is not None:
-                self._lead.window_failed()
-            self._meet(settle=True)
-        self.interrupted()
+        """Take it that the last window ended by an error, on all ranks, and not in its opening."""
+        self._is_within = False
+        if self._lead is not None and self._windows.opened is not None:
+            self._lead.window_failed()
 
     def _untested(self) -> None:
         """Take it that other knobs may leave every bit as it is from now on."""

@@ -47,7 +47,7 @@ class Windows:
         passes_seconds: Wall time of the last window's forward and backward passes, without votes.
         asides: Returns what this rank tells the others as a window begins, besides.
         checkpointed: As given; None for what is checkpointed by default.
-        opened: The last window, as it began.
+        opened: The last window, as it began; None where its batch could not be used.
         memory: What is known of this rank's.
     """
 
@@ -86,6 +86,7 @@ class Windows:
     def train(self, batch: Any) -> WindowResult:
         """Make one update; see `TrainingRun.train_batch`."""
         began = perf_counter()
+        self.opened = None
         self.opened = opened = self._open(batch)
         window, share = opened.window, opened.share
         self._changes.begin_window(2.0**-self.exponent)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ...metrics.catalog.spec import MetricSpec
-from ...metrics.catalog.tuner import TUNER_DECISIONS, TUNER_SYMPTOM
+from ...metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
 from .paths import shown
@@ -63,6 +63,7 @@ class DemoConsole:
             return
         summary = summarise(self._records, num_ranks=self._num_ranks)
         folder = self._watch.run_folder
+        states = self._by_label(TUNER_STATE)
         table = summary_table(
             summary,
             num_ranks=self._num_ranks,
@@ -70,6 +71,7 @@ class DemoConsole:
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
             verdicts=self._by_label(TUNER_DECISIONS),
             symptoms=self._by_label(TUNER_SYMPTOM),
+            tuner_state=next((name for name, is_in in states.items() if is_in), ""),
             advice=advise(summary, stage=stage),
         )
         self._out.print()

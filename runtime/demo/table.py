@@ -9,11 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..tuner.diagnose import MEMORY_IDLE
+from ..tuner.diagnose import MEMORY_IDLE, MEMORY_PRESSURE
 from .line import UNKNOWN, format_ratio, format_size
 from .summary import Summary
 
 KEPT = "accepted"  # the verdict on a change that stays
+TRYING = ("preflight", "probation", "ab")  # states of the tuner
 # What a cause of waiting for communication means, in words.
 CAUSES = {
     "imbalance": "another rank was late",
@@ -31,6 +32,7 @@ def summary_table(
     run_log: str | None,
     verdicts: Mapping[str, float],
     symptoms: Mapping[str, float],
+    tuner_state: str,
     advice: Sequence[str],
 ) -> RenderableType:
     """Lay out a run's summary: time, communication, the other figures, and what to try next.
@@ -42,12 +44,13 @@ def summary_table(
         run_log: Where the record of each step is; None if none was written.
         verdicts: How many changes the tuner came to each verdict on.
         symptoms: How much each holds the run back, as of its last look; empty if it had none.
+        tuner_state: That it was in last.
         advice: What to try next.
     """
     return Group(
         _time(summary, num_ranks, causes),
         _communication(summary),
-        _figures(summary, run_log, _tuner(verdicts, symptoms)),
+        _figures(summary, run_log, _tuner(verdicts, symptoms, tuner_state)),
         Text("\nWhat to try next", style="bold"),
         *(Text(f"  {line}") for line in advice),
     )
@@ -110,18 +113,26 @@ def _figures(summary: Summary, run_log: str | None, tuner: str) -> Table:
     return figures
 
 
-def _tuner(verdicts: Mapping[str, float], symptoms: Mapping[str, float]) -> str:
+def _tuner(verdicts: Mapping[str, float], symptoms: Mapping[str, float], state: str) -> str:
     tried = round(sum(verdicts.values()))
     if tried:
         kept = round(verdicts.get(KEPT, 0))
         return f"changes kept: {kept} of {tried}, each told in decisions.jsonl"
+    return f"changed nothing: {_why_nothing(symptoms, state)}"
+
+
+def _why_nothing(symptoms: Mapping[str, float], state: str) -> str:
+    if state in TRYING:
+        return "a trial was under way when the run ended"
     if not symptoms:
-        return "changed nothing: the run was too short for a look"
+        return "the run was too short for a look"
     worst = max(set(symptoms) - {MEMORY_IDLE}, key=lambda name: symptoms[name])
     if not symptoms[worst]:
-        return "changed nothing: nothing holds this run back"
+        return "nothing holds this run back"
     found = f"{worst} at {format_ratio(symptoms[worst])}"
-    return f"changed nothing: {found}, but no change was worth a trial in so few steps"
+    if symptoms.get(MEMORY_PRESSURE):
+        return f"{found}, and nothing is tried while memory is short"
+    return f"{found}, but no change was worth a trial in so few steps"
 
 
 def _table(title: str, first_column: str, *number_columns: str) -> Table:

@@ -61,7 +61,7 @@ class Controller:
         self._search = Search(hands, facts, rules, self._known)
         self._observer = Observer(snapshot, rules.observe_seconds)
         self._relief = Relief(self._search, rules)
-        self._sentinel, self.course = LossSentinel(), Course(hands)
+        self._sentinel, self.course = LossSentinel(), Course(hands, listener.configured)
         self._experiment: Experiment | None = None
         self._adoption = Adoption(self.course, self._search, listener)
         self._situation: Situation | None = None  # from which more may be tried
@@ -69,7 +69,6 @@ class Controller:
         self._quiet, self._rest = 0, WARMUP_STEPS  # windows: of no use; until anything is done
         self.state = ""
         self._enter("warmup")
-        listener.configured(self.course.known_good)
 
     @property
     def is_calm(self) -> bool:
@@ -88,8 +87,7 @@ class Controller:
         if self._experiment is not None:
             self._experiment.cost_seconds += outcome.seconds
         if outcome.done:
-            self.course.in_use = order.target
-            self._listener.configured(self.course.in_use)
+            self.course.arrive(order.target)
             if self.state == "preflight":
                 self._enter("probation")
             self._adopt_if_in_use()
@@ -107,8 +105,8 @@ class Controller:
         """Take a committed window."""
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
-        if step.replays and self.course.follow():  # what was given up for memory stays given up
-            self._listener.configured(self.course.in_use)
+        if step.replays:
+            self.course.follow()  # what was given up for memory stays given up
         if self.state != "frozen" and self._relief.is_due(step):
             self._relieve(step)
         elif self._experiment is not None:
@@ -121,6 +119,7 @@ class Controller:
         """Take a window that ended by an error; what was on trial in it is taken back."""
         if self.course.is_on_trial:
             self._drop("a window with it ended by an error")
+        self.course.follow()
 
     def settle(self) -> Order | None:
         """Return what all are to do so that nothing is on trial for now, as for a save."""
@@ -134,7 +133,6 @@ class Controller:
         """Take what the hands work with now, as the user changed it, for what is good."""
         self._leave()
         self.course.begin()
-        self._listener.configured(self.course.known_good)
         self._watch_anew()
 
     def freeze(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .words import Configuration, Hands, Order
 
 
@@ -10,6 +12,7 @@ class Course:
 
     Args:
         hands: Rank 0's; asked only.
+        tell: Called with what the job works with, whenever that changes.
 
     Attributes:
         known_good: What the job works with when nothing is on trial.
@@ -18,8 +21,8 @@ class Course:
         why: Half a sentence for people.
     """
 
-    def __init__(self, hands: Hands) -> None:
-        self._hands = hands
+    def __init__(self, hands: Hands, tell: Callable[[Configuration], object]) -> None:
+        self._hands, self._tell = hands, tell
         self.why = ""
         self.known_good: Configuration
         self.in_use: Configuration
@@ -29,6 +32,7 @@ class Course:
     def begin(self) -> None:
         """Take what the hands work with for what is good."""
         self.known_good = self.in_use = self.wanted = dict(self._hands.values())
+        self._tell(self.in_use)
 
     @property
     def is_there(self) -> bool:
@@ -40,22 +44,23 @@ class Course:
         """Whether the job works with something else than what is known to be good."""
         return self.in_use != self.known_good
 
-    def follow(self) -> bool:
-        """Take what somebody else changed, such as what was given up as memory ran out, for good.
+    def arrive(self, target: Configuration) -> None:
+        """Take it that the job works with this now."""
+        self.in_use = target
+        self._tell(target)
 
-        Returns:
-            Whether there was anything.
-        """
+    def follow(self) -> None:
+        """Take for good what others changed, such as what was given up as memory ran out."""
         now = self._hands.values()
         changed = {
             knob: value
             for knob, value in now.items()
             if knob not in self.in_use or self.in_use[knob] != value
         }
-        self.known_good = {**self.known_good, **changed}
-        self.in_use = {**self.in_use, **changed}
-        self.wanted = {**self.wanted, **changed}
-        return bool(changed)
+        if changed:
+            self.known_good = {**self.known_good, **changed}
+            self.wanted = {**self.wanted, **changed}
+            self.arrive({**self.in_use, **changed})
 
     def order(self) -> Order | None:
         """Return what all ranks are to do, if anything."""

@@ -74,10 +74,21 @@ class Known:
     @property
     def best(self) -> Configuration | None:
         """What proved best in the present surroundings, or was all that was ever used there."""
-        best = self._best.get(self.context)
+        best = self._best_here
         if best is None or any(is_within(each, best) for each in self._barred_here):
             return None
         return best
+
+    @property
+    def _best_here(self) -> Configuration | None:
+        """What is best here; where nothing is known yet, what is on a link about as fast.
+
+        What is measured of a link that nobody else uses differs by a factor of two between runs.
+        """
+        if self.context in self._best or self.context in self._denied:
+            return self._best.get(self.context)
+        beside = map(self._best.get, contexts_beside(self.context))
+        return next((best for best in beside if best is not None), None)
 
     @property
     def denied(self) -> Denied:
@@ -99,8 +110,6 @@ class Known:
             self._best.setdefault(left, configuration)
         if self._near is None or context_of(self._near) != self.context:
             self._near = reading
-        if self.context not in self._denied:
-            self._borrow()
 
     def begins(self, changes: Configuration) -> None:
         """Take it that a change goes on trial; should the job die of it, the next run knows."""
@@ -119,7 +128,7 @@ class Known:
         The first of its knobs is what it is about, and others follow from it; but not if it was
         what is remembered as the best: that may be several at once.
         """
-        was_best = is_within(changes, self._best.get(self.context, {}))
+        was_best = is_within(changes, self._best_here or {})
         if was_best:
             self._best.pop(self.context, None)
         self._denied.setdefault(self.context, set()).update(_only(changes, of_several=not was_best))
@@ -157,15 +166,6 @@ class Known:
         if self._num_alarms & (self._num_alarms - 1) == 0:
             self._denied.pop(self.context, None)
             self._barred.pop(self.context, None)
-
-    def _borrow(self) -> None:
-        """Where nothing is known, begin with what is best on a link about as fast.
-
-        What is measured of a link that nobody else uses differs by a factor of two between runs.
-        """
-        for context in contexts_beside(self.context):
-            if context in self._best:
-                self._best.setdefault(self.context, self._best[context])
 
     def _remember(self) -> None:
         now = Remembered(

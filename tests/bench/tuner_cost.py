@@ -1,6 +1,6 @@
 """What the tuner costs a run in which it finds nothing to do, and one in which it is off.
 
-The cost counted is that on rank 0's training thread, around the tuner's three calls of a window,
+The cost counted is that on rank 0's training thread, around the tuner's four calls of a window,
 looks at the metrics included, as often as by default. Its CPU time counts: wall time holds whatever
 else the machine did meanwhile. The same calls of a tuner that is off are measured likewise, after a
 step's arithmetic has emptied the caches: what the clocks take then is no cost of the tuner.
@@ -85,5 +85,5 @@ def _rows(found: dict[str, Any], off_seconds: float) -> Iterator[Row]:
 
 
 def _cpu(found: dict[str, Any]) -> float:
-    """Return the CPU seconds of a window's three calls."""
+    """Return the CPU seconds of a window's four calls."""
     return float(sum(found["cpu"].values()) / found["steps"])

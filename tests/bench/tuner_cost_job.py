@@ -89,18 +89,23 @@ class Job:
     def metered(self, seconds: float, tuning: Untuned, asides: Callable[[], Any]) -> Told:
         """Train for about so long, and tell what a tuner's calls cost this rank's training thread.
 
-        Its first call and its last one of a window are told apart from the one in between.
+        Each of the four calls of a window is told apart.
         """
-        meters = {name: Meter() for name in ("before_window", "window_ended", "asides")}
+        names = ("before_window", "asides", "is_on_trial", "window_ended")
+        meters = {name: Meter() for name in names}
         own, windows = (self.run._tuning, self.run._windows.asides), self.run._windows
         self.run._tuning, windows.asides = tuning, meters["asides"].around(asides)
         for name in ("before_window", "window_ended"):
             setattr(tuning, name, meters[name].around(getattr(tuning, name)))
+        kind: Any = type(tuning)
+        is_on_trial = kind.is_on_trial
+        kind.is_on_trial = property(meters["is_on_trial"].around(is_on_trial.fget))
         num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
         for meter in meters.values():
             meter.wall = meter.cpu = meter.dearest = 0.0
         took.around(self.steps)(num)
         del tuning.before_window, tuning.window_ended
+        kind.is_on_trial = is_on_trial
         self.run._tuning, windows.asides = own
         return {
             "steps": num,

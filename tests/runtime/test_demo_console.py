@@ -10,7 +10,7 @@ import pytest
 from fakes.steps import collective, step
 
 from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
-from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_SYMPTOM
+from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
 from zerowatch.metrics.snapshot import Snapshot
 from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from zerowatch.runtime.demo.console import DemoConsole
@@ -35,11 +35,16 @@ def watch(tmp_path):
     return watch_like(run_folder=tmp_path)
 
 
-def watch_like(run_folder, symptoms=None, **verdicts):
+def watch_like(run_folder, symptoms=None, state="observe", **verdicts):
     causes = {("imbalance",): 0.4, ("bandwidth",): 0.2}
     decisions = {(verdict,): float(number) for verdict, number in verdicts.items()}
     found = {(symptom,): ratio for symptom, ratio in (symptoms or {}).items()}
-    values = {COMM_CAUSE_SECONDS: causes, TUNER_DECISIONS: decisions, TUNER_SYMPTOM: found}
+    values = {
+        COMM_CAUSE_SECONDS: causes,
+        TUNER_DECISIONS: decisions,
+        TUNER_SYMPTOM: found,
+        TUNER_STATE: {("warmup",): 0.0, (state,): 1.0},
+    }
     seen = Snapshot(values=values, distributions={})
     return SimpleNamespace(address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: seen)
 
@@ -293,9 +298,19 @@ def test_the_table_tells_how_many_changes_the_tuner_kept(tmp_path):
             {"data_bound": 0.0, "comm_latency": 0.25},
             "comm_latency at 25%, but no change was worth a trial in so few steps",
         ),
+        (
+            {"memory_pressure": 0.7, "comm_latency": 0.25},
+            "memory_pressure at 70%, and nothing is tried while memory is short",
+        ),
     ],
 )
 def test_the_table_tells_why_the_tuner_changed_nothing(tmp_path, symptoms, why):
     tuned = watch_like(tmp_path, symptoms=symptoms)
 
     assert f"changed nothing: {why}" in shown(tuned, io.StringIO(), step(1))
+
+
+def test_a_trial_that_was_not_finished_is_no_sign_that_nothing_was_tried(tmp_path):
+    tuned = watch_like(tmp_path, symptoms={"comm_latency": 0.25}, state="ab")
+
+    assert "a trial was under way when the run ended" in shown(tuned, io.StringIO(), step(1))

@@ -30,7 +30,7 @@ def job() -> Job:
 
 @pytest.fixture
 def adoption(job: Job) -> Adoption:
-    adoption = Adoption(Course(job), Searching(), job)
+    adoption = Adoption(Course(job, job.configured), Searching(), job)
     adoption.begin(conclusion())
     return adoption
 

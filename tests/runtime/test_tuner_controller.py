@@ -95,7 +95,7 @@ def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
     assert not job.trials and not job.conclusions
 
 
-def test_what_was_on_trial_as_a_window_failed_is_not_tried_again_by_this_run() -> None:
+def test_what_was_on_trial_as_a_window_failed_is_taken_back_and_left() -> None:
     job = Job()
     job.until_trial()
 
@@ -108,6 +108,20 @@ def test_what_was_on_trial_as_a_window_failed_is_not_tried_again_by_this_run() -
 
     assert tried(job).count({"micro_batch_samples": 8}) == 1
     assert job.conclusions[0].reason == "a window with it ended by an error"
+    denied = {each for kept in job.kept.values() for each in kept.denied}
+    assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
+
+
+def test_what_was_given_up_in_a_window_that_failed_for_another_reason_stays_given_up() -> None:
+    job = Job()
+    job.until_trial()
+    job.now["activation_checkpointing"] = True
+
+    job.controller.window_failed()
+
+    order = job.controller.settle()
+    assert order is not None
+    assert order.target == {**START, "activation_checkpointing": True}
 
 
 def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
@@ -313,6 +327,8 @@ def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
     job = Job()
     job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
     job.run(300)
+
+    assert all(not kept.denied for kept in job.kept.values())
 
 
 def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:

@@ -83,6 +83,16 @@ def test_on_a_link_about_as_fast_what_was_best_is_tried_once() -> None:
     assert known.best is None
 
 
+def test_what_is_only_borrowed_is_not_remembered_as_found_there() -> None:
+    memory = Kept()
+    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())}, memory=memory)
+    known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
+
+    known.deny({"micro_batch_samples": 8})
+
+    assert not memory.kept.configuration
+
+
 def test_what_is_known_of_a_link_goes_before_what_is_known_of_another_like_it() -> None:
     faster = replace(FAST, link_bandwidth=5e8)
     known = Known(

@@ -99,17 +99,26 @@ def failing(folder: Path, compared: Compared) -> Told:
         dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
         trained.step()
     told = {"uncovered": trained.now(), "began": trained.until_trial()}
-    told["spoiled"] = trained.now()["values"]
-    with suppress(NonFiniteLossError):
-        trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
+    spoil(trained, told)
     trained.step()
     told["after it"] = trained.now()
+    trained.until_trial()
+    spoil(trained, told)
+    trained.run.set_micro_batch(trained.run.micro_batch_samples)
+    told["after a call"] = trained.now()
     trained.until_trial()
     told["on trial"] = trained.now()["values"]
     if dist.get_rank() == 0:
         trained.run._tuning._lead._controller._go_on = fail
     trained.steps(5)
     return compared.end(trained, told | {"failed": trained.now()})
+
+
+def spoil(trained: Trained, told: Told) -> None:
+    """Train on what is no number."""
+    told.setdefault("spoiled", []).append(trained.now()["values"])
+    with suppress(NonFiniteLossError):
+        trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
 
 
 def fail(*_: Any) -> None:

@@ -163,6 +163,7 @@ class Trained:
             "steps": self.run.steps,
             "worked with": self.worked_with,
             "verdicts": [each["verdict"] for each in decisions],
+            "reasons": [each["reason"] for each in decisions],
             "turned": [
                 [change["knob"], each["contract"]]
                 for each in decisions
