@@ -17,8 +17,8 @@ from .tuner.journal import Journal
 from .tuner.predict import num_micro_batches
 from .tuner.proposals import Situation
 from .tuner.reading import Reading
-from .tuner.sentence import sentence_of, symptom_words
-from .tuner.words import Configuration, Symptom
+from .tuner.sentence import sentence_of, symptom_words, trial_words
+from .tuner.words import Configuration, Proposal, Symptom
 from .tuner_figures import TunerFigures
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,10 @@ class TunerVoice:
             self._told.add(symptoms[0].name)
             words = symptom_words(symptoms[0])
             logger.info("step %d: %s: looking for what helps", self._step(), words)
+
+    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
+        """Tell what goes on trial."""
+        logger.info("step %d: %s", self._step(), trial_words(proposal, configuration))
 
     def concluded(self, conclusion: Conclusion) -> None:
         """Tell what came of a proposal, or that it is advised."""

@@ -207,6 +207,7 @@ class Controller:
             self._experiment = experiment
             if refusal is None:
                 self._known.begins(experiment.proposal.changes)
+                self._listener.tries(experiment.proposal, experiment.before)
                 self.course.set(experiment.wanted, experiment.proposal.why)
                 return
             self._drop(refusal)

@@ -14,7 +14,7 @@ ACCUMULATION_KEY = "gradient_accumulation_steps"
 # What stands in the configuration where it is no yes or no.
 _DEVICES = {False: "none", True: "cpu"}
 _CALLS: Mapping[str, str] = {
-    "micro_batch_samples": "the script's own loader: {value} samples at a time",
+    "micro_batch_samples": "DataLoader(..., batch_size={value}), or what else cuts batches",
     "gradient_compression": "run.compress({value})",
     "asynchronous_reduction": "run.compress(..., asynchronous={value})",
     "activation_checkpointing": "run.checkpoint_activations({value}), or the model's own switch",

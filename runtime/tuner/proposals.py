@@ -117,7 +117,7 @@ def _against(situation: Situation, symptom: Symptom) -> Iterator[Proposal]:
                 situation.options.get("reduce_bucket_size", ()),
                 situation.facts,
             )
-            proposal = _proposal(situation, changes, symptom, _why(situation, spec, value))
+            proposal = _proposal(situation, changes, symptom, spec.what)
             if proposal is not None:
                 yield proposal
 
@@ -137,7 +137,7 @@ def _remembered(situation: Situation) -> Iterator[Proposal]:
     if not changes:
         return
     symptom = next(iter(situation.symptoms), None) or _waiting(situation)
-    proposal = _proposal(situation, changes, symptom, "what was the best in these surroundings")
+    proposal = _proposal(situation, changes, symptom, "what was the best in such surroundings")
     if proposal is None:
         return
     if proposal.tier == "live":
@@ -277,16 +277,6 @@ def _first_of_each(proposals: Iterable[Proposal]) -> list[Proposal]:
     for proposal in proposals:
         firsts.setdefault(next(iter(proposal.changes)), proposal)
     return [*firsts.values()]
-
-
-def _why(situation: Situation, spec: KnobSpec, value: Value) -> str:
-    return f"{spec.what}: {_shown(situation.configuration[spec.name])} to {_shown(value)}"
-
-
-def _shown(value: Value) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
 def _waiting(situation: Situation) -> Symptom:

@@ -9,7 +9,7 @@ from typing import Protocol
 from .diagnose import Thresholds
 from .experiment import Conclusion
 from .reading import Reading
-from .words import Configuration, Contract, Symptom
+from .words import Configuration, Contract, Proposal, Symptom
 
 LEAST_SOAK_STEPS = 5
 
@@ -59,6 +59,9 @@ class Listener(Protocol):
 
     def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
         """Take what was found."""
+
+    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
+        """Take what goes on trial, and what the job works with else."""
 
     def concluded(self, conclusion: Conclusion) -> None:
         """Take what came of a proposal."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 
-from .decision import Change, Decision
-from .words import Symptom, Value, Verdict
+from .decision import Change, Decision, changes_of
+from .words import Configuration, Proposal, Symptom, Value, Verdict
 
 _CAUSES = {
     "comm_bandwidth": "bandwidth",
@@ -34,7 +34,8 @@ def sentence_of(decision: Decision) -> str:
         why = f", {decision.reason}" if decision.verdict != "accepted" and decision.reason else ""
         return f"{head} made training {_measured(decision)}: {end}{why}"
     if decision.verdict == "advised":
-        return f"{head} {_prospect(decision)}; {end}"
+        why = f" ({decision.reason})" if decision.reason else ""
+        return f"{head}{why} {_prospect(decision)}; {end}"
     return f"{head}: {end}, {decision.reason}" if decision.reason else f"{head}: {end}"
 
 
@@ -42,6 +43,12 @@ def symptom_words(symptom: Symptom) -> str:
     """Say what holds a job back, with its figures."""
     words = _WORDS.get(symptom.name)
     return f"{symptom.name} at {_percent(symptom.ratio)}" if words is None else words(symptom)
+
+
+def trial_words(proposal: Proposal, configuration: Configuration) -> str:
+    """Say what goes on trial, instead of the configuration in use."""
+    changes = ", ".join(map(change_words, changes_of(configuration, proposal.changes)))
+    return f"trying {changes} ({proposal.why})"
 
 
 def change_words(change: Change) -> str:
@@ -81,10 +88,9 @@ def _between(gain: float, lower: float, upper: float) -> str:
 
 
 def _prospect(decision: Decision) -> str:
-    why = f" ({decision.reason})" if decision.reason else ""
     if decision.predicted_gain is None or abs(decision.predicted_gain) < _FORETOLD:
-        return f"may help{why}"
-    return f"would make training about {speed_words(decision.predicted_gain, digits=0)}{why}"
+        return "may help"
+    return f"would make training about {speed_words(decision.predicted_gain, digits=0)}"
 
 
 def _communication(symptom: Symptom) -> str:

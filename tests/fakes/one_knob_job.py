@@ -15,6 +15,7 @@ from zerowatch.runtime.tuner.words import (
     Configuration,
     Contract,
     Outcome,
+    Proposal,
     StepTime,
     Symptom,
     Undo,
@@ -105,6 +106,9 @@ class OneKnobJob:
         pass
 
     def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+        pass
+
+    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
     def concluded(self, conclusion: Conclusion) -> None:

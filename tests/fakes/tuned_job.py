@@ -18,6 +18,7 @@ from zerowatch.runtime.tuner.words import (
     Contract,
     Order,
     Outcome,
+    Proposal,
     StepTime,
     Symptom,
     Undo,
@@ -161,6 +162,9 @@ class Job:
         pass
 
     def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+        pass
+
+    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
     def concluded(self, conclusion: Conclusion) -> None:

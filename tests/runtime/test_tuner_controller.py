@@ -302,7 +302,7 @@ def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> No
 
     first = job.conclusions[num_before]
     assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
-    assert first.proposal.why == "what was the best in these surroundings"
+    assert first.proposal.why == "what was the best in such surroundings"
     assert first.verdict == "rolled_back"
     assert job.now["micro_batch_samples"] == 8
     job.run(1500)

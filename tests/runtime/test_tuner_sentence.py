@@ -55,10 +55,10 @@ def test_what_was_not_tried_says_why():
 @pytest.mark.parametrize(
     ("gain", "words"),
     [
-        (1.2, "would make training about 2.2 times as fast (fewer reductions); left to you"),
-        (0.123, "would make training about 12 % faster (fewer reductions); left to you"),
-        (0.001, "may help (fewer reductions); left to you"),
-        (None, "may help (fewer reductions); left to you"),
+        (1.2, "(fewer reductions) would make training about 2.2 times as fast; left to you"),
+        (0.123, "(fewer reductions) would make training about 12 % faster; left to you"),
+        (0.001, "(fewer reductions) may help; left to you"),
+        (None, "(fewer reductions) may help; left to you"),
     ],
 )
 def test_an_advice_promises_no_more_than_is_known(gain, words):
@@ -131,7 +131,7 @@ def test_the_difference_of_the_ds_config_keeps_the_whole_batch():
         "   },",
         '-  "gradient_accumulation_steps": 4,',
         '+  "gradient_accumulation_steps": 1,',
-        "+ the script's own loader: 16 samples at a time",
+        "+ DataLoader(..., batch_size=16), or what else cuts batches",
     ]
 
 

@@ -92,6 +92,16 @@ def test_a_knobs_value_is_told_as_a_number(told, value, number):
     assert told.value(tuner.TUNER_KNOB_VALUE, "knob") == number == number_of(value)
 
 
+def test_what_goes_on_trial_is_told_with_why(told, caplog):
+    found = conclusion()
+
+    told.voice.tries(found.proposal, found.situation.configuration)
+
+    assert caplog.messages == [
+        f"step 41: trying micro_batch_samples 4 -> 16 ({found.proposal.why})"
+    ]
+
+
 def test_a_decision_is_told_everywhere(told, caplog):
     found = conclusion()
 
@@ -136,7 +146,7 @@ def test_an_advice_comes_with_what_to_type(told, caplog):
         '+  "train_micro_batch_size_per_gpu": 16,',
         '-  "gradient_accumulation_steps": 4,',
         '+  "gradient_accumulation_steps": 1,',
-        "+ the script's own loader: 16 samples at a time",
+        "+ DataLoader(..., batch_size=16), or what else cuts batches",
     ]
     assert told.value(tuner.TUNER_DECISIONS, "advised") == 1
     assert tuner.TUNER_GAIN not in told.recorder.snapshot().values
