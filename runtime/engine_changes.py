@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -114,13 +114,12 @@ class EngineChanges:
         """
         before = self.borne(name)
         self._take_off(name)
-        try:
+        with ExitStack() as undo:
+            if before is not None:
+                undo.callback(self._lay_on, name, before)
             if apply is not None:
                 self._lay_on(name, apply)
-        except BaseException:
-            if before is not None:
-                self._lay_on(name, before)
-            raise
+            undo.pop_all()
 
     def begin_window(self, unit: float) -> None:
         """Let the codec start from what was committed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -125,11 +126,10 @@ class Windows:
         opened = open_window(self._agreement, batch, micro_batch_samples=self.micro_batch_samples)
         micro_batches = self.replay.plans.micro_batches(opened.share)
         cut = sizes(opened.window.num_samples, micro_batches)
-        try:
+        with ExitStack() as undo:  # after an interrupt too: training may go on
+            undo.callback(self._leave_passes)
             sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
-        except BaseException:  # an interrupt too: training may go on after it
-            self._leave_passes()
-            raise
+            undo.pop_all()
         return sums.over_ranks(self._agreement).mean_loss
 
     def close(self) -> None:

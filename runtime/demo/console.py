@@ -13,6 +13,7 @@ from rich.console import Console
 from ...metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
+from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
 from .line import header, step_line
 from .paths import shown
@@ -63,24 +64,20 @@ class DemoConsole:
             return
         summary = summarise(self._records, num_ranks=self._num_ranks)
         folder = self._watch.run_folder
-        states = self._by_label(TUNER_STATE)
+        seen = self._watch.snapshot()
+        states = _by_label(seen, TUNER_STATE)
         table = summary_table(
             summary,
             num_ranks=self._num_ranks,
-            causes=self._by_label(COMM_CAUSE_SECONDS),
+            causes=_by_label(seen, COMM_CAUSE_SECONDS),
             run_log=shown(folder / "rank-0.jsonl") if folder else None,
-            verdicts=self._by_label(TUNER_DECISIONS),
-            symptoms=self._by_label(TUNER_SYMPTOM),
+            verdicts=_by_label(seen, TUNER_DECISIONS),
+            symptoms=_by_label(seen, TUNER_SYMPTOM),
             tuner_state=next((name for name, is_in in states.items() if is_in), ""),
             advice=advise(summary, stage=stage),
         )
         self._out.print()
         self._out.print(table, soft_wrap=not self._is_terminal)
-
-    def _by_label(self, metric: MetricSpec) -> Mapping[str, float]:
-        """Return the values of a metric of one label."""
-        values = self._watch.snapshot().values.get(metric, {})
-        return {label: value for (label,), value in values.items()}
 
     def _release(self) -> None:
         """Show the steps held back, the first of them below where to look while it runs."""
@@ -143,3 +140,8 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def _by_label(seen: Snapshot, metric: MetricSpec) -> Mapping[str, float]:
+    """Return the values of a metric of one label."""
+    return {label: value for (label,), value in seen.values.get(metric, {}).items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .decision import Change, changes_of
+from .decision import changes_of
 from .diagnose import diagnose
 from .proposals import propose
 from .recorded import Recorded
-from .sentence import change_words, speed_words
+from .sentence import changes_words, speed_words
 from .trial import Judgement, Trial
 from .trial_plan import TrialPlan
 from .words import Symptom
@@ -66,7 +66,7 @@ def _proposal(record: Recorded) -> str | None:
         return None
     if not proposed:
         return "it would propose nothing"
-    return f"it would propose {_words(proposed[0])}"
+    return f"it would propose {changes_words(proposed[0])}"
 
 
 def _verdict(record: Recorded) -> str | None:
@@ -83,7 +83,3 @@ def _verdict(record: Recorded) -> str | None:
 
 def _symptoms(record: Recorded) -> Sequence[Symptom]:
     return diagnose(record.situation.reading, record.situation.thresholds)
-
-
-def _words(changes: Sequence[Change]) -> str:
-    return ", ".join(map(change_words, changes))

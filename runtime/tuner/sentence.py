@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from .decision import Change, Decision, changes_of
 from .words import Configuration, Proposal, Symptom, Value, Verdict
@@ -26,7 +26,7 @@ _ALIKE, _IN_TIMES = 0.0005, 0.5  # gains below the one are none, from the other 
 
 def sentence_of(decision: Decision) -> str:
     """Say what was seen, what was changed, what that gained and what became of it."""
-    changes = ", ".join(map(change_words, decision.changes))
+    changes = changes_words(decision.changes)
     head = f"step {decision.step}: {symptom_words(decision.symptom)}: {changes}"
     end = _ENDS[decision.verdict]
     if decision.gain is not None:
@@ -47,13 +47,14 @@ def symptom_words(symptom: Symptom) -> str:
 
 def trial_words(proposal: Proposal, configuration: Configuration) -> str:
     """Say what goes on trial, instead of the configuration in use."""
-    changes = ", ".join(map(change_words, changes_of(configuration, proposal.changes)))
-    return f"trying {changes} ({proposal.why})"
+    return f"trying {changes_words(changes_of(configuration, proposal.changes))} ({proposal.why})"
 
 
-def change_words(change: Change) -> str:
+def changes_words(changes: Iterable[Change]) -> str:
     """Say what changes, from what to what."""
-    return f"{change.knob} {value_words(change.before)} -> {value_words(change.after)}"
+    return ", ".join(
+        f"{each.knob} {value_words(each.before)} -> {value_words(each.after)}" for each in changes
+    )
 
 
 def value_words(value: Value) -> str:

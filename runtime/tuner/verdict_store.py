@@ -77,10 +77,11 @@ class JobMemory:
         for path in self._folder.glob(f"{self._key}.*{TRIAL}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL)]
             if owner == self._owner or self._is_gone(owner):
-                found.append(self._read(path.name, _on_trial) or {})
+                if changes := self._read(path.name, _on_trial):
+                    found.append(changes)
                 with suppress(OSError):
                     path.unlink()
-        return [each for each in found if each]
+        return found
 
     def remember(self, context: str, remembered: Remembered) -> None:
         """Keep what the job came to in one context, in the place of what was known of it."""

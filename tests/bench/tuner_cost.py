@@ -53,8 +53,8 @@ def _rows(found: dict[str, Any], off_seconds: float) -> Iterator[Row]:
     metered, empty = found["metered"], found["empty"]
     num, step_seconds = metered["steps"], metered["seconds"] / metered["steps"]
     steps = f"steps of {1000 * step_seconds:.0f} ms"
-    clocks = _cpu(empty)
-    seconds = _cpu(metered) - clocks
+    clocks = empty["cpu"] / empty["steps"]
+    seconds = metered["cpu"] / num - clocks
     yield Row(
         what=f"{steps}: tuner in OBSERVE, CPU time of the training thread",
         measured=f"{seconds / step_seconds:.3%}, {1e6 * seconds:.0f} us a window",
@@ -82,8 +82,3 @@ def _rows(found: dict[str, Any], off_seconds: float) -> Iterator[Row]:
         goal=f"<= {1 + GOAL}",
         met=between.estimate <= 1 + GOAL if is_sure else None,
     )
-
-
-def _cpu(found: dict[str, Any]) -> float:
-    """Return the CPU seconds of a window's four calls."""
-    return float(sum(found["cpu"].values()) / found["steps"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import training
@@ -87,22 +87,16 @@ class Job:
         return self.run.agreement.highest(round(seconds * 1e6)) / 1e6
 
     def metered(self, seconds: float, tuning: Untuned, asides: Callable[[], Any]) -> Told:
-        """Train for about so long, and tell what a tuner's calls cost this rank's training thread.
-
-        Each of the four calls of a window is told apart.
-        """
-        names = ("before_window", "asides", "is_on_trial", "window_ended")
-        meters = {name: Meter() for name in names}
+        """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
+        meter, kind = Meter(), cast(Any, type(tuning))
         own, windows = (self.run._tuning, self.run._windows.asides), self.run._windows
-        self.run._tuning, windows.asides = tuning, meters["asides"].around(asides)
-        for name in ("before_window", "window_ended"):
-            setattr(tuning, name, meters[name].around(getattr(tuning, name)))
-        kind: Any = type(tuning)
+        self.run._tuning, windows.asides = tuning, meter.around(asides)
+        tuning.before_window = meter.around(tuning.before_window)
+        tuning.window_ended = meter.around(tuning.window_ended)
         is_on_trial = kind.is_on_trial
-        kind.is_on_trial = property(meters["is_on_trial"].around(is_on_trial.fget))
+        kind.is_on_trial = property(meter.around(is_on_trial.fget))
         num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
-        for meter in meters.values():
-            meter.wall = meter.cpu = meter.dearest = 0.0
+        meter.wall = meter.cpu = meter.dearest = 0.0
         took.around(self.steps)(num)
         del tuning.before_window, tuning.window_ended
         kind.is_on_trial = is_on_trial
@@ -110,9 +104,9 @@ class Job:
         return {
             "steps": num,
             "seconds": took.wall,
-            "cpu": {name: meter.cpu for name, meter in meters.items()},
-            "wall": sum(meter.wall for meter in meters.values()),
-            "dearest": max(meter.dearest for meter in meters.values()),
+            "cpu": meter.cpu,
+            "wall": meter.wall,
+            "dearest": meter.dearest,
         }
 
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
