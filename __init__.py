@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .runtime.initialize import initialize as initialize
     from .runtime.initialize import watch as watch
+    from .runtime.trainer.window.result import WindowResult as WindowResult
     from .runtime.training_run import TrainingRun as TrainingRun
-    from .runtime.window.result import WindowResult as WindowResult
 
 _MODULES = {
     "initialize": "initialize",
     "watch": "initialize",
     "TrainingRun": "training_run",
-    "WindowResult": "window.result",
+    "WindowResult": "trainer.window.result",
 }
 __all__ = ["TrainingRun", "WindowResult", "initialize", "watch"]
 

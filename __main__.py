@@ -15,10 +15,10 @@ from .errors import ZerowatchError
 _LAUNCHERS_RANK = ("--local_rank=", "--local-rank=")
 # Where each command lives. A room is imported when its command is used or listed, never before.
 _ROOMS = {
-    "run": ".runtime.cli",
-    "demo": ".runtime.cli",
-    "explain": ".runtime.explain",
-    "tune": ".runtime.tune_command",
+    "run": ".runtime.cli.main",
+    "demo": ".runtime.cli.main",
+    "explain": ".runtime.cli.explain.command",
+    "tune": ".runtime.cli.tune",
     "stack": ".dashboards.cli",
     "dashboards": ".dashboards.cli",
 }
@@ -75,7 +75,7 @@ def _names_script(arguments: Sequence[str]) -> bool:
 
 
 def _attach(arguments: Sequence[str]) -> None:
-    from .runtime.attach import prepare
+    from .runtime.cli.attach import prepare
 
     rank = arguments[:1] if arguments[0].startswith(_LAUNCHERS_RANK) else []
     try:

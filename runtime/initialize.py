@@ -16,16 +16,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..metrics.settings import Settings, load_settings
-from .collectives.tap import CommTap
-from .config_errors import ConfigErrors
-from .ds_config import read_zerowatch_block
-from .ds_keys import warn_of_misspelt_keys
-from .hooks import Hooks
-from .no_watch import NoWatch
-from .rank_log import show_own_lines
+from .collectives.instrument import CommTap
+from .common.ds_config import read_zerowatch_block
+from .common.ds_config_errors import ConfigErrors
+from .common.ds_config_keys import warn_of_misspelt_keys
+from .common.fail_open import Hooks
+from .monitor.console_logging import show_own_lines
+from .monitor.null_watch import NoWatch
 
 if TYPE_CHECKING:
-    from .watch import Watch
+    from .monitor.watch import Watch
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ def _watch_first(engine: Any, settings: Settings) -> None:
 
 
 def _open_watch(engine: Any, settings: Settings) -> Watch:
-    from .watch import Watch
+    from .monitor.watch import Watch
 
     show_own_lines()
     if _process.watch is not None:

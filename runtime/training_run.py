@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch
 
 from ..errors import BatchError
-from .engine_changes import EngineChanges
-from .engine_maker import EngineMaker
-from .model_scan import warn_of_batch_statistics
-from .relief.choose_modules import Chosen
-from .replaying import prepare
-from .saving import Saving
-from .sharing import Sharing
-from .training_config import MICRO_BATCH, training_config, zero_stage
-from .tuning import new_tuning, tuner_settings
-from .window.agreement import Agreement
-from .window.micro_batches import Loss
-from .window.result import WindowResult
-from .window_figures import WindowFigures
-from .windows import Windows
+from .common.host_group import Agreement
+from .common.training_config import MICRO_BATCH, training_config, zero_stage
+from .engine.live_settings.choose_modules import Chosen
+from .engine_factory import EngineMaker
+from .trainer.checkpoint.manager import Saving
+from .trainer.data.data_source import Sharing
+from .trainer.engine_holder import EngineChanges
+from .trainer.metrics import WindowFigures
+from .trainer.replay_setup import prepare
+from .trainer.window.micro_batches import Loss
+from .trainer.window.result import WindowResult
+from .trainer.window_runner import Windows
+from .tuner.model_traits import warn_of_batch_statistics
+from .tuner.session import new_tuning, tuner_settings
 
 ContractName = Literal["bitwise", "reassociation", "statistical", "free"]
 

@@ -15,8 +15,8 @@ from zerowatch.metrics.catalog.spec import PREFIX
 
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
-FAIL_OPEN = {"runtime/hooks.py"}
-CONSOLE = ("runtime/cli.py", "runtime/run.py", "runtime/demo/")
+FAIL_OPEN = {"runtime/common/fail_open.py"}
+CONSOLE = ("runtime/cli/main.py", "runtime/cli/run.py", "runtime/cli/demo/")
 HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",
     "opentelemetry": "metrics/exporters/",

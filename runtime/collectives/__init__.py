@@ -1,1 +1,1 @@
-"""What goes over the wire: the tap, its operations and the process groups."""
+"""Every collective of the process: seen, timed and added up."""

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ...metrics.catalog.labels import GROUPS, OPS
-from .wire import wire_factor
+from .wire_bytes import wire_factor
 
 if TYPE_CHECKING:
     from .call import Call

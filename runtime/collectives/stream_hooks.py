@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..hooks import Hooks
-from ..wrap import Wrap
-from .stalls import Stalls
+from ..common.fail_open import Hooks
+from ..common.patching import Wrap
+from .stream_waits import Stalls
 
 
 class Inside(Protocol):

@@ -1,1 +1,1 @@
-"""What the devices do: utilisation, power, temperature, peak arithmetic."""
+"""What is particular to a kind of device: its utilization, power, peak FLOP/s and memory."""

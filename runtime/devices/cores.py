@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..cgroups import cgroup_folders
+from ..common.cgroups import cgroup_folders
 
 
 def usable_cores(root: Path = Path("/")) -> float:

@@ -1,1 +1,1 @@
-"""What memory is in use, at its peak, and how much there may be."""
+"""What fills memory, what the next steps will need, leaks, and reports of out-of-memory errors."""

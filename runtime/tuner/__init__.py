@@ -1,1 +1,1 @@
-"""The auto-tuner: what holds a job back, what to change, and the proof that it helped."""
+"""The auto-tuner of a run: its session on the ranks, its history and its reports."""

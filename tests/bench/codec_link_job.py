@@ -11,10 +11,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from zerowatch.runtime.codec.error_tally import ErrorTally
-from zerowatch.runtime.codec.exchange import Exchange
-from zerowatch.runtime.codec.formats import FORMATS
-from zerowatch.runtime.codec.steps import run_all
+from zerowatch.runtime.engine.compression.collective_steps import run_all
+from zerowatch.runtime.engine.compression.compressed_all_reduce import Exchange
+from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.formats import FORMATS
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -9,10 +9,10 @@ import deepspeed
 import torch
 import training
 
-from zerowatch.runtime.codec.gradient_codec import GradientCodec
-from zerowatch.runtime.demo.corpus import NextByteWindows, standard_library_text
-from zerowatch.runtime.demo.job import ds_config
-from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.cli.demo.corpus import NextByteWindows, standard_library_text
+from zerowatch.runtime.cli.demo.job import ds_config
+from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

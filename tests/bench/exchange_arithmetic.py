@@ -24,13 +24,13 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ExchangeSettings
 from zerowatch.runtime.collectives.call import Call
 from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.collectives.wire import wire_factor
-from zerowatch.runtime.exchange import section, verdict
-from zerowatch.runtime.exchange.books import Books
-from zerowatch.runtime.exchange.convener import Convener, blocks_of
-from zerowatch.runtime.exchange.exchange import LOOKS_PER_EXCHANGE, Exchange
-from zerowatch.runtime.exchange.section import Pace, Report
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.wire_bytes import wire_factor
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.cross_rank import call_report, compare_result
+from zerowatch.runtime.cross_rank.call_report import Pace, Report
+from zerowatch.runtime.cross_rank.coordinator import Convener, blocks_of
+from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, Exchange
+from zerowatch.runtime.cross_rank.local_accounting import Books
 
 NUM_RANKS, CALLS, SIZES = 1000, 200, 20
 GOAL_MS = 5.0
@@ -116,7 +116,7 @@ class Thousand:
         """Let all report, and measure what one rank of each kind does about it."""
         self._group.run_calls()
         own = self._spend(ANY_RANK, self._report)
-        texts = [section.pack(self._alike(own, rank)) for rank in range(NUM_RANKS)]
+        texts = [call_report.pack(self._alike(own, rank)) for rank in range(NUM_RANKS)]
         told = [{rank: texts[rank] for rank in block} for block in self._blocks.values()]
         merged = [self._spend(BLOCK_FIRST, lambda: self._put_block_together(0, told[0]))]
         merged += map(self._put_block_together, [*self._blocks][1:], told[1:])
@@ -137,7 +137,7 @@ class Thousand:
     def _report(self) -> Report:
         sections, names = self._books.take_sections()
         report = Report(sections=sections, names=names, paces={0: PACE})
-        section.pack(report)
+        call_report.pack(report)
         return report
 
     def _put_block_together(self, first: int, texts: dict[int, bytes]) -> bytes:
@@ -146,19 +146,19 @@ class Thousand:
             convener.add(rank, report)
         merged = convener.take_report()
         assert merged is not None
-        return section.pack(merged)
+        return call_report.pack(merged)
 
     def _alike(self, own: Report, rank: int) -> Report:
         return Report(sections=own.sections, names=own.names, paces={rank: PACE})
 
     def _match(self, text: bytes) -> None:
-        self._books.match(self._group.circle, verdict.unpack(text))
+        self._books.match(self._group.circle, compare_result.unpack(text))
         self._books.give_up(20.0)
         self._books.publish()
 
 
 def _read(texts: dict[int, bytes]) -> dict[int, Report]:
-    return {rank: section.unpack(text) for rank, text in texts.items()}
+    return {rank: call_report.unpack(text) for rank, text in texts.items()}
 
 
 def _merge_all(convener: Convener, reports: dict[int, Report]) -> bytes:
@@ -166,7 +166,7 @@ def _merge_all(convener: Convener, reports: dict[int, Report]) -> bytes:
         convener.add(rank, report)
     found = convener.take_verdict(compares_pace=True)
     assert found is not None and len(found.least) == CALLS and found.reference is not None
-    return verdict.pack(found)
+    return compare_result.pack(found)
 
 
 def each_second(exchanges: int) -> list[list[float]]:

@@ -13,9 +13,9 @@ import training
 from torch.distributed import distributed_c10d as c10d
 
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.hooks import Hooks
-from zerowatch.runtime.phase_clock import PhaseClock
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.phase_timer import PhaseClock
 
 CALLS = 200  # a step's worth; fewer than the tap hands over by itself
 WARM_UP_REPEATS = 20

@@ -33,7 +33,7 @@ from oom_risk_scores import ALARM, LEAD_STEPS, brier, reliability
 from options import Options
 from table import Row
 
-from zerowatch.runtime.forecast.forecaster import Forecaster
+from zerowatch.runtime.memory.forecast.forecaster import Forecaster
 
 Array = npt.NDArray[np.float64]
 NUM_RUNS, QUICK_RUNS = 600, 48

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from oom_risk_runs import Run
 
-from zerowatch.runtime.forecast.forecaster import Forecaster
+from zerowatch.runtime.memory.forecast.forecaster import Forecaster
 
 Array = npt.NDArray[np.float64]
 HORIZON = 50

@@ -26,7 +26,7 @@ from scripts.peaks import (
     misses,
 )
 
-from zerowatch.runtime.forecast.series import PeakPoint
+from zerowatch.runtime.memory.forecast.series import PeakPoint
 
 PATTERNS = ("fixed", "sorted", "random")
 STEPS, QUICK_STEPS = 120, 44

@@ -16,9 +16,9 @@ import deepspeed
 import torch
 import training
 
-from zerowatch.runtime.memory.host import HostMemory
-from zerowatch.runtime.rebuild import rebuild as room
-from zerowatch.runtime.window.agreement import Agreement
+from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.engine.rebuild import rebuild as room
 
 WIDTH, LAYERS = 512, 7  # 22 million parameters
 # glibc's way to give every larger block back at once; RSS then is what is in use.

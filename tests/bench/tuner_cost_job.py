@@ -14,8 +14,8 @@ import torch
 import training
 
 import zerowatch
-from zerowatch.runtime.untuned import Untuned
-from zerowatch.runtime.window.agreement import Agreement
+from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.tuner.null_session import Untuned
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made

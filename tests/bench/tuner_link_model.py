@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.demo.model import ByteGpt, GptConfig
-from zerowatch.runtime.relief.knobs import KNOBS
+from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.engine.live_settings.knobs import KNOBS
 from zerowatch.runtime.training_run import TrainingRun
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.

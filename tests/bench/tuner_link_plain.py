@@ -8,7 +8,7 @@ import deepspeed
 import torch
 from tuner_link_model import MODEL, batch
 
-from zerowatch.runtime.demo.model import ByteGpt
+from zerowatch.runtime.cli.demo.model import ByteGpt
 
 STEPS = 6  # it looks at the third to the fifth
 

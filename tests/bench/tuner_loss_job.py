@@ -18,9 +18,9 @@ from torch.utils.data import Subset
 from tuner_link_model import asked, configuration_of, tell
 
 import zerowatch
-from zerowatch.runtime.demo.corpus import NextByteWindows
-from zerowatch.runtime.demo.job import ds_config, mean_loss
-from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.cli.demo.corpus import NextByteWindows
+from zerowatch.runtime.cli.demo.job import ds_config, mean_loss
+from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 
 
 def train(asked: dict[str, Any], seed: int) -> dict[str, Any]:

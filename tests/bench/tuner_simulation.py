@@ -21,7 +21,7 @@ from tuner_simulation_shifts import shifts
 sys.path.append(str(Path(__file__).parents[1]))  # the noise is the tests' own
 from fakes.noisy_steps import noisy_steps, tried
 
-from zerowatch.runtime.tuner.trial_plan import TrialPlan, plan_trial
+from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan, plan_trial
 
 SESSIONS, QUICK_SESSIONS = 1000, 40
 FIRST_SEED = 70_000_000

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from fakes.noisy_steps import noisy_steps, tried
 from fakes.one_knob_job import OneKnobJob
 
-from zerowatch.runtime.tuner.trial_plan import plan_trial
+from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
 
 FAMILY_SEED, SESSION_SEED = 71_000_000, 73_000_000
 FAMILY, TRIAL_STEPS = 8, 450

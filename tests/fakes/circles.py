@@ -7,7 +7,7 @@ import torch
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.call import Call
 from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.collectives.wire import wire_factor
+from zerowatch.runtime.collectives.wire_bytes import wire_factor
 
 MS = 1_000_000
 POINT_TO_POINT = ("send", "recv")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
-from zerowatch.runtime.exchange.connection import Connection
+from zerowatch.runtime.cross_rank.store_connection import Connection
 
 
 def connected(store: Store, now: Callable[[], float] = lambda: 0.0) -> Connection:

@@ -12,10 +12,10 @@ from fakes.steps import step
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import HangSettings
-from zerowatch.runtime.hang.evidence import CallLine, Evidence, GroupLine, Peer, Sources
-from zerowatch.runtime.hang.hang_watch import HangWatch
-from zerowatch.runtime.hooks import Hooks
-from zerowatch.runtime.phase_clock import PhaseClock
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.phase_timer import PhaseClock
+from zerowatch.runtime.cross_rank.hang.evidence import CallLine, Evidence, GroupLine, Peer, Sources
+from zerowatch.runtime.cross_rank.hang.hang_watch import HangWatch
 
 KEY = "0-1a2b3c4d"
 AT = "all_reduce number 1234 of group dp (64 MiB, backward)"

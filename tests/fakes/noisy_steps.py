@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerowatch.runtime.tuner.trial import Judgement, Trial
-from zerowatch.runtime.tuner.trial_plan import TrialPlan
+from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
+from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan
 
 BURN_IN = 500  # so that a run may begin within a shift
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from zerowatch.metrics.catalog import training, watching
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.tuner.contract import JobFacts
-from zerowatch.runtime.tuner.controller import Controller
-from zerowatch.runtime.tuner.experiment import Conclusion
-from zerowatch.runtime.tuner.reading import Reading
-from zerowatch.runtime.tuner.rules import Rules
-from zerowatch.runtime.tuner.words import (
+from zerowatch.runtime.tuner.policy.controller import Controller
+from zerowatch.runtime.tuner.policy.experiment import Conclusion
+from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.numerics import JobFacts
+from zerowatch.runtime.tuner.policy.options import Rules
+from zerowatch.runtime.tuner.policy.types import (
     Configuration,
     Contract,
     Outcome,

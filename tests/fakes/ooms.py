@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerowatch.runtime.forecast.series import PeakPoint, Shape
-from zerowatch.runtime.oom.evidence import Evidence, Foresight, Limit, RunFacts, Sources
-from zerowatch.runtime.oom.recognise import OutOfMemory
-from zerowatch.runtime.oom.would_fit import Layout, Planned
+from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.oom.evidence import Evidence, Foresight, Limit, RunFacts, Sources
+from zerowatch.runtime.memory.oom.parse_error import OutOfMemory
+from zerowatch.runtime.memory.oom.would_fit import Layout, Planned
 
 MIB, GIB = 2**20, 2**30
 

@@ -14,9 +14,9 @@ from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.exchange.exchange import LOOKS_PER_EXCHANGE, Exchange
-from zerowatch.runtime.exchange.pace import LEAST_STEPS, WARM_UP_STEPS
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, Exchange
+from zerowatch.runtime.cross_rank.step_times import LEAST_STEPS, WARM_UP_STEPS
 
 SECONDS = 5.0
 STUCK_SECONDS = 15.0

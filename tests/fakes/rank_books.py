@@ -11,8 +11,8 @@ from fakes.clock import FakeClock
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.exchange.books import Books
-from zerowatch.runtime.exchange.verdict import Verdict
+from zerowatch.runtime.cross_rank.compare_result import Verdict
+from zerowatch.runtime.cross_rank.local_accounting import Books
 
 PATIENCE = 20.0
 

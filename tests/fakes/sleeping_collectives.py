@@ -12,10 +12,10 @@ from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.batch import Batch
 from zerowatch.runtime.collectives.comm_time import CommClock
 from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.collectives.tally import StepComm
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.collectives.wire import wire_factor
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.collectives.wire_bytes import wire_factor
+from zerowatch.runtime.common.fail_open import Hooks
 
 MS = 1_000_000
 
@@ -105,7 +105,7 @@ def tap_over(
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "all_reduce", all_reduce)
     monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
-    for module in ("notes", "tap"):
+    for module in ("recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
     tap = CommTap(Hooks())
     monkeypatch.setattr(tap.notes, "groups", StandInGroups(StandInGroup(backend=backend)))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zerowatch.metrics.catalog import communication, training, watching
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.tuner.contract import JobFacts
-from zerowatch.runtime.tuner.controller import Controller
-from zerowatch.runtime.tuner.experiment import Conclusion
-from zerowatch.runtime.tuner.known import Known
-from zerowatch.runtime.tuner.reading import Reading
-from zerowatch.runtime.tuner.rules import Rules
-from zerowatch.runtime.tuner.verdict_store import Remembered
-from zerowatch.runtime.tuner.words import (
+from zerowatch.runtime.tuner.policy.controller import Controller
+from zerowatch.runtime.tuner.policy.experiment import Conclusion
+from zerowatch.runtime.tuner.policy.history_file import Remembered
+from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.numerics import JobFacts
+from zerowatch.runtime.tuner.policy.options import Rules
+from zerowatch.runtime.tuner.policy.search_history import Known
+from zerowatch.runtime.tuner.policy.types import (
     Configuration,
     Contract,
     Order,

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerowatch.runtime.tuner.contract import JobFacts
-from zerowatch.runtime.tuner.decision import Change, Decision
-from zerowatch.runtime.tuner.diagnose import diagnose
-from zerowatch.runtime.tuner.experiment import Conclusion
-from zerowatch.runtime.tuner.proposals import Situation, propose
-from zerowatch.runtime.tuner.reading import Reading
-from zerowatch.runtime.tuner.trial import Trial
-from zerowatch.runtime.tuner.trial_plan import plan_trial
-from zerowatch.runtime.tuner.words import Contract, Symptom
+from zerowatch.runtime.tuner.policy.decision import Change, Decision
+from zerowatch.runtime.tuner.policy.diagnose import diagnose
+from zerowatch.runtime.tuner.policy.experiment import Conclusion
+from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.numerics import JobFacts
+from zerowatch.runtime.tuner.policy.proposals import Situation, propose
+from zerowatch.runtime.tuner.policy.trial import Trial
+from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
+from zerowatch.runtime.tuner.policy.types import Contract, Symptom
 
 SLOW_LINK = Reading(
     seconds=30.0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerowatch.runtime.codec.error_tally import ErrorTally
-from zerowatch.runtime.codec.formats import BLOCK, FORMATS
-from zerowatch.runtime.codec.kernels import decode, encode
+from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.formats import BLOCK, FORMATS
+from zerowatch.runtime.engine.compression.kernels import decode, encode
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.events import allow_queries_while_capturing
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.common.fail_open import Hooks
 torch.cuda.set_device(0)
 hooks = Hooks()
 tap = CommTap(hooks)

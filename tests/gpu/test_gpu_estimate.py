@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripts.estimate_cases import LARGE
 
-from zerowatch.runtime.plan.trace_activations import trace_activations
+from zerowatch.runtime.estimator.trace_activations import trace_activations
 
 pytestmark = [
     pytest.mark.gpu,

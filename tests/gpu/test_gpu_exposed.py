@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.tally import StepComm
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.common.fail_open import Hooks
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
 x = torch.ones(8, device="cuda")
@@ -95,9 +95,9 @@ os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR=
 import torch
 import torch.distributed as dist
 from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.tally import StepComm
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.common.fail_open import Hooks
 torch.cuda.set_device(0)
 hooks = Hooks()
 tap = CommTap(hooks)

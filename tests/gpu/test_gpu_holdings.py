@@ -12,8 +12,8 @@ import pytest
 import torch
 from scripts.launching import SCRIPTS
 
-from zerowatch.runtime.memory.cuda import cuda_memory
-from zerowatch.runtime.memory.kept_peaks import KeptPeaks
+from zerowatch.runtime.devices.memory.cuda import cuda_memory
+from zerowatch.runtime.devices.memory.shared_peak_counters import KeptPeaks
 
 MIB = 2**20
 pytestmark = [

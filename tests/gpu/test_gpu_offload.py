@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.hooks import Hooks
-from zerowatch.runtime.offload.traffic import OffloadTraffic
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 zero, trace = json.loads(sys.argv[1]), sys.argv[2]
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))

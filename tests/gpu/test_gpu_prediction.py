@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripts.peaks import Job, foretold_unseen, middle_and_p95, misses
 
-from zerowatch.runtime.forecast.series import PeakPoint
+from zerowatch.runtime.memory.forecast.series import PeakPoint
 
 pytestmark = [
     pytest.mark.gpu,

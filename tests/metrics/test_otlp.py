@@ -307,7 +307,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
     lines = OwnLogLines(lambda record: outbox.add_line(log_line(record, 3, ids)))
     lines.open()
 
-    logging.getLogger("zerowatch.runtime.watch").warning("took %d s", 7)
+    logging.getLogger("zerowatch.runtime.monitor.watch").warning("took %d s", 7)
     logging.getLogger("train").warning("somebody else's")
     lines.close()
     logging.getLogger("zerowatch").warning("after the end")
@@ -320,7 +320,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
         13,
     )
     assert (line.trace_id.hex(), line.span_id.hex()) == (f"{TRACE_ID:032x}", f"{SPAN_ID:016x}")
-    assert attributes_of(line)["zerowatch.logger"] == "zerowatch.runtime.watch"
+    assert attributes_of(line)["zerowatch.logger"] == "zerowatch.runtime.monitor.watch"
 
 
 def test_a_log_line_outside_of_any_trace_has_no_ids_but_its_exception(collector, make_outbox):

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from zerowatch.runtime import advisor
+from zerowatch.runtime.monitor import advisor
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 advisor.LEAST_SECONDS = 2.0  # half a minute is long for a test

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import zerowatch
-from zerowatch.runtime.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -26,12 +26,12 @@ from codec_engine import (
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.codec import exchange
-from zerowatch.runtime.codec.error_tally import ErrorTally
-from zerowatch.runtime.codec.formats import FORMATS
-from zerowatch.runtime.codec.gradient_codec import GradientCodec
-from zerowatch.runtime.codec.steps import run_all
-from zerowatch.runtime.recovery.abort import abort_window
+from zerowatch.runtime.engine.compression import compressed_all_reduce
+from zerowatch.runtime.engine.compression.collective_steps import run_all
+from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.formats import FORMATS
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
+from zerowatch.runtime.trainer.oom_recovery.abort import abort_window
 
 STEPS = 4
 KINDS = ("fp32", "bf16", "fp16", "int8", "fp8")
@@ -186,11 +186,11 @@ def loss_scaling() -> list[Any]:
 
 def conserved() -> dict[str, float]:
     """Exchange values of odd sizes; return how much of their sum is neither there nor kept."""
-    exchange.PIECE_VALUES, whole = 1024, exchange.PIECE_VALUES
+    compressed_all_reduce.PIECE_VALUES, whole = 1024, compressed_all_reduce.PIECE_VALUES
     world, rank = dist.get_world_size(), dist.get_rank()
     worst: dict[str, float] = {}
     for kind, total in itertools.product(KINDS, (5, 700, 10_001)):
-        one = exchange.Exchange(FORMATS[kind], None, ErrorTally())
+        one = compressed_all_reduce.Exchange(FORMATS[kind], None, ErrorTally())
         values = torch.randn(total, generator=torch.Generator().manual_seed(rank))
         expected = values.double()
         dist.all_reduce(expected)
@@ -210,7 +210,7 @@ def conserved() -> dict[str, float]:
         )
         worst[kind] = max(worst.get(kind, 0.0), away / largest)
         assert same_on_all_ranks(result)
-    exchange.PIECE_VALUES = whole
+    compressed_all_reduce.PIECE_VALUES = whole
     return worst
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from zerowatch.runtime.codec.gradient_codec import GradientCodec
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

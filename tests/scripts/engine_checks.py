@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import zerowatch
-import zerowatch.runtime.watch
+import zerowatch.runtime.monitor.watch
 from zerowatch.metrics.catalog import communication, training, watching
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.operations import BACKEND_METHODS, OPERATIONS
-from zerowatch.runtime.engine_hooks import ENGINE_METHODS
+from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 
 # DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -398,7 +398,7 @@ def a_watch_that_cannot_start_lets_training_be() -> None:
     def refuse(**_: object) -> None:
         raise PermissionError("no /proc here")
 
-    zerowatch.runtime.watch.memory_probes = refuse
+    zerowatch.runtime.monitor.watch.memory_probes = refuse
     engine = make()
     step(engine)
 

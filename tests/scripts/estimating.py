@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from zerowatch.runtime.plan.activations import typical_activations
-from zerowatch.runtime.plan.options import Options
-from zerowatch.runtime.plan.peak import peak_of
-from zerowatch.runtime.plan.read_module import shape_of
-from zerowatch.runtime.plan.shapes import ModelShape, ModuleShape, ParameterShape, Topology
-from zerowatch.runtime.plan.step import plan_step
-from zerowatch.runtime.plan.trace_activations import trace_activations
+from zerowatch.runtime.estimator.activations import typical_activations
+from zerowatch.runtime.estimator.options import Options
+from zerowatch.runtime.estimator.peak import peak_of
+from zerowatch.runtime.estimator.read_module import shape_of
+from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
+from zerowatch.runtime.estimator.step import plan_step
+from zerowatch.runtime.estimator.trace_activations import trace_activations
 
 from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
 from .launching import SCRIPTS, TORCHRUN, start

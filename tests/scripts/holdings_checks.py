@@ -26,8 +26,8 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from deepspeed.utils import groups, safe_get_local_fp32_param
 from holdings_cases import CASES, Case, Net
 
+from zerowatch.runtime.memory.engine_memory import engine_holdings
 from zerowatch.runtime.memory.engine_tensors import engine_tensors
-from zerowatch.runtime.memory.holdings import engine_holdings
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from holdings_rss_job import TOKENS, VOCABULARY, make_engine
 
-from zerowatch.runtime.memory.holdings import engine_holdings
+from zerowatch.runtime.memory.engine_memory import engine_holdings
 
 if __name__ == "__main__":
     deepspeed.init_distributed(verbose=False)

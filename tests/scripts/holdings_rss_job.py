@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from holdings_cases import CASES
 
+from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
+from zerowatch.runtime.devices.memory.host import HostMemory
 from zerowatch.runtime.memory.category_sums import baseline, categories_at_peak
-from zerowatch.runtime.memory.free_heap import free_heap_bytes
-from zerowatch.runtime.memory.holdings import engine_holdings
-from zerowatch.runtime.memory.host import HostMemory
+from zerowatch.runtime.memory.engine_memory import engine_holdings
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

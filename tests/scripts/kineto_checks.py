@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerowatch
 from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.tally import StepComm
-from zerowatch.runtime.collectives.tap import CommTap
-from zerowatch.runtime.hooks import Hooks
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.common.fail_open import Hooks
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.

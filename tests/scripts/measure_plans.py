@@ -17,8 +17,8 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from deepspeed.utils import groups
 from plan_cases import CASES, MODELS, TOKENS, WIDTH, Case, param_groups
 
+from zerowatch.runtime.estimator.engine_plan import plan_of_engine
 from zerowatch.runtime.initialize import watch
-from zerowatch.runtime.plan.engine_plan import plan_of_engine
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.

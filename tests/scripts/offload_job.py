@@ -19,8 +19,8 @@ from offload_oracle import SeparateMemories, TwoMemories, held_on_host
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.hooks import Hooks
-from zerowatch.runtime.offload.traffic import OffloadTraffic
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

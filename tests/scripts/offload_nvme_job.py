@@ -20,8 +20,8 @@ from offload_job import attributes, held_on_host, published, weights
 from offload_oracle import SeparateMemories, TwoMemories
 
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.hooks import Hooks
-from zerowatch.runtime.offload.traffic import OffloadTraffic
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STEPS, ACCUMULATION, WIDTH = 3, 2, 1024  # a rank's part of a weight is 2 MiB: below 1 MiB none goes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zerowatch.runtime.cgroups import cgroup_folders
+from zerowatch.runtime.common.cgroups import cgroup_folders
 
 
 @contextlib.contextmanager

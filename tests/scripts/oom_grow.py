@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fakes.steps import step
 
 from zerowatch.metrics.settings import RunLogSettings
-from zerowatch.runtime.memory.host import HostMemory
-from zerowatch.runtime.oom.life import LifeFile
-from zerowatch.runtime.run_log import RunLog
+from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.memory.oom.liveness_file import LifeFile
+from zerowatch.runtime.monitor.step_log import RunLog
 
 for cgroup in sys.argv[4:]:
     Path(cgroup, "cgroup.procs").write_text("0")

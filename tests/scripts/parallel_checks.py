@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerowatch
 from zerowatch.metrics.catalog import communication, watching
-from zerowatch.runtime.pipeline_hooks import INSTRUCTION_MAP
+from zerowatch.runtime.instrumentation.pipeline_hooks import INSTRUCTION_MAP
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

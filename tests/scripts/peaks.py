@@ -14,8 +14,8 @@ from statistics import median, quantiles
 
 from scripts.launching import SCRIPTS, environment
 
-from zerowatch.runtime.forecast.peak_model import PeakModel, fit_peaks
-from zerowatch.runtime.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
+from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 
 # With it glibc gives freed memory back, so that RSS shows what is in use; its default keeps much.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}

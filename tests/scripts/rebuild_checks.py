@@ -21,9 +21,9 @@ from rebuild_cases import CASES, Case
 from rebuild_faults import check_faults
 from rebuild_training import Run
 
-from zerowatch.runtime.rebuild.layout import layout_of
-from zerowatch.runtime.rebuild.rebuild import rebuild
-from zerowatch.runtime.window.agreement import Agreement
+from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.engine.rebuild.layout import layout_of
+from zerowatch.runtime.engine.rebuild.rebuild import rebuild
 
 BEFORE, AFTER = 3, 3
 FAULTS = "faults"

@@ -16,9 +16,9 @@ from rebuild_training import EPSILON, Run
 
 from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import CATALOG, communication, training, watching
+from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.engine.rebuild.rebuild import UndoneRebuildError, rebuild
 from zerowatch.runtime.initialize import watch
-from zerowatch.runtime.rebuild.rebuild import UndoneRebuildError, rebuild
-from zerowatch.runtime.window.agreement import Agreement
 
 BEFORE, AFTER = 3, 3
 

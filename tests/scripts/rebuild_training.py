@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from rebuild_cases import Case, Engine
 
-from zerowatch.runtime.rebuild.teardown import teardown
+from zerowatch.runtime.engine.rebuild.teardown import teardown
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

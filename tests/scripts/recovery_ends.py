@@ -20,9 +20,9 @@ import torch.distributed as dist
 from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
-from zerowatch.runtime.recovery.arming import Arming
-from zerowatch.runtime.recovery.ladder import STEPS, Escalation, Ladder
-from zerowatch.runtime.recovery.plans import Plans
+from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
+from zerowatch.runtime.trainer.oom_recovery.guard_schedule import Arming
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

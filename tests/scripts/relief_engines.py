@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero import parameter_offload
 
-from zerowatch.runtime.deepspeed_places import forget_releases
+from zerowatch.runtime.common.deepspeed_internals import forget_releases
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

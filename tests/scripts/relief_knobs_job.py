@@ -25,7 +25,7 @@ from relief_engines import (
     weights,
 )
 
-from zerowatch.runtime.relief.knobs import KNOBS
+from zerowatch.runtime.engine.live_settings.knobs import KNOBS
 
 KNOB = {knob.name: knob for knob in KNOBS}
 

@@ -28,8 +28,12 @@ from relief_engines import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from zerowatch.runtime.relief import activation_checkpointing, ladder, optimizer_sleep
-from zerowatch.runtime.relief.undo import Undo, together
+from zerowatch.runtime.common.undo import Undo, together
+from zerowatch.runtime.engine.live_settings import (
+    activation_checkpointing,
+    memory_savings,
+    optimizer_state_offload,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class Case:
 def every_rung(engine) -> Undo:
     """Take all rungs that this engine has; on a CPU the optimizer does not sleep."""
     return together(
-        [rung.apply(engine) for rung in ladder.ladder() if rung.unavailable(engine) is None]
+        [rung.apply(engine) for rung in memory_savings.ladder() if rung.unavailable(engine) is None]
     )
 
 
@@ -60,10 +64,10 @@ CASES = [
         name="checkpointing of transformers, stage 3", stage=3, apply=BY_DEFAULT, transformers=True
     ),
     *(
-        Case(name=f"sleep, stage {stage}", stage=stage, apply=optimizer_sleep.Sleep)
+        Case(name=f"sleep, stage {stage}", stage=stage, apply=optimizer_state_offload.Sleep)
         for stage in range(4)
     ),
-    Case(name="sleep, BF16_Optimizer", stage=1, apply=optimizer_sleep.Sleep, bf16=True),
+    Case(name="sleep, BF16_Optimizer", stage=1, apply=optimizer_state_offload.Sleep, bf16=True),
     Case(name="every rung, stage 3", stage=3, apply=every_rung),
 ]
 
@@ -102,11 +106,11 @@ def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
 
     def after_window() -> None:
         found["saved"].append(engine.saved)
-        storages = [tensor.untyped_storage() for tensor in optimizer_sleep._states(engine)]
+        storages = [tensor.untyped_storage() for tensor in optimizer_state_offload._states(engine)]
         found["asleep"].append(sum(storage.nbytes() == 0 for storage in storages))
 
     train(engine, dist.get_rank(), before_window, after_window)
-    found["unavailable"] = optimizer_sleep.unavailable(engine)
+    found["unavailable"] = optimizer_state_offload.unavailable(engine)
     if case.stage and not case.transformers:
         first = next(engine.module.parameters())
         state = deepspeed.utils.safe_get_full_optimizer_state(first, "exp_avg")

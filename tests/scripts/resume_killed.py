@@ -15,9 +15,9 @@ from pathlib import Path
 
 from resume_engine import AloneAgreement, PlainEngine
 
-from zerowatch.runtime.resume.load import load_run
-from zerowatch.runtime.resume.save import save_run
-from zerowatch.runtime.resume.state import RunState
+from zerowatch.runtime.trainer.checkpoint.load import load_run
+from zerowatch.runtime.trainer.checkpoint.save import save_run
+from zerowatch.runtime.trainer.checkpoint.state import RunState
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import training
-from zerowatch.runtime.hands.run_hands import RunHands
-from zerowatch.runtime.recovery.fit import Measured
-from zerowatch.runtime.rehearsal import Rehearsal
-from zerowatch.runtime.self_test import exact_knobs
+from zerowatch.runtime.trainer.oom_recovery.fit import Measured
+from zerowatch.runtime.tuner.bitwise_check import exact_knobs
+from zerowatch.runtime.tuner.dry_run_window import Rehearsal
+from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

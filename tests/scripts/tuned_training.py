@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import tuner, watching
-from zerowatch.runtime import tuner_lead, watch_thread
-from zerowatch.runtime.tuner import proposals
-from zerowatch.runtime.tuner.search import Search
+from zerowatch.runtime.monitor import watch_thread
+from zerowatch.runtime.tuner import rank0
+from zerowatch.runtime.tuner.policy import proposals
+from zerowatch.runtime.tuner.policy.search import Search
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -46,7 +47,7 @@ Run = zerowatch.TrainingRun
 def be_quick() -> None:
     """Make the tuner hasty, its metrics fresh, and have it try knobs only that touch numbers."""
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
-    tuner_lead.LOOK_SECONDS = 0.0
+    rank0.LOOK_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
     plan_of, least_gains = Search._plan, cycle((-0.9, 0.01))
 

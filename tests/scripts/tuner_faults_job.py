@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.hands.run_hands import RunHands
-from zerowatch.runtime.tuner.transaction import meet
-from zerowatch.runtime.tuner.words import Order
+from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
+from zerowatch.runtime.tuner.policy.transaction import meet
+from zerowatch.runtime.tuner.policy.types import Order
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 

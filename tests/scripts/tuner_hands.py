@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zerowatch
-from zerowatch.runtime.hands.run_hands import RunHands
+from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

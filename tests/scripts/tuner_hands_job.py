@@ -18,10 +18,10 @@ from tuner_hands import end, hands_of, make_run, train, untouched, weights
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
 
-from zerowatch.runtime.hands.engine_hands import EngineHands
-from zerowatch.runtime.hands.run_hands import RunHands
-from zerowatch.runtime.tuner.transaction import meet
-from zerowatch.runtime.tuner.words import Configuration, Order
+from zerowatch.runtime.tuner.knobs.engine_knobs import EngineHands
+from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
+from zerowatch.runtime.tuner.policy.transaction import meet
+from zerowatch.runtime.tuner.policy.types import Configuration, Order
 
 Told = dict[str, Any]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.volume import FIRST_STEPS, STEPS_AFTER_CHANGE, STEPS_TO_TELL
+from zerowatch.runtime.estimator.volume_check import FIRST_STEPS, STEPS_AFTER_CHANGE, STEPS_TO_TELL
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -64,8 +64,8 @@ def be_rank(rank: int, ranks: int, folder: Path, barrier: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from zerowatch.runtime.collectives.tap import CommTap
-    from zerowatch.runtime.hooks import Hooks
+    from zerowatch.runtime.collectives.instrument import CommTap
+    from zerowatch.runtime.common.fail_open import Hooks
 
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)

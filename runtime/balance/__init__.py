@@ -1,1 +1,0 @@
-"""How a batch is shared out so that ranks of unequal speed end together."""

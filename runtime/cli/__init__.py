@@ -1,0 +1,1 @@
+"""The command line: run, attach, explain, tune and demo."""

@@ -1,0 +1,196 @@
+"""What a stretch of steps adds up to, and what to try next: pure functions on step records."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....metrics.step_record import CollectiveTotals, StepRecord
+from ....metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from .paths import shown
+
+DATA_RATIO_HIGH = 0.10  # loading should hide behind training; a tenth of it is worth a word
+LAST_STEPS = 10  # over which the loss at the end is averaged, as batches differ; half at most
+AWAY = ("eval", "checkpoint")  # phases that are not training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Steps of one rank, added up; what was never measured is None.
+
+    `samples_per_second` is that of all ranks together, and so is `utilization_ratio` where ranks
+    share a device. `last_loss` is a mean over the last steps.
+    """
+
+    num_steps: int
+    training_seconds: float
+    phase_seconds: Mapping[str, float]
+    comm_seconds: float | None
+    exposed_seconds: float | None
+    collectives: Mapping[str, CollectiveTotals]
+    samples_per_second: float | None
+    first_loss: float | None
+    last_loss: float | None
+    device: str | None
+    peak_bytes: float | None
+    utilization_ratio: float | None
+
+    def ratio(self, seconds: float) -> float:
+        """Return a duration's share of the training time."""
+        return seconds / self.training_seconds if self.training_seconds else 0.0
+
+    @property
+    def exposed_ratio(self) -> float | None:
+        """Share of the training time in which training waited for communication."""
+        return None if self.exposed_seconds is None else self.ratio(self.exposed_seconds)
+
+    @property
+    def comm_ratio(self) -> float | None:
+        """Communication's share of the training time."""
+        return None if self.comm_seconds is None else self.ratio(self.comm_seconds)
+
+
+def summarise(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
+    """Add up the records of one rank, of which there is at least one.
+
+    Args:
+        records: Consecutive steps.
+        num_ranks: Ranks of the job, all on this machine and all doing alike.
+    """
+    seconds = sum(record.training_seconds for record in records)
+    device = _device(records)
+    losses = [record.loss for record in records if record.loss is not None]
+    return Summary(
+        num_steps=len(records),
+        training_seconds=seconds,
+        phase_seconds=_phase_seconds(records),
+        comm_seconds=_total([record.comm_seconds for record in records]),
+        exposed_seconds=_total([record.comm_exposed_seconds for record in records]),
+        collectives=_collectives(records),
+        samples_per_second=_samples_per_second(records, seconds, num_ranks),
+        first_loss=losses[0] if losses else None,
+        last_loss=_mean(losses[-min(LAST_STEPS, (len(losses) + 1) // 2) :]),
+        device=device,
+        peak_bytes=_peak_bytes(records, device),
+        utilization_ratio=_utilization_ratio(records, device, num_ranks),
+    )
+
+
+def advise(summary: Summary, *, stage: int) -> list[str]:
+    """Return two or three lines on what to try next, by the usual thresholds.
+
+    Args:
+        summary: A whole run.
+        stage: The ZeRO stage it ran with.
+    """
+    findings = [
+        line
+        for line in (_on_communication(summary, stage), _on_device(summary))
+        if line is not None
+    ]
+    other_stage = 2 if stage == 3 else 3
+    within_limits = (
+        f"Nothing stands out. See what sharding costs: {_program()} demo --stage {other_stage}"
+    )
+    return [*(findings or [within_limits]), f"Watch your own job: {_program()} run your_script.py"]
+
+
+def _on_communication(summary: Summary, stage: int) -> str | None:
+    ratio = summary.comm_ratio
+    if ratio is None or ratio <= COMM_RATIO_HIGH:
+        return None
+    problem = f"Communication takes {ratio:.0%} of a step, over {COMM_RATIO_HIGH:.0%}."
+    if stage == 0:
+        return f"{problem} Larger micro-batches do more work for the same bytes."
+    less = 2 if stage == 3 else 0
+    return f"{problem} Less sharding sends less, if memory allows: {_program()} demo --stage {less}"
+
+
+def _on_device(summary: Summary) -> str | None:
+    ratio = summary.utilization_ratio
+    if ratio is None or ratio >= DEVICE_UTILIZATION_LOW:
+        return None
+    problem = f"{summary.device} is {ratio:.0%} busy, under {DEVICE_UTILIZATION_LOW:.0%}."
+    if summary.ratio(summary.phase_seconds.get("data", 0.0)) > DATA_RATIO_HIGH:
+        return f"{problem} It waits for data: give the DataLoader more workers."
+    if summary.device == "cpu":
+        return f"{problem} Other programs may be using it."
+    return f"{problem} Larger micro-batches keep it busier."
+
+
+def _phase_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.phase_seconds)
+    return {phase: seconds for phase, seconds in total.items() if phase not in AWAY}
+
+
+def _collectives(records: Sequence[StepRecord]) -> dict[str, CollectiveTotals]:
+    """Add up each operation, in the order of wire bytes, most first."""
+    parts: dict[str, list[CollectiveTotals]] = {}
+    for record in records:
+        for op, totals in record.collectives.items():
+            parts.setdefault(op, []).append(totals)
+    sums = {
+        op: CollectiveTotals(
+            calls=sum(part.calls for part in steps),
+            payload_bytes=sum(part.payload_bytes for part in steps),
+            wire_bytes=sum(part.wire_bytes for part in steps),
+            seconds=_total([part.seconds for part in steps]),
+        )
+        for op, steps in parts.items()
+    }
+    return dict(sorted(sums.items(), key=lambda item: -item[1].wire_bytes))
+
+
+def _samples_per_second(
+    records: Sequence[StepRecord], seconds: float, num_ranks: int
+) -> float | None:
+    samples = _total([record.samples for record in records])
+    return samples * num_ranks / seconds if samples is not None and seconds else None
+
+
+def _device(records: Sequence[StepRecord]) -> str | None:
+    """Return the GPU where there is one, for the host's memory is read too."""
+    devices = {
+        device for record in records for device in (*record.memory_bytes, *record.device_readings)
+    }
+    return max(devices, default=None)  # "cuda:0" sorts after "cpu"
+
+
+def _peak_bytes(records: Sequence[StepRecord], device: str | None) -> float | None:
+    readings = [record.memory_bytes.get(device or "", {}) for record in records]
+    # Some kernels do not tell the peak; what is allocated at the end of each step is next best.
+    peaks = [memory.get("peak_allocated", memory.get("allocated")) for memory in readings]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def _utilization_ratio(
+    records: Sequence[StepRecord], device: str | None, num_ranks: int
+) -> float | None:
+    readings = [
+        record.device_readings.get(device or "", {}).get("utilization_ratio") for record in records
+    ]
+    mean = _mean([reading for reading in readings if reading is not None])
+    # A rank on CPU reads its own share of the cores that all ranks use.
+    return mean if mean is None or device != "cpu" else min(1.0, mean * num_ranks)
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _program() -> str:
+    """Return how the program is called from here: by name, or by its path in an environment."""
+    if shutil.which("zerowatch"):
+        return "zerowatch"
+    return shown(Path(sys.executable).with_name("zerowatch"))

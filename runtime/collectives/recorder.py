@@ -1,0 +1,281 @@
+"""Notes each tapped call: what it is about before it runs, and when it ended.
+
+This is the hot path of watching: it runs on the training thread for every collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from threading import get_ident
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ..common.phase_timer import OTHER, PhaseClock
+from .batch import Batch
+from .call import Call
+from .events import EventPool
+from .groups import Groups, sequence_number
+from .operations import Reader
+from .stream_waits import Stalls
+
+BATCH_CALLS = 4096
+_NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
+
+
+class Notes:
+    """The calls noted since the last `take`, in the order in which they returned.
+
+    Attributes:
+        groups: What is known of the process groups seen.
+        events: The CUDA events to give back once read.
+        stalls: What holds the compute stream.
+        dropped_calls: Calls lost because nobody took the batches.
+        dropped_in_capture: Calls, and waits for calls, passed by because a CUDA graph was being
+            captured.
+    """
+
+    def __init__(self) -> None:
+        self.groups = Groups()
+        self.events = EventPool()
+        self.stalls = Stalls(self.events, self._phase, self._in_capture)
+        self.dropped_calls = 0
+        self.dropped_in_capture = 0
+        self._calls: list[Call] = []
+        self._under_way: set[Call] = set()
+        self._clock: PhaseClock | None = None
+        self._take_batch: Callable[[Batch], None] | None = None
+        self._on_failed: Callable[[Call], None] | None = None
+        self._training_thread = get_ident()
+        # The call of each asynchronous handle under way, by the handle's id.
+        self._works: dict[int, tuple[Callable[[], Any], Call | None]] = {}
+        # The same for handles without a future, one of which may stand for several messages.
+        self._messages: dict[int, list[Call]] = {}
+        # torch keeps this very dict for the life of the process; it is empty outside such blocks.
+        self._coalescing: Mapping[dist.ProcessGroup, list[Any]] = c10d._world.pg_coalesce_state
+
+    def connect(
+        self,
+        clock: PhaseClock | None,
+        take_batch: Callable[[Batch], None] | None,
+        on_failed: Callable[[Call], None] | None = None,
+    ) -> None:
+        """Tag calls with the clock's phase from now on, and hand full batches to `take_batch`.
+
+        `on_failed` is called with a call that raised, before the exception goes on.
+        """
+        self._on_failed = on_failed
+        self._clock = clock
+        self._take_batch = take_batch
+        self._training_thread = get_ident()
+        self._works.clear()
+        self._messages.clear()
+        self.stalls.connect()
+
+    def take(self) -> Batch:
+        """Return the calls noted since the last time."""
+        calls, self._calls = self._calls, []
+        on_device = any(call.start_event is not None for call in calls)
+        return Batch(calls, self.events.record() if on_device else None)
+
+    def begin(
+        self, reader: Reader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Call] | None:
+        """Read the arguments, before the original runs and may change them."""
+        process_group = reader.group(args, kwargs)
+        if process_group is None:
+            process_group = c10d.GroupMember.WORLD
+        group = self.groups.find(process_group, pairs=reader.operation.point_to_point)
+        if group is None:
+            return None  # this rank is no member, or the original will complain
+        phase = OTHER if self._clock is None else self._clock.current
+        calls = [
+            Call(op, group, size, dtype, phase) for op, size, dtype in reader.payloads(args, kwargs)
+        ]
+        operation = reader.operation
+        if operation.per_member:
+            calls[0].payload_bytes *= group.size
+        circle = group.circle
+        if not operation.point_to_point and (
+            get_ident() == self._training_thread or self._in_common_order()
+        ):
+            circle.issued += 1
+            calls[0].sequence = circle.issued
+        circle.recent.extend(calls)
+        if self._coalescing and process_group in self._coalescing:
+            self._note_coalesced(calls, process_group)
+        elif operation.counted_by_group:
+            group.recorded -= sequence_number(process_group)
+        else:
+            group.recorded += 1
+        if group.backend == "nccl" and not self._mark_start(calls):
+            Batch(calls).lose()
+            return None
+        return calls
+
+    def end(
+        self, reader: Reader, calls: list[Call], work: Any, started_ns: int, ended_ns: int
+    ) -> None:
+        """Note when the calls ended, or arrange that it is noted."""
+        if reader.operation.counted_by_group:
+            group = calls[0].group
+            process_group = group.reference()
+            group.recorded += sequence_number(process_group) if process_group else 0
+        if not reader.operation.has_future:
+            self._keep_handles(calls, work, started_ns)
+            return
+        asynchronous = work is not None and hasattr(work, "get_future")
+        on_device = calls[0].start_event is not None
+        if on_device:
+            blocks = not asynchronous and self.stalls.holds_compute(calls)
+        else:
+            blocks = self._in_training()
+        for call in calls:
+            call.start_ns = started_ns
+            call.issued_ns = ended_ns if blocks else started_ns
+            if not asynchronous:
+                self._mark_end(call, ended_ns)
+            elif call.timed:
+                self._under_way.add(call)
+                key = id(work)
+                # On a device it is asked for after the end, which the host does not know of.
+                forget = partial(self._forget, key) if on_device else None
+                self._works[key] = (weakref.ref(work, forget), call)
+                work.get_future().add_done_callback(
+                    lambda _, call=call, key=key: self._completed(call, key)
+                )
+        self._add(calls)
+
+    def wait_for_completion(self, timeout_seconds: float) -> None:
+        """Wait until no asynchronous call is under way, before the interpreter ends.
+
+        A backend's thread that ran our callback after that would abort the process.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while self._under_way and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def waits(self, work: Any) -> Call | None:
+        """Note that somebody begins to wait for an asynchronous call; return it if known."""
+        for message in self._messages.get(id(work), ()):
+            self._wait_begins(message)
+        reference, call = self._works.pop(id(work), _NO_WORK)
+        if call is None or reference() is not work:
+            return None
+        self._wait_begins(call)
+        return call
+
+    def waited(self, work: Any) -> None:
+        """Note that a wait is over: of handles without a future nothing else tells the end."""
+        before: Call | None = None
+        for call in self._messages.pop(id(work), ()):
+            if call.settled:  # somebody has looked at it already
+                continue
+            if before is not None and call.wait_ns:
+                call.wait_ns = before.end_ns  # each instant of the wait belongs to one of them
+            self._mark_end(call, perf_counter_ns())
+            call.timed = True
+            before = call
+
+    def _wait_begins(self, call: Call) -> None:
+        if call.start_event is not None:
+            self.stalls.waits(call)
+        elif self._in_training() and not call.end_ns:
+            call.wait_phase = self._phase()
+            call.wait_ns = perf_counter_ns()
+
+    def _keep_handles(self, calls: list[Call], works: Any, started_ns: int) -> None:
+        """Note messages that are not timed unless somebody waits for them within their step."""
+        for call in calls:
+            call.start_ns = call.issued_ns = started_ns
+            call.timed = False
+        handles = works if isinstance(works, list) else [works]
+        # A batch has a handle for each message, or one for all of them.
+        shares = [[call] for call in calls] if len(handles) == len(calls) else [calls]
+        for handle, share in zip(handles, shares, strict=False):
+            if hasattr(handle, "wait"):
+                key = id(handle)
+                self._messages[key] = share
+                weakref.finalize(handle, self._messages.pop, key, None).atexit = False
+        self._add(calls)
+
+    def _add(self, calls: list[Call]) -> None:
+        self._calls.extend(calls)
+        if len(self._calls) >= BATCH_CALLS:
+            self._hand_over()
+
+    def _phase(self) -> int:
+        return OTHER if self._clock is None else self._clock.current
+
+    def failed(self, call: Call) -> None:
+        """Note that a call raised: tell of it, unless it was refused before it was issued."""
+        group = call.group
+        counted = group.counted()
+        if counted is not None and counted < group.recorded:
+            group.recorded = counted  # its arguments were wrong, and the group never saw it
+            if call.sequence == group.circle.issued:
+                group.circle.issued -= 1
+            call.sequence = 0
+        elif self._on_failed is not None and call.sequence:
+            self._on_failed(call)
+
+    def _in_training(self) -> bool:
+        return get_ident() == self._training_thread
+
+    def _in_common_order(self) -> bool:
+        """Whether all ranks issue the calls of this thread, which does not train, in one order.
+
+        They do on autograd's, which Python has not started. A thread of the script's own, as that
+        of an asynchronous checkpoint, comes in between at any place.
+        """
+        return self._in_training() or isinstance(threading.current_thread(), threading._DummyThread)
+
+    def _completed(self, call: Call, key: int) -> None:
+        self._mark_end(call, perf_counter_ns())
+        self._under_way.discard(call)
+        if call.start_event is None and self._works.get(key, _NO_WORK)[1] is call:
+            self._works.pop(key, None)
+
+    def _forget(self, key: int, _: object) -> None:
+        self._works.pop(key, None)
+
+    def _note_coalesced(self, calls: list[Call], process_group: dist.ProcessGroup) -> None:
+        """Note calls of a coalescing block: it is issued when it ends, and counts once."""
+        if not self._coalescing[process_group]:
+            calls[0].group.recorded += 1
+        for call in calls:
+            call.timed = False
+
+    def _mark_start(self, calls: list[Call]) -> bool:
+        """Record the start on the issuing stream, unless a CUDA graph is being captured there."""
+        if self._in_capture(len(calls)):
+            return False
+        for call in calls:
+            call.timed = call.timed and not self.events.disabled
+            call.start_event = self.events.record() if call.timed else None
+        return True
+
+    def _in_capture(self, num_dropped: int) -> bool:
+        """Whether a CUDA graph is being captured; counts what is left out for that."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        self.dropped_in_capture += num_dropped * capturing
+        return capturing
+
+    def _mark_end(self, call: Call, ended_ns: int) -> None:
+        if call.start_event is not None:
+            call.end_event = self.events.record()
+        call.end_ns = ended_ns
+
+    def _hand_over(self) -> None:
+        batch = self.take()
+        if self._take_batch is None:
+            self.dropped_calls += batch.lose()
+        else:
+            self._take_batch(batch)

@@ -1,0 +1,1 @@
+"""Helpers for all packages: fail-open guards, patches, undo, the ds config, rank agreement."""

@@ -1,0 +1,50 @@
+"""Files of reports: readable by their owner alone, and never written over one that exists."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ...metrics.whole_file import write_whole
+
+logger = logging.getLogger(__name__)
+
+
+def create_private(path: Path) -> int:
+    """Create a file and return its descriptor, open for writing.
+
+    Raises:
+        FileExistsError: It is there already.
+        OSError: It cannot be created.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def create_first(paths: Iterable[Path]) -> tuple[Path, int] | None:
+    """Create the first of these files that is not there yet; None if all of them are.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    for path in paths:
+        try:
+            return path, create_private(path)
+        except FileExistsError:
+            continue
+    return None
+
+
+def utc_text(unix_seconds: float) -> str:
+    """Write a moment, to the second."""
+    return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Write a small file so that a reader sees the old or the new one; warn if the disk refuses."""
+    try:
+        write_whole(path, text, mode=mode)
+    except OSError as error:
+        logger.warning("cannot write %s: %s", path, error)

@@ -1,0 +1,103 @@
+"""The ds config of a TrainingRun, made from the caller's."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import DsConfigError
+from .ds_config import config_origin, read_config
+
+logger = logging.getLogger(__name__)
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+MANAGED = "managed_gradient_accumulation"
+
+
+def training_config(config: object) -> dict[str, Any]:
+    """Return a copy of a ds config in which the caller, not the engine, ends a window.
+
+    Args:
+        config: A mapping, or the path of a JSON file.
+
+    Raises:
+        DsConfigError: It cannot be read, has no micro-batch size, or asks for pipelines.
+    """
+    given = read_config(config)
+    if not given:
+        raise DsConfigError(
+            f"{config_origin(config)}: cannot be read or is empty; TrainingRun takes a ds config "
+            "as a dict or as the path of a JSON file"
+        )
+    ours = copy.deepcopy(dict(given))
+    _check_micro_batch(ours, config)
+    # DeepSpeed would expect them to multiply; here the batch that comes in decides.
+    ours.pop("train_batch_size", None)
+    ours["gradient_accumulation_steps"] = 1
+    ours[MANAGED] = False
+    zero = ours.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("overlap_comm") and int(zero.get("stage", 0)) < 2:
+        # All reduction is in step() then: there is nothing that it could overlap with.
+        ours["zero_optimization"] = {**zero, "overlap_comm": False}
+        logger.warning(
+            "zero_optimization.overlap_comm has no effect below stage 2 in a TrainingRun, whose "
+            "gradients are reduced once a window; it was turned off"
+        )
+    fp16 = ours.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled") and zero_stage(ours) == 0:
+        logger.warning(
+            "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that it never "
+            "laid on the loss, so updates are too small. Use bf16, or stage 1"
+        )
+    return ours
+
+
+def _check_micro_batch(ours: Mapping[str, Any], config: object) -> None:
+    size = ours.get(MICRO_BATCH)
+    if size is None and isinstance(ours.get("train_batch_size"), int):
+        raise DsConfigError(
+            f"{config_origin(config)}: give {MICRO_BATCH}, the samples of the first micro-batches; "
+            "train_batch_size is what you pass to train_batch, over all ranks"
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise DsConfigError(
+            f"{config_origin(config)}: {MICRO_BATCH} must be a whole number of samples, 1 or more, "
+            f"got {size!r}"
+        )
+
+
+def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a nested mapping with changes laid over it."""
+    result = copy.deepcopy(dict(config))
+    for name, value in changes.items():
+        below = config.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            result[name] = merged(below, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def leaner_engines(
+    config: Mapping[str, Any], world_size: int, *, on_host: bool
+) -> list[dict[str, Any]]:
+    """Return changes to a ds config, each needing less memory than the one before.
+
+    A higher stage saves nothing on one rank, and offloading nothing where training is on the host.
+    """
+    stage = zero_stage(config)
+    stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
+    changes: list[dict[str, Any]] = [{"zero_optimization": {"stage": one}} for one in stages]
+    if not on_host:
+        offload = {"device": "cpu", "pin_memory": True}
+        changes.append({"zero_optimization": {"offload_optimizer": offload}})
+        changes.append({"zero_optimization": {"stage": 3, "offload_param": offload}})
+    return changes
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage that a ds config asks for."""
+    zero = config.get("zero_optimization")
+    return int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0

@@ -1,0 +1,178 @@
+"""What the hang watch looks at, taken from the rooms that know it. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from time import perf_counter_ns
+
+from ....metrics.catalog.labels import OPS, PHASES
+from ....metrics.recorder import Recorder
+from ....metrics.settings import HangSettings
+from ...collectives.call import Call
+from ...collectives.groups import Circle, Group
+from ...common.fail_open import Hooks
+from ...common.phase_timer import PhaseClock
+from ..cross_rank_thread import Exchange
+from .evidence import CallLine, GroupLine, Peer, Sources
+from .flight_recorder import flight_dump
+from .hang_watch import HangWatch
+
+Circles = Callable[[], list[Circle]]
+
+CALLS_PER_CIRCLE = 64
+
+
+def watch_for_hangs(
+    *,
+    rank: int,
+    settings: HangSettings,
+    clock: PhaseClock,
+    circles: Circles,
+    exchange: Exchange,
+    folder: Callable[[], Path | None],
+    recorder: Recorder,
+    hooks: Hooks,
+    training: Callable[[], bool] = lambda: True,
+) -> HangWatch:
+    """Make the watch on the calling thread, which is the one that trains.
+
+    `training` tells whether the watched module is in training mode.
+    """
+    return HangWatch(
+        rank=rank,
+        settings=settings,
+        clock=clock,
+        sources=hang_sources(
+            rank=rank,
+            circles=circles,
+            exchange=exchange,
+            folder=folder,
+            hooks=hooks,
+            training=training,
+        ),
+        recorder=recorder,
+        hooks=hooks,
+    )
+
+
+def hang_sources(
+    *,
+    rank: int,
+    circles: Circles,
+    exchange: Exchange,
+    folder: Callable[[], Path | None],
+    hooks: Hooks,
+    training: Callable[[], bool] = lambda: True,
+) -> Sources:
+    """Put together what a hang watch needs; a source that fails is dropped, and the others stay."""
+    guard = hooks.guard
+    return Sources(
+        folder=folder,
+        last_activity_ns=guard("hang activity", Activity(circles)),
+        training=guard("hang training mode", training),
+        peers=guard("hang peers", lambda: _peers(exchange, rank)),
+        groups=guard("hang groups", lambda: [_group_line(each) for each in circles()]),
+        last_calls=guard("hang calls", lambda: list(_last_calls(circles()))),
+        divergence=guard("hang divergence", lambda: exchange.divergence),
+        flight_dump=guard("flight recorder", flight_dump),
+        others_hang=guard("hang notice", lambda: exchange.others_hang),
+        tell_others=guard("hang notice", exchange.tell_of_hang),
+    )
+
+
+class Activity:
+    """When a collective was last seen to begin or end, as precisely as it is asked.
+
+    It compares instead of being told, so that the hot path of a call has nothing to do for it.
+    """
+
+    def __init__(self, circles: Circles, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        self._circles = circles
+        self._now_ns = now_ns
+        self._seen: list[tuple[int, bool, bool]] = []
+        self._changed_ns = 0
+
+    def __call__(self) -> int:
+        """Return the time of the last look that found something new."""
+        seen = [_progress(circle) for circle in self._circles()]
+        if seen != self._seen:
+            self._seen = seen
+            self._changed_ns = self._now_ns()
+        return self._changed_ns
+
+
+def _progress(circle: Circle) -> tuple[int, bool, bool]:
+    """Tell the last call from others, and whether it has returned and ended."""
+    if not circle.recent:
+        return (0, True, True)
+    last = circle.recent[-1]
+    return (id(last), last.start_ns != 0, last.end_ns != 0)
+
+
+def _peers(exchange: Exchange, rank: int) -> Mapping[int, Peer] | None:
+    return {
+        beat.rank: Peer(
+            rank=beat.rank,
+            host=beat.host,
+            heartbeat_age_seconds=beat.age_seconds,
+            arrived=beat.arrived,
+            pause=beat.pause,
+        )
+        for beat in exchange.peers.values()
+        if beat.rank != rank
+    } or None
+
+
+def _group_line(circle: Circle) -> GroupLine:
+    numbered = (call for call in reversed(list(circle.recent)) if call.sequence)
+    last = next(numbered, None)
+    return GroupLine(
+        key=circle.key,
+        role=circle.role,
+        members=circle.members,
+        issued=circle.issued,
+        waits=last is not None and (not last.start_ns or _is_under_way(last)),
+    )
+
+
+def _last_calls(circles: list[Circle]) -> Iterator[CallLine]:
+    """Yield the last calls among each circle of ranks, and all that are under way."""
+    now_ns = perf_counter_ns()
+    for circle in circles:
+        returned: set[Group] = set()  # groups of which a later call has returned
+        lines = []
+        for place, call in enumerate(reversed(list(circle.recent))):
+            under_way = _is_under_way(call) if call.start_ns else call.group not in returned
+            if call.start_ns:
+                returned.add(call.group)
+            if under_way or place < CALLS_PER_CIRCLE:
+                lines.append(_call_line(call, now_ns, under_way=under_way))
+        yield from reversed(lines)
+
+
+def _is_under_way(call: Call) -> bool:
+    """Whether a call that has returned goes on; False where its end cannot be had."""
+    read = call.settled and call.timed  # then its events may serve other calls by now
+    if call.end_event is not None and not read:
+        return not call.end_event.query()
+    return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)
+
+
+def _call_line(call: Call, now_ns: int, *, under_way: bool) -> CallLine:
+    seconds = None
+    if call.settled:
+        seconds = call.duration_ns / 1e9 if call.timed else None
+    elif call.start_ns and (under_way or call.start_event is None):
+        seconds = ((now_ns if under_way else call.end_ns) - call.start_ns) / 1e9
+    return CallLine(
+        group=call.group.circle.key,
+        role=call.group.circle.role,
+        sequence=call.sequence,
+        op=OPS[call.op],
+        payload_bytes=call.payload_bytes,
+        dtype=str(call.dtype).removeprefix("torch."),
+        phase=PHASES[call.phase],
+        state="under way" if under_way else "done",
+        seconds=seconds,
+    )

@@ -1,0 +1,1 @@
+"""Probes of device and host memory."""

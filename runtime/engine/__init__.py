@@ -1,0 +1,1 @@
+"""Reversible changes to a live engine."""

@@ -1,0 +1,182 @@
+"""What cannot be rebuilt, told before anything is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from ...common.deepspeed_internals_rebuild import missing
+from ...common.ds_config_keys import misspelt_keys
+from .fill import ADAMS
+from .layout import base_optimizer, layout_of
+
+# What would change the training itself, or leave the state without a place.
+KEPT_BLOCKS = (
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "torch_autocast",
+    "data_types",
+    "optimizer",
+    "scheduler",
+)
+_16_BITS = ("fp16", "bf16", "bfloat16")
+UNSUPPORTED_BLOCKS = {
+    "compile": "DeepCompile bakes its buckets in",
+    "tensor_parallel": "its shards do not move",
+    "hybrid_engine": "it changes the module",
+    "data_efficiency": "its schedules do not move",
+    "expert_parallel": "its experts do not move",
+}
+UNSUPPORTED_ZERO = {
+    "zenflow": "its optimizer has a layout of its own",
+    "zero_quantized_nontrainable_weights": "frozen weights would be rounded anew",
+}
+
+
+def zero_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the block on ZeRO of a ds config."""
+    zero = config.get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the stage that a ds config asks for."""
+    return int(zero_block(config).get("stage", 0))
+
+
+def why_not(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Return why an engine cannot be rebuilt with another ds config; None if it can, by all signs.
+
+    Args:
+        engine: The engine that runs.
+        old: Its ds config.
+        new: The one wanted.
+    """
+    for problems in (
+        _of_engine(engine),
+        _of_config(old, "the present ds config"),
+        _of_config(new, "the new ds config"),
+        _of_change(old, new),
+        _of_optimizer(engine, new),
+    ):
+        for problem in problems:
+            return problem
+    return _what_deepspeed_says(new)
+
+
+def _of_engine(engine: Any) -> Iterator[str]:
+    for name in missing(engine):
+        yield f"this version of DeepSpeed has no {name}, which rebuilding leans on"
+    if hasattr(type(engine), "train_batch"):
+        yield "pipeline engines are not rebuilt: their layers are split over ranks"
+    if engine.has_moe_layers:
+        yield "experts are not moved: mixtures of experts are not rebuilt"
+    if engine.is_compiled:
+        yield "the engine is compiled"
+    if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
+        yield "the engine has no optimizer"
+    if dist.get_world_size(engine.seq_data_parallel_group) != dist.get_world_size():
+        yield "tensor and sequence parallel ranks are not rebuilt; only data parallel ones are"
+    if _in_a_window(engine):
+        yield "a window is under way; rebuild between two windows"
+    try:
+        layout_of(engine)
+    except LookupError as error:
+        yield f"the layout of {error} is not known"
+
+
+def _in_a_window(engine: Any) -> bool:
+    if not engine.managed_gradient_accumulation():
+        return bool(engine._unmanaged_backward_count)
+    return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+def _of_config(config: Mapping[str, Any], which: str) -> Iterator[str]:
+    for key, why in UNSUPPORTED_BLOCKS.items():
+        if config.get(key):
+            yield f"{which} has {key!r}: {why}"
+    zero, stage = zero_block(config), stage_of(config)
+    for key, why in UNSUPPORTED_ZERO.items():
+        if zero.get(key):
+            yield f"{which} has zero_optimization.{key}: {why}"
+    for what in ("offload_optimizer", "offload_param"):
+        block = zero.get(what) or {}
+        device = str(block.get("device") or "none")
+        if device == "nvme":
+            yield f"{which} keeps states on NVMe (zero_optimization.{what}); they are not moved"
+        if block.get("super_offload"):
+            yield f"{which} has zero_optimization.{what}.super_offload, whose layout is not known"
+        least = 3 if what == "offload_param" else 1
+        if device != "none" and stage < least:
+            yield f"{which}: zero_optimization.{what} needs stage {least} or more, got {stage}"
+
+
+def _of_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for key in KEPT_BLOCKS:
+        if (old.get(key) or {}) != (new.get(key) or {}):
+            yield f"{key!r} differs; a rebuild keeps precision, optimizer and scheduler"
+    added = {key: None for key in new if key not in old}
+    for key, meant in misspelt_keys(added) if added else ():
+        yield f"DeepSpeed does not know the key {key!r}; did you mean {meant!r}?"
+    zero = zero_block(new)
+    secondary = int(zero.get("zero_hpz_partition_size", 1) or 1)
+    if secondary > 1 and (stage_of(new) != 3 or dist.get_world_size() % secondary):
+        yield (
+            "zero_optimization.zero_hpz_partition_size needs stage 3 and must divide the "
+            f"{dist.get_world_size()} ranks, got {secondary} at stage {stage_of(new)}"
+        )
+    if not new.get("managed_gradient_accumulation", True) and (
+        zero.get("overlap_comm") and stage_of(new) < 2
+    ):
+        yield "zero_optimization.overlap_comm needs stage 2 or 3 where the caller ends windows"
+    if _is_on(new, "fp16") and (stage_of(old) == 0) != (stage_of(new) == 0):
+        # DeepSpeed 0.19.8: only ZeRO's optimizers scale the loss, all divide by the scale.
+        yield "in fp16 DeepSpeed's stage 0 has gradients of another size than the other stages"
+    in_fp32 = str((new.get("data_types") or {}).get("grad_accum_dtype")) == "fp32"
+    if stage_of(new) == 0 and in_fp32 and any(_is_on(new, key) for key in _16_BITS):
+        yield "stage 0 does not accumulate 16-bit gradients in fp32 (data_types.grad_accum_dtype)"
+
+
+def _is_on(config: Mapping[str, Any], block: str) -> bool:
+    return bool((config.get(block) or {}).get("enabled"))
+
+
+def _of_optimizer(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:
+    name = type(base_optimizer(engine.optimizer)).__name__
+    if name == "MuonWithAuxAdam":
+        yield "Muon's momentum is laid out by stage and is not moved"
+    block = zero_block(new).get("offload_optimizer") or {}
+    if str(block.get("device") or "none") == "none":
+        return
+    client = engine.client_optimizer is not None
+    own = name.startswith("DeepSpeedCPU")
+    if client and not own and new.get("zero_force_ds_cpu_optimizer", True):
+        yield (
+            f"DeepSpeed refuses to offload {name}; set zero_force_ds_cpu_optimizer to false, "
+            "or train with DeepSpeedCPUAdam"
+        )
+    if client and name != "DeepSpeedCPUAdam" and float(block.get("ratio", 1.0)) != 1.0:
+        yield f"zero_optimization.offload_optimizer.ratio needs DeepSpeedCPUAdam, got {name}"
+    if not client and not own and name not in ADAMS:
+        yield f"DeepSpeed offloads {name} with a class of its own, which keeps other states"
+
+
+def _what_deepspeed_says(config: Mapping[str, Any]) -> str | None:
+    """Let DeepSpeed read the config, as it will."""
+    try:
+        DeepSpeedConfig(copy.deepcopy(dict(config)))
+    except (ValueError, AssertionError, TypeError, KeyError, RuntimeError, ImportError) as error:
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        return f"DeepSpeed refuses it: {' '.join(str(error).split()) or first}"
+    return None
+
+
+def device_of(engine: Any) -> torch.device:
+    """Return where an engine computes."""
+    return torch.device(engine.device)

@@ -1,1 +1,0 @@
-"""The ranks compared: who waits for whom, why, and whether all issue the same collectives."""

@@ -1,0 +1,98 @@
+"""What a watch has in the training: hooks on its engine, on data loading and the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..collectives.batch import Batch
+from ..collectives.roles import role_of, role_of_pairs
+from ..common.phase_timer import CHECKPOINT
+from .dataloader_hooks import DataHooks
+from .engine_hooks import EngineHooks
+from .memory_hooks import MemoryHooks
+from .raw_step import ClosedStep
+from .step_closer import StepCloser
+from .watch_context import Surroundings
+
+
+class EngineSide:
+    """Hooks of one watch until `restore`; its collectives are those of the whole process.
+
+    Args:
+        around: The watch.
+        engine: The engine to begin with.
+        memory: What the engine's hooks call.
+        give: Takes what was noted.
+        profile: Is told the number of each step; None if not needed.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        engine: Any,
+        memory: MemoryHooks,
+        give: Callable[[Batch | ClosedStep], None],
+        profile: Callable[[int], None] | None,
+    ) -> None:
+        self._around = around
+        self._memory = memory
+        self._give = give
+        self._profile = profile
+        self._earlier_ns = 0
+        self._engine_hooks = self._hook(engine)
+        self._data_hooks = DataHooks(
+            around.clock, around.hooks, lambda: self._engine_hooks.training
+        )
+
+    @property
+    def cost_ns(self) -> int:
+        """Nanoseconds that the hooks on engines took on the training thread."""
+        return self._earlier_ns + self._engine_hooks.cost_ns
+
+    def move_to(self, engine: Any) -> None:
+        """Take the hooks from one engine and put them on another, between two windows.
+
+        What was sent meanwhile, as the weights of the new engine, is in no step.
+        """
+        self._engine_hooks.restore()
+        self._earlier_ns += self._engine_hooks.cost_ns
+        self._memory.move_to(engine)
+        notes = self._around.notes
+        notes.groups.name_roles(role_of, role_of_pairs)
+        self._give(notes.take())
+        notes.groups.take_coverage()
+        self._engine_hooks = self._hook(engine)
+
+    def window_aborted(self) -> None:
+        """Forget the micro-batches since the last step."""
+        self._around.hooks.guard("window", self._engine_hooks.window_aborted)()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Count the time inside as that of a checkpoint: no training, and no hang either."""
+        guard, clock = self._around.hooks.guard, self._around.clock
+        guard("pause", clock.enter)(CHECKPOINT)
+        try:
+            yield
+        finally:
+            guard("pause", clock.leave)()
+
+    def restore(self) -> None:
+        """Take the hooks off. Safe to call twice."""
+        self._engine_hooks.restore()
+        self._data_hooks.restore()
+
+    def _hook(self, engine: Any) -> EngineHooks:
+        around, memory = self._around, self._memory
+        close_step = StepCloser(
+            engine,
+            around.clock,
+            around.notes,
+            around.hooks,
+            self._give,
+            memory.step_ended,
+            self._profile,
+        )
+        return EngineHooks(engine, around.clock, around.hooks, memory, close_step)

@@ -1,0 +1,84 @@
+"""Wrapping the instructions that one DeepSpeed pipeline engine executes, each with its phase.
+
+A pipeline engine runs a schedule of instructions in `train_batch` and `eval_batch`, and looks each
+one's function up in a map that its class holds. The engine gets a map of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..common.phase_timer import BACKWARD, DATA, FORWARD, OPTIMIZER
+from .batch_shape import BatchShape, batch_shape
+
+INSTRUCTION_MAP = "_INSTRUCTION_MAP"
+
+# By name, as not every version of DeepSpeed has them all. Waiting for a neighbour belongs to the
+# pass that needs or made what is sent. What is missing, such as CommitP2P, which sends for both
+# passes at once, stays in the phase of `train_batch`.
+PHASE_OF_INSTRUCTION: Mapping[str, int] = {
+    "LoadMicroBatch": DATA,
+    "RecvActivation": FORWARD,
+    "ForwardPass": FORWARD,
+    "SendActivation": FORWARD,
+    "RecvGrad": BACKWARD,
+    "BackwardPass": BACKWARD,
+    "SendGrad": BACKWARD,
+    "ReduceTiedGrads": OPTIMIZER,
+    "ReduceGrads": OPTIMIZER,
+    "OptimizerStep": OPTIMIZER,
+}
+
+Function = Callable[..., Any]
+
+
+class InstructionMap:
+    """An engine's own map of instructions, until `restore`; holds the engine weakly."""
+
+    def __init__(self, engine: Any, make: Callable[[str, Function], Function]) -> None:
+        """Put the map on.
+
+        Args:
+            engine: A DeepSpeed pipeline engine.
+            make: Gets an instruction's name and its function, and returns the function to execute
+                in its place; both take the engine first.
+        """
+        self._engine = weakref.ref(engine)
+        self._previous = vars(engine).get(INSTRUCTION_MAP)
+        self._own = {
+            kind: _wrapped(kind.__name__, function, make)
+            for kind, function in getattr(engine, INSTRUCTION_MAP).items()
+        }
+        setattr(engine, INSTRUCTION_MAP, self._own)
+
+    def restore(self) -> None:
+        """Put back what was there, unless somebody put a map over ours."""
+        engine = self._engine()
+        if engine is None or vars(engine).get(INSTRUCTION_MAP) is not self._own:
+            return
+        if self._previous is None:
+            delattr(engine, INSTRUCTION_MAP)
+        else:
+            setattr(engine, INSTRUCTION_MAP, self._previous)
+
+
+def _wrapped(name: str, function: Function, make: Callable[[str, Function], Function]) -> Function:
+    if name not in PHASE_OF_INSTRUCTION:
+        return function
+    return functools.wraps(function)(make(name, function))
+
+
+def loaded_shape(engine: Any, instruction: Mapping[str, Any]) -> BatchShape | None:
+    """Return the size of the micro-batch that a forward pass begins with; None beyond its start.
+
+    Args:
+        engine: The pipeline engine.
+        instruction: The arguments of its ForwardPass. DualPipeV leads each micro-batch through
+            every rank twice, in two phases of its own.
+    """
+    if instruction.get("phase") or not engine.is_first_stage():
+        return None
+    return batch_shape((engine.pipe_buffers["inputs"][instruction["buffer_id"]],), {})

@@ -1,0 +1,134 @@
+"""Where memory that leaks is allocated: traced on request only, because tracing is slow.
+
+On the host tracemalloc tells the lines of Python that hold more and more objects, and the garbage
+collector which tensors there are more of; the memory of a tensor itself is not Python's. On CUDA
+torch's memory history is recorded for its viewer.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..common.report_files import write_or_warn
+from ..common.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+TRACE_SECONDS = 60.0
+TOP_SITES = 15
+FRAMES = 8
+_OURS = str(Path(__file__).parents[1])
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+TensorKind = tuple[str, tuple[int, ...], str]
+
+
+class LeakSites:
+    """Traces once, from `start` until a minute later. Used on the watch thread."""
+
+    def __init__(self, rank: int, folder: Callable[[], Path | None]) -> None:
+        self._rank = rank
+        self._folder = folder
+        self._baseline: tracemalloc.Snapshot | None = None
+        self._tensors: Counter[TensorKind] = Counter()
+        self._on_cuda = False
+        self._began = 0.0
+        self._done = False
+
+    def start(self, *, on_cuda: bool) -> bool:
+        """Begin to trace, and say so; not the second time, nor where the script traces itself."""
+        if self._done or self._baseline is not None or tracemalloc.is_tracing():
+            return False
+        self._began = time.monotonic()
+        self._tensors = _live_tensors()
+        tracemalloc.start(FRAMES)
+        self._baseline = tracemalloc.take_snapshot()
+        if on_cuda and not torch._C._cuda_isHistoryEnabled():
+            self._on_cuda = True
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        return True
+
+    def write_when_due(self) -> None:
+        """Write what was found once it had time to show."""
+        if self._baseline is not None and time.monotonic() - self._began >= TRACE_SECONDS:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was found and end tracing. Safe to call twice."""
+        baseline, self._baseline = self._baseline, None
+        if baseline is None:
+            return
+        self._done = True
+        traced = tracemalloc.take_snapshot()
+        tracemalloc.stop()
+        folder = self._folder()
+        if folder is not None:
+            path = folder / "memory" / f"leak-rank-{self._rank}.txt"
+            grown = _live_tensors() - self._tensors
+            write_or_warn(path, _text(traced, baseline, grown), mode=0o600)
+            logger.warning("where leaking memory is allocated: %s", path)
+        if self._on_cuda:
+            self._end_cuda_history(folder)
+
+    def _end_cuda_history(self, folder: Path | None) -> None:
+        if folder is not None:
+            path = folder / "memory" / f"leak-rank-{self._rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _text(
+    traced: tracemalloc.Snapshot, baseline: tracemalloc.Snapshot, grown: Counter[TensorKind]
+) -> str:
+    ignored = [
+        tracemalloc.Filter(False, f"{_OURS}/*"),
+        tracemalloc.Filter(False, "*/tracemalloc.py"),
+    ]
+    changes = traced.filter_traces(ignored).compare_to(baseline.filter_traces(ignored), "traceback")
+    lines = [
+        "Where memory was allocated that is still held, since a leak was suspected",
+        "",
+        "Tensors there are more of (a tensor that only a graph holds is not seen):",
+        *(_tensor_lines(grown) or ["  none"]),
+        "",
+        "Lines of Python that hold more objects (their tensors' own memory is not counted here):",
+    ]
+    growing = [change for change in changes if change.size_diff > 0][:TOP_SITES]
+    for change in growing:
+        lines.append(f"  +{format_bytes(change.size_diff)} in {change.count_diff:+d} objects")
+        lines.extend(f"    {frame}" for frame in reversed(change.traceback))
+    return "\n".join([*lines, *([] if growing else ["  none"])]) + "\n"
+
+
+def _tensor_lines(grown: Counter[TensorKind]) -> list[str]:
+    def size(kind: TensorKind) -> int:
+        dtype, shape, _ = kind
+        itemsize: int = getattr(torch, dtype).itemsize
+        return prod(shape) * itemsize * grown[kind]
+
+    return [
+        f"  {grown[kind]} x {kind[0]}{list(kind[1])} on {kind[2]}: {format_bytes(size(kind))}"
+        for kind in sorted(grown, key=size, reverse=True)[:TOP_SITES]
+    ]
+
+
+def _live_tensors() -> Counter[TensorKind]:
+    return Counter(map(_kind, _tensors(gc.get_objects())))
+
+
+def _kind(tensor: torch.Tensor) -> TensorKind:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), str(tensor.device)
+
+
+def _tensors(objects: Iterable[object]) -> Iterable[torch.Tensor]:
+    # By exact type: isinstance asks an object for its class, and a lazy one then does things; a
+    # subclass may refuse to tell its shape, as lazy parameters do.
+    return (each for each in objects if type(each) in _PLAIN)  # type: ignore[misc]

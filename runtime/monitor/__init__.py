@@ -1,0 +1,1 @@
+"""The watch on one engine: joins the packages below, with its threads, its run folder and OTLP."""

@@ -1,0 +1,167 @@
+"""Says what would make a job faster, whose training loop is the script's own. Never touches it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...metrics.exporters.telemetry_data import Span
+from ...metrics.snapshot import Snapshot
+from ..instrumentation.watch_context import Surroundings
+from ..tuner.job_facts import job_facts
+from ..tuner.policy.decision import Mode
+from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
+from ..tuner.policy.experiment import Conclusion
+from ..tuner.policy.metrics_delta import Reading, reading_of
+from ..tuner.policy.numerics import JobFacts, contract_named
+from ..tuner.policy.proposals import Situation, propose
+from ..tuner.policy.types import Symptom
+from ..tuner.reporting import TunerVoice
+from ..tuner.thresholds import thresholds_of
+from .engine_info import is_data_parallel
+
+if TYPE_CHECKING:
+    from ..tuner.knobs.engine_knobs import EngineHands
+
+
+WARMUP_STEPS = 5
+# Of a stretch that is looked at: exposed communication is told some seconds late.
+LEAST_SECONDS, LEAST_STEPS = 30.0, 20
+# An idle device mostly waits for communication or for Python: one advice against all of these.
+ONE_ILL = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
+
+
+class Advisor:
+    """Looks at rank 0's metrics now and then, on the watch thread; says each advice once.
+
+    Args:
+        around: The watch.
+        send: Sends a span to a collector; does nothing where there is none.
+        now: A clock that does not go back, in seconds.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        send: Callable[[Span], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._around, self._send, self._now = around, send, now
+        speaks = around.identity.rank == 0 and around.settings.tuner.mode != "off"
+        self._new_hands = around.hooks.guard("advisor", _engine_hands)() if speaks else None
+        self._speaks = self._new_hands is not None
+        self._voice: TunerVoice | None = None
+        self._before: Snapshot | None = None
+        self._since, self._first_step = 0.0, 0
+        self._facts: JobFacts | None = None
+        self._said: set[tuple[str, tuple[str, ...]]] = set()
+
+    def look(self) -> None:
+        """Look, if the last look is long enough ago."""
+        engine = self._around.engine() if self._speaks else None
+        if engine is None or engine.global_steps < WARMUP_STEPS:
+            return
+        if self._before is None:
+            self._begin(engine, self._around.recorder.snapshot())
+        elif (
+            self._now() - self._since >= LEAST_SECONDS
+            and engine.global_steps - self._first_step >= LEAST_STEPS
+        ):
+            before, after = self._before, self._around.recorder.snapshot()
+            self._advise(self._begin(engine, after), engine, reading_of(before, after))
+
+    def fall_silent(self) -> None:
+        """Say nothing from now on, as where the run ends by an error: that must be what is read."""
+        self._speaks = False
+
+    def hand_over(self, mode: Mode) -> TunerVoice:
+        """Fall silent for good, and return the voice for who tunes this run instead."""
+        self.fall_silent()
+        return self._new_voice(mode)
+
+    def _begin(self, engine: Any, snapshot: Snapshot) -> TunerVoice:
+        """Begin another stretch."""
+        self._before = snapshot
+        self._since, self._first_step = self._now(), engine.global_steps
+        if self._voice is None:
+            self._voice = self._new_voice("advise")
+            self._voice.state("observe")
+            # At once, so that a run's series stay the same from its first steps on.
+            self._voice.diagnosed((), Reading())
+            if self._new_hands is not None and is_data_parallel(engine):
+                hands = self._new_hands(engine, self._around.identity.world_size)
+                self._voice.configured(hands.values())
+        return self._voice
+
+    def _new_voice(self, mode: Mode) -> TunerVoice:
+        around = self._around
+        return TunerVoice(
+            around.recorder,
+            folder=around.folder,
+            step=lambda: getattr(around.engine(), "global_steps", 0),
+            world_size=around.identity.world_size,
+            mode=mode,
+            send=self._send,
+        )
+
+    def _advise(self, voice: TunerVoice, engine: Any, reading: Reading) -> None:
+        thresholds = thresholds_of(self._around.settings)
+        symptoms = diagnose(reading, thresholds)
+        voice.diagnosed(symptoms, reading)
+        situation = self._situation(engine, reading, symptoms, thresholds)
+        if situation is None:
+            return
+        voice.configured(situation.configuration)
+        seen = set()
+        for proposal in propose(situation):
+            symptom = proposal.symptom.name
+            ill = "waiting" if symptom in ONE_ILL else symptom
+            advice = ill, tuple(sorted(proposal.changes))
+            # The best one against each ill; others wait until it was heeded, or is none any more.
+            if ill not in seen and advice not in self._said:
+                self._said.add(advice)
+                voice.concluded(
+                    Conclusion(
+                        proposal=proposal,
+                        situation=situation,
+                        verdict="advised",
+                        reason=proposal.why,
+                    )
+                )
+            seen.add(ill)
+
+    def _situation(
+        self,
+        engine: Any,
+        reading: Reading,
+        symptoms: Sequence[Symptom],
+        thresholds: Thresholds,
+    ) -> Situation | None:
+        """Describe the job; None where more than data is shared out: nothing foretells that."""
+        if self._new_hands is None or not is_data_parallel(engine):
+            return None
+        if self._facts is None:
+            self._facts = job_facts(engine)
+        tuner = self._around.settings.tuner
+        hands = self._new_hands(engine, self._facts.world_size)
+        return Situation(
+            configuration=hands.values(),
+            options=hands.options(),
+            facts=self._facts,
+            contract=contract_named(tuner.contract),
+            allows_rebuild=tuner.rebuild,
+            symptoms=symptoms,
+            reading=reading,
+            samples_per_rank=int(
+                engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+            ),
+            thresholds=thresholds,
+        )
+
+
+def _engine_hands() -> type[EngineHands]:
+    """Import what knows DeepSpeed's inside; a watch goes on where a release has moved that."""
+    from ..tuner.knobs.engine_knobs import EngineHands
+
+    return EngineHands

@@ -1,0 +1,142 @@
+"""What sets this rank beside others: the other ranks, its plan, and the profiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from ...errors import DsConfigError
+from ...metrics.step_record import StepRecord
+from ..common.rank_store import StoreClients
+from ..cross_rank.cross_rank_thread import Exchange
+from ..cross_rank.error_analyzer import Inquest
+from ..cross_rank.hang.hang_watch import HangWatch
+from ..cross_rank.hang.sources import watch_for_hangs
+from ..estimator.engine_plan import plan_of_engine
+from ..estimator.plan import Plan
+from ..estimator.volume_check import VolumeWatch, Way, way_of
+from ..instrumentation.profiled_steps import ProfiledSteps
+from ..instrumentation.watch_context import Surroundings
+from .engine_info import cuda_device, is_data_parallel
+
+logger = logging.getLogger(__name__)
+
+
+class Comparison:
+    """Made on the training thread; runs from `start` until `stop`.
+
+    Attributes:
+        listeners: What gets the record of each step, on the watch thread.
+        duties: What is to be done on the watch thread each second.
+        begin_anew: To be called when the engine is another one.
+        inquest: Called with a collective that raised.
+        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
+        step_ended: Called on the training thread with the number of each step; None if not needed.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        hooks, recorder = around.hooks, around.recorder
+        self._around = around
+        speaks = around.identity.rank == 0
+        volume = VolumeWatch(hooks.guard("plan", self._plan), self._way, recorder, speaks=speaks)
+        self.begin_anew = hooks.guard("volume", volume.begin_anew)
+        self._exchange = self._new_exchange(volume.ratio)
+        self._hang = self._new_hang_watch()
+        self._exchange.pause = lambda: self._hang.pause
+        self._profile = self._new_profile()
+        self.listeners: list[Callable[[StepRecord], object]] = [
+            hooks.guard("volume", volume.add),
+            hooks.guard("hang", self._hang.step_ended),
+        ]
+        if self._profile is not None:
+            self.listeners.append(hooks.guard("profile", self._profile.compare))
+        self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang.look}
+        self.inquest = Inquest(around.identity.rank, recorder, self._exchange.report_now)
+        # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
+        self.keep_pace = self._exchange.pace.add if cuda_device() is None else _keep_no_pace
+        self.step_ended = None if self._profile is None else self._profile.step_ended
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that the exchange's thread has used."""
+        return self._exchange.cpu_seconds
+
+    def start(self) -> None:
+        """Begin to compare."""
+        self._exchange.start()
+
+    def forget_hooks(self) -> None:
+        """In a forked child: let go of what ran in training, which is the parent's."""
+        if self._profile is not None:
+            self._profile.forget()
+
+    def close_hooks(self) -> None:
+        """End what runs in training. Safe to call twice."""
+        if self._profile is not None:
+            self._profile.close()
+
+    def stop(self) -> None:
+        """Compare what is left, and end. Safe to call twice."""
+        self._exchange.stop()
+        self._hang.close()
+
+    def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> Exchange:
+        around, identity, settings = self._around, self._around.identity, self._around.settings
+        compares = settings.exchange.enabled and identity.world_size > 1
+        clients = StoreClients(identity.rank, identity.attempt, around.epoch)
+        return Exchange(
+            connect=clients.connect if compares else None,
+            rank=identity.rank,
+            host=identity.host,
+            circles=around.notes.groups.circles,
+            recorder=around.recorder,
+            hooks=around.hooks,
+            seconds=settings.exchange.seconds,
+            volume_ratio=volume_ratio,
+            idle_seconds=around.clock.idle_seconds,
+            stuck_seconds=settings.hang.seconds / 2,
+            moved=clients.moved,
+        )
+
+    def _new_hang_watch(self) -> HangWatch:
+        around = self._around
+        return watch_for_hangs(
+            rank=around.identity.rank,
+            settings=around.settings.hang,
+            clock=around.clock,
+            circles=around.notes.groups.circles,
+            exchange=self._exchange,
+            folder=around.folder,
+            recorder=around.recorder,
+            hooks=around.hooks,
+            training=self._is_training,
+        )
+
+    def _is_training(self) -> bool:
+        engine = self._around.engine()
+        return engine is None or engine.module.training
+
+    def _new_profile(self) -> ProfiledSteps | None:
+        every_steps = self._around.settings.profile.every_steps
+        on_cuda = cuda_device() is not None
+        recorder = self._around.recorder
+        return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
+
+    def _way(self) -> Way | None:
+        engine = self._around.engine()
+        return None if engine is None else way_of(engine)
+
+    def _plan(self, micro_batches: int) -> Plan | None:
+        """Plan a step of this engine; None where more than data parallelism communicates."""
+        engine = self._around.engine()
+        if engine is None or not is_data_parallel(engine):
+            return None
+        try:
+            return plan_of_engine(engine, micro_batches)
+        except DsConfigError as error:  # DeepSpeed takes it, as a newer one may
+            logger.info("steps are not compared with a plan: %s", error)
+            return None
+
+
+def _keep_no_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+    """Stand in where phases are not to be compared."""

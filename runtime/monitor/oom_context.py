@@ -1,0 +1,95 @@
+"""What a post-mortem is told of this run, taken from the parts that know it. Nothing here waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ...errors import DsConfigError
+from ...metrics.catalog.labels import PHASES
+from ..estimator.engine_plan import engine_config
+from ..estimator.layouts import planned_layouts
+from ..estimator.options import read_options
+from ..instrumentation.memory_hooks import MemoryHooks
+from ..instrumentation.watch_context import Surroundings
+from ..memory.forecast_service import Forecasts
+from ..memory.leak_monitor import LeakWatch
+from ..memory.memory_reader import MemoryMeter
+from ..memory.metrics import MemoryFigures
+from ..memory.oom.evidence import Limit, RunFacts, Sources
+from ..memory.oom.snapshot import dump_snapshot
+from ..memory.oom.would_fit import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """The parts of a memory watch."""
+
+    meter: MemoryMeter
+    hooks: MemoryHooks
+    figures: MemoryFigures
+    forecasts: Forecasts
+    leaks: LeakWatch
+
+
+def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
+    """Put together what a post-mortem asks; a source that fails is left out."""
+    guard = around.hooks.guard
+    forecasts, hooks = parts.forecasts, parts.hooks
+    return Sources(
+        folder=around.folder,
+        step=_of_engine(around, lambda engine: int(engine.global_steps)),
+        phase=lambda: PHASES[around.clock.current],
+        readings=guard("post-mortem memory", parts.meter.read),
+        micro_batch=lambda: hooks.micro_batch,
+        shape=lambda: hooks.shape,
+        batch_risk=guard("post-mortem risk", forecasts.judged),
+        categories=parts.figures.categories.get,
+        peaks=guard("post-mortem peaks", forecasts.last_peaks),
+        foresights=guard("post-mortem peaks", forecasts.last_foresights),
+        alarm_step=forecasts.foreseen.get,
+        limit=guard("post-mortem limit", partial(_budget, parts.meter)),
+        growth=parts.leaks.growth,
+        facts=guard("post-mortem facts", _of_engine(around, run_facts)),
+        predicted=guard("post-mortem risk", forecasts.predicted),
+        planned=guard("post-mortem plan", _of_engine(around, planned_layouts)),
+        snapshot=guard("post-mortem snapshot", dump_snapshot),
+    )
+
+
+def _budget(meter: MemoryMeter, device: str) -> Limit | None:
+    """Return a limit that the settings have set; of all others the report finds the name."""
+    limit = meter.read().get(device, {}).get("limit")
+    if limit is None or limit != meter.budgets.get(device):
+        return None
+    name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
+    return Limit(num_bytes=limit, name=name)
+
+
+def run_facts(engine: Any) -> RunFacts | None:
+    """Say how an engine trains; None where its configuration cannot be read."""
+    config = engine_config(engine)
+    try:
+        options = read_options(config, origin="engine")
+    except DsConfigError:
+        return None
+    return RunFacts(
+        layout=Layout(options.stage, options.offload_optimizer, options.offload_param),
+        world_size=dist.get_world_size(engine.seq_data_parallel_group),
+        dtype=options.model_dtype or "fp32",
+        samples=config["train_micro_batch_size_per_gpu"],
+        accumulation=config["gradient_accumulation_steps"],
+        checkpointing=options.activation_checkpointing or None,
+    )
+
+
+def _of_engine(around: Surroundings, ask: Callable[[Any], Any]) -> Callable[[], Any]:
+    def answer() -> Any:
+        engine = around.engine()
+        return None if engine is None else ask(engine)
+
+    return answer

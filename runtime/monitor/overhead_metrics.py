@@ -1,0 +1,97 @@
+"""What watching costs and what it lost, as metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from ...metrics.catalog import training, watching
+from ...metrics.recorder import Recorder
+from ..collectives.instrument import CommTap
+from ..common.fail_open import Hooks
+from ..common.phase_timer import PhaseClock
+from ..instrumentation.watch_context import Surroundings
+from .cross_rank_monitor import Comparison
+from .otel import Telemetry
+from .run_folder import RunFolder
+from .watch_thread import WatchThread
+
+
+class OwnCosts:
+    """Publishes them each second, on the watch thread.
+
+    Args:
+        recorder: Gets the values.
+        clock: Tells when training last moved.
+        hooks: Counts what failed.
+        seconds: By part, the seconds spent so far.
+        dropped: By part, the records lost so far.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: PhaseClock,
+        hooks: Hooks,
+        *,
+        seconds: Mapping[str, Callable[[], float]],
+        dropped: Mapping[str, Callable[[], int]],
+    ) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self._hooks = hooks
+        self._seconds = seconds
+        self._dropped = dropped
+
+    def publish(self) -> None:
+        """Publish all of it as it stands."""
+        put = self._recorder
+        with put.commit():
+            put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - self._clock.idle_seconds())
+            put.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
+            for part, spent in self._seconds.items():
+                put.set(watching.WATCH_SECONDS, spent(), part)
+            for part, lost in self._dropped.items():
+                put.set(watching.DROPPED_RECORDS, lost(), part)
+            for hook, failures in list(self._hooks.failures.items()):
+                put.set(watching.HOOK_FAILURES, failures, hook)
+
+
+def own_costs(
+    around: Surroundings,
+    tap: CommTap,
+    *,
+    hooks_ns: Callable[[], int],
+    thread: WatchThread,
+    comparison: Comparison,
+    telemetry: Telemetry,
+    folder: RunFolder,
+) -> OwnCosts:
+    """Gather the costs and losses of a watch's parts.
+
+    Args:
+        around: The watch.
+        tap: The tap on the collectives.
+        hooks_ns: Returns the nanoseconds spent in hooks on the engine.
+        thread: The watch thread.
+        comparison: Has the exchange's thread.
+        telemetry: Has the thread that sends by OTLP.
+        folder: Writes the run log.
+    """
+    seconds: dict[str, Callable[[], float]] = {
+        "hooks": lambda: hooks_ns() / 1e9,
+        "tap": lambda: tap.total_cost_ns / 1e9,
+        "watch_thread": lambda: thread.cpu_seconds,
+        "exchange_thread": lambda: comparison.cpu_seconds,
+    }
+    dropped: dict[str, Callable[[], int]] = {
+        "collectives": lambda: around.notes.dropped_calls + thread.dropped_calls,
+        "graph_capture": lambda: around.notes.dropped_in_capture,
+        "steps": lambda: thread.dropped_steps,
+        "timing": lambda: thread.untimed_calls,
+        "run_log": lambda: folder.dropped,
+    }
+    if telemetry.is_on:
+        seconds["otlp_thread"] = lambda: telemetry.cpu_seconds
+        dropped["otlp"] = lambda: telemetry.dropped
+    return OwnCosts(around.recorder, around.clock, around.hooks, seconds=seconds, dropped=dropped)

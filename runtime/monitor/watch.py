@@ -1,0 +1,300 @@
+"""The watch on one engine: puts the rooms together, and takes everything off again."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+
+from ...metrics.catalog import training
+from ...metrics.exporters.server import MetricsServer
+from ...metrics.recorder import Recorder
+from ...metrics.settings import Settings
+from ...metrics.snapshot import Snapshot
+from ...metrics.step_record import StepRecord
+from ..collectives.instrument import CommTap
+from ..collectives.roles import role_of, role_of_pairs
+from ..common.fail_open import Hooks, P, T
+from ..common.phase_timer import PhaseClock
+from ..common.process_info import Addresses, NoticeBoard, this_process
+from ..devices.choose import device_probes, hardware_ids
+from ..devices.memory.choose import memory_probes
+from ..instrumentation.flops_counter import flops_counter, publish_peak
+from ..instrumentation.hook_set import EngineSide
+from ..instrumentation.watch_context import Surroundings
+from .advisor import Advisor
+from .cross_rank_monitor import Comparison
+from .device_sampler import Sampler
+from .engine_info import cuda_device, warn_of_comms_logger
+from .engine_ref import EngineRef
+from .memory_monitor import MemoryWatch
+from .otel import Telemetry
+from .overhead_metrics import own_costs
+from .run_folder import RunFolder
+from .run_info import Introduction
+from .step_metrics import Publisher
+from .watch_thread import WatchThread
+
+
+class Watch:
+    """Watches one engine from construction until `close`.
+
+    Args:
+        engine: A DeepSpeed engine.
+        tap: The process's tap, open or not.
+        hooks: Guards whatever runs inside training.
+        settings: The settings of this run.
+        epoch: How many watches this process has had; the same on all ranks.
+
+    Attributes:
+        address: "host:port" at which this rank serves its metrics; None where it does not.
+        advisor: Says what would make the run faster, until a tuner takes its place.
+        recorder: Where all values are.
+        settings: Of this run.
+    """
+
+    def __init__(
+        self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings, epoch: int
+    ) -> None:
+        self._engine = EngineRef(engine)
+        self.settings = settings
+        self._epoch = epoch
+        self._hooks = hooks
+        self._tap = tap
+        self.recorder = Recorder()
+        self._identity = this_process()
+        self._clock = PhaseClock()
+        self._listeners: list[Callable[[StepRecord], object]] = []
+        self._closed = False
+        with ExitStack() as undo:  # what is open already is closed if the rest cannot be
+            self._open_server(undo)
+            self._open_rooms(engine, undo)
+            self._open_hooks(engine, undo)
+            self._thread.start()
+            self._comparison.start()
+            undo.pop_all()
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's name; on ranks other than 0 None for a moment, until rank 0 has told it."""
+        return self._folder.run_id
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder with the run's logs; None until the run has a name, or if none is written."""
+        return self._folder.path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return not self._closed
+
+    def watches(self, engine: Any) -> bool:
+        """Whether this is the engine that is watched."""
+        return self._engine() is engine
+
+    def subscribe(self, listener: Callable[[StepRecord], None]) -> None:
+        """Call `listener` with the record of each step, on the watch thread, within a second.
+
+        A listener that raises is dropped, as any hook.
+        """
+        self._listeners.append(self._hooks.guard("listener", listener))
+
+    def move_to(self, engine: Any) -> None:
+        """Watch another engine of the same model and run from now on, between two windows.
+
+        Counters, run, server and all threads stay. All ranks move at the same time. A closed watch
+        stays closed.
+
+        Args:
+            engine: What stands in the place of the engine so far, as after a rebuild.
+        """
+        engine.watch = self
+        self._engine.point_at(engine)
+        if self._closed:
+            return
+        self._engine_side.move_to(engine)
+        self._memory.move_to(engine)
+        self._comparison.begin_anew()
+        self._introduction.begin_anew()
+
+    def window_aborted(self) -> None:
+        """Count the micro-batches since the last step no more: they are run again, or dropped."""
+        self._engine_side.window_aborted()
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Return a context whose time is counted as that of a checkpoint, as a rebuild's."""
+        return self._engine_side.pausing()
+
+    def snapshot(self) -> Snapshot:
+        """Return all values as they stand."""
+        return self.recorder.snapshot()
+
+    def guard(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
+        """Return `body` made safe, as any hook: see `Hooks.guard`."""
+        return self._hooks.guard(name, body)
+
+    def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
+        """Take every hook off, write what has arrived, and stop serving once the end was read.
+
+        Safe to call twice. Returns before the last scrape, except at exit.
+
+        Args:
+            failed: Whether the run ends by an exception; then nobody waits for a scrape.
+            at_exit: Whether the process ends now; then the last scrape is waited for here.
+        """
+        if not self._closed:
+            self._closed = True
+            if failed:
+                self.advisor.fall_silent()
+                self._ended_by(sys.exc_info()[1] or getattr(sys, "last_value", None))
+            self._close_hooks()
+            self._thread.give(self._tap.notes.take())
+            self._thread.stop()
+            self._comparison.stop()
+            self._memory.close()
+            self.recorder.set(training.RUN_ACTIVE, 0)
+            self._folder.close()
+            self._telemetry.close()
+        if failed:
+            self._server.close()
+        elif at_exit:
+            self._serve_until_read()
+        else:
+            threading.Thread(
+                target=self._serve_until_read, name="zerowatch-linger", daemon=True
+            ).start()
+
+    def abandon(self) -> None:
+        """In a forked child: become inert and close the sockets, without touching any thread."""
+        self._closed = True
+        self._server.close()
+        self._comparison.forget_hooks()
+        self._telemetry.abandon()
+        self._close_hooks()
+
+    def _open_server(self, undo: ExitStack) -> None:
+        board = NoticeBoard(self._identity, self._epoch)
+        addresses = Addresses(board, self._identity)
+        self._folder = RunFolder(self.settings, self._identity, board, addresses)
+        self._server = MetricsServer(
+            recorder=self.recorder,
+            rank=self._identity.rank,
+            local_rank=self._identity.local_rank,
+            settings=self.settings.serve,
+            targets=self._folder.targets if self._identity.rank == 0 else None,
+        )
+        undo.callback(self._server.close)
+        self.address = self._server.start()
+        if self.address is not None:
+            addresses.announce(self.address)
+
+    def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
+        settings, device = self.settings, cuda_device()
+        self.recorder.set(training.RUN_ACTIVE, 1)
+        self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
+        undo.callback(self._flops.close)
+        flops_of = self._hooks.guard("flops", self._flops)
+        peak = publish_peak(settings.flops, self.recorder, cuda_device=device)
+        self._publisher = Publisher(self.recorder, flops_of, peak)
+        around = self._around = self._surroundings()
+        self._introduction = Introduction(around, self._folder, self.address)
+        probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
+        for probe in probes:
+            undo.callback(probe.close)
+        self._memory = MemoryWatch(around, engine, probes)
+        undo.callback(self._memory.close)
+        self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
+        self._comparison = Comparison(around)
+        self._listeners.extend(self._comparison.listeners)
+        self._telemetry = Telemetry(around, partial(hardware_ids, cuda_device=device))
+        undo.callback(self._telemetry.close)
+        self.advisor = Advisor(around, self._telemetry.tell)
+        self._thread = self._new_thread(device)
+        self._costs = own_costs(
+            around,
+            self._tap,
+            hooks_ns=lambda: self._engine_side.cost_ns + self._memory.cost_ns,
+            thread=self._thread,
+            comparison=self._comparison,
+            telemetry=self._telemetry,
+            folder=self._folder,
+        )
+
+    def _new_thread(self, device: int | None) -> WatchThread:
+        sampler = Sampler(
+            self.recorder,
+            self._hooks,
+            device_probes(cuda_device=device),
+            self.settings.sampling.device_seconds,
+        )
+        return WatchThread(
+            publisher=self._publisher,
+            sampler=sampler,
+            take_memory=self._memory.take,
+            events=self._tap.notes.events,
+            hooks=self._hooks,
+            append=self._folder.append,
+            keep_pace=self._comparison.keep_pace,
+            listeners=self._listeners,
+            trace=self._telemetry.trace if self._telemetry.makes_traces else None,
+            duties={
+                **self._comparison.duties,
+                "memory": self._memory.publish,
+                "advisor": self.advisor.look,
+                "run folder": self._introduction.look,
+                "costs": lambda: self._costs.publish(),
+            },
+            on_cuda=device is not None,
+        )
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            engine=self._engine,
+            identity=self._identity,
+            epoch=self._epoch,
+            settings=self.settings,
+            notes=self._tap.notes,
+            clock=self._clock,
+            run_id=lambda: self.run_id,
+            folder=lambda: self.run_folder,
+            recorder=self.recorder,
+            hooks=self._hooks,
+        )
+
+    def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
+        warn_of_comms_logger()
+        notes = self._tap.notes
+        self._tap.open()
+        undo.callback(self._tap.close)
+        self._tap.open_backend(deepspeed_comm.cdb)
+        notes.groups.name_roles(role_of, role_of_pairs)
+        self._publisher.publish_earlier(notes.take())
+        notes.groups.take_coverage()
+        notes.connect(self._clock, self._thread.give, self._comparison.inquest)
+        undo.callback(self._comparison.close_hooks)
+        self._engine_side = EngineSide(
+            self._around,
+            engine,
+            self._memory.hooks,
+            self._thread.give,
+            self._comparison.step_ended,
+        )
+        undo.callback(self._engine_side.restore)
+
+    def _close_hooks(self) -> None:
+        self._engine_side.restore()
+        self._memory.close_hooks()
+        self._comparison.close_hooks()
+        self._tap.close()
+        self._flops.close()
+
+    def _serve_until_read(self) -> None:
+        self._server.linger()
+        self._server.close()

@@ -1,0 +1,201 @@
+"""The watch thread: settles what the hooks noted, writes the log at once, publishes each second.
+
+It takes batches of calls and closed steps from the training thread in order, and waits for neither
+the device nor other ranks. A step costs it little, because with cold caches each line of Python
+costs several times its usual price; the metrics of a second are cheaper worked out together.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from ...metrics.step_record import StepRecord
+from ..collectives.batch import Batch
+from ..collectives.call import Call
+from ..collectives.comm_time import CommClock
+from ..collectives.events import EventPool, allow_queries_while_capturing
+from ..collectives.totals import StepComm, Tally
+from ..common.fail_open import Hooks
+from ..instrumentation.raw_step import ClosedStep
+from .device_sampler import Sampler
+from .step_metrics import Publisher, Step
+
+Listener = Callable[[StepRecord], object]
+
+TICK_SECONDS = 1.0
+# How often to look whether a CUDA event or an asynchronous call has ended: less and less often.
+FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
+PATIENCE_SECONDS = 10.0
+MAX_PENDING = 1024
+# Of a step's calls, for its trace; of more than that the longest.
+MAX_KEPT_CALLS, LONGEST_CALLS = 16384, 512
+
+
+class WatchThread:
+    """Runs until `stop`, which publishes what has arrived by then.
+
+    Args:
+        publisher: Turns steps into metrics.
+        sampler: Reads the devices.
+        take_memory: Takes what each step read of memory; returns the risk by device.
+        events: Takes back the CUDA events that were read.
+        hooks: Guards what is called here.
+        append: Writes a step's record to disk; called for each as soon as it is whole.
+        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
+        listeners: Get the records of each second; the sequence may grow.
+        trace: Gets the steps of each second, with their calls; None if no traces are made.
+        duties: What else is to be done each second, by the name under which it may fail.
+        on_cuda: Whether calls are timed by CUDA events.
+
+    Attributes:
+        dropped_steps: Steps lost because this thread could not keep up.
+        dropped_calls: Calls lost likewise.
+        untimed_calls: Calls whose end did not come in time.
+        cpu_seconds: CPU time this thread has used.
+    """
+
+    def __init__(
+        self,
+        *,
+        publisher: Publisher,
+        sampler: Sampler,
+        take_memory: Callable[[ClosedStep], Mapping[str, float]],
+        events: EventPool,
+        hooks: Hooks,
+        append: Listener,
+        keep_pace: Callable[[Sequence[int], Sequence[int]], object],
+        listeners: Sequence[Listener],
+        trace: Callable[[Sequence[Step]], object] | None,
+        duties: Mapping[str, Callable[[], object]],
+        on_cuda: bool,
+    ) -> None:
+        self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
+        self.cpu_seconds = 0.0
+        self._sampler = sampler
+        self._take_memory = hooks.guard("memory", take_memory)
+        self._events = events
+        self._append = hooks.guard("run log", append)
+        self._keep_pace = hooks.guard("pace", keep_pace)
+        self._listeners = listeners
+        self._trace = None if trace is None else hooks.guard("traces", trace)
+        self._on_cuda = on_cuda
+        self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
+        self._pending: deque[Batch | ClosedStep] = deque()
+        self._waiting_since = 0.0
+        self._poll_seconds = FIRST_POLL_SECONDS
+        self._tick_due = 0.0
+        self._clock, self._comm, self._tally = CommClock(), StepComm(), Tally()
+        self._steps: list[Step] = []
+        self._calls: list[Call] = []
+        self._settle = hooks.guard("settle", self._settle_pending)
+        self._publish = hooks.guard("publish", publisher.publish)
+        self._close = hooks.guard("devices", sampler.close)
+        all_duties = {"devices": sampler.read_devices, **duties}
+        self._duties = [hooks.guard(name, duty) for name, duty in all_duties.items()]
+        self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def give(self, item: Batch | ClosedStep) -> None:
+        """Hand over a batch of calls or a closed step. Called by the training thread."""
+        if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
+            self._inbox.put(item)
+        else:
+            self.dropped_steps += isinstance(item, ClosedStep)
+            self.dropped_calls += _batch_of(item).lose()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """Publish what is there and end. Safe to call twice, and where the thread never ran."""
+        self._inbox.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        if self._on_cuda and not allow_queries_while_capturing():
+            self._events.disabled = True
+        running = True
+        while running:
+            running = self._receive()
+            self._settle(final=not running)
+            now = time.monotonic()
+            if now >= self._tick_due or not running:
+                self._tick_due = now + TICK_SECONDS
+                self.cpu_seconds = time.thread_time()
+                self._publish_second()
+                for duty in self._duties:
+                    duty()
+        self._close()
+
+    def _receive(self) -> bool:
+        """Wait for something to do; return False once told to stop."""
+        try:
+            item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
+        except queue.Empty:
+            self._poll_seconds = min(2 * self._poll_seconds, LAST_POLL_SECONDS)
+            return True
+        while item is not None:
+            self._pending.append(item)
+            if self._inbox.empty():
+                return True
+            item = self._inbox.get_nowait()
+        return False
+
+    def _settle_pending(self, *, final: bool) -> None:
+        """Take, in order, everything whose end has come."""
+        while self._pending:
+            head = self._pending[0]
+            if not head.settled():
+                self._waiting_since = self._waiting_since or time.monotonic()
+                if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
+                    return
+                self.untimed_calls += _batch_of(head).give_up()
+            self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
+            self._pending.popleft()
+            self._take_calls(_batch_of(head))
+            if isinstance(head, ClosedStep):
+                self._take_step(head)
+
+    def _take_calls(self, batch: Batch) -> None:
+        batch.resolve(self._events)
+        time_taken = self._clock.measure(batch)
+        self._comm.add(batch.calls, time_taken)
+        self._tally.add(batch.calls, time_taken)
+        if self._trace is not None:
+            self._calls.extend(batch.calls)
+            if len(self._calls) > MAX_KEPT_CALLS:
+                self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
+
+    def _take_step(self, closed: ClosedStep) -> None:
+        comm, self._comm = self._comm, StepComm()
+        calls, self._calls = self._calls, []
+        risks = self._take_memory(closed) or {}
+        record = closed.record(comm, self._sampler.device_readings, risks)
+        self._keep_pace(closed.phase_ns, comm.blocked_ns)
+        self._append(record)
+        self._steps.append(Step(record, closed, calls))
+
+    def _publish_second(self) -> None:
+        """Publish what has come since the last time, and tell the listeners."""
+        steps, self._steps = self._steps, []
+        tally, self._tally = self._tally, Tally()
+        self._publish(steps, tally)
+        if self._trace is not None:
+            self._trace(steps)
+        for step in steps:
+            for listener in self._listeners:
+                listener(step.record)
+
+
+def _batch_of(item: Batch | ClosedStep) -> Batch:
+    return item.batch if isinstance(item, ClosedStep) else item
+
+
+def _duration(call: Call) -> int:
+    return call.duration_ns

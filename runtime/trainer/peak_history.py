@@ -1,0 +1,52 @@
+"""What the watch has seen of this rank's memory, for whoever plans the next window."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from ...metrics.step_record import StepRecord
+from .oom_recovery.fit import Measured, Peak
+from .oom_recovery.guard_schedule import asks
+
+MAX_PEAKS = 200
+
+
+class MemoryView:
+    """Takes the records of steps as they come, on the watch thread; without any it knows nothing.
+
+    Args:
+        watch: The watch on the engine.
+        device: The device that is trained on, such as "cuda:0".
+    """
+
+    def __init__(self, watch: Any, device: str) -> None:
+        self._device = device
+        self._peaks: deque[Peak] = deque(maxlen=MAX_PEAKS)
+        self._limit_bytes: float | None = None
+        self._lock = threading.Lock()
+        watch.subscribe(self._take)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the last peak came near the limit."""
+        if not self._peaks or self._limit_bytes is None:
+            return False
+        headroom = self._limit_bytes - self._peaks[-1].peak_bytes
+        return asks(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
+
+    def measured(self) -> Measured:
+        """Return the peaks of the last steps, and the limit."""
+        with self._lock:
+            return Measured(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
+
+    def _take(self, record: StepRecord) -> None:
+        states = record.memory_bytes.get(self._device, {})
+        peak_bytes = states.get("peak_allocated")
+        if peak_bytes is None or not record.micro_batch_shapes:
+            return
+        self._limit_bytes = states.get("limit", self._limit_bytes)
+        samples, length = max(record.micro_batch_shapes, key=lambda shape: shape[0] * shape[1])
+        with self._lock:
+            self._peaks.append(Peak(samples=samples, length=length, peak_bytes=peak_bytes))

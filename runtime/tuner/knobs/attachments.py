@@ -1,0 +1,24 @@
+"""What an engine bears besides itself, to be there again after a rebuild back."""
+
+from __future__ import annotations
+
+from ...trainer.engine_holder import CHECKPOINTING, SLEEP, EngineChanges
+from ..policy.types import Undo
+
+
+def restore_borne(changes: EngineChanges) -> Undo:
+    """Return what lays on again all that is on the engine now.
+
+    An engine in between may not have borne it, and then it was let go of.
+    """
+    codec = changes.codec
+    places = {name: changes.borne(name) for name in (CHECKPOINTING, SLEEP)}
+
+    def undo() -> None:
+        for name, apply in places.items():
+            if changes.borne(name) is not apply:
+                changes.bear(name, apply)
+        if changes.codec is not codec:
+            changes.send_through(codec)
+
+    return undo

@@ -1,0 +1,55 @@
+"""What was learned of memory under each configuration, so that going back forgets nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...trainer.oom_recovery.guard_schedule import Arming
+from ...trainer.oom_recovery.micro_batch_planner import Plans
+from ...trainer.oom_recovery.sizing import Sizing
+from ..policy.types import Configuration, Undo
+
+# These change nothing about what fits; sizes of micro-batches are what a plan is about.
+_OF_NO_MATTER = frozenset({"micro_batch_samples", "python_gc", "timers.throughput.synchronized"})
+MAX_KNOWN = 64
+
+Key = tuple[tuple[str, object], ...]
+
+
+class KnownPlans:
+    """Keeps a plan by configuration, the same on all ranks.
+
+    A trial goes to and fro. If each change made the plan forget, the guard would be armed in every
+    block, and be measured along.
+
+    Args:
+        plans: Returns that of the run.
+    """
+
+    def __init__(self, plans: Callable[[], Plans]) -> None:
+        self._plans = plans
+        self._known: dict[Key, tuple[Sizing, Arming]] = {}
+
+    def move(self, before: Configuration, now: Configuration) -> Undo:
+        """Go from what is known of one configuration to what is of another."""
+        plans = self._plans()
+        held = plans.sizing, plans.arming
+        left, entered = _key(before), _key(now)
+        if left != entered:
+            self._known.pop(left, None)  # the one left last is forgotten last
+            self._known[left] = held
+            if entered in self._known:
+                plans.sizing, plans.arming = self._known[entered]
+            else:
+                plans.forget()
+            for key in list(self._known)[:-MAX_KNOWN]:
+                del self._known[key]
+
+        def undo() -> None:
+            plans.sizing, plans.arming = held
+
+        return undo
+
+
+def _key(configuration: Configuration) -> Key:
+    return tuple(sorted(item for item in configuration.items() if item[0] not in _OF_NO_MATTER))

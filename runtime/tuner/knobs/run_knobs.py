@@ -1,0 +1,257 @@
+"""The hands of a `TrainingRun`: every knob of it, turned together between two windows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ....errors import ZerowatchError
+from ...common.host_collectives import Agreed
+from ...common.training_config import training_config
+from ...engine.live_settings.choose_modules import Chosen
+from ...engine.rebuild.ranks import Attempt
+from ...trainer.data.data_source import Sharing
+from ...trainer.engine_holder import EngineChanges
+from ...trainer.oom_recovery.fit import Measured
+from ...trainer.window_runner import Windows
+from ..policy.types import Configuration, Undo, Value
+from .attachment_knob import checkpointing_hand, sleep_hand
+from .attachments import restore_borne
+from .compression_knobs import AsynchronyDial, CompressionDial, Form, form_of, put_aside, send_as
+from .deepspeed_knobs import configured, live_hands, with_knob
+from .gc_knob import GarbageHand
+from .global_batch_knob import BatchHand
+from .knob import Dial, Hand
+from .layout_knob import LAYOUT, LayoutDial, Layouts
+from .load_balance_knob import BalanceHand
+from .memory_check import too_large, too_much, too_much_for_host
+from .micro_batch_knob import MicroBatchHand
+from .plan_cache import KnownPlans
+from .readable_knobs import read_options, read_values, strange, verified
+from .undo_stack import Undos
+
+logger = logging.getLogger(__name__)
+
+Turn = Callable[[], Undo]
+
+
+class RunHands:
+    """Turns the knobs of one run; every rank has its own, and calls it alike.
+
+    Args:
+        changes: Holds the run's engine.
+        windows: Of the run.
+        agreement: Of the run.
+        measured: Returns what this rank knows of its memory.
+        largest_share: Returns the samples of the largest share of any rank in the last window, the
+            same on all ranks; 0 before the first.
+        host_risk: Returns the risk that this host's memory runs out.
+        checkpointed: What activation checkpointing is laid on; None for the model's own switch or
+            its repeated block.
+        sharing: Of the run; None leaves its data alone.
+    """
+
+    def __init__(
+        self,
+        changes: EngineChanges,
+        windows: Windows,
+        agreement: Agreed,
+        *,
+        measured: Callable[[], Measured],
+        largest_share: Callable[[], int],
+        host_risk: Callable[[], float] = lambda: 0.0,
+        checkpointed: Chosen = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._changes, self._windows, self._agreement = changes, windows, agreement
+        self._measured, self._largest_share = measured, largest_share
+        self._host_risk = host_risk
+        self._layouts = Layouts(
+            lambda: changes.engine, lambda: changes.config, training_config, agreement.world_size
+        )
+        self._garbage = GarbageHand()
+        self._live = live_hands(lambda: changes.engine)
+        data: list[Hand] = [] if sharing is None else [BalanceHand(sharing), BatchHand(sharing)]
+        self._others: list[Hand] = [
+            checkpointing_hand(changes, checkpointed),
+            sleep_hand(changes),
+            MicroBatchHand(windows, largest_share),
+            self._garbage,
+            *data,
+        ]
+        self._codec: list[Dial] = [
+            CompressionDial(changes, agreement.world_size),
+            AsynchronyDial(changes, agreement.world_size),
+        ]
+        layout = [LayoutDial(name, self._layouts) for name in LAYOUT]
+        self._dials: list[Dial] = [*self._live, *self._others, *self._codec, *layout]
+        self._known = KnownPlans(lambda: windows.replay.plans)
+        self._told: set[str] = set()
+        self._given = changes.config
+        self._left: frozenset[str] = frozenset()
+        changes.on_adopted.append(self._follow)
+
+    def values(self) -> Configuration:
+        """Return how this rank works now: every knob that this job has."""
+        return read_values(self._dials)
+
+    def options(self) -> Mapping[str, Sequence[Value]]:
+        """Return what each knob could be set to here; one that is fixed is absent."""
+        return read_options(self._dials, self._told)
+
+    def refusal(self, target: Configuration) -> str | None:
+        """Say why this rank should not work with that, such as its memory; None if it may."""
+        reason = strange(self._dials, target) or too_much_for_host(
+            self.values(), target, self._host_risk()
+        )
+        if reason is not None:
+            return reason
+        layout = None
+        if self._layouts.changed(target) is not None:
+            reason = self._layouts.refusal(target)
+            layout = self._layouts.memory_bytes(target)
+        return reason or self._out_of_memory(target, layout or 0)
+
+    def apply(self, target: Configuration) -> Undo:
+        """Turn what differs, and return what puts back exactly what was there.
+
+        Knobs that the engine does not have, or not any more after a rebuild, are left alone. Where
+        the engine has to be another, all ranks succeed or none does.
+
+        Raises:
+            ZerowatchError: Nothing was changed.
+        """
+        before = self.values()
+        config = self._layouts.changed(target)
+        undos = Undos()
+        self._left = frozenset()
+        if config is None:
+            undos.do(self._turns(target))
+        else:
+            self._left = self._untouched(target, before)
+            rest = {name: target[name] for name in target.keys() - self._left}
+            self._rebuild(config, rest, undos)
+        undos.add(self._known.move(before, self.values()))
+        return undos
+
+    def verify(self, target: Configuration) -> bool:
+        """Whether this rank really works with that."""
+        meant = {name: target[name] for name in target.keys() - self._left}
+        return verified(self._dials, meant)
+
+    def window_ended(self) -> None:
+        """Do what is to be done between two windows; cheap."""
+        self._garbage.window_ended()
+
+    def close(self) -> None:
+        """Leave Python's garbage to itself again. Safe to call twice."""
+        self._garbage.close()
+
+    def _untouched(self, target: Configuration, now: Configuration) -> frozenset[str]:
+        """Return the live knobs that only come along, of which the ds config says what they are.
+
+        Stage 0 works as if its bucket held 500 million elements. Under another stage it would.
+        """
+        return frozenset(
+            hand.name
+            for hand in self._live
+            if not hand.is_ours and hand.name in target and target[hand.name] == now.get(hand.name)
+        )
+
+    def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: Undos) -> None:
+        """Have another engine, and turn the rest on it; on all ranks or on none."""
+        changes = self._changes
+        with Attempt(self._agreement) as ready:
+            changes.wake()  # where memory may run out on one rank alone
+        if ready.error is not None:
+            raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
+        undos.add(restore_borne(changes))
+        before = changes.config
+        changes.rebuild_as(config)
+        undos.add(partial(changes.rebuild_as, before))
+        with Attempt(self._agreement) as rest:
+            undos.do(self._turns(target))
+        if rest.error is not None:
+            undos()
+            raise ZerowatchError(f"the engine was rebuilt back: {rest.error}")
+
+    def _turns(self, target: Configuration) -> Iterator[Turn]:
+        """Yield what is to be done on this engine, in order; each when the one before is done."""
+        codec = self._changes.codec
+        if any(self._differing(self._live, target)):
+            if codec is not None:
+                yield partial(put_aside, self._changes)
+            for hand, value in self._differing(self._live, target):  # one may bring another back
+                yield partial(hand.turn, value)
+            yield self._write
+        form = self._form(target, form_of(codec))
+        if form != form_of(self._changes.codec):
+            yield partial(send_as, self._changes, form, codec)
+        for other, value in self._differing(self._others, target):
+            yield partial(other.turn, value)
+
+    def _differing(
+        self, hands: Sequence[Hand], target: Configuration
+    ) -> Iterator[tuple[Hand, Value]]:
+        for hand in hands:
+            is_meant = hand.name in target and hand.unavailable() is None
+            if is_meant and target[hand.name] != hand.get():
+                yield hand, target[hand.name]
+
+    def _form(self, target: Configuration, before: Form) -> Form:
+        """Return how gradients shall travel: as before, if the target does not say."""
+        wanted = [
+            target.get(dial.name, was) if dial.unavailable() is None else plain
+            for dial, was, plain in zip(self._codec, before, Form(None, False), strict=True)
+        ]
+        return Form(*wanted)
+
+    def _write(self) -> Undo:
+        """Let the ds config say what live knobs were turned to, so that a rebuild keeps it.
+
+        Of the engine's own its collectives are planned.
+        """
+        changes = self._changes
+        before = changes.config
+        for hand in self._live:
+            if hand.unavailable() is None:
+                value = hand.get() if hand.is_ours else configured(hand.name, self._given)
+                changes.config = with_knob(changes.config, hand.name, value)
+        changes.engine.config = changes.config
+
+        def undo() -> None:
+            changes.config = changes.engine.config = before
+
+        return undo
+
+    def _follow(self) -> None:
+        self._layouts.forget()
+        for hand in self._live:
+            hand.follow(self._changes.config)
+
+    def _out_of_memory(self, target: Configuration, extra_bytes: int) -> str | None:
+        plans, measured = self._windows.replay.plans, self._measured()
+        longest = plans.arming.longest
+        extra_bytes += sum(self._needs(target))
+        reason = too_much(measured, extra_bytes=extra_bytes, length=longest)
+        share = self._largest_share()
+        now = self._windows.micro_batch_samples
+        asked = target.get(MicroBatchHand.name, now)
+        samples = asked if isinstance(asked, int) else now
+        if reason is not None or min(samples, share) <= min(now, share):
+            return reason
+        return too_large(
+            measured,
+            samples=min(samples, share),
+            extra_bytes=extra_bytes,
+            length=longest,
+            bound=plans.sizing.bound(longest),
+        )
+
+    def _needs(self, target: Configuration) -> Iterator[int]:
+        """Yield what each change needs more on the present engine, as far as that is known."""
+        for dial in self._dials:
+            if dial.name in target and dial.unavailable() is None:
+                yield dial.memory_bytes(target[dial.name]) or 0

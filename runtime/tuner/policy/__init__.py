@@ -1,0 +1,1 @@
+"""The decisions of the tuner, made from plain data alone."""

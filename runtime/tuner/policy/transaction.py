@@ -1,0 +1,189 @@
+"""One order carried out by all ranks or by none; who could not is undone together with the rest.
+
+Every step that a rank may fail at ends in a vote, so that no rank goes on where another did not.
+It knows the knobs by `Hands` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+from ....errors import ZerowatchError
+from .types import Agreement, Configuration, Hands, Order, Outcome, Undo
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+# Hands may fail in any way that touching a library's inside can: too little memory, an attribute
+# that is no longer there. A rank that let one of these out would leave the others waiting.
+FAILURES = (
+    ZerowatchError,
+    RuntimeError,
+    MemoryError,
+    OSError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
+_MOST_LETTERS = 300  # of a rank's words to the others
+_OF_ANOTHER = "another rank"  # in the words of those that failed along with it
+
+
+class Agreeing(Agreement, Protocol):
+    """An agreement that can also put all ranks' numbers side by side."""
+
+    def gather(self, values: Sequence[float]) -> Any:
+        """Return every rank's values, by rank."""
+
+
+def meet(
+    agreement: Agreeing, hands: Hands, order: Order | None, clock: Clock = perf_counter
+) -> tuple[Order, Outcome] | None:
+    """Carry out rank 0's order on all ranks, each of which calls this between the same two windows.
+
+    Args:
+        agreement: Of all ranks.
+        hands: This rank's.
+        order: What rank 0 wants, if anything; other ranks' is not looked at.
+        clock: Seconds.
+
+    Returns:
+        The order and how it ended; None where there was none.
+
+    Raises:
+        RuntimeError: Another rank is gone. This rank works as before, unless that took the others.
+    """
+    told = agreement.tell(_as_text(order) if agreement.rank == 0 else "")
+    meant = _order_of(told)
+    return None if meant is None else (meant, carry_out(meant, hands, agreement, clock))
+
+
+def carry_out(
+    order: Order, hands: Hands, agreement: Agreeing, clock: Clock = perf_counter
+) -> Outcome:
+    """Do as ordered on all ranks, or leave all as they were; see `meet`."""
+    began = clock()
+    part = _Part(order, hands)
+    try:
+        reason = _ended_by(part, agreement)
+        if reason is None:
+            return Outcome(done=True, seconds=clock() - began)
+        part.undo()
+        undone = not agreement.highest(int(not part.is_as_before))
+    except (RuntimeError, ZerowatchError):
+        part.undo()
+        raise
+    if not undone:
+        logger.error("not all could be undone after: %s", reason)
+    return Outcome(done=False, reason=reason, seconds=clock() - began, undone=undone)
+
+
+class _Part:
+    """One rank's part of it. Nothing is raised here; what went wrong is in `problem`."""
+
+    def __init__(self, order: Order, hands: Hands) -> None:
+        self.problem: str | None = None
+        self._order, self._hands = order, hands
+        self._before: Configuration | None = None
+        self._undo: Undo | None = None
+        self._is_stuck = False
+
+    def look(self) -> None:
+        """Ask whether it should be done here at all."""
+
+        def ask() -> None:
+            self._before = dict(self._hands.values())
+            if self._order.checked:
+                self.problem = self._hands.refusal(self._order.target)
+
+        self._attempt("look", ask)
+
+    def apply(self) -> None:
+        """Do it."""
+
+        def turn() -> None:
+            self._undo = self._hands.apply(self._order.target)
+
+        self._attempt("apply", turn)
+
+    def verify(self) -> None:
+        """Read back whether it is so."""
+
+        def read() -> None:
+            if not self._hands.verify(self._order.target):
+                self.problem = "what was set does not read back"
+
+        self._attempt("verify", read)
+
+    def undo(self) -> None:
+        """Put back what was there, the first time."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        try:
+            undo()
+        except FAILURES as error:
+            self._is_stuck = True
+            logger.error("undoing failed: %s", _words(error))
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether this rank works as it did before the order."""
+        try:
+            same = self._before is None or dict(self._hands.values()) == self._before
+        except FAILURES as error:
+            logger.error("what is set cannot be read: %s", _words(error))
+            return False
+        return same and not self._is_stuck
+
+    def _attempt(self, what: str, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except FAILURES as error:
+            self.problem = _words(error)
+        if self.problem is not None:
+            logger.warning("%s: %s: %s", self._order.why, what, self.problem)
+
+
+def _ended_by(part: _Part, agreement: Agreeing) -> str | None:
+    """Go as far as all ranks come; return why no further, in the words of a rank that failed."""
+    for step in (part.look, part.apply, part.verify):
+        step()
+        if agreement.highest(int(part.problem is not None)):
+            return _told(part.problem or "", agreement)
+    return None
+
+
+def _told(own: str, agreement: Agreeing) -> str:
+    """Return what the first rank that failed says, of all ranks that did not fail with another."""
+    letters = own.encode()[:_MOST_LETTERS].ljust(_MOST_LETTERS)
+    rows = agreement.gather([float(letter) for letter in letters])
+    words = [bytes(map(int, row)).decode(errors="ignore").strip() for row in rows]
+    said = [f"rank {rank}: {each}" for rank, each in enumerate(words) if each]
+    own_faults = [each for each in said if _OF_ANOTHER not in each]
+    return next(iter([*own_faults, *said]), "a rank did not say why")
+
+
+def _words(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    return words if isinstance(error, ZerowatchError) else f"{type(error).__name__}: {words}"
+
+
+def _as_text(order: Order | None) -> str:
+    if order is None:
+        return json.dumps(None)
+    return json.dumps({"target": dict(order.target), "why": order.why, "checked": order.checked})
+
+
+def _order_of(text: str) -> Order | None:
+    plain = json.loads(text)
+    return None if plain is None else Order(**plain)

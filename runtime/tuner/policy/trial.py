@@ -1,0 +1,234 @@
+"""Finds out whether a change helps: both settings take turns, and paired blocks are compared.
+
+Knows neither what is changed nor how. A block's time is its lower median, which spikes do not
+move; a pair's difference is the log of A's over B's, so that it is positive where B is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import expm1, inf, log, log1p
+from statistics import fmean, median_low
+from typing import Literal
+
+from .confidence import estimate
+from .trial_order import Arm, block_order
+from .trial_plan import TrialPlan
+
+# Harm ends a trial: two pairs whose logs are beyond the first, or so many steps of B in a block
+# whose logs all were beyond A's slowest by the second; two may both be spikes.
+HARM, RUNAWAY, RUNAWAY_STEPS = log(1.15), log(1.5), 3
+# And all of it beyond so many standard deviations of a step before the trial.
+CLEAR_OF_NOISE = 4.0
+HARM_GAIN = -0.01
+# A trial that is interrupted within the same block so often, or of which so many windows in a row
+# say nothing, would go on for ever.
+MOST_PAUSES, MOST_UNUSABLE = 3, 50
+# Of the upper bound, once it is too low. Giving up wrongly costs a gain, not harm; so simulated,
+# a knob without effect is left in half the steps that a level of 0.02 takes, and one more of 100
+# gains of 3 % is missed.
+FUTILE_LEVEL = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a trial found.
+
+    Attributes:
+        verdict: Rolled back where B does harm, rejected where it does not help enough.
+        gain: Throughput of B over A, less 1; the mean of all pairs, never the best.
+        lower: The gain's bound, as strict as acceptance is; of an early end the bound by which
+            each single step of A and B would have it.
+        upper: The other bound.
+        pairs: Compared blocks.
+        steps: Windows that the trial took.
+        reason: Half a sentence for people.
+    """
+
+    verdict: Literal["accepted", "rejected", "rolled_back"]
+    gain: float
+    lower: float
+    upper: float
+    pairs: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """Seconds per sample of the steps of a block of A and one of B."""
+
+    a: Sequence[float]
+    b: Sequence[float]
+
+    @property
+    def difference(self) -> float:
+        return log(median_low(self.a) / median_low(self.b))
+
+    @property
+    def least(self) -> float:
+        """What B's slowest step gains over A's fastest."""
+        return log(min(self.a) / max(self.b))
+
+    @property
+    def most(self) -> float:
+        return log(max(self.a) / min(self.b))
+
+
+class Trial:
+    """Says which setting the next window is run with, and judges as soon as it can.
+
+    Attributes:
+        arm: What the next window is to be run with; after the verdict, what ran last.
+        verdict: None while it goes on.
+    """
+
+    def __init__(self, plan: TrialPlan) -> None:
+        self.verdict: Judgement | None = None
+        self._plan = plan
+        self._order = block_order(starts_with=plan.starts_with, few_switches=plan.few_switches)
+        self.arm: Arm = next(self._order)
+        # A has been running; B was only just switched to.
+        self._unsettled = plan.settle_steps if self.arm == "B" else 0
+        self._block: list[float] = []  # seconds per sample of the steps of the current block
+        self._last: dict[Arm, Sequence[float]] = {}  # the latest whole block of each arm
+        self._pairs: list[_Pair] = []
+        self._first_of_pair = True
+        self._steps = 0
+        self._pauses = self._unusable = 0
+        if plan.lead and self.arm == "A":
+            self._block = list(plan.lead)
+            self._end_block()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it does not get on any more."""
+        return self._pauses >= MOST_PAUSES or self._unusable >= MOST_UNUSABLE
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the next window is dropped, as one right after a change."""
+        return self._unsettled > 0
+
+    @property
+    def meets_next(self) -> bool:
+        """Whether the next window, if usable, ends a block."""
+        if self.verdict or self._unsettled:
+            return False
+        num = len(self._block) + 1
+        return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._runs_away())
+
+    def pause(self) -> None:
+        """Begin the block under way anew, as something else came between."""
+        self._block = []
+        self._unsettled = self._plan.settle_steps
+        self._pauses += 1
+
+    def add(self, seconds_per_sample: float | None) -> None:
+        """Take in the next window's time; None, or none above 0, is one that does not count."""
+        if self.verdict:
+            return
+        self._steps += 1
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        if seconds_per_sample is None or not 0 < seconds_per_sample < inf:
+            self._unusable += 1
+            return
+        self._unusable = 0
+        self._block.append(seconds_per_sample)
+        if len(self._block) >= RUNAWAY_STEPS and self._runs_away():
+            self._end_at_once()
+        elif len(self._block) >= self._plan.block_steps:
+            self._end_block()
+
+    def _runs_away(self) -> bool:
+        """Whether all steps of this block are so slow that it need not be finished."""
+        if self.arm == "A" or "A" not in self._last or not self._block:
+            return False
+        return log(min(self._block) / max(self._last["A"])) > self._clear(RUNAWAY)
+
+    def _clear(self, ratio: float) -> float:
+        """Return the log of a ratio, or what stands out from the noise, if that is more."""
+        return max(ratio, CLEAR_OF_NOISE * self._plan.noise)
+
+    def _end_at_once(self) -> None:
+        pair = _Pair(a=self._last["A"], b=self._block)
+        self._pairs.append(pair)
+        self._judge_by_steps("rolled_back", [pair], "far slower from its first steps on")
+
+    def _end_block(self) -> None:
+        self._last[self.arm] = self._block
+        self._block = []
+        self._pauses = 0
+        if not self._first_of_pair:
+            self._pairs.append(_Pair(a=self._last["A"], b=self._last["B"]))
+            self._look()
+        self._first_of_pair = not self._first_of_pair
+        if self.verdict is None:
+            before, self.arm = self.arm, next(self._order)
+            self._unsettled = self._plan.settle_steps if self.arm != before else 0
+
+    def _look(self) -> None:
+        slower = [pair for pair in self._pairs if pair.difference < -self._clear(HARM)]
+        if len(slower) > 1:
+            self._judge_by_steps("rolled_back", slower, "two blocks were far slower")
+        elif overwhelming := self._overwhelming():
+            self._judge_by_steps("accepted", overwhelming, "each step was far faster")
+        elif len(self._pairs) >= self._plan.first_look:
+            self._judge_by_bounds()
+
+    def _overwhelming(self) -> Sequence[_Pair]:
+        """Return the pairs that need no statistics, if there are any."""
+        plan = self._plan
+        if len(self._pairs) > 1:
+            needed, last = plan.overwhelming, self._pairs[-2:]
+        elif plan.overwhelming_at_once is not None:
+            needed, last = plan.overwhelming_at_once, self._pairs
+        else:
+            return ()
+        far = all(pair.least > 0 and pair.difference > self._clear(needed) for pair in last)
+        return last if far else ()
+
+    def _judge_by_bounds(self) -> None:
+        plan = self._plan
+        found = estimate([pair.difference for pair in self._pairs])
+        lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
+        highest = found.upper(FUTILE_LEVEL)
+        verdict: Literal["accepted", "rejected", "rolled_back"] = "rejected"
+        if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
+            verdict, reason = "accepted", "its lower bound is above half the least gain"
+        elif highest < log1p(min(HARM_GAIN, plan.min_gain / 2)):
+            verdict, reason = "rolled_back", "its upper bound shows harm"
+        elif highest < log1p(plan.min_gain):
+            reason = "its upper bound is below the least gain"
+        elif len(self._pairs) >= plan.max_pairs:
+            reason = "no answer in so many pairs"
+        else:
+            return
+        self._judge(verdict, found.mean, (lower, upper), reason)
+
+    def _judge_by_steps(
+        self, verdict: Literal["accepted", "rolled_back"], pairs: Sequence[_Pair], reason: str
+    ) -> None:
+        mean = fmean(pair.difference for pair in self._pairs)
+        bounds = min(pair.least for pair in pairs), max(pair.most for pair in pairs)
+        self._judge(verdict, mean, bounds, reason)
+
+    def _judge(
+        self,
+        verdict: Literal["accepted", "rejected", "rolled_back"],
+        mean: float,
+        bounds: tuple[float, float],
+        reason: str,
+    ) -> None:
+        self.verdict = Judgement(
+            verdict=verdict,
+            gain=expm1(mean),
+            lower=expm1(bounds[0]),
+            upper=expm1(bounds[1]),
+            pairs=len(self._pairs),
+            steps=self._steps,
+            reason=reason,
+        )

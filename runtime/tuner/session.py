@@ -1,0 +1,274 @@
+"""The auto-tuner of a TrainingRun: rank 0 decides, all ranks act at the same safe point."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ...metrics.settings import Settings
+from ...metrics.step_record import StepRecord
+from ..common.host_group import Agreement
+from ..trainer.data.data_source import Sharing
+from ..trainer.engine_holder import EngineChanges
+from ..trainer.window.micro_batches import Loss
+from ..trainer.window.result import WindowResult
+from ..trainer.window_runner import Windows
+from .bitwise_check import exact_knobs
+from .dry_run_window import Rehearsal
+from .history_store import job_memory
+from .job_facts import job_facts
+from .knobs.run_knobs import RunHands
+from .null_session import Untuned
+from .policy.controller import Controller
+from .policy.metrics_delta import CPU
+from .policy.numerics import SUM_KNOBS, contract_named
+from .policy.options import Rules
+from .policy.search_history import Known
+from .policy.transaction import meet
+from .policy.types import Contract, Order, StepTime
+from .rank0 import TunerLead
+from .reported_oom_risk import OomTold
+from .thresholds import thresholds_of
+
+logger = logging.getLogger(__name__)
+
+SELF_TEST_STEPS = 3  # after which ZeRO 3 knows the order of its modules
+
+
+class Tuning(Untuned):
+    """Lets a run be tuned; all ranks call its methods alike, rank 0 alone decides.
+
+    Args:
+        changes: Holds the engine.
+        windows: Of the run.
+        agreement: Of the run.
+        sharing: Of the run.
+        rehearsal: Tries out a window, for the self-test.
+        settings: All of them.
+    """
+
+    def __init__(
+        self,
+        changes: EngineChanges,
+        windows: Windows,
+        agreement: Agreement,
+        sharing: Sharing,
+        rehearsal: Rehearsal,
+        settings: Settings,
+    ) -> None:
+        self._agreement, self._settings = agreement, settings
+        self._changes, self._windows, self._rehearsal = changes, windows, rehearsal
+        self._watch = changes.engine.watch
+        self._hands = RunHands(
+            changes,
+            windows,
+            agreement,
+            measured=windows.memory.measured,
+            largest_share=self._largest_share,
+            host_risk=lambda: self._host_risk,
+            checkpointed=windows.checkpointed,
+            sharing=sharing,
+        )
+        self._facts = job_facts(changes.engine)
+        self.contract = contract_named(settings.tuner.contract)
+        self._lead: TunerLead | None = None
+        self._make_lead = self._watch.guard("tuner", self._new_lead)
+        self._risk = OomTold()
+        self._host_risk = 0.0
+        self._last_end: float | None = None
+        self._is_within = False  # a window, or one that did not come to its end
+        self._num_alike = 0  # windows since the self-test would come out otherwise
+        windows.asides = self._asides
+        changes.on_adopted.append(self._untested)
+        self._watch.subscribe(self._take_record)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the last window was run with something that may be taken back."""
+        opened = self._windows.opened
+        return opened is not None and any(opened.asides[0][2:])
+
+    def before_window(self, batch: Any) -> None:
+        """Find out which knobs leave every bit as it is, if that is what the user wants."""
+        if self._is_within:
+            self._window_failed()
+            if self.is_on_trial:  # it may be why, and the next window would fail too
+                self._meet(settle=True)
+            self.interrupted()
+        self._is_within = True
+        if self.contract is not Contract.BITWISE or self._num_alike != SELF_TEST_STEPS:
+            return
+        options = self._hands.options()
+        knobs = {knob: options[knob] for knob in sorted(SUM_KNOBS) if knob in options}
+        passes = partial(self._rehearsal.checksum, batch)
+        exact = exact_knobs(passes, self._hands, self._agreement, knobs)
+        self._facts = replace(self._facts, exact_knobs=exact)
+        self.interrupted()
+
+    def window_ended(self, result: WindowResult) -> None:
+        """Take a committed window, and do what rank 0 wants done after it, if anything."""
+        self._hands.window_ended()
+        self._is_within = False
+        self._num_alike += 1
+        opened, now = self._windows.opened, perf_counter()
+        if opened is None or not opened.asides[0]:  # it was closed
+            return
+        if self._agreement.rank == 0:
+            seconds = result.seconds if self._last_end is None else now - self._last_end
+            step = StepTime(
+                number=result.step,
+                seconds=seconds,
+                samples=result.samples,
+                usable=self._last_end is not None and not result.replays and not result.skipped,
+                oom_risk=max(risk for _, risk, _ in opened.asides),
+                replays=result.replays,
+                loss=result.loss if math.isfinite(result.loss) else None,
+            )
+            if self._lead is None:  # only now is it known what the job could work with
+                self._lead = self._make_lead()
+            if self._lead is not None:
+                self._lead.window_ended(step)
+        self._last_end = now
+        if opened.asides[0][0]:
+            self._meet(settle=False)
+
+    def settle(self) -> None:
+        """Have nothing on trial, and nothing of what follows counted as a step's time."""
+        if self._is_within:
+            self._window_failed()
+        self._meet(settle=True)
+        self.interrupted()
+
+    def interrupted(self) -> None:
+        """Take it that something other than training falls into the next step."""
+        self._last_end = None
+
+    def changed(self) -> None:
+        """Take it that the user changed what the run works with; that is good from then on."""
+        if self._lead is not None:
+            self._lead.changed()
+        self._risk.changed(now=self._changes.engine.global_steps)
+        self._untested()
+        self.interrupted()
+
+    def close(self) -> None:
+        """Give back what the hands hold. Safe to call twice."""
+        if self._lead is not None and not self._is_within:  # else it may be what ends the run
+            self._lead.close()
+        self._windows.asides = tuple
+        self._hands.close()
+
+    def _asides(self) -> Sequence[float]:
+        """Return what this rank tells as a window begins.
+
+        Whether all meet after it, the risk that memory runs out, whether something is on trial.
+        """
+        risk = self._risk.risk(now=self._changes.engine.global_steps, seconds=perf_counter())
+        lead = self._lead
+        return (
+            lead is not None and lead.meets_next,
+            risk,
+            lead is not None and lead.is_on_trial,
+        )
+
+    def _meet(self, *, settle: bool) -> None:
+        order: Order | None = None
+        if self._lead is not None:
+            order = self._lead.order(settle=settle)
+        met = meet(self._agreement, self._hands, order)
+        if met is not None:
+            self._risk.changed(now=self._changes.engine.global_steps)
+            if self._lead is not None:
+                self._lead.carried_out(*met)
+        self._last_end = perf_counter()
+
+    def _window_failed(self) -> None:
+        """Take it that the last window ended by an error, on all ranks, and not in its opening."""
+        self._is_within = False
+        if self._lead is not None and self._windows.opened is not None:
+            self._lead.window_failed()
+
+    def _untested(self) -> None:
+        """Take it that other knobs may leave every bit as it is from now on."""
+        self._num_alike = 0
+        self._facts = replace(self._facts, exact_knobs=frozenset())
+
+    def _new_lead(self) -> TunerLead:
+        tuner = self._settings.tuner
+        memory = job_memory(self._changes.engine, self._settings, self._facts.world_size)
+        controller = Controller(
+            self._hands,
+            self._watch.snapshot,
+            lambda: self._facts,
+            Rules(
+                acts=tuner.mode == "auto",
+                contract=self.contract,
+                allows_rebuild=tuner.rebuild,
+                min_gain=tuner.min_gain,
+                exploration_ratio=tuner.exploration_ratio,
+                observe_seconds=tuner.observe_seconds,
+                soak_steps=tuner.soak_steps,
+                total_steps=tuner.total_steps,
+                thresholds=thresholds_of(self._settings),
+            ),
+            self._watch.advisor.hand_over(tuner.mode),
+            Known(memory.load(), memory.died_of(), memory),
+        )
+        logger.info(
+            "the tuner is on: mode %s, contract %s; it first looks after %g seconds of training",
+            tuner.mode,
+            tuner.contract,
+            tuner.observe_seconds,
+        )
+        return TunerLead(controller, self._watch.guard, self._stop_file)
+
+    def _stop_file(self) -> Path | None:
+        folder = self._watch.run_folder
+        default = None if folder is None else folder / "tuner.stop"
+        return self._settings.tuner.stop_file or default
+
+    def _largest_share(self) -> int:
+        opened = self._windows.opened
+        return 0 if opened is None else max(opened.share.samples)
+
+    def _take_record(self, record: StepRecord) -> None:
+        """Learn this rank's risk, on the watch thread."""
+        risk = max(record.oom_risk_ratio.values(), default=0.0)
+        self._host_risk = record.oom_risk_ratio.get(CPU, 0.0)
+        self._risk.take(step=record.step, risk=risk, seconds=perf_counter())
+
+
+def new_tuning(
+    loss: Loss, changes: EngineChanges, windows: Windows, agreement: Agreement, sharing: Sharing
+) -> Untuned:
+    """Return the tuning of a run, as its settings have it: on all ranks alike or on none."""
+    watch = changes.engine.watch
+    own: Tuning | None = None
+    if watch.is_open and watch.settings.tuner.mode != "off":
+        rehearsal = Rehearsal(loss, changes, agreement, windows)
+        make = watch.guard("tuner", Tuning)
+        own = make(changes, windows, agreement, sharing, rehearsal, watch.settings)
+    told = agreement.gather([-1 if own is None else own.contract])
+    if own is None:
+        return Untuned()
+    if (told != own.contract).any():
+        logger.warning("not tuned: ranks differ in whether they are watched, or in tuner.contract")
+        own.close()
+        return Untuned()
+    return own
+
+
+def tuner_settings(
+    settings: Mapping[str, Any] | None, mode: str | None, contract: str | None
+) -> dict[str, Any]:
+    """Return a caller's settings with what it asked of the tuner by name."""
+    given = dict(settings or {})
+    named = {"mode": mode, "contract": contract}
+    asked = {name: value for name, value in named.items() if value is not None}
+    return {**given, "tuner": {**given.get("tuner", {}), **asked}} if asked else given

@@ -1,0 +1,235 @@
+"""A script run by `python -m zerowatch` cannot tell, and nobody else can, that it is watched."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+
+import pytest
+from scripts.launching import SCRIPTS, plain, watched
+
+from zerowatch.runtime.cli.post_import import PostImportFinder
+
+
+def seen(finished):
+    """Return all that a caller sees of a process that has ended."""
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show_globals.py", "--help", "-m", "run"),
+        ("fail_deep.py",),
+        ("leave.py", "0"),
+        ("leave.py", "7"),
+        ("leave.py", "no more data"),
+        ("pickle_own_class.py",),
+        ("spawn_workers.py",),
+        ("end_late.py",),
+        ("interrupt_itself.py",),
+        ("hook_exceptions.py",),
+        ("list_modules.py",),
+        ("fork_and_leave.py",),
+        ("../scripts/./leave.py", "3"),
+    ],
+    ids=" ".join,
+)
+def test_a_script_runs_as_with_plain_python(arguments):
+    expected = plain(*arguments, cwd=SCRIPTS)
+
+    assert seen(watched(*arguments, cwd=SCRIPTS)) == seen(expected)
+
+
+def test_a_script_that_does_not_compile_shows_what_python_shows(tmp_path):
+    (tmp_path / "broken.py").write_text("import os\nif True\n    pass\n")
+
+    expected = plain("broken.py", cwd=tmp_path)
+
+    assert "SyntaxError" in expected.stderr
+    assert seen(watched("broken.py", cwd=tmp_path)) == seen(expected)
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
+def test_a_torch_that_cannot_be_imported_shows_what_python_shows(tmp_path, error):
+    (tmp_path / "torch.py").write_text(f"raise {error}('no libcudart')\n")
+    (tmp_path / "train.py").write_text("import torch\n")
+
+    expected = plain("train.py", cwd=tmp_path)
+
+    assert "no libcudart" in expected.stderr
+    assert seen(watched("train.py", cwd=tmp_path)) == seen(expected)
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A folder that holds the package `job`, which shows what it sees."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import sys\nprint('package', sys.argv)\n")
+    shows = "import sys\nprint(__name__, __file__, __package__, __spec__.name, sys.argv)\n"
+    (folder / "__main__.py").write_text(shows)
+    (folder / "train.py").write_text(shows + "from . import nothing_there\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["job", "job.train", "job.missing", "missing"])
+def test_a_module_runs_as_with_plain_python(package, module):
+    expected = plain("-m", module, "--flag", cwd=package)
+
+    assert seen(watched("-m", module, "--flag", cwd=package)) == seen(expected)
+
+
+@pytest.mark.parametrize("target", [("show_globals.py",), ("-m", "show_globals")], ids=" ".join)
+def test_the_rank_that_the_deepspeed_launcher_puts_first_gets_to_the_script(target):
+    expected = plain(*target, "--local_rank=1", "--lr=2", cwd=SCRIPTS)
+
+    assert seen(watched("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS)) == seen(expected)
+
+
+def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
+    (tmp_path / "linked.py").symlink_to(SCRIPTS / "show_globals.py")
+
+    expected = plain("linked.py", cwd=tmp_path)
+
+    assert seen(watched("linked.py", cwd=tmp_path)) == seen(expected)
+
+
+def test_a_script_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
+    finished = watched("nofile.py", cwd=tmp_path)
+
+    path = tmp_path / "nofile.py"
+    line = f"zerowatch: cannot open script '{path}': No such file or directory\n"
+    assert seen(finished) == (2, "", line)
+
+
+def test_a_module_without_a_name_is_one_line_and_exit_code_2():
+    assert seen(watched("-m")) == (2, "", "zerowatch: -m needs the name of a module\n")
+
+
+def test_a_command_in_place_of_a_script_is_told_where_commands_belong(tmp_path):
+    finished = watched("run", "train.py", cwd=tmp_path)
+
+    assert finished.returncode == 2
+    assert finished.stderr.endswith("; the command is `zerowatch run`\n")
+
+
+def test_a_wrong_setting_is_one_line_before_the_script_begins(tmp_path):
+    finished = watched(SCRIPTS / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1")
+
+    line = "environment variable ZEROWATCH_SERVE_PROT is no setting; did you mean "
+    assert seen(finished) == (2, "", f"zerowatch: {line}'ZEROWATCH_SERVE_PORT'?\n")
+
+
+@pytest.fixture
+def waiting_for():
+    """Return a function that waits for an import, and the list of modules called back for."""
+    imported = []
+    finders = []
+
+    def wait(*names):
+        finder = PostImportFinder(dict.fromkeys(names, imported.append))
+        finders.append(finder)
+        finder.start()
+        return imported
+
+    yield wait
+    for finder in finders:
+        finder.close()
+
+
+@pytest.fixture
+def module_file(tmp_path, monkeypatch):
+    """A module `lately_written` on the path, not imported yet; its last line sets a value."""
+    file = tmp_path / "lately_written.py"
+    file.write_text("def double(x):\n    return 2 * x\n\n\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield file
+    sys.modules.pop("lately_written", None)
+
+
+def test_a_callback_comes_once_and_after_the_modules_last_line(waiting_for, module_file):
+    imported = waiting_for("lately_written")
+
+    module = importlib.import_module("lately_written")
+    importlib.import_module("lately_written")
+
+    assert imported == [module]
+    assert imported[0].whole
+
+
+def test_a_callback_comes_at_once_for_what_is_imported_already(waiting_for):
+    assert waiting_for("json.decoder") == [sys.modules["json.decoder"]]
+
+
+def test_a_finder_goes_away_after_its_last_callback(waiting_for, module_file):
+    before = list(sys.meta_path)
+    waiting_for("lately_written")
+    assert sys.meta_path != before
+
+    importlib.import_module("lately_written")
+
+    assert sys.meta_path == before
+
+
+def test_a_module_that_was_waited_for_has_its_usual_loader_and_source(waiting_for, module_file):
+    waiting_for("lately_written")
+
+    module = importlib.import_module("lately_written")
+
+    loader = module.__spec__.loader
+    assert type(loader) is SourceFileLoader and loader is module.__loader__
+    assert "exec_module" not in vars(loader)
+    assert inspect.getsource(module.double).startswith("def double")
+    assert loader.get_source("lately_written") == module_file.read_text()
+
+
+def test_asking_whether_a_module_exists_is_no_import(waiting_for, module_file):
+    imported = waiting_for("lately_written")
+
+    spec = importlib.util.find_spec("lately_written")
+
+    assert spec.origin == str(module_file)
+    assert imported == []
+
+
+def test_an_import_that_fails_is_waited_for_again(waiting_for, module_file):
+    imported = waiting_for("lately_written")
+    good = module_file.read_text()
+    module_file.write_text("raise ImportError('not yet')\n")
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("lately_written")
+    assert imported == []
+
+    module_file.write_text(good)
+    importlib.invalidate_caches()
+
+    assert imported == [importlib.import_module("lately_written")]
+
+
+def test_threads_that_import_at_the_same_time_get_one_callback(waiting_for, module_file):
+    module_file.write_text("import time\ntime.sleep(0.05)\n")
+    imported = waiting_for("lately_written")
+
+    with ThreadPoolExecutor(4) as threads:
+        modules = set(threads.map(importlib.import_module, ["lately_written"] * 4))
+
+    assert modules == set(imported)
+    assert len(imported) == 1
+
+
+def test_a_module_in_a_zip_file_is_waited_for_as_well(waiting_for, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
+        archive.writestr("zipped_one.py", "import zipped_two\n")
+        archive.writestr("zipped_two.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "lib.zip")
+    imported = waiting_for("zipped_one")
+
+    module = importlib.import_module("zipped_one")
+
+    assert imported == [module]
+    assert "exec_module" not in vars(module.__loader__)

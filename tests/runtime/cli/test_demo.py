@@ -1,0 +1,129 @@
+"""The demo: the text it learns, the model, and a short run of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from scripts.launching import ZEROWATCH, start
+
+from zerowatch.errors import CommandLineError
+from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteWindows, standard_library_text
+from zerowatch.runtime.cli.demo.launch import launch_demo
+from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
+from zerowatch.runtime.instrumentation.flops import flops_terms
+
+
+def test_the_text_is_this_pythons_source_and_the_same_each_time():
+    sources = Path(sysconfig.get_path("stdlib"))
+
+    text = standard_library_text()
+
+    assert bytes(text[:1000].tolist()) == (sources / "__future__.py").read_bytes()[:1000]
+    assert 2**20 < len(text) <= MAX_BYTES
+    assert torch.equal(text, standard_library_text())
+
+
+def test_the_text_is_of_sorted_files_without_tests_and_installed_packages(tmp_path):
+    for name in ("b.py", "a.py", "json/c.py", "test/d.py", "json/tests/e.py", "site-packages/f.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+
+    text = standard_library_text(tmp_path)
+
+    assert bytes(text.tolist()) == b"# a.py\n# b.py\n# json/c.py\n"
+
+
+def test_a_python_without_source_text_is_told_apart(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no Python source text in"):
+        standard_library_text(tmp_path)
+
+
+def test_each_label_is_the_byte_that_follows():
+    windows = NextByteWindows(torch.arange(10, dtype=torch.uint8), window=4)
+
+    batches = list(torch.utils.data.DataLoader(windows, batch_size=2))
+
+    assert len(batches) == 1
+    assert batches[0]["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batches[0]["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_the_model_is_of_the_promised_size_and_at_first_knows_nothing():
+    torch.manual_seed(0)
+    model = ByteGpt()
+    windows = NextByteWindows(standard_library_text(), model.config.max_position_embeddings)
+
+    loss = model(**{name: tensor[None] for name, tensor in windows[7].items()})
+
+    assert 2.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 3.5e6
+    assert loss.item() == pytest.approx(math.log(256))
+
+
+def test_the_model_learns_by_heart_but_cannot_see_ahead():
+    torch.manual_seed(0)
+    model = ByteGpt(GptConfig(hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    noise = NextByteWindows(torch.randint(256, (33,), dtype=torch.uint8), window=16)
+    batch = torch.utils.data.default_collate([noise[0], noise[1]])
+
+    losses = []
+    for _ in range(20):
+        losses.append(model(**batch))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    changed_end = {name: tensor.clone() for name, tensor in batch.items()}
+    changed_end["input_ids"][:, -1] ^= 1
+    assert losses[-1] < losses[0] / 2
+    assert torch.equal(
+        _losses_before_the_end(model, batch), _losses_before_the_end(model, changed_end)
+    )
+
+
+def _losses_before_the_end(model, batch):
+    """The loss of all positions but the last, whose labels are switched off."""
+    labels = batch["labels"].clone()
+    labels[:, -1] = -100
+    return model(batch["input_ids"], labels).detach()
+
+
+def test_the_flops_counter_understands_the_model():
+    model = ByteGpt()
+    multiplied = sum(p.numel() for p in model.parameters()) - (256 + 128) * 256
+
+    flops = flops_terms(model).per_token(128)
+
+    assert flops == 6 * multiplied + 12 * 4 * 256 * 128
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    with pytest.raises(CommandLineError, match=r"--nproc 2, but this machine has 1 GPU"):
+        launch_demo(steps=1, num_processes=2, stage=2)
+
+
+@pytest.mark.jobs
+def test_two_ranks_train_and_the_summary_tells_where_the_run_log_is(tmp_path):
+    without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+
+    finished = start(
+        *(ZEROWATCH, "demo", "--steps", "6", "--nproc", "2", "--stage", "1"),
+        cwd=tmp_path,
+        variables=without_gpu,
+    )
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout.count("/metrics\n") == 2
+    assert "Where the time of 6 steps went (rank 0 of 2)" in finished.stdout
+    (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
+    assert str(log.relative_to(tmp_path)) in finished.stdout
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5

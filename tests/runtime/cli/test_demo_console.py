@@ -1,0 +1,316 @@
+"""What the demo shows: figures that add up, lines for people and for files, advice."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from fakes.steps import collective, step
+
+from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
+from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
+from zerowatch.metrics.snapshot import Snapshot
+from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from zerowatch.runtime.cli.demo.console import DemoConsole
+from zerowatch.runtime.cli.demo.summary import advise, summarise
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """The three things of a watch that the console reads."""
+    targets = [{"targets": [f"127.0.0.1:946{rank}"], "labels": {}} for rank in (4, 5)]
+    (tmp_path / "targets.json").write_text(json.dumps(targets))
+    return watch_like(run_folder=tmp_path)
+
+
+def watch_like(run_folder, symptoms=None, state="observe", **verdicts):
+    causes = {("imbalance",): 0.4, ("bandwidth",): 0.2}
+    decisions = {(verdict,): float(number) for verdict, number in verdicts.items()}
+    found = {(symptom,): ratio for symptom, ratio in (symptoms or {}).items()}
+    values = {
+        COMM_CAUSE_SECONDS: causes,
+        TUNER_DECISIONS: decisions,
+        TUNER_SYMPTOM: found,
+        TUNER_STATE: {("warmup",): 0.0, (state,): 1.0},
+    }
+    seen = Snapshot(values=values, distributions={})
+    return SimpleNamespace(address="127.0.0.1:9464", run_folder=run_folder, snapshot=lambda: seen)
+
+
+def shown(watch, file, *records, steps=None):
+    """Everything a console writes for a run of these steps."""
+    console = DemoConsole(watch=watch, steps=steps or len(records), num_ranks=2, file=file)
+    for record in records:
+        console.on_step(record)
+    console.show_summary(stage=2)
+    return file.getvalue()
+
+
+def test_a_summary_adds_up():
+    records = [
+        step(1, seconds=1.0, loss=5.5, all_reduce=collective(calls=2, seconds=0.1), comm=0.1),
+        step(2, seconds=3.0, loss=4.5, all_reduce=collective(calls=3, seconds=0.2), comm=0.2),
+        step(3, seconds=1.0, loss=3.5, all_gather=collective(calls=1, seconds=None), peak=7e6),
+    ]
+
+    summary = summarise(records, num_ranks=2)
+
+    assert summary.training_seconds == pytest.approx(5.0)
+    assert sum(summary.phase_seconds.values()) == pytest.approx(5.0)
+    assert summary.comm_ratio == pytest.approx(0.3 / 5.0)
+    reduced = summary.collectives["all_reduce"]
+    assert (reduced.calls, reduced.payload_bytes, reduced.wire_bytes) == (5, 5000, 2500.0)
+    assert reduced.seconds == pytest.approx(0.3)
+    assert summary.collectives["all_gather"].seconds is None
+    assert summary.samples_per_second == pytest.approx(3 * 8 * 2 / 5.0)
+    assert (summary.first_loss, summary.last_loss) == (5.5, 4.0)  # of the last two
+    assert summary.peak_bytes == 7e6
+
+
+def test_evaluation_and_checkpoints_are_no_part_of_a_summary():
+    records = [step(1, seconds=2.0, phases={"forward": 1.0, "eval": 0.7, "checkpoint": 0.3})]
+
+    summary = summarise(records, num_ranks=1)
+
+    assert summary.training_seconds == pytest.approx(1.0)
+    assert summary.phase_seconds == {"forward": 1.0}
+
+
+def test_what_was_never_measured_stays_unknown():
+    records = [step(1, seconds=1.0, loss=None, samples=None, peak=None, comm=None, busy=None)]
+
+    summary = summarise(records, num_ranks=2)
+
+    assert summary.samples_per_second is None
+    assert (summary.first_loss, summary.last_loss, summary.peak_bytes) == (None, None, None)
+    assert (summary.comm_ratio, summary.utilization_ratio) == (None, None)
+
+
+def test_ranks_on_cpu_share_its_cores_while_a_gpu_is_a_ranks_own():
+    on_cpu = [step(1, seconds=1.0, busy=0.4, device="cpu")]
+    on_gpu = [step(1, seconds=1.0, busy=0.4, device="cuda:1")]
+
+    ratios = [summarise(run, num_ranks=2).utilization_ratio for run in (on_cpu, on_gpu)]
+
+    assert ratios == [0.8, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("stage", "remedy"),
+    [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],
+)
+def test_too_much_communication_is_named_with_a_remedy(stage, remedy):
+    too_much = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH + 0.01, busy=1.0, device="cuda:0")]
+    enough = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH, busy=1.0, device="cuda:0")]
+
+    first_lines = [advise(summarise(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
+
+    assert first_lines[0].startswith("Communication takes 21% of a step, over 20%.")
+    assert remedy in first_lines[0]
+    assert first_lines[1].startswith("Nothing stands out.")
+
+
+def test_an_idle_device_is_named_with_its_likely_cause():
+    idle = DEVICE_UTILIZATION_LOW - 0.1
+    waiting = step(1, phases={"data": 0.5, "forward": 0.5}, busy=idle, device="cuda:0")
+    small = step(1, phases={"data": 0.01, "forward": 0.99}, busy=idle, device="cuda:0")
+
+    lines = [advise(summarise([run], num_ranks=1), stage=2) for run in (waiting, small)]
+
+    assert lines[0][0] == (
+        "cuda:0 is 60% busy, under 70%. It waits for data: give the DataLoader more workers."
+    )
+    assert "Larger micro-batches" in lines[1][0]
+    assert lines[0][-1].startswith("Watch your own job: ")
+    assert lines[0][-1].endswith("zerowatch run your_script.py")
+
+
+def test_each_column_of_a_line_holds_its_figure(watch):
+    record = step(
+        1,
+        seconds=0.5,
+        phases={"data": 0.05, "forward": 0.1, "backward": 0.2, "optimizer": 0.1, "other": 0.05},
+        loss=5.5451,
+        comm=0.06,
+        peak=600 * 2**20,
+        busy=0.45,
+    )
+
+    lines = shown(watch, io.StringIO(), record).splitlines()
+
+    names = next(number for number, line in enumerate(lines) if line.startswith("step"))
+    figures = lines[names + 1].replace(" MiB", "MiB").split()
+    assert dict(zip(lines[names].split(), figures, strict=True)) == {
+        "step": "1/1",
+        "loss": "5.545",
+        "samples/s": "32.0",
+        "s/step": "0.500",
+        "data": "10%",
+        "fwd": "20%",
+        "bwd": "40%",
+        "opt": "20%",
+        "other": "10%",
+        "comm": "12%",
+        "memory": "600MiB",
+        "busy": "90%",
+    }
+    assert len(lines[names]) == len(lines[names + 1]) <= 80
+
+
+def test_a_file_gets_plain_lines_and_few_of_them(watch):
+    run = [step(number) for number in range(1, 101)]
+
+    text = shown(watch, io.StringIO(), *run)
+
+    kept = [line for line in text.splitlines() if "/100" in line]
+    assert [line.split("/")[0].strip() for line in kept] == ["1", *map(str, range(4, 101, 4))]
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+def test_colour_forced_on_a_file_still_makes_no_redrawn_lines(watch, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    text = shown(watch, io.StringIO(), *[step(number) for number in range(1, 101)])
+
+    assert "\r" not in text
+
+
+def test_a_terminal_sees_the_step_of_the_moment_in_colour(watch, monkeypatch):
+    monkeypatch.setattr("zerowatch.runtime.cli.demo.console.REDRAW_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    text = shown(watch, Terminal(), step(1), step(2), step(3), steps=100)
+
+    redrawn = [line for line in text.split("\r") if "2/100" in line]
+    assert len(redrawn) == 1
+    assert "\x1b[1;32m" in text
+
+
+def test_no_color_is_honoured_on_a_terminal(watch, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    text = shown(watch, Terminal(), step(1, comm=0.9))
+
+    assert "\x1b[32" not in text
+    assert "\x1b[33" not in text
+
+
+def test_the_addresses_of_all_ranks_and_the_run_log_are_told(watch):
+    text = shown(watch, io.StringIO(), step(1))
+
+    assert "curl 127.0.0.1:9464/metrics\n" in text
+    assert "curl 127.0.0.1:9465/metrics\n" in text
+    assert f"{watch.run_folder}/rank-0.jsonl" in text.replace("\n", "")
+
+
+def run_with_a_late_rank(watch, *, late_at, num_steps):
+    """The lines of a run, whose second rank tells where it serves after step `late_at`."""
+    targets = watch.run_folder / "targets.json"
+    everyone = targets.read_text()
+    targets.write_text(json.dumps(json.loads(everyone)[:1]))
+    file = io.StringIO()
+    console = DemoConsole(watch=watch, steps=num_steps, num_ranks=2, file=file)
+    for number in range(1, num_steps + 1):
+        console.on_step(step(number))
+        if number == late_at:
+            targets.write_text(everyone)
+    return [line.split()[:2] for line in file.getvalue().splitlines() if line]
+
+
+def test_lines_are_held_back_until_all_ranks_can_be_named(watch):
+    lines = run_with_a_late_rank(watch, late_at=2, num_steps=4)
+
+    assert [second for first, second in lines if first == "curl"] == [
+        "127.0.0.1:9464/metrics",
+        "127.0.0.1:9465/metrics",
+    ]
+    assert [first for first, _ in lines] == [
+        *("curl", "curl", "run", "step"),
+        *("1/4", "2/4", "3/4", "4/4"),
+    ]
+
+
+def test_a_rank_that_comes_very_late_is_named_between_the_lines(watch):
+    lines = run_with_a_late_rank(watch, late_at=11, num_steps=12)
+
+    firsts = [first for first, _ in lines]
+    assert firsts[:4] == ["curl", "run", "step", "1/12"]
+    assert firsts[-3:] == ["11/12", "curl", "12/12"]
+
+
+def test_without_a_run_log_the_own_address_is_told():
+    watch = watch_like(run_folder=None)
+
+    text = shown(watch, io.StringIO(), step(1))
+
+    assert "curl 127.0.0.1:9464/metrics\n" in text
+    assert "none written" in text
+
+
+def test_a_reader_who_left_does_not_disturb_training(watch):
+    shown(watch, ClosedPipe(), step(1), step(2))
+
+
+def test_a_run_without_a_step_says_so(watch):
+    assert "No step was recorded" in shown(watch, io.StringIO(), steps=5)
+
+
+def test_the_table_names_phases_and_collectives_with_their_totals(watch):
+    run = [step(n, comm=0.3, all_reduce=collective(calls=2, seconds=0.3)) for n in (1, 2)]
+
+    lines = [line.split() for line in shown(watch, io.StringIO(), *run).splitlines()]
+
+    assert ["forward", "1.0", "50%"] in lines
+    assert ["all", "2.0", "100%"] in lines
+    assert ["and", "training", "waited", "for", "it", "0.6", "30%"] in lines
+    assert ["imbalance:", "another", "rank", "was", "late", "0.4", "20%"] in lines
+    assert ["all_reduce", "4", "3.91", "KiB", "1.95", "KiB", "0.6"] in lines
+
+
+def test_the_table_tells_how_many_changes_the_tuner_kept(tmp_path):
+    tuned = watch_like(tmp_path, accepted=2, rolled_back=1, rejected=2)
+
+    assert "changes kept: 2 of 5" in shown(tuned, io.StringIO(), step(1))
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "why"),
+    [
+        ({}, "the run was too short for a look"),
+        ({"comm_latency": 0.0}, "nothing holds this run back"),
+        (
+            {"data_bound": 0.0, "comm_latency": 0.25},
+            "comm_latency at 25%, but no change was worth a trial in so few steps",
+        ),
+        (
+            {"memory_pressure": 0.7, "comm_latency": 0.25},
+            "memory_pressure at 70%, and nothing is tried while memory is short",
+        ),
+    ],
+)
+def test_the_table_tells_why_the_tuner_changed_nothing(tmp_path, symptoms, why):
+    tuned = watch_like(tmp_path, symptoms=symptoms)
+
+    assert f"changed nothing: {why}" in shown(tuned, io.StringIO(), step(1))
+
+
+def test_a_trial_that_was_not_finished_is_no_sign_that_nothing_was_tried(tmp_path):
+    tuned = watch_like(tmp_path, symptoms={"comm_latency": 0.25}, state="ab")
+
+    assert "a trial was under way when the run ended" in shown(tuned, io.StringIO(), step(1))

@@ -1,0 +1,252 @@
+"""The command `explain`, as a user sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from zerowatch.__main__ import main
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2, "reduce_scatter": True, "allgather_bucket_size": 2e8},
+}
+SIZE = ("--world", "8", "--params", "7B")
+
+
+@pytest.fixture
+def ds_json(tmp_path: Path) -> Path:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DS_CONFIG))
+    return file
+
+
+@pytest.fixture
+def explain(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zerowatch", "explain", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return run
+
+
+def rows(out: str, start: str) -> list[str]:
+    return [" ".join(line.split()) for line in out.splitlines() if line.startswith(start)]
+
+
+def test_every_stage_is_shown_and_the_configured_one_is_marked(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE)
+
+    assert [bool(rows(out, f"{stage} ")) for stage in range(4)] == [True] * 4
+    assert rows(out, "2 <- ")
+    assert not rows(out, "1 <- ")
+
+
+def test_the_total_stands_beside_the_least_and_their_ratio(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE)
+
+    totals = [line.split() for line in out.splitlines() if "total (approximate)" in line]
+    assert [line[-1] for line in totals][:3] == ["1.00", "1.50", "1.80"]
+
+
+def test_it_answers_why_reduce_scatter_is_an_all_reduce_and_which_keys_do_nothing(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE)
+
+    text = " ".join(out.split())
+    assert "all-reduce, although reduce_scatter is true" in text
+    assert "allgather_bucket_size is set and does nothing" in text
+
+
+def test_it_says_that_the_model_is_assumed(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE)
+
+    assert "a typical transformer of 7 B parameters" in out
+    assert "calls are approximate" in " ".join(out.split())
+
+
+def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE, "--backend", "gloo")
+
+    assert "\x1b" not in out
+    assert max(len(line) for line in out.splitlines()[1:]) < 100
+
+
+def test_one_stage_alone_can_be_asked_for(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE, "--stage", 3)
+
+    assert "Stage 3" in out
+    assert "Stage 2" not in out
+
+
+def test_json_holds_the_same_plans(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE, "--json")
+
+    written = json.loads(out)
+    assert written["parameters"] == 7_000_000_000
+    assert [plan["stage"] for plan in written["plans"]] == [0, 1, 2, 3]
+    assert written["plans"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
+    assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
+
+
+def test_a_models_own_shapes_make_the_plan_exact(explain, ds_json):
+    model = ("--model", "scripts.plan_cases:frozen")
+
+    code, out, err = explain(ds_json, "--world", 4, *model, "--stage", 2)
+
+    assert (code, err) == (0, "")
+    assert "frozen" in out.splitlines()[0]
+    assert "Calls and payload bytes are exact." in out
+
+
+def test_pipeline_parallelism_leaves_out_the_stages_that_deepspeed_refuses(explain, ds_json):
+    _, out, _ = explain(ds_json, *SIZE, "--pp", 2, "--tp", 2)
+
+    assert "2 data x 2 tensor x 2 pipeline" in out
+    assert "Stage 1" in out
+    assert "Stage 2" not in out
+
+
+def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
+    program = (
+        "import sys; from zerowatch.__main__ import commands;"
+        f"commands(['explain', {str(ds_json)!r}, '--world', '8', '--params', '7B'],"
+        " standalone_mode=False);"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+
+    assert finished.returncode == 0, finished.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--world", 8), "give either --params"),
+        (("--world", 8, "--params", "7B", "--model", "m:n"), "give either --params"),
+        (("--world", 0, "--params", "7B"), "--world is 0; give 1 or more"),
+        (("--world", 8, "--params", "7B", "--tp", 3), "does not divide"),
+        (("--world", 8, "--params", "lots"), "--params lots is no size"),
+        (("--world", 8, "--params", "-7B"), "--params -7B is no size"),
+        (("--world", 8, "--params", "nan"), "--params nan is no size"),
+        (("--world", 8, "--model", "no_colon"), "names no callable"),
+        (("--world", 8, "--model", "no.such.module:build"), "does not import"),
+        (("--world", 8, "--model", "scripts.plan_cases:nothing"), "does not import"),
+        (("--world", 8, "--model", "scripts.plan_cases:Block"), "without arguments"),
+        (("--world", 8, "--model", "scripts.plan_cases:Case.ds_config"), "does not import"),
+        (("--world", 8, "--model", "builtins:dict"), "returns a dict"),
+        (("--world", 8, "--params", "7B", "--pp", 2, "--stage", 3), "pipeline parallelism"),
+    ],
+)
+def test_a_command_that_cannot_be_carried_out_is_refused_in_one_line(
+    explain, ds_json, arguments, words
+):
+    refused_in_one_line(explain(ds_json, *arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "holds no JSON object"),
+        ('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage is 5"),
+        (json.dumps({**DS_CONFIG, "train_batch_size": 63}), "train_batch_size 63"),
+        (
+            json.dumps(
+                {
+                    "train_batch_size": "auto",
+                    "gradient_accumulation_steps": "auto",
+                    "bf16": {"enabled": "auto"},
+                    "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
+                }
+            ),
+            "give a value here for gradient_accumulation_steps, bf16.enabled, "
+            "zero_optimization.stage3_prefetch_bucket_size",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(
+    explain, tmp_path, content, words
+):
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+
+    refused_in_one_line(explain(file, *SIZE), f"{file}", words)
+
+
+def test_a_file_that_is_not_there_is_refused_in_one_line(explain, tmp_path):
+    refused_in_one_line(explain(tmp_path / "none.json", *SIZE), "cannot be read")
+
+
+def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(explain, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
+
+    code, out, err = explain(file, *SIZE)
+
+    assert (code, err.count("\n")) == (0, 1)
+    assert "'gradient_cliping' (did you mean 'gradient_clipping'?)" in err
+    assert "'zero_optimisation' (did you mean 'zero_optimization'?)" in err
+    assert "Stage 2, as configured" in out
+
+
+@pytest.mark.parametrize("key", ["my_project", "wandb", "data_parallel_size", "zerowatch"])
+def test_other_keys_are_passed_over_in_silence(explain, tmp_path, key):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, key: {}}))
+
+    _, _, err = explain(file, *SIZE)
+
+    assert err == ""
+
+
+def refused_in_one_line(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert [word for word in words if word not in err] == []
+
+
+def test_a_terminal_gets_a_table_with_rules(ds_json, monkeypatch):
+    from zerowatch.runtime.cli.explain.tables import Heading, print_plans
+    from zerowatch.runtime.estimator.shapes import Topology
+    from zerowatch.runtime.estimator.step import plan_step
+    from zerowatch.runtime.estimator.typical_model import typical_transformer
+
+    written: list[str] = []
+    terminal = Terminal(written)
+    model, ranks = typical_transformer(10**9), Topology(world_size=8)
+
+    print_plans([plan_step(model, DS_CONFIG, ranks)], Heading("ds.json", model, ranks, 2), terminal)
+
+    assert "\x1b[1m" in "".join(written)
+
+
+class Terminal:
+    encoding = "utf-8"
+
+    def __init__(self, written: list[str]) -> None:
+        self._written = written
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._written.append(text)
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        self._written += lines
+
+    def flush(self) -> None:
+        """Hold nothing back."""

@@ -1,0 +1,357 @@
+"""How long the compute stream is held by collectives on CUDA, exactly, on a device made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes.cuda_streams import FakeCuda
+from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, tap_over
+
+from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseClock
+
+
+class Rank:
+    """A rank that trains on one device: `cuda.current` is its compute stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = HandClock()
+        self.cuda = FakeCuda(self.host)
+        self.cuda.patch(monkeypatch)
+        self.places = [
+            *((self.cuda.Stream, name) for name in ("wait_stream", "synchronize")),
+            *((self.cuda.Event, name) for name in ("record", "wait", "synchronize")),
+            (torch.cuda, "synchronize"),
+        ]
+        self.before = self.standing()
+        self.tap = tap_over(monkeypatch, self.cuda.all_reduce, self.host, "nccl")
+        self.phases = PhaseClock(self.host)
+        self.tap.notes.connect(self.phases, None)
+        self.compute, self.side = self.cuda.current, self.cuda.new_stream()
+        self.batches = []
+
+    def standing(self) -> list[object]:
+        return [vars(owner).get(name, "absent") for owner, name in self.places]
+
+    def reduce(self, milliseconds: float, **options: object):
+        return dist.all_reduce(torch.tensor([milliseconds]), **options)
+
+    def begin(self, milliseconds: float, **options: object):
+        return self.reduce(milliseconds, async_op=True, **options)
+
+    def on_side(self):
+        return self.cuda.stream(self.side)
+
+    def end_step(self) -> None:
+        self.batches.append(self.tap.notes.take())
+
+    def steps(self) -> list[StepComm]:
+        """Close the last step, let all of it end, and add each up."""
+        self.end_step()
+        self.host.elapse(1000)
+        return add_up(self.batches, self.tap)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
+    made = Rank(monkeypatch)
+    yield made
+    made.tap.close()
+
+
+def synchronous_on_the_compute_stream(rank: Rank) -> None:
+    rank.compute.run(5)
+    rank.reduce(10)
+
+
+def waited_for_halfway(rank: Rank) -> None:
+    work = rank.begin(10)
+    rank.compute.run(4)
+    work.wait()
+
+
+def waited_for_when_done(rank: Rank) -> None:
+    work = rank.begin(10)
+    rank.compute.run(12)
+    work.wait()
+
+
+def waited_for_while_the_device_lags(rank: Rank) -> None:
+    rank.compute.run(100)
+    work = rank.begin(10)
+    rank.compute.run(4)
+    work.wait()
+
+
+def never_waited_for(rank: Rank) -> None:
+    rank.begin(10)
+    rank.compute.run(5)
+
+
+def two_waited_for_in_the_other_order(rank: Rank) -> None:
+    first, second = rank.begin(10), rank.begin(20)
+    rank.compute.run(4)
+    second.wait()
+    first.wait()
+
+
+def a_side_stream_that_nobody_joins(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.run(3)
+
+
+def a_side_stream_that_is_joined(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.run(4)
+    rank.compute.wait_stream(rank.side)
+    rank.compute.run(1)
+    rank.compute.wait_stream(rank.side)
+
+
+def a_handle_waited_for_on_a_side_stream(rank: Rank) -> None:
+    with rank.on_side():
+        rank.begin(10).wait()
+    rank.compute.run(4)
+    rank.compute.wait_stream(rank.side)
+
+
+def a_copy_behind_the_collective(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.side.run(30)  # of the 34 that compute waits, 10 are communication
+    rank.compute.wait_stream(rank.side)
+
+
+def an_event_before_another_collective(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+        done = rank.side.record_event()
+        rank.reduce(20)
+    rank.compute.run(4)
+    rank.compute.wait_event(done)
+    rank.compute.run(50)
+    rank.compute.wait_stream(rank.side)
+
+
+def an_event_recorded_before_any_collective(rank: Rank) -> None:
+    early = rank.side.record_event()
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.wait_event(early)
+    rank.compute.run(20)
+
+
+def an_event_that_marks_something_else_by_now(rank: Rank) -> None:
+    other = rank.cuda.new_stream()
+    with rank.on_side():
+        rank.reduce(10)
+        done = rank.side.record_event()
+    other.run(30)
+    done.record(other)
+    rank.compute.wait_event(done)
+
+
+def a_stream_that_joins_the_side_stream_for_us(rank: Rank) -> None:
+    between = rank.cuda.new_stream()
+    with rank.on_side():
+        rank.reduce(10)
+    between.wait_stream(rank.side)
+    rank.compute.run(4)
+    rank.compute.wait_stream(between)
+
+
+def the_host_waits_for_the_side_stream(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.run(4)
+    rank.side.synchronize()
+    rank.compute.run(5)
+
+
+def the_host_waits_for_an_event(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+        done = rank.side.record_event()
+    rank.compute.run(4)
+    done.synchronize()
+    rank.compute.run(5)
+
+
+def the_host_waits_for_the_device(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.run(4)
+    torch.cuda.synchronize()
+    rank.compute.run(5)
+
+
+def the_host_waits_while_compute_is_busy(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    rank.compute.run(40)
+    rank.side.synchronize()
+
+
+CASES = [
+    (synchronous_on_the_compute_stream, 10, 10),
+    (waited_for_halfway, 6, 10),
+    (waited_for_when_done, 0, 10),
+    (waited_for_while_the_device_lags, 6, 10),
+    (never_waited_for, 0, 10),
+    (two_waited_for_in_the_other_order, 26, 30),
+    (a_side_stream_that_nobody_joins, 0, 10),
+    (a_side_stream_that_is_joined, 6, 10),
+    (a_handle_waited_for_on_a_side_stream, 6, 10),
+    (a_copy_behind_the_collective, 10, 10),
+    (an_event_before_another_collective, 6, 30),
+    (an_event_recorded_before_any_collective, 0, 10),
+    (an_event_that_marks_something_else_by_now, 0, 10),
+    (a_stream_that_joins_the_side_stream_for_us, 6, 10),
+    (the_host_waits_for_the_side_stream, 6, 10),
+    (the_host_waits_for_an_event, 6, 10),
+    (the_host_waits_for_the_device, 6, 10),
+    (the_host_waits_while_compute_is_busy, 0, 10),
+]
+
+
+@pytest.mark.parametrize(("what", "exposed_ms", "comm_ms"), CASES)
+def test_exposed_is_what_held_the_compute_stream(
+    rank: Rank, what: Callable[[Rank], None], exposed_ms: float, comm_ms: float
+) -> None:
+    what(rank)
+
+    (step,) = rank.steps()
+    assert step.exposed_seconds == pytest.approx(exposed_ms / 1000, abs=1e-8)
+    assert step.seconds == pytest.approx(comm_ms / 1000, abs=1e-8)
+
+
+def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: Rank) -> None:
+    other = StandInGroup("world", "nccl")
+    with rank.on_side():
+        first = rank.begin(10)
+        rank.begin(12, group=other).wait()
+        first.wait()
+    rank.compute.run(2)
+    rank.compute.wait_stream(rank.side)
+
+    (step,) = rank.steps()
+
+    assert step.exposed_seconds == pytest.approx(0.010)
+
+
+def test_a_wait_in_the_next_step_belongs_to_the_step_of_the_call(rank: Rank) -> None:
+    work = rank.begin(10)
+    rank.end_step()
+    rank.compute.run(4)
+    work.wait()
+    rank.compute.run(1)
+
+    first, second = rank.steps()
+
+    assert first.exposed_seconds == pytest.approx(0.006)
+    assert second.exposed_seconds == 0.0
+
+
+def test_a_wait_that_the_device_has_not_reached_is_not_waited_for(rank: Rank) -> None:
+    work = rank.begin(10)
+    rank.end_step()
+    rank.compute.run(3000)
+    work.wait()
+
+    first, _ = rank.steps()
+
+    assert first.exposed_seconds == 0.0
+    assert first.seconds == pytest.approx(0.010)
+
+
+def test_a_wait_for_what_has_settled_marks_nothing(rank: Rank) -> None:
+    work = rank.begin(10)
+    rank.steps()
+    before = rank.cuda.num_records
+
+    work.wait()
+
+    assert rank.cuda.num_records == before
+
+
+def test_the_phase_of_the_join_is_blocked_and_not_that_of_the_call(rank: Rank) -> None:
+    rank.phases.enter(BACKWARD)
+    with rank.on_side():
+        rank.reduce(10)
+    rank.phases.leave()
+    rank.phases.enter(OPTIMIZER)
+    rank.compute.wait_stream(rank.side)
+    rank.phases.leave()
+
+    (step,) = rank.steps()
+
+    blocked = {PHASES[i]: ns / MS for i, ns in enumerate(step.blocked_ns) if ns}
+    assert blocked == {"optimizer": pytest.approx(10)}
+
+
+def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: Rank) -> None:
+    with rank.on_side():
+        rank.reduce(10)
+    before = rank.cuda.num_events
+    rank.cuda.capturing = True  # from here on the device refuses events
+    rank.side.synchronize()
+    after = rank.cuda.num_events
+    rank.cuda.capturing = False
+
+    (step,) = rank.steps()
+
+    assert after == before
+    assert rank.tap.notes.dropped_in_capture == 1
+    assert step.exposed_seconds == 0.0
+
+
+def test_events_are_used_again_once_read(rank: Rank) -> None:
+    waited_for_halfway(rank)
+    a_side_stream_that_is_joined(rank)
+    rank.steps()
+    needed = rank.cuda.num_events
+    rank.batches.clear()
+
+    for _ in range(3):
+        waited_for_halfway(rank)
+        rank.steps()
+        rank.batches.clear()
+
+    assert rank.cuda.num_events == needed
+
+
+def test_a_handle_that_is_dropped_is_forgotten(rank: Rank) -> None:
+    rank.begin(10)
+
+    assert rank.tap.notes._works == {}
+
+
+def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
+    during = rank.standing()
+    kept = rank.cuda.Stream.synchronize
+
+    with rank.on_side():
+        rank.reduce(10)
+    rank.tap.close()
+    records = rank.cuda.num_records
+    kept(rank.side)  # a wrapper that somebody holds on to is a pass-through
+
+    assert rank.standing() == rank.before
+    assert not [name for name, old in zip(during, rank.before, strict=True) if name is old]
+    assert rank.cuda.num_records == records
+    assert rank.side.busy_until <= rank.host.now_ns
+
+
+def test_a_build_without_cuda_keeps_its_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank.tap.close()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+
+    rank.tap.open()
+
+    assert rank.standing() == rank.before

@@ -1,0 +1,144 @@
+"""What a step's calls add up to, against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerowatch.metrics.catalog.labels import OPS, PHASES
+from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.comm_time import CommClock, CommTime, Union
+from zerowatch.runtime.collectives.totals import StepComm, Tally
+from zerowatch.runtime.collectives.wire_bytes import wire_factor
+
+MS = 1_000_000
+
+
+class FourRanks:
+    """A group as the tap knows it."""
+
+    def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
+        self.role, self.backend, self.size = role, backend, 4
+        self.busy_until_ns = -(2**63)
+
+    def wire_factor(self, op: int, payload_bytes: int) -> float:
+        return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
+
+
+def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None) -> Call:
+    made = Call(OPS.index(op), group or FourRanks(), size, None, PHASES.index("backward"))
+    made.start_ns, made.end_ns = start_ms * MS, end_ms * MS
+    made.issued_ns = made.end_ns
+    return made
+
+
+def comm(calls: list[Call]) -> CommTime:
+    return CommClock().measure(Batch(calls))
+
+
+def test_overlapping_intervals_count_once() -> None:
+    union = Union()
+
+    seconds = union.add([(10 * MS, 30 * MS), (0, 20 * MS), (40 * MS, 50 * MS), (41 * MS, 42 * MS)])
+
+    assert seconds == pytest.approx(0.040)
+
+
+def test_no_interval_is_no_time() -> None:
+    assert Union().add([]) == 0.0
+
+
+def test_intervals_may_lie_before_zero() -> None:
+    assert Union().add([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
+
+
+def test_an_instant_that_two_batches_cover_counts_once() -> None:
+    clock = CommClock()
+
+    first = clock.measure(Batch([call("all_reduce", 1, 0, 10)]))
+    second = clock.measure(Batch([call("all_gather", 1, 5, 12)]))
+
+    assert first.seconds == pytest.approx(0.010)
+    assert second.seconds == pytest.approx(0.002)
+    assert second.by_group == {"dp": pytest.approx(0.002)}
+
+
+def test_batches_that_stand_on_anchors_of_their_own_are_not_compared() -> None:
+    clock = CommClock()
+    anchor = object()  # an event; resolved times are relative to it
+
+    measured = [
+        clock.measure(Batch([call("all_reduce", 1, -30, 0)], anchor)).seconds for _ in range(10)
+    ]
+
+    assert sum(measured) == pytest.approx(0.300)
+
+
+def test_calls_are_summed_by_operation_group_and_phase() -> None:
+    dp, world = FourRanks(), FourRanks("world")
+
+    tally = Tally()
+
+    for calls in (
+        [call("all_reduce", 100, 0, 4, dp), call("all_reduce", 20, 2, 6, dp)],
+        [call("all_gather", 8, 10, 11, world)],
+    ):
+        tally.add(calls, comm(calls))
+
+    reduced, gathered = tally.sums
+    assert (reduced.op, reduced.group, reduced.phase) == ("all_reduce", "dp", "backward")
+    assert (reduced.calls, reduced.payload_bytes, reduced.wire_bytes) == (2, 120, 180.0)
+    assert reduced.seconds == pytest.approx([0.004, 0.004])
+    assert (gathered.op, gathered.group) == ("all_gather", "world")
+    assert (gathered.calls, gathered.payload_bytes, gathered.wire_bytes) == (1, 8, 6.0)
+    assert tally.comm_seconds == {"dp": pytest.approx(0.006), "world": pytest.approx(0.001)}
+
+
+def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
+    late = call("all_reduce", 100, 0, 0)
+    late.timed = False
+    step = StepComm()
+
+    step.add([late], comm([late]))
+
+    assert step.totals()["all_reduce"].calls == 1
+    assert step.totals()["all_reduce"].seconds is None
+    assert step.seconds == 0.0
+
+
+def test_a_step_adds_up_its_batches() -> None:
+    step = StepComm()
+
+    for calls in (
+        [call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)],
+        [call("all_reduce", 20, 6, 8)],
+    ):
+        step.add(calls, comm(calls))
+
+    assert step.totals()["all_reduce"].calls == 2
+    assert step.totals()["all_reduce"].payload_bytes == 120
+    assert step.totals()["all_reduce"].seconds == pytest.approx(0.006)
+    assert step.totals()["broadcast"].calls == 1
+    assert step.seconds == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "size", "factor"),
+    [
+        ("all_reduce", "nccl", 4, 1.5),
+        ("all_reduce", "gloo", 2, 1.0),
+        ("reduce_scatter", "nccl", 4, 0.75),
+        ("reduce_scatter", "gloo", 4, 1.5),
+        ("all_gather", "gloo", 8, 0.875),
+        ("all_to_all", "nccl", 2, 0.5),
+        ("gather", "gloo", 4, 0.1875),  # three of four parts move, and four ranks share them
+        ("broadcast", "gloo", 2, 0.5),
+        ("reduce", "gloo", 2, 0.75),
+        ("reduce", "nccl", 4, 0.75),
+        ("send", "gloo", 2, 1.0),
+        ("recv", "gloo", 2, 0.0),
+        ("all_reduce", "gloo", 1, 0.0),
+    ],
+)
+def test_wire_bytes_follow_the_backends_algorithm(op, backend, size, factor) -> None:
+    assert wire_factor(op, backend, size) == pytest.approx(factor)

@@ -1,0 +1,207 @@
+"""Every private name of DeepSpeed and torch that zerowatch leans on is still there.
+
+A name that is gone fails here, with what leans on it, before a user meets it. The rooms that change
+an engine list theirs themselves; what they only write, or what some engines have not, stands here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+
+from zerowatch.runtime.common import deepspeed_internals_compression as codec
+from zerowatch.runtime.common import deepspeed_internals_live_settings as relief
+from zerowatch.runtime.common import deepspeed_internals_oom_recovery as recovery
+from zerowatch.runtime.common import deepspeed_internals_rebuild as rebuild
+from zerowatch.runtime.common.deepspeed_internals import COORDINATOR, ENGINE, ZERO_1_AND_2, ZERO_3
+from zerowatch.runtime.trainer.checkpoint import engine_files as resume
+
+ROOMS = {
+    "engine/compression": codec.PRIVATE_NAMES,
+    "engine/rebuild": rebuild.PRIVATE_NAMES,
+    "trainer/oom_recovery": recovery.PRIVATE_NAMES,
+    "engine/live_settings": relief.PRIVATE_NAMES,
+    "trainer/checkpoint": resume.PRIVATE_NAMES,
+}
+
+TAP = "runtime/collectives/instrument.py"
+ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
+STEP = "runtime/instrumentation/step_closer.py and runtime/monitor/watch.py"
+STREAMS = "runtime/collectives/stream_hooks.py"
+PROFILE = "runtime/instrumentation/profiled_steps.py"
+PLAN = "runtime/estimator/engine_plan.py"
+OFFLOAD = "runtime/memory/offload/"
+RECOVERY = "runtime/trainer/oom_recovery/"
+
+C10D = "torch.distributed.distributed_c10d"
+
+LEANED_ON: tuple[tuple[str, str, str], ...] = (
+    (C10D, TAP, "_world GroupMember P2POp batch_isend_irecv"),
+    (f"{C10D}:_World", TAP, "pg_coalesce_state"),
+    (C10D, "runtime/common/process_info.py", "_get_default_store Store"),
+    (C10D, "runtime/common/rank_store.py", "_get_default_store PrefixStore Store"),
+    (
+        "torch.distributed:ProcessGroup",
+        "runtime/collectives/groups.py",
+        "_get_sequence_number_for_group _get_backend size",
+    ),
+    ("torch.distributed:Work", TAP, "get_future wait"),
+    ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
+    ("torch.cuda:Event", STREAMS, "record wait synchronize"),
+    ("torch.cuda", STREAMS, "synchronize"),
+    (
+        "torch.autograd.profiler:profile",
+        PROFILE,
+        "_prepare_trace __enter__ __exit__",
+    ),
+    ("torch._C._autograd", PROFILE, "_profiler_enabled DeviceType"),
+    (C10D, "runtime/cross_rank/store_log.py", "Store"),
+    (
+        f"{C10D}:Store",
+        "runtime/cross_rank/store_log.py",
+        "check get set delete_key clone set_timeout",
+    ),
+    (COORDINATOR, PLAN, "is_complete_trace"),
+    (ENGINE, PLAN, "seq_data_parallel_group optimizer_name basic_optimizer"),
+    ("torch.compiler", TAP, "is_compiling"),
+    (
+        "torch.utils.data.dataloader:_BaseDataLoaderIter",
+        "runtime/instrumentation/dataloader_hooks.py",
+        "__next__",
+    ),
+    ("runpy", "runtime/cli/attach.py", "_run_module_as_main"),
+    (
+        "deepspeed.comm.comm",
+        "runtime/monitor/watch.py and runtime/monitor/engine_info.py",
+        "cdb comms_logger",
+    ),
+    ("deepspeed.comm.torch:TorchBackend", TAP, "all_gather_function reduce_scatter_function"),
+    (
+        "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
+        "runtime/instrumentation/dataloader_hooks.py",
+        "__next__",
+    ),
+    (
+        "deepspeed.utils.groups",
+        "runtime/collectives/roles.py",
+        "_TENSOR_MODEL_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP "
+        "_EXPERT_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP "
+        "_ALL_TO_ALL_GROUP _WORLD_GROUP mpu mesh_device",
+    ),
+    (
+        ENGINE,
+        ENGINE_HOOKS,
+        "forward backward _backward_prologue _backward_epilogue step save_checkpoint "
+        "load_checkpoint save_16bit_model global_steps module",
+    ),
+    (
+        ENGINE,
+        STEP,
+        "skipped_steps get_global_grad_norm _get_optimizer_loss_scale fp16_enabled "
+        "zero_optimization_stage",
+    ),
+    (
+        "deepspeed.runtime.pipe.engine:PipelineEngine",
+        "runtime/instrumentation/engine_hooks.py and runtime/instrumentation/pipeline_hooks.py",
+        "train_batch eval_batch _INSTRUCTION_MAP micro_batches pipe_buffers is_first_stage "
+        "train_micro_batch_size_per_gpu",
+    ),
+    (
+        "deepspeed.runtime.pipe.schedule",
+        "runtime/instrumentation/pipeline_hooks.py",
+        "LoadMicroBatch RecvActivation ForwardPass SendActivation RecvGrad BackwardPass SendGrad "
+        "ReduceTiedGrads ReduceGrads OptimizerStep",
+    ),
+    (
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid",
+        "runtime/collectives/roles.py",
+        "get_pipe_parallel_group get_slice_parallel_group get_data_parallel_group "
+        "get_model_parallel_group",
+    ),
+    (
+        "deepspeed.runtime.sequence_parallel.parallel_state_sp",
+        "runtime/collectives/roles.py",
+        "get_sequence_parallel_group get_sequence_data_parallel_group",
+    ),
+    (
+        "deepspeed.profiling.flops_profiler:FlopsProfiler",
+        "runtime/instrumentation/flops_counter.py",
+        "start_profile stop_profile get_total_flops end_profile",
+    ),
+    (ENGINE, PLAN, "_config"),
+    (ENGINE, OFFLOAD, "offload_states reload_states"),
+    (ENGINE, RECOVERY, "zero_grad"),
+    (ZERO_1_AND_2, "runtime/memory/engine_tensors.py", "norm_for_param_grads"),
+    (ZERO_1_AND_2, "runtime/trainer/checkpoint/engine_files.py", "clip_grad"),
+    (
+        ZERO_1_AND_2,
+        RECOVERY,
+        "grads_in_partition reset_cpu_buffers _offload_accumulated_param_ids",
+    ),
+    (ZERO_3, OFFLOAD, "micro_step_id subgroup_to_device"),
+)
+
+CASES = [(place, user, name) for place, user, names in LEANED_ON for name in names.split()]
+CASES += [
+    (place, f"runtime/{room}/", name)
+    for room, table in ROOMS.items()
+    for place, names in table.items()
+    for name in names
+]
+
+
+def resolve(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def is_there(owner: Any, name: str) -> bool:
+    """Whether a module or class has the name, or its source sets it on `self`."""
+    if hasattr(owner, name):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    return any(
+        name in vars(kind).get("__annotations__", {})
+        or f".{name} = " in inspect.getsource(kind)
+        or f"self.{name}" in inspect.getsource(kind)
+        for kind in owner.__mro__
+        if kind.__module__.split(".")[0] in ("deepspeed", "torch")
+    )
+
+
+@pytest.mark.parametrize(("place", "user", "name"), CASES)
+def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
+    assert is_there(resolve(place), name), (
+        f"{place} has no {name!r} in this version; {user} leans on it. Find what replaced it, and "
+        "change that file and this table together."
+    )
+
+
+def test_deepspeeds_backend_takes_the_parameters_that_the_tap_reads() -> None:
+    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    backend = resolve("deepspeed.comm.torch:TorchBackend")
+
+    for name, (_, parameters) in operations.BACKEND_METHODS.items():
+        method = getattr(backend, name)
+        hidden = inspect.getclosurevars(method).nonlocals.get("func", method)
+
+        actual = tuple(inspect.signature(hidden).parameters)[1:]
+        assert actual == parameters, f"TorchBackend.{name} takes {actual}"
+
+
+def test_torchs_functions_take_parameters_that_the_tap_can_read() -> None:
+    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    c10d = resolve(C10D)
+
+    for name, operation in operations.OPERATIONS.items():
+        function = getattr(c10d, name, None)
+        if function is not None:
+            operations.reader_for(operation, list(inspect.signature(function).parameters))

@@ -1,0 +1,178 @@
+"""What is said of a DeepSpeed configuration that DeepSpeed refuses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from zerowatch.errors import SettingsError
+from zerowatch.runtime.common.ds_config import explain_config_error, read_zerowatch_block
+from zerowatch.runtime.common.ds_config_keys import warn_of_misspelt_keys
+
+# DeepSpeed leaves the file that it reads open.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+
+def explain(config):
+    """Let DeepSpeed read a configuration, and return what we say of its error."""
+    with pytest.raises(Exception) as caught:  # whatever DeepSpeed raises
+        DeepSpeedConfig(config)
+    line = explain_config_error(caught.value, config)
+    with warnings.catch_warnings():  # DeepSpeed leaves the file open in the frames of its error
+        warnings.simplefilter("ignore", ResourceWarning)
+        del caught
+        gc.collect()
+    return line
+
+
+@pytest.fixture
+def ds_json(tmp_path, monkeypatch):
+    """Return a function that writes ds.json in the working folder and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content):
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "ds.json").write_text(text)
+        return "ds.json"
+
+    return write
+
+
+def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    line = explain("ds.json")
+
+    assert line == f"ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    assert explain(str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory; give a JSON file"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"train_batch_size": 4 "fp16": {}}', "line 1, column 24: Expecting ',' delimiter"),
+        ('{\n  "fp16": {"enabled": True}\n}', "line 2, column 23: Expecting value"),
+        ('{\n  "train_batch_size": 4,\n', "line 3, column 1"),
+        ('{\n  # ours\n  "a" 4\n}', "line 3, column 7: Expecting ':' delimiter"),
+    ],
+)
+def test_what_is_no_json_is_located(ds_json, text, place):
+    line = explain(ds_json(text))
+
+    assert line.startswith(f"ds.json: not valid JSON at {place}")
+
+
+def test_text_that_is_no_object_is_refused_as_a_whole(ds_json):
+    assert explain(ds_json("hello")) == "ds.json: must hold one JSON object, { ... }"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"zero_optimization": {"stge": 1}},
+            "unknown key 'zero_optimization.stge'; did you mean 'stage'?",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "unknown key 'zero_optimization.offload_optimizer.devise'; did you mean 'device'?",
+        ),
+        (
+            {"fp16": {"zzz": 1}},
+            "unknown key 'fp16.zzz'; remove it, or look it up in DeepSpeed's manual",
+        ),
+        (
+            {"zero_optimization": {"stage": 7}},
+            "zero_optimization.stage: Input should be 0, 1, 2, 3 or 3, got 7",
+        ),
+        ({"fp16": 3}, "'fp16' must be an object, got 3"),
+        ({"train_batch_size": "auto"}, "'train_batch_size' must be an integer, got 'auto'"),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "bfloat16 and fp16 modes cannot be simultaneously enabled",
+        ),
+    ],
+)
+def test_a_key_is_named_with_its_block_and_the_way_out(ds_json, config, said):
+    line = explain(ds_json({"train_batch_size": 2, **config}))
+
+    assert line == f"ds.json: {said}"
+
+
+def test_a_key_that_stands_twice_is_named(ds_json):
+    line = explain(ds_json('{"train_batch_size": 4, "train_batch_size": 8}'))
+
+    assert line == "ds.json: Duplicate keys in DeepSpeed config: ['train_batch_size']"
+
+
+def test_the_file_of_a_dict_is_found_among_the_scripts_arguments(ds_json, monkeypatch):
+    content = {"train_batch_size": 2, "zero_optimization": {"stge": 1}}
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr=1", f"--deepspeed={ds_json(content)}"])
+
+    line = explain(content | {"steps_per_print": 10})  # as Hugging Face adds its own
+
+    assert line.startswith("ds.json: unknown key 'zero_optimization.stge'")
+
+
+def test_a_dict_of_no_file_goes_by_a_general_name():
+    assert explain({"fp16": 3, "train_batch_size": 2}).startswith("DeepSpeed configuration: 'fp16'")
+
+
+def test_the_file_that_hugging_face_could_not_read_is_named(ds_json):
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    with pytest.raises(ValueError) as caught:
+        HfDeepSpeedConfig(ds_json('{"fp16": {},}'))  # DeepSpeed itself would take the comma
+
+    line = explain_config_error(caught.value, None)
+    assert line.startswith("ds.json: not valid JSON at line 1, column 13")
+
+
+def test_an_error_that_is_not_about_the_configuration_is_left_alone():
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+
+    assert explain_config_error(caught.value, {"train_batch_size": 2}) is None
+    assert explain_config_error(caught.value, None) is None
+
+
+def test_the_zerowatch_block_is_read_from_a_file_with_comments(ds_json):
+    config = ds_json('{\n  # a comment\n  "zerowatch": {"run_id": "night"}\n}')
+
+    assert read_zerowatch_block(config) == {"run_id": "night"}
+
+
+@pytest.mark.parametrize("config", [None, {}, {"fp16": {}}, "no-such.json", 3])
+def test_a_configuration_without_a_readable_block_has_no_settings(config):
+    assert read_zerowatch_block(config) == {}
+
+
+def test_a_block_that_is_no_object_is_a_wrong_setting():
+    with pytest.raises(SettingsError, match="must be an object of settings, got 5"):
+        read_zerowatch_block({"zerowatch": 5})
+
+
+def test_a_misspelt_top_level_key_is_told_with_what_was_meant(ds_json, caplog):
+    path = ds_json({"train_batch_size": 1, "zero_optimisation": {"stage": 2}, "my_own": 1})
+
+    warn_of_misspelt_keys(path)
+
+    assert [entry.getMessage() for entry in caplog.records] == [
+        "ds.json: DeepSpeed does not know the key 'zero_optimisation' and ignores it; "
+        "did you mean 'zero_optimization'?"
+    ]
+
+
+def test_keys_that_deepspeed_knows_and_ours_are_passed_over(ds_json, caplog):
+    keys = ("zero_optimization", "bf16", "gradient_clipping", "flops_profiler", "zerowatch")
+
+    warn_of_misspelt_keys(ds_json({key: {} for key in keys}))
+
+    assert caplog.records == []

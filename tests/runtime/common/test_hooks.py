@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from zerowatch.runtime.common.fail_open import Hooks
+
+
+def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) -> None:
+    calls = []
+
+    def broken(value: int) -> int:
+        calls.append(value)
+        raise KeyError("gone")
+
+    hooks = Hooks()
+    guarded = hooks.guard("mine", broken)
+
+    results = [guarded(1), guarded(2)]
+
+    assert results == [None, None]
+    assert calls == [1]
+    assert hooks.failures == {"mine": 1}
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+
+
+def test_a_hook_that_works_returns_what_it_returns() -> None:
+    hooks = Hooks()
+
+    assert hooks.guard("mine", lambda value, more=0: value + more)(1, more=2) == 3
+    assert not hooks.failures
+
+
+def test_what_ends_a_process_is_not_held_back() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    try:
+        Hooks().guard("mine", leave)()
+    except SystemExit as leaving:
+        code = leaving.code
+
+    assert code == 3

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.runtime.common.phase_timer import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVAL,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    PhaseClock,
+)
+
+
+class HandTurned:
+    """A clock that goes on only when told."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+def test_the_constants_are_the_places_of_the_labels() -> None:
+    names = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
+
+    places = (DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER)
+
+    assert tuple(PHASES[place] for place in places) == names
+
+
+def test_the_innermost_phase_gets_the_time() -> None:
+    time = HandTurned()
+    clock = PhaseClock(time)
+
+    time.ns = 5  # before the first phase no time counts
+    clock.enter(FORWARD)
+    time.ns = 12
+    clock.enter(DATA)
+    time.ns = 15
+    clock.leave()
+    time.ns = 16
+    clock.leave()
+    time.ns = 20
+    totals = clock.take()
+
+    assert totals[FORWARD] == 7 + 1
+    assert totals[DATA] == 3
+    assert totals[OTHER] == 4
+    assert sum(totals) == 20 - 5
+
+
+def test_taking_begins_anew_within_the_phase_under_way() -> None:
+    time = HandTurned()
+    clock = PhaseClock(time)
+    clock.enter(BACKWARD)
+
+    time.ns = 10
+    first = clock.take()
+    time.ns = 14
+    second = clock.take()
+
+    assert (first[BACKWARD], second[BACKWARD]) == (10, 4)
+    assert clock.current == BACKWARD

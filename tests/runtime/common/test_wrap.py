@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+from zerowatch.runtime.common.patching import Wrap
+
+
+class Engine:
+    def step(self) -> str:
+        return "stepped"
+
+
+def doubled(original):
+    return lambda: original() * 2
+
+
+def test_a_wrapped_method_of_an_instance_leaves_no_trace() -> None:
+    engine = Engine()
+
+    wrap = Wrap(engine, "step", doubled)
+    during = engine.step()
+    wrap.restore()
+
+    assert during == "steppedstepped"
+    assert engine.step() == "stepped"
+    assert "step" not in vars(engine)
+
+
+def test_an_attribute_that_stood_there_is_the_very_same_again() -> None:
+    engine = Engine()
+    engine.step = own = lambda: "own"
+
+    Wrap(engine, "step", doubled).restore()
+
+    assert vars(engine)["step"] is own
+
+
+def test_a_class_gets_its_function_back() -> None:
+    original = vars(Engine)["step"]
+
+    wrap = Wrap(Engine, "step", lambda function: lambda self: function(self).upper())
+    during = Engine().step()
+    wrap.restore()
+
+    assert during == "STEPPED"
+    assert vars(Engine)["step"] is original
+
+
+def test_a_wrapper_over_ours_is_left_alone() -> None:
+    engine = Engine()
+    wrap = Wrap(engine, "step", doubled)
+    ours = engine.step
+    engine.step = theirs = lambda: ours() + "!"
+
+    wrap.restore()
+    wrap.restore()
+
+    assert vars(engine)["step"] is theirs
+
+
+def test_a_wrap_does_not_keep_its_owner_alive() -> None:
+    engine = Engine()
+    wrap = Wrap(engine, "step", doubled)
+    gone = weakref.ref(engine)
+
+    del engine
+    gc.collect()
+
+    assert gone() is None
+    wrap.restore()

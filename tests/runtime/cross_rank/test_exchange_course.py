@@ -1,0 +1,142 @@
+"""A rank's calls followed: none is lost while somebody looks, and the dropped are still counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from fakes.circles import FakeGroup
+
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.groups import RECENT_CALLS
+from zerowatch.runtime.cross_rank import call_sequence as courses
+from zerowatch.runtime.cross_rank.call_sequence import Course
+
+
+@pytest.fixture
+def group() -> FakeGroup:
+    return FakeGroup((0, 1))
+
+
+@pytest.fixture
+def course(group: FakeGroup) -> Course:
+    return Course(group.circle, from_now=False)
+
+
+def run(group: FakeGroup, num_calls: int) -> None:
+    for _ in range(num_calls):
+        group.run()
+
+
+def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_between(
+    group: FakeGroup, course: Course
+) -> None:
+    for _ in range(3):
+        run(group, RECENT_CALLS - 1)
+        course.follow()
+
+    section = course.take_section()
+
+    assert not course.lost
+    assert section.history is not None
+    assert (section.first_issued, len(section.signatures)) == (1, 3 * RECENT_CALLS - 3)
+    assert (section.first_timed, len(section.durations)) == (1, 3 * RECENT_CALLS - 3)
+
+
+def test_calls_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, course: Course) -> None:
+    run(group, RECENT_CALLS + 1)
+
+    course.follow()
+
+    assert course.lost
+
+
+def test_messages_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, course: Course) -> None:
+    group.run("send")
+    course.follow()
+    for _ in range(RECENT_CALLS + 1):
+        group.run("send")
+
+    course.follow()
+
+    assert course.lost
+
+
+def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended(
+    group: FakeGroup, course: Course
+) -> None:
+    stuck = group.issue()
+    for _ in range(2):
+        run(group, RECENT_CALLS - 1)
+        course.follow()
+    before = list(course.alone)
+    told = course.take_section()
+    group.settle(stuck, 5)
+    course.follow()
+
+    assert course.lost
+    assert before == []
+    assert course.alone == [stuck]
+    assert (told.first_timed, len(told.durations)) == (2, 2 * RECENT_CALLS - 2)
+
+
+def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
+    group: FakeGroup, course: Course
+) -> None:
+    message = group.issue("send")
+    group.run()
+    told = course.take_section()
+    group.settle(message, 5)
+    course.follow()
+
+    assert len(told.durations) == 1
+    assert course.alone == [message]
+    assert not course.lost
+
+
+def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
+    group: FakeGroup, course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(courses, "MOST_VALUES", 10)
+    run(group, 12)
+
+    course.follow()
+
+    assert course.lost
+    assert [call.sequence for call in course.alone] == [1, 2]
+
+
+def test_messages_that_never_settle_do_not_pile_up(group: FakeGroup, course: Course) -> None:
+    for _ in range(3):
+        for _ in range(RECENT_CALLS // 2):
+            group.issue("send")
+        course.follow()
+
+    assert course.lost
+    assert len(course._unsettled) == RECENT_CALLS
+
+
+def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
+    group: FakeGroup, course: Course
+) -> None:
+    class BusyRecord(deque[Call]):
+        def __reversed__(self) -> Iterator[Call]:
+            calls = super().__reversed__()
+            yield next(calls)
+            if len(self) == 3:
+                group.run()
+            yield from calls
+
+        def copy(self) -> deque[Call]:
+            return deque(self)
+
+    group.circle.recent = BusyRecord(maxlen=RECENT_CALLS)
+    run(group, 3)
+
+    first = course.take_section()
+    second = course.take_section()
+
+    assert len(first.durations) + len(second.durations) == 4
+    assert second.first_timed == 1 + len(first.durations)
+    assert not course.lost

@@ -1,0 +1,135 @@
+"""Who left the common sequence of collectives, told from what the members issued."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zerowatch.runtime.cross_rank.call_report import NO_SECONDS, History, Section
+from zerowatch.runtime.cross_rank.divergence import (
+    LONGEST_CONTEXT,
+    Divergence,
+    familiarity,
+    who_diverged,
+)
+from zerowatch.runtime.cross_rank.report_merger import Meeting
+
+# A step as ZeRO issues it: alike calls in a row, and some that stand alone.
+STEP = [1, 1, 2, 1, 3, 4, 4, 5]
+STEPS_BEFORE = 4
+NAMES = {number: f"call {number}" for number in range(10)}
+
+
+def meet(*rows: list[int]) -> Divergence | None:
+    """Put what each member issued together, after some steps on which they agreed."""
+    meeting = Meeting({rank: (rank,) for rank in range(len(rows))})
+    for rank, row in enumerate(rows):
+        section = Section(
+            first_timed=1,
+            durations=NO_SECONDS,
+            first_issued=1,
+            signatures=np.array(STEP * STEPS_BEFORE + row, np.uint32),
+            history=History(since=1, crc=0),
+        )
+        meeting.add(rank, section, NAMES)
+    meeting.take()
+    return meeting.divergence
+
+
+def skipping(at: int) -> list[int]:
+    row = STEP * 2
+    return row[:at] + row[at + 1 :]
+
+
+def inserting(at: int, call: int) -> list[int]:
+    return [*STEP[:at], call, *STEP[at:], *STEP]
+
+
+def swapping(at: int) -> list[int]:
+    row = STEP * 2
+    row[at], row[at + 1] = row[at + 1], row[at]
+    return row
+
+
+def first_difference(row: list[int]) -> int:
+    pairs = zip(row, STEP * 2, strict=False)
+    return next(at for at, (one, other) in enumerate(pairs) if one != other)
+
+
+WRONG_ROWS = [
+    *((f"skips call {at}", skipping(at)) for at in range(len(STEP))),
+    *((f"inserts before {at}", inserting(at, 9)) for at in range(len(STEP))),
+    *((f"repeats {at}", inserting(at, STEP[at])) for at in range(len(STEP))),
+    *((f"swaps {at}", swapping(at)) for at in range(len(STEP)) if STEP[at] != (STEP * 2)[at + 1]),
+]
+
+
+@pytest.mark.parametrize("num_right", [1, 2])
+@pytest.mark.parametrize(
+    "wrong", [row for _, row in WRONG_ROWS], ids=[name for name, _ in WRONG_ROWS]
+)
+def test_the_member_that_left_the_sequence_is_named(wrong: list[int], num_right: int) -> None:
+    divergence = meet(wrong, *[STEP * 2] * num_right)
+
+    assert divergence is not None
+    assert divergence.named == (0,)
+    assert divergence.sequence == STEPS_BEFORE * len(STEP) + first_difference(wrong) + 1
+
+
+def test_members_that_agree_do_not_diverge() -> None:
+    assert meet(STEP, STEP, STEP) is None
+
+
+def test_a_member_that_is_ahead_does_not_diverge() -> None:
+    assert meet(STEP, STEP + STEP[:3]) is None
+
+
+def test_of_two_that_do_what_neither_did_before_both_are_named() -> None:
+    divergence = meet([*STEP, 8], [*STEP, 9])
+
+    assert divergence is not None and divergence.named == (0, 1)
+
+
+def test_the_majority_is_right_even_against_habit() -> None:
+    assert who_diverged({0: 1, 1: 7, 2: 7}, STEP * 3) == (0,)
+
+
+def test_without_any_history_two_members_cannot_be_told_apart() -> None:
+    assert who_diverged({0: 1, 1: 2}, []) == (0, 1)
+
+
+def test_the_longest_run_that_was_seen_before_tells_how_familiar_a_call_is() -> None:
+    before = [1, 2, 3, 9, 2, 3, 1, 2]
+
+    assert familiarity(before, 3) == 3  # 1, 2, 3; after 9 only 2, 3
+    assert familiarity(before, 9) == 1
+    assert familiarity(before, 7) == 0
+    assert familiarity([5] * 200, 5) == LONGEST_CONTEXT + 1
+
+
+def test_three_that_all_differ_are_judged_by_habit() -> None:
+    assert who_diverged({0: 8, 1: 1, 2: 9}, STEP * 3) == (0, 2)
+
+
+def test_one_that_left_is_named_with_what_the_others_did() -> None:
+    told = Divergence(sequence=7, issued={0: "a", 1: "b", 2: "a"}, named=(1,)).sentence("dp")
+
+    assert told == (
+        "rank 1 left the common sequence of collectives at call 7 of group dp: issued b, where the "
+        "others issued a"
+    )
+
+
+def test_where_nobody_can_be_named_it_says_what_each_did() -> None:
+    told = Divergence(sequence=7, issued={0: "a", 3: "b"}, named=(0, 3)).sentence("tp")
+
+    assert told == (
+        "the ranks issue different collectives from call 7 of group tp on: rank 0 a; rank 3 b"
+    )
+
+
+def test_several_that_left_are_named_together() -> None:
+    told = Divergence(sequence=1, issued={0: "a", 1: "b", 2: "c", 3: "a", 4: "a"}, named=(1, 2))
+
+    assert told.sentence("dp").startswith("ranks 1, 2 left")
+    assert "issued b or c, where the others issued a" in told.sentence("dp")

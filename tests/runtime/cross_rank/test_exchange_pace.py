@@ -1,0 +1,117 @@
+"""A rank's pace over its last steps: medians, without blocking, eval, checkpoints and warm-up."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.circles import FakeGroup
+
+from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
+from zerowatch.runtime.cross_rank.step_times import (
+    LEAST_STEPS,
+    MOST_STEPS,
+    WARM_UP_STEPS,
+    PaceKeeper,
+    most_alike,
+)
+
+MS = 1_000_000
+
+
+def by_phase(**milliseconds: float) -> list[int]:
+    return [round(milliseconds.get(phase, 0) * MS) for phase in PHASES]
+
+
+@pytest.fixture
+def keeper() -> PaceKeeper:
+    made = PaceKeeper()
+    for _ in range(WARM_UP_STEPS):
+        made.add(by_phase(forward=9000), by_phase())
+    return made
+
+
+def test_the_first_steps_are_passed_over(keeper: PaceKeeper) -> None:
+    assert keeper.take() is None
+
+
+def test_a_pace_is_the_median_of_the_steps(keeper: PaceKeeper) -> None:
+    for forward in (10, 12, 500) * 3:
+        keeper.add(by_phase(forward=forward, other=1), by_phase())
+
+    pace = keeper.take()
+
+    assert pace is not None
+    assert pace.steps == 9
+    assert pace.step_seconds == pytest.approx(0.013)
+    assert dict(zip(COMPARED_PHASES, pace.busy, strict=True))["forward"] == pytest.approx(0.012)
+    assert pace.deviation[COMPARED_PHASES.index("forward")] == pytest.approx(0.002)
+
+
+def test_time_blocked_by_collectives_is_not_busy(keeper: PaceKeeper) -> None:
+    for _ in range(LEAST_STEPS):
+        keeper.add(by_phase(backward=10, optimizer=2), by_phase(backward=7, optimizer=3))
+
+    pace = keeper.take()
+
+    assert pace is not None
+    assert pace.busy == pytest.approx((0.0, 0.0, 0.003, 0.0))
+    assert pace.step_seconds == pytest.approx(0.012)
+
+
+def test_evaluation_and_checkpoints_are_no_part_of_a_step(keeper: PaceKeeper) -> None:
+    for _ in range(LEAST_STEPS):
+        keeper.add(by_phase(forward=5, eval=1000, checkpoint=500), by_phase())
+
+    pace = keeper.take()
+
+    assert pace is not None and pace.step_seconds == pytest.approx(0.005)
+
+
+def test_steps_are_told_once(keeper: PaceKeeper) -> None:
+    for _ in range(LEAST_STEPS):
+        keeper.add(by_phase(forward=5), by_phase())
+    keeper.take()
+
+    assert keeper.take() is None
+
+
+def test_long_steps_are_kept_until_they_are_enough_for_a_median(keeper: PaceKeeper) -> None:
+    told = []
+    for number in range(2 * LEAST_STEPS):
+        keeper.add(by_phase(forward=number), by_phase())
+        told.append(keeper.take())
+
+    assert [place for place, pace in enumerate(told) if pace] == [7, 15]
+    assert told[15] is not None and told[15].steps == LEAST_STEPS
+    assert told[15].step_seconds == pytest.approx(0.0115)
+
+
+def test_of_very_many_steps_the_last_are_kept(keeper: PaceKeeper) -> None:
+    for milliseconds in range(2 * MOST_STEPS):
+        keeper.add(by_phase(forward=milliseconds), by_phase())
+
+    pace = keeper.take()
+
+    assert pace is not None
+    assert pace.steps == MOST_STEPS
+    assert pace.step_seconds == pytest.approx((1.5 * MOST_STEPS - 0.5) / 1000)
+
+
+@pytest.mark.parametrize(
+    ("roles", "compared"),
+    [
+        (("dp", "world"), "dp"),
+        (("world", "tp"), "world"),
+        (("world", "pp", "tp"), "tp"),
+        (("world", "pp", "dp"), "dp"),
+        (("world", "pp"), None),
+        (("other",), None),
+    ],
+)
+def test_the_stages_of_a_pipeline_are_not_compared_in_pace(
+    roles: tuple[str, ...], compared: str | None
+) -> None:
+    circles = [FakeGroup((0, 1), role=role).circle for role in roles]
+
+    found = most_alike(circles)
+
+    assert (found and found.role) == compared

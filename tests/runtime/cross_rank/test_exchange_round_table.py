@@ -1,0 +1,267 @@
+"""Two hundred ranks in blocks of 64 over one store, simulated: what each of them gets to know."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from fakes.clock import FakeClock
+from fakes.connections import connected
+from torch.distributed import HashStore
+
+from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.cross_rank.call_report import History, Pace, Report, Section
+from zerowatch.runtime.cross_rank.compare_result import Verdict
+from zerowatch.runtime.cross_rank.coordinator import BLOCK_SIZE, PACES_TO_MISS, Convener, blocks_of
+from zerowatch.runtime.cross_rank.store_channel import Correspondence
+
+NUM_RANKS, CALLS = 200, 30
+PATIENCE = 20.0
+NAMES = {number: f"call {number}" for number in range(CALLS + 1)}
+
+
+class Ranks:
+    """Many ranks in one process, each with its own side of the store."""
+
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        self.clock = FakeClock()
+        self.store = HashStore()
+        self.circle = Circle(tuple(range(num_ranks)))
+        self.circle.roles = ["dp"]
+        self.failures: list[int] = []
+        self.letters = [self.open(rank) for rank in range(num_ranks)]
+        self.durations = np.random.default_rng(0).random((num_ranks, CALLS)).astype(np.float32)
+
+    def open(self, rank: int) -> Correspondence:
+        return Correspondence(
+            connected(self.store, self.clock),
+            rank=rank,
+            host="host",
+            patience_seconds=PATIENCE,
+            stuck_seconds=15.0,
+            on_failure=lambda: self.failures.append(rank),
+            now=self.clock,
+        )
+
+    def report(self, rank: int, *, skipping: int | None = None, forward: float = 0.1) -> None:
+        signatures = [number for number in range(1, CALLS + 1) if number != skipping]
+        section = Section(
+            first_timed=1,
+            durations=self.durations[rank],
+            first_issued=1,
+            signatures=np.array(signatures, np.uint32),
+            history=History(since=1, crc=0),
+        )
+        pace = Pace(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
+        report = Report(sections={self.circle.key: section}, names=NAMES, paces={rank: pace})
+        self.letters[rank].report(report)
+
+    def read(self, *silent: int) -> dict[int, list[Verdict]]:
+        """Let all but some look, often enough for news to reach everybody."""
+        heard: dict[int, list[Verdict]] = {rank: [] for rank in range(len(self.letters))}
+        for _ in range(3):
+            for rank, letters in enumerate(self.letters):
+                if rank not in silent:
+                    verdicts = letters.read([self.circle], self.circle)
+                    heard[rank] += [verdict for _, verdict in verdicts]
+        return heard
+
+
+def durations_in(verdicts: list[Verdict]) -> list[float]:
+    return [seconds for verdict in verdicts for seconds in verdict.least.tolist()]
+
+
+def test_members_are_put_together_in_blocks_only_where_they_are_many() -> None:
+    assert list(blocks_of(range(200))) == [0, 64, 128, 192]
+    assert [len(block) for block in blocks_of(range(200)).values()] == [64, 64, 64, 8]
+    assert list(blocks_of((3, 5))) == [3, 5]
+    assert len(blocks_of(range(BLOCK_SIZE))) == BLOCK_SIZE
+
+
+def test_all_of_two_hundred_ranks_learn_the_least_durations() -> None:
+    ranks = Ranks()
+    for rank in range(NUM_RANKS):
+        ranks.report(rank)
+
+    heard = ranks.read()
+
+    expected = ranks.durations.min(axis=0).tolist()
+    assert all(durations_in(verdicts) == expected for verdicts in heard.values())
+    assert ranks.failures == []
+
+
+def test_one_rank_astray_among_two_hundred_is_named_to_all() -> None:
+    ranks = Ranks()
+    for rank in range(NUM_RANKS):
+        ranks.report(rank, skipping=1 if rank == 77 else None)
+
+    heard = ranks.read()
+
+    named = {
+        rank: [verdict.divergence.named for verdict in verdicts if verdict.divergence]
+        for rank, verdicts in heard.items()
+    }
+    assert named == {rank: [(77,)] for rank in range(NUM_RANKS)}
+
+
+def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange() -> None:
+    ranks = Ranks()
+    named = []
+    for _ in range(2):
+        for rank in range(NUM_RANKS):
+            ranks.report(rank, forward=0.15 if rank == 130 else 0.1)
+        heard = ranks.read()
+        named.append({one.rank for verdict in heard[5] for one in verdict.stragglers})
+
+    assert named == [set(), {130}]
+
+
+def test_a_silent_rank_is_left_out_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks()
+    waiting, without = [], []
+    for heard in (waiting, waiting, waiting, without, without):
+        for rank in range(NUM_RANKS):
+            if rank != 70:
+                ranks.report(rank)
+        with caplog.at_level(logging.WARNING):
+            heard += ranks.read(70)[199]
+        ranks.clock.seconds += PATIENCE * 0.4
+
+    others = np.delete(ranks.durations, 70, axis=0).min(axis=0).tolist()
+    assert durations_in(waiting) == []
+    assert durations_in(without) == others
+    assert ranks.failures == [64]
+    assert [record.args[0] for record in caplog.records if record.args] == [70]
+
+
+def test_a_rank_that_was_silent_takes_part_again() -> None:
+    ranks = Ranks(3)
+    for rank in (0, 1):
+        ranks.report(rank)
+    ranks.read(2)
+    ranks.clock.seconds += PATIENCE + 1
+    ranks.read(2)
+    ranks.report(2)
+    ranks.read()
+
+    again = Section(
+        first_timed=CALLS + 1,
+        durations=np.array([0.5], np.float32),
+        first_issued=CALLS + 1,
+        signatures=np.array([1], np.uint32),
+        history=None,
+    )
+    for rank, letters in enumerate(ranks.letters):
+        section = (
+            again
+            if rank
+            else Section(
+                first_timed=again.first_timed,
+                durations=np.array([0.75], np.float32),
+                first_issued=again.first_issued,
+                signatures=again.signatures,
+                history=None,
+            )
+        )
+        letters.report(Report(sections={ranks.circle.key: section}))
+    heard = ranks.read()
+
+    assert durations_in(heard[2]) == [0.5]
+
+
+def test_nobody_is_taken_for_silent_while_there_is_nothing_to_tell() -> None:
+    ranks = Ranks()
+    for _ in range(20):
+        ranks.clock.seconds += PATIENCE / 4
+        for letters in ranks.letters:
+            letters.report(Report(sections={}))
+        ranks.read()
+
+    assert ranks.failures == []
+    assert max(letters.silence() for letters in ranks.letters) < PATIENCE
+
+
+def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
+    ranks = Ranks()
+    silent = range(64, 128)
+    for _ in range(8):
+        for rank in range(NUM_RANKS):
+            if rank not in silent:
+                ranks.report(rank)
+        heard = ranks.read(*silent)
+        ranks.clock.seconds += PATIENCE / 4
+
+    assert ranks.failures == [0]
+    assert any(verdict.reference for verdict in heard[199])
+
+
+def test_what_nobody_can_read_is_counted_and_passed_over() -> None:
+    ranks = Ranks(2)
+    ranks.store.set("report/1/0", b"rubbish")
+    ranks.letters[1]._outbox._next = 1
+    ranks.store.set(f"verdict/{ranks.circle.key}/0", b"rubbish")
+    ranks.letters[0].read([ranks.circle], None)
+    ranks.letters[0]._table._circles[0][2]._next = 1
+    for rank in (0, 1):
+        ranks.report(rank)
+
+    heard = ranks.read()
+
+    assert ranks.failures == [0, 1]
+    assert durations_in(heard[0]) == ranks.durations.min(axis=0).tolist()
+
+
+def test_durations_of_one_rank_alone_are_no_comparison() -> None:
+    ranks = Ranks(2)
+    ranks.read(1)
+    ranks.clock.seconds += PATIENCE + 1
+    ranks.report(0)
+
+    heard = ranks.read(1)
+
+    assert len(durations_in(heard[0])) == CALLS
+    assert np.isnan(durations_in(heard[0])).all()
+
+
+def pace(forward: float = 0.1) -> Pace:
+    return Pace(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
+
+
+def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
+    circle = Circle((0, 1, 2))
+    convener = Convener(circle, blocks_of(circle.members))
+    verdicts = []
+    for rank in circle.members:
+        section = Section(
+            first_timed=1,
+            durations=np.empty(0, np.float32),
+            first_issued=1,
+            signatures=np.empty(0, np.uint32),
+            history=None,
+        )
+        convener.add(rank, Report(sections={circle.key: section}, paces={rank: pace()}))
+        verdicts.append(convener.take_verdict(compares_pace=True))
+
+    assert verdicts[:2] == [None, None]
+    assert verdicts[2] is not None and verdicts[2].reference is not None
+
+
+def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared() -> None:
+    circle = Circle((0, 1, 2))
+    convener = Convener(circle, blocks_of(circle.members))
+    compared = []
+    for _ in range(PACES_TO_MISS + 3):
+        for rank in circle.members:
+            paces = {} if rank == 2 else {rank: pace()}
+            section = Section(
+                first_timed=1,
+                durations=np.empty(0, np.float32),
+                first_issued=1,
+                signatures=np.empty(0, np.uint32),
+                history=None,
+            )
+            convener.add(rank, Report(sections={circle.key: section}, paces=paces))
+        compared.append(convener.take_verdict(compares_pace=True) is not None)
+
+    assert compared == [False] * PACES_TO_MISS + [True] * 3

@@ -1,0 +1,123 @@
+"""A hang found by a rank's watch: counted, told, reported, logged, and aborted if asked for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.hangs import AT, Rank
+
+from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.common.phase_timer import FORWARD
+
+
+def test_a_hang_is_counted_told_written_and_logged_once(tmp_path: Path, caplog: Any) -> None:
+    rank = Rank(tmp_path)
+
+    rank.pass_seconds(29)
+    early = rank.hangs, rank.told[:]
+    rank.pass_seconds(60)
+
+    assert early == (0, [])
+    assert (rank.hangs, rank.told, rank.exits) == (1, [True], [])
+    (report,) = tmp_path.iterdir()
+    (line,) = caplog.records
+    said = f"rank 1 has not arrived at {AT}; it has given no sign of life for at least 33 s"
+    assert line.levelno == logging.ERROR
+    assert line.getMessage() == f"training hangs: {said} (report: {report})"
+    assert report.read_text().splitlines()[0] == said
+
+
+def test_a_watch_that_is_switched_off_finds_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, enabled=False)
+
+    rank.pass_seconds(100)
+
+    assert communication.HANGS not in rank.recorder.snapshot().values
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_that_can_be_written_the_verdict_is_logged(
+    tmp_path: Path, caplog: Any
+) -> None:
+    (tmp_path / "file").touch()
+    rank = Rank(tmp_path / "file" / "run")
+
+    rank.pass_seconds(30)
+
+    (line,) = caplog.messages
+    assert f"rank 1 has not arrived at {AT}" in line
+    assert "no report, as it cannot be written" in line
+    assert rank.hangs == 1
+
+
+def test_a_told_rank_writes_a_report_and_neither_counts_it_nor_tells_others(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, abort=True)
+    rank.pass_seconds(3)
+
+    rank.others_hang = True
+    rank.pass_seconds(20)
+
+    assert (rank.hangs, rank.told, rank.exits) == (0, [], [])
+    (report,) = tmp_path.iterdir()
+    assert "this rank was told so by another one" in report.read_text()
+
+
+def test_a_told_rank_that_passes_its_own_limit_counts_that_and_writes_no_second_report(
+    tmp_path: Path,
+) -> None:
+    rank = Rank(tmp_path)
+    rank.pass_seconds(28)
+
+    rank.others_hang = True
+    rank.pass_seconds(40)
+
+    assert (rank.hangs, rank.told) == (1, [])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, abort=True)
+
+    rank.pass_seconds(59)
+    early = rank.exits[:]
+    rank.pass_seconds(1)
+
+    assert (early, rank.exits) == ([], [70])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_rank_that_moves_again_is_not_ended(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, abort=True)
+    rank.pass_seconds(59)
+
+    rank.clock.enter(FORWARD)
+    rank.pass_seconds(29)
+
+    assert (rank.told, rank.exits) == ([True, False], [])
+
+
+def test_a_log_that_blocks_holds_up_neither_looks_nor_abort(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+
+    class Stuck(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            stuck.wait()
+
+    handler = Stuck()
+    logging.getLogger("zerowatch").addHandler(handler)
+    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_watch.LAST_WORDS_SECONDS", 0.05)
+    rank = Rank(tmp_path, abort=True)
+    monkeypatch.setattr(rank.hang, "close", lambda: None)
+    try:
+        rank.pass_seconds(60)
+
+        assert rank.exits == [70]
+    finally:
+        logging.getLogger("zerowatch").removeHandler(handler)
+        stuck.set()

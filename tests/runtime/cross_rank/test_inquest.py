@@ -1,0 +1,90 @@
+"""What a rank says when one of its collectives raises: its own fault, or another's."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.circles import FakeGroup
+
+from zerowatch.metrics.catalog.communication import COLLECTIVE_MISMATCHES
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.cross_rank.error_analyzer import Inquest, find
+
+STEP = (("all_reduce", 4), ("all_reduce", 4000), ("all_gather", 96))
+
+
+def trained(steps: int = 5) -> FakeGroup:
+    """A group whose members have issued the same calls in each step."""
+    group = FakeGroup((0, 1, 2))
+    for _ in range(steps):
+        for op, size in STEP:
+            group.run(op, size)
+    return group
+
+
+@pytest.mark.parametrize("skipped", range(len(STEP)))
+def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
+    group = trained()
+    calls = [*STEP, *STEP]
+    for op, size in calls[:skipped]:
+        group.run(op, size)
+    op, size = calls[skipped + 1]
+
+    finding = find(1, group.issue(op, size))
+
+    assert finding is not None
+    assert finding.expected == f"{STEP[skipped][0]} of {STEP[skipped][1]} bytes (float32)"
+    assert finding.sentence().startswith("rank 1 left the common sequence of collectives at call")
+
+
+def test_a_rank_that_issued_what_it_always_does_accuses_itself_of_nothing():
+    group = trained()
+
+    finding = find(1, group.issue(*STEP[0]))
+
+    assert finding is not None
+    assert finding.expected is None
+    assert "another rank died, or left" in finding.sentence()
+
+
+def test_of_two_ranks_the_other_is_named():
+    group = FakeGroup((3, 5))
+    for _ in range(5):
+        group.run()
+
+    finding = find(3, group.issue())
+
+    assert finding is not None
+    assert "rank 5 died, or left" in finding.sentence()
+
+
+def test_a_call_that_was_never_issued_before_is_nobodys_fault():
+    group = trained()
+
+    finding = find(1, group.issue("barrier", 0))  # the first checkpoint, in which a peer dies
+
+    assert finding is not None
+    assert finding.expected is None
+
+
+def test_calls_issued_after_the_one_that_failed_do_not_matter():
+    group = trained()
+    failed = group.issue(*STEP[0])
+    group.issue(*STEP[2])
+
+    finding = find(1, failed)
+
+    assert finding is not None
+    assert (finding.sequence, finding.expected) == (failed.sequence, None)
+
+
+@pytest.mark.parametrize(("size", "mismatches"), [(4, 0), (4000, 1)])
+def test_only_a_sequence_that_was_left_counts_as_a_mismatch(size, mismatches):
+    group, recorder, reported = trained(), Recorder(), []
+    inquest = Inquest(1, recorder, lambda: reported.append(True))
+
+    failed = group.issue("all_reduce", size)
+    inquest(failed)
+    inquest(failed)  # what comes of the first failure
+
+    assert recorder.snapshot().total(COLLECTIVE_MISMATCHES) == mismatches
+    assert reported == [True]

@@ -1,0 +1,222 @@
+"""Setting back the allocator's peaks shows neither the script nor the watch a wrong one."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from fakes.cuda_memory import FakeAllocator, FakeCudaMemory
+
+from zerowatch.runtime.devices.memory.cuda import CudaMemory
+from zerowatch.runtime.devices.memory.shared_peak_counters import (
+    ACCELERATOR_RESET,
+    ACCELERATOR_STATS,
+    RESET,
+    STATS,
+    KeptPeaks,
+)
+
+NAMES = (STATS, RESET, ACCELERATOR_STATS, ACCELERATOR_RESET)
+
+
+def peak_for_script(allocator: FakeAllocator) -> int:
+    return allocator._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"]
+
+
+def peak_for_us(peaks: KeptPeaks) -> int:
+    return peaks.take(0)["allocated_bytes"]["all"]["peak"]
+
+
+@pytest.fixture
+def allocator() -> FakeAllocator:
+    return FakeAllocator()
+
+
+@pytest.fixture
+def torch_on(allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    """Let torch's own functions meet the fake."""
+    for name in NAMES:
+        function = getattr(allocator, name)
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+    for module in (torch.cuda.memory, torch.accelerator.memory):
+        monkeypatch.setattr(module, "_get_device_index", lambda *_, **__: 0)
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    return allocator
+
+
+def test_a_peak_is_read_once_and_the_script_goes_on_seeing_it(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    allocator.use(100)
+
+    ours = [peak_for_us(peaks), peak_for_us(peaks)]
+
+    assert ours == [900, 100]
+    assert peak_for_script(allocator) == 900
+
+
+def test_a_new_peak_above_the_kept_one_is_seen_at_once(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    peaks.take(0)
+
+    allocator.use(1000)
+    allocator.use(100)
+
+    assert peak_for_script(allocator) == 1000
+
+
+def test_a_reset_by_the_script_takes_no_peak_from_us(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    allocator.use(100)
+
+    allocator._cuda_resetPeakMemoryStats(0)
+    allocator.use(200)
+
+    assert peak_for_script(allocator) == 200
+    assert peak_for_us(peaks) == 900
+    assert peak_for_us(peaks) == 200
+    assert peak_for_script(allocator) == 200
+
+
+def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    before = allocator._cuda_memoryStats(0)
+
+    peaks.take(0)
+
+    assert allocator._cuda_memoryStats(0) == before
+
+
+def test_a_pool_that_is_gone_stays_gone(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    peaks.take(0)
+
+    allocator.has_pool = False
+
+    assert allocator._cuda_memoryStats(0)["reserved_bytes_by_private_pools"] == {}
+
+
+def test_devices_are_kept_apart(allocator: FakeAllocator) -> None:
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    peaks.take(0)
+    allocator.use(100)
+
+    allocator._cuda_resetPeakMemoryStats(1)
+
+    assert peak_for_script(allocator) == 900
+
+
+def test_the_very_same_functions_come_back(allocator: FakeAllocator) -> None:
+    before = [getattr(allocator, name) for name in NAMES]
+    peaks = KeptPeaks(allocator)
+    wrapped = [getattr(allocator, name) for name in NAMES]
+
+    peaks.restore()
+    peaks.restore()
+
+    assert all(ours is not theirs for ours, theirs in zip(wrapped, before, strict=True))
+    assert [getattr(allocator, name) for name in NAMES] == before
+
+
+def test_what_kept_our_function_gets_the_allocator_s_own_answer_after_restore(
+    allocator: FakeAllocator,
+) -> None:
+    peaks = KeptPeaks(allocator)
+    imported_by_value = allocator._cuda_memoryStats
+    allocator.use(900)
+    peaks.take(0)
+    allocator.use(100)
+    peaks.take(0)
+
+    peaks.restore()
+
+    assert imported_by_value(0)["allocated_bytes"]["all"]["peak"] == 100
+
+
+def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> None:
+    del allocator._accelerator_getDeviceStats, allocator._accelerator_resetPeakStats
+    peaks = KeptPeaks(allocator)
+    allocator.use(900)
+    peaks.take(0)
+
+    assert peak_for_script(allocator) == 900
+    peaks.restore()
+    assert not hasattr(allocator, ACCELERATOR_STATS)
+
+
+def test_all_that_torch_tells_of_peaks_is_as_without_us(torch_on: FakeAllocator) -> None:
+    peaks = KeptPeaks(torch._C)
+    torch_on.use(900)
+    told = [
+        torch.cuda.max_memory_allocated,
+        torch.cuda.max_memory_reserved,
+        torch.accelerator.max_memory_allocated,
+        torch.accelerator.max_memory_reserved,
+        lambda: torch.cuda.memory_stats()["allocated_bytes.all.peak"],
+        lambda: torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["small_pool"]["peak"],
+    ]
+    summary = torch.cuda.memory_summary()
+    try:
+        peaks.take(0)
+        torch_on.use(100)
+        peaks.take(0)
+        torch_on.use(900)
+
+        assert [ask() for ask in told] == [900] * len(told)
+        assert torch.cuda.memory_summary() == summary
+    finally:
+        peaks.restore()
+
+
+@pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
+def test_torch_s_own_reset_reaches_the_script_s_view(torch_on: FakeAllocator, module) -> None:
+    peaks = KeptPeaks(torch._C)
+    torch_on.use(900)
+    peaks.take(0)
+    torch_on.use(100)
+    try:
+        module.reset_peak_memory_stats()
+
+        assert module.max_memory_allocated() == 100
+    finally:
+        peaks.restore()
+
+
+def test_torch_goes_through_the_names_that_are_wrapped() -> None:
+    sources = {
+        STATS: torch.cuda.memory.memory_stats_as_nested_dict,
+        RESET: torch.cuda.memory.reset_peak_memory_stats,
+        ACCELERATOR_STATS: torch.accelerator.memory.memory_stats,
+        ACCELERATOR_RESET: torch.accelerator.memory.reset_peak_memory_stats,
+    }
+
+    for name, function in sources.items():
+        assert f"torch._C.{name}(" in inspect.getsource(function)
+
+
+def test_the_probe_reads_each_step_s_own_peak_until_it_is_closed(allocator: FakeAllocator) -> None:
+    original = allocator._cuda_memoryStats
+    cuda = FakeCudaMemory(free=30, total=80)
+    probe = CudaMemory(0, cuda, peaks=KeptPeaks(allocator))
+    allocator.use(900)
+    allocator.use(100)
+
+    steps = [probe.read()["peak_allocated"] for _ in range(2)]
+    probe.close()
+
+    assert steps == [900, 100]
+    assert allocator._cuda_memoryStats is original
+
+
+def test_a_probe_that_resets_reads_nothing_before_cuda_is_in_use(allocator: FakeAllocator) -> None:
+    cuda = FakeCudaMemory(free=30, total=80)
+    cuda.initialized = False
+
+    assert CudaMemory(0, cuda, peaks=KeptPeaks(allocator)).read() == {}

@@ -1,0 +1,279 @@
+"""Memory probes: the host's against real allocations and limits, CUDA's over a fake."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes.cuda_memory import FakeCudaMemory
+
+from zerowatch.metrics.catalog.memory import MEMORY_STATES
+from zerowatch.runtime.devices.memory.choose import memory_probes
+from zerowatch.runtime.devices.memory.cuda import CudaMemory
+from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.devices.memory.host_limit import HostLimit
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+STATUS = "Name:\tx\nVmSize:\t 9000 kB\nVmHWM:\t 5000 kB\nVmRSS:\t 4000 kB\nVmData:\t 3000 kB\n"
+
+
+def machine(root: Path, cgroups: str = "", physical_kib: int = 16 * 2**20) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/status").write_text(STATUS)
+    (root / "proc/self/clear_refs").touch()
+    (root / "proc/self/cgroup").write_text(cgroups)
+    (root / "proc/meminfo").write_text(f"MemTotal:   {physical_kib} kB\nMemFree: 1 kB\n")
+    return root
+
+
+def cgroup_limit(root: Path, group: str, name: str, limit: object) -> None:
+    folder = root / "sys/fs/cgroup" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"{limit}\n")
+
+
+def limit_of(root: Path) -> float:
+    return HostLimit(root).resident_bytes(resident=0, virtual=0, data=0)
+
+
+def touch(num_bytes: int) -> bytearray:
+    return bytearray(b"\x01") * num_bytes
+
+
+def test_the_host_is_read_on_every_rank_and_all_its_states_are_in_the_catalog() -> None:
+    (probe,) = memory_probes(cuda_device=None, reset_peak=True)
+
+    readings = probe.read()
+
+    assert probe.device == "cpu"
+    assert set(readings) == {"allocated", "peak_allocated", "reserved", "limit"}
+    assert set(readings) <= set(MEMORY_STATES)
+
+
+def test_a_rank_on_a_gpu_reads_its_gpu_too() -> None:
+    probes = memory_probes(cuda_device=1, reset_peak=True)
+
+    assert [probe.device for probe in probes] == ["cpu", "cuda:1"]
+
+
+def test_rss_grows_by_what_was_allocated_and_touched() -> None:
+    probe = HostMemory(reset_peak=True)
+    before = probe.read()["allocated"]
+
+    block = touch(200 * MIB)
+    grown = probe.read()["allocated"] - before
+
+    assert len(block) == 200 * MIB
+    assert grown == pytest.approx(200 * MIB, abs=4 * MIB)
+
+
+def test_a_peak_that_is_freed_again_shows_in_one_reading_only() -> None:
+    probe = HostMemory(reset_peak=True)
+    before = probe.read()["allocated"]
+
+    touch(200 * MIB)  # freed at once
+    during, after = probe.read(), probe.read()
+
+    assert during["peak_allocated"] - before == pytest.approx(200 * MIB, abs=4 * MIB)
+    assert during["allocated"] - before < 4 * MIB
+    assert after["peak_allocated"] - before < 4 * MIB
+
+
+def test_without_reset_the_peak_stays() -> None:
+    probe = HostMemory(reset_peak=False)
+    before = probe.read()["allocated"]
+
+    touch(200 * MIB)  # freed at once
+    probe.read()
+
+    assert probe.read()["peak_allocated"] - before > 196 * MIB
+
+
+def test_a_peak_that_cannot_be_reset_is_said_once_and_reading_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = machine(tmp_path)
+    (root / "proc/self/clear_refs").unlink()
+
+    with caplog.at_level(logging.INFO):
+        probe = HostMemory(reset_peak=True, root=root)
+        readings = [probe.read()["peak_allocated"] for _ in range(3)]
+
+    assert readings == [5000 * 1024] * 3
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "peak RSS is that of the whole process, not of each step"
+    ]
+
+
+def test_a_proc_without_a_peak_leaves_the_peak_out(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    (root / "proc/self/status").write_text(STATUS.replace("VmHWM:\t 5000 kB\n", ""))
+
+    readings = HostMemory(reset_peak=True, root=root).read()
+
+    assert set(readings) == {"allocated", "reserved", "limit"}
+    assert readings["allocated"] == 4000 * 1024
+
+
+def test_a_probe_that_nobody_holds_closes_its_files() -> None:
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+
+    probes = [HostMemory(reset_peak=True) for _ in range(20)]
+    open_between = len(list(Path("/proc/self/fd").iterdir()))
+    del probes
+
+    assert open_between == open_before + 40
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+
+
+LIMITED_CHILD = """
+import mmap, resource, sys
+from zerowatch.runtime.devices.memory.host import HostMemory
+
+kind, room = getattr(resource, sys.argv[1]), 300 * 2**20
+untouched = mmap.mmap(-1, 200 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+in_use = {line.split(":")[0]: int(line.split()[1]) * 1024
+          for line in open("/proc/self/status") if line.startswith("Vm")}
+used = in_use["VmSize" if sys.argv[1] == "RLIMIT_AS" else "VmData"]
+resource.setrlimit(kind, (used + room, resource.RLIM_INFINITY))
+probe = HostMemory(reset_peak=True)
+limit = probe.read()["limit"]
+blocks = []
+try:
+    while True:
+        blocks.append(mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        blocks[-1].write(bytes(2**20))
+except OSError:
+    print(limit, probe.read()["allocated"])
+"""
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_resource_limit_reads_as_the_rss_at_which_allocation_fails(kind: str) -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", LIMITED_CHILD, kind], capture_output=True, text=True, check=True
+    ).stdout
+
+    limit, rss_at_failure = map(float, output.split())
+
+    assert limit == pytest.approx(rss_at_failure, abs=8 * MIB)
+
+
+def test_without_other_limits_physical_memory_is_the_limit(tmp_path: Path) -> None:
+    root = machine(tmp_path, physical_kib=4 * 2**20)
+
+    assert limit_of(root) == 4 * 2**30
+
+
+def test_the_real_machine_s_limit_is_no_more_than_its_memory() -> None:
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+
+    assert 0 < HostMemory(reset_peak=False).read()["limit"] <= total
+
+
+def test_a_version_2_cgroup_limits(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/job.slice/rank0\n")
+    cgroup_limit(root, "job.slice/rank0", "memory.max", 2 * 2**30)
+    cgroup_limit(root, "job.slice", "memory.max", "max")
+
+    assert limit_of(root) == 2 * 2**30
+
+
+def test_a_parent_s_smaller_limit_counts(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/job.slice/rank0\n")
+    cgroup_limit(root, "job.slice/rank0", "memory.max", "max")
+    cgroup_limit(root, "job.slice", "memory.max", 3 * 2**30)
+
+    assert limit_of(root) == 3 * 2**30
+
+
+def test_a_neighbour_s_limit_does_not_count(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/job\n")
+    cgroup_limit(root, "job", "memory.max", "max")
+    cgroup_limit(root, "neighbour", "memory.max", 2**30)
+
+    assert limit_of(root) == 16 * 2**30
+
+
+def test_a_version_1_cgroup_limits_and_its_huge_number_means_none(tmp_path: Path) -> None:
+    root = machine(tmp_path, "5:cpuset,memory:/job/rank0\n1:cpu:/other\n")
+    cgroup_limit(root, "memory/job/rank0", "memory.limit_in_bytes", 9223372036854771712)
+    assert limit_of(root) == 16 * 2**30
+
+    cgroup_limit(root, "memory/job", "memory.limit_in_bytes", 2**30)
+
+    assert limit_of(root) == 2**30
+
+
+def test_inside_a_container_the_mount_itself_is_the_cgroup(tmp_path: Path) -> None:
+    root = machine(tmp_path, "5:memory:/docker/4f6\n")
+    cgroup_limit(root, "memory", "memory.limit_in_bytes", 2**30)
+
+    assert limit_of(root) == 2**30
+
+
+def test_a_container_that_is_resized_shows_within_ten_seconds(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/\n")
+    cgroup_limit(root, "", "memory.max", 2 * 2**30)
+    seconds = [0.0]
+    limit = HostLimit(root, clock=lambda: seconds[0])
+
+    cgroup_limit(root, "", "memory.max", 2**30)
+    seconds[0] = 10.0
+
+    assert limit.resident_bytes(resident=0, virtual=0, data=0) == 2**30
+
+
+def test_cuda_readings_are_the_allocator_s() -> None:
+    cuda = FakeCudaMemory(free=30, total=80)
+    cuda.current |= {"allocated_bytes": 5, "reserved_bytes": 10, "inactive_split_bytes": 2}
+    cuda.current["active_bytes"] = 6  # a byte is freed, and another stream may still use it
+    cuda.peak |= {"allocated_bytes": 8, "reserved_bytes": 12, "inactive_split_bytes": 4}
+    cuda.retries = 3
+
+    readings = CudaMemory(0, cuda).read()
+
+    assert readings == {
+        "allocated": 5,
+        "reserved": 10,
+        "peak_allocated": 8,
+        "peak_reserved": 12,
+        "inactive_split": 2,
+        "unusable": 3,
+        "limit": 40,
+        "alloc_retries": 3,
+    }
+    assert set(readings) - {"alloc_retries", "unusable"} == set(MEMORY_STATES)
+
+
+def test_a_granted_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:
+    cuda = FakeCudaMemory(free=70, total=80, share=0.5)
+
+    assert CudaMemory(0, cuda).read()["limit"] == 40
+
+
+def test_the_driver_is_asked_for_the_limit_every_ten_seconds_only() -> None:
+    cuda = FakeCudaMemory(free=30, total=80)
+    seconds = [0.0]
+    probe = CudaMemory(0, cuda, clock=lambda: seconds[0])
+
+    calls = []
+    for now in (0.0, 1.0, 9.9, 10.0):
+        seconds[0] = now
+        probe.read()
+        calls.append(cuda.info_calls)
+
+    assert calls == [1, 1, 1, 2]
+
+
+def test_a_gpu_not_yet_in_use_reads_nothing_and_is_not_initialised() -> None:
+    cuda = FakeCudaMemory(free=30, total=80)
+    cuda.initialized = False
+
+    assert CudaMemory(0, cuda).read() == {}
+    assert cuda.info_calls == 0

@@ -1,0 +1,106 @@
+"""Pieces of a rebuild that need no engine: cutting, refusing, stripping, agreeing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from zerowatch.runtime.engine.rebuild.layout import share
+from zerowatch.runtime.engine.rebuild.ranks import Attempt, PeerFailedError
+from zerowatch.runtime.engine.rebuild.strip import mark_hooks, release, strip
+
+
+class Votes:
+    """An agreement in which the other ranks say what they were told to."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, *others: int) -> None:
+        self.asked: list[int] = []
+        self._others = list(others)
+
+    def highest(self, value: int) -> int:
+        self.asked.append(value)
+        return max(value, self._others.pop(0) if self._others else 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 1000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_shares_cover_a_tensor_once(length: int, world_size: int) -> None:
+    parts = [share(length, rank, world_size) for rank in range(world_size)]
+
+    assert sum(count for _, count in parts) == length
+    assert all(start + count == after for (start, count), (after, _) in pairwise(parts) if count)
+
+
+def test_an_attempt_that_fails_here_tells_the_others_once() -> None:
+    votes = Votes(0)
+
+    with Attempt(votes) as attempt:
+        attempt.together()
+        raise MemoryError
+
+    assert isinstance(attempt.error, MemoryError)
+    assert votes.asked == [0, 1]
+
+
+def test_an_attempt_that_fails_elsewhere_ends_at_the_next_meeting_without_another_word() -> None:
+    votes = Votes(1)
+
+    with Attempt(votes) as attempt:
+        attempt.together()
+        pytest.fail("it went on")
+
+    assert isinstance(attempt.error, PeerFailedError)
+    assert votes.asked == [0]
+
+
+def test_a_failure_elsewhere_at_the_very_end_counts() -> None:
+    votes = Votes(1)
+
+    with Attempt(votes) as attempt:
+        pass
+
+    assert isinstance(attempt.error, PeerFailedError)
+
+
+def test_an_interrupt_is_not_held_up() -> None:
+    with pytest.raises(KeyboardInterrupt), Attempt(Votes()):
+        raise KeyboardInterrupt
+
+
+def test_a_released_parameter_has_its_shape_and_one_element_of_memory() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 5))
+
+    release(parameter, torch.Size((3, 5)))
+
+    assert parameter.shape == (3, 5)
+    assert parameter.untyped_storage().nbytes() == parameter.element_size()
+
+
+def test_stripping_leaves_what_the_script_put_on_its_parameters() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.is_special = True
+    model.weight.ds_id = 4
+    model.weight.partition = print
+
+    strip(model)
+
+    assert vars(model.weight) == {"is_special": True}
+
+
+def test_only_hooks_that_came_since_are_taken_off() -> None:
+    model = torch.nn.Linear(2, 2)
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("old"))
+    undo = mark_hooks(model)
+    model.register_forward_hook(lambda *_: calls.append("new"))
+    model.register_forward_pre_hook(lambda *_: calls.append("new"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: calls.append("new"))
+
+    undo()
+    model(torch.ones(1, 2)).sum().backward()
+
+    assert calls == ["old"]

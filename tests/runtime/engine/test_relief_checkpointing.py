@@ -1,0 +1,230 @@
+"""Which modules are checkpointed, and that their forward is otherwise what it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.engine.live_settings import activation_checkpointing
+from zerowatch.runtime.engine.live_settings.checkpointed_forward import checkpoint_forward
+from zerowatch.runtime.engine.live_settings.choose_modules import choose_modules
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.mix(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.out(self.drop(self.attention(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.stem = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for each in [*self.stem, *self.layers]:
+            x = each(x)
+        return x.square().mean()
+
+
+def engine_of(model: nn.Module) -> SimpleNamespace:
+    return SimpleNamespace(module=model, optimizer=None)
+
+
+def gradients(model: nn.Module, *inputs: Any, **named: Any) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    output = model(*inputs, **named)
+    (output if isinstance(output, torch.Tensor) else output.loss).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, ["layers.0", "layers.1", "layers.2"]),
+        ("layers.[02]", ["layers.0", "layers.2"]),
+        ("Attention", [f"layers.{i}.attention" for i in range(3)]),
+        (Attention, [f"layers.{i}.attention" for i in range(3)]),
+        ([Attention, "layers.1"], ["layers.0.attention", "layers.1", "layers.2.attention"]),
+        ("*", ["embed", "stem", "layers"]),
+    ],
+)
+def test_modules_are_chosen_by_class_name_or_pattern_and_never_within_each_other(chosen, names):
+    assert sorted(choose_modules(Model(), chosen)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ("layer.*", r"'layer\.\*'; close are .*'layers"),
+        ("Layr", "'Layr'; close are .*'Layer'"),
+        (nn.Conv2d, "class 'Conv2d'; "),
+        ("quite another", "there are 'Linear', "),
+        ([], "empty"),
+    ],
+)
+def test_a_choice_with_nothing_in_it_names_what_was_looked_for_and_what_is_close(chosen, told):
+    with pytest.raises(ZerowatchError, match=told):
+        activation_checkpointing.apply(engine_of(Model()), chosen)
+
+
+def test_a_model_without_repeated_blocks_has_to_be_told():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+    with pytest.raises(ZerowatchError, match=r"Sequential has no .* of several equal blocks"):
+        activation_checkpointing.apply(engine_of(model))
+
+
+@pytest.mark.parametrize("chosen", [None, "layers.1", Attention, "embed", "*"])
+def test_gradients_are_bitwise_the_same_with_the_same_random_numbers(chosen):
+    model, x = Model(), torch.randn(5, 4)
+    expected = gradients(model, x)
+
+    undo = activation_checkpointing.apply(engine_of(model), chosen)
+    actual = gradients(model, x)
+    undo()
+    after = gradients(model, x)
+
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, after, expected))
+
+
+def test_forward_runs_again_only_while_training_with_gradients():
+    model, x = Model(), torch.randn(5, 4)
+    undo = activation_checkpointing.apply(engine_of(model))
+    layer = model.layers[0]
+
+    gradients(model, x)
+    twice, layer.calls = layer.calls, 0
+    with torch.no_grad():
+        model(x)
+    gradients(model.eval(), x)
+    twice_once, layer.calls = layer.calls, 0
+    undo()
+    gradients(model.train(), x)
+
+    assert (twice, twice_once, layer.calls) == (2, 2, 1)
+
+
+def test_undo_restores_a_forward_that_was_the_instances_own():
+    model = Model()
+    own = model.layers[1].forward
+    model.layers[1].forward = own
+
+    undo = activation_checkpointing.apply(engine_of(model), "layers.*")
+    undo()
+    undo()
+
+    assert vars(model.layers[1])["forward"] is own
+    assert "forward" not in vars(model.layers[0])
+
+
+def test_a_wrapper_over_ours_stays_and_ours_becomes_inert():
+    layer = Layer()
+    undo = checkpoint_forward(layer)
+    ours = layer.forward
+    layer.forward = theirs = lambda x: ours(x)
+
+    undo()
+    layer(torch.randn(2, 8)).sum().backward()
+
+    assert layer.forward is theirs
+    assert layer.calls == 1
+
+
+def test_a_copy_runs_its_own_forward_and_a_pickled_model_the_plain_one():
+    layer, x = Layer().eval(), torch.randn(2, 8)
+    checkpoint_forward(layer)
+    buffer = io.BytesIO()
+
+    copied = copy.deepcopy(layer)
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    with torch.no_grad():
+        layer.out[0].weight.zero_()
+
+    assert copied.forward.__self__ is copied
+    assert not torch.equal(copied(x), layer(x))
+    assert torch.equal(loaded(x), copied(x))
+    assert loaded.forward.__func__ is Layer.forward
+
+
+def test_running_means_see_each_batch_once():
+    def block() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+    plain, checkpointed = block(), block()
+    checkpoint_forward(checkpointed)
+    x = torch.randn(6, 4)
+
+    expected, actual = (
+        gradients(nn.Sequential(model, Mean()), x) for model in (plain, checkpointed)
+    )
+
+    assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, checkpointed.buffers(), plain.buffers()))
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def test_a_hugging_face_model_is_switched_by_its_own_means_and_put_back():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=16, n_layer=2, n_head=2))
+    tokens = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
+    before = state_of(model)
+    expected = gradients(model, **tokens)
+
+    undo = activation_checkpointing.apply(engine_of(model))
+    was_on = [block.gradient_checkpointing for block in model.transformer.h]
+    again = activation_checkpointing.unavailable(engine_of(model))
+    actual = gradients(model, **tokens)
+    undo()
+
+    assert was_on == [True, True]
+    assert again == "the model's own checkpointing is on already"
+    assert all(map(torch.equal, actual, expected))
+    assert state_of(model) == before
+
+
+def state_of(model: nn.Module) -> list[tuple[str, dict, list]]:
+    """Return what each module has in its dictionary beside its tensors and modules, and hooks."""
+    return [
+        (
+            name,
+            {key: value for key, value in vars(each).items() if "checkpointing" in key},
+            [*each._forward_hooks.values(), *each._forward_pre_hooks.values()],
+        )
+        for name, each in model.named_modules()
+    ]

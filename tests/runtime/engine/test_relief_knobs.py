@@ -1,0 +1,146 @@
+"""Each knob of a live engine, turned at window 3 and back at window 6, on two and four ranks."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
+from scripts.relief_cases import CASES, ON_FOUR_RANKS, Case
+
+from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.engine.live_settings.knobs import KNOBS, TIMER_SYNCHRONIZED
+from zerowatch.runtime.engine.live_settings.reduce_bucket import REDUCE_BUCKET_SIZE
+
+KNOB = {knob.name: knob for knob in KNOBS}
+
+
+def results_of(ranks: int, folder) -> list[dict[str, Any]]:
+    finished = start_ranks(ranks, SCRIPTS / "relief_knobs_job.py", folder, cwd=folder)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results_of(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results_of(4, tmp_path_factory.mktemp("four"))
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.mark.jobs
+@each_case
+def test_on_two_ranks_the_weights_end_bitwise_as_if_nothing_was_touched(two_ranks, case: Case):
+    assert [rank[case.name]["bitwise"] for rank in two_ranks] == [True, True]
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("case", ON_FOUR_RANKS, ids=lambda case: case.name)
+def test_on_four_ranks_they_do_if_the_knob_is_exact_else_sums_are_added_in_another_order(
+    four_ranks, case: Case
+):
+    for rank in four_ranks:
+        assert rank[case.name]["difference"] <= 1e-6
+        assert rank[case.name]["bitwise"] or not KNOB[case.knob].exact
+
+
+@pytest.mark.jobs
+@each_case
+def test_the_calls_of_a_window_change_with_the_knob_and_back(two_ranks, case: Case):
+    for rank in two_ranks:
+        found = rank[case.name]
+        for what, direction in case.shows:
+            before, turned, undone = (
+                found[which].get(what, 0) for which in ("untouched", "turned", "undone")
+            )
+            assert (turned > before) if direction > 0 else (turned < before), what
+            assert undone == before, what
+
+
+@pytest.mark.jobs
+@each_case
+def test_what_was_set_reads_back_and_so_does_what_was_there(two_ranks, case: Case):
+    for rank in two_ranks:
+        assert rank[case.name]["holds_after_apply"]
+        assert rank[case.name]["holds_after_undo"]
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("value", [0, 10**5])
+def test_kept_parameters_take_the_bytes_that_were_told_before(two_ranks, value: int):
+    found = two_ranks[0][f"stage 3, param_persistence_threshold {value}"]
+
+    kept = found["turned"]["kept_bytes"] - found["untouched"]["kept_bytes"]
+
+    assert found["memory_bytes"] == kept
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("name", "bytes_more"),
+    [
+        ("stage 1, reduce_bucket_size 500", -4 * 4500),
+        ("stage 2, overlap_comm True", 4 * 5000),
+        ("stage 3, reduce_bucket_size 900", -4 * 4100),
+        ("stage 3, contiguous_gradients False", -4 * 5000),
+    ],
+)
+def test_a_buffer_takes_the_bytes_of_its_elements(two_ranks, name: str, bytes_more: int):
+    assert two_ranks[0][name]["memory_bytes"] == bytes_more
+
+
+@pytest.mark.jobs
+def test_a_knob_that_an_engine_does_not_have_says_why(two_ranks):
+    reasons = two_ranks[0]["reasons"]
+
+    assert reasons["stage 0"]["prefetch_bucket_size"] == "only stage 3 gathers parameters"
+    assert "step()" in reasons["stage 1"]["overlap_comm"]
+    assert "no streams" in reasons["stage 3"]["overlap_comm"]
+    for case in CASES:
+        assert reasons[f"stage {case.stage}"][case.knob] is None
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        (REDUCE_BUCKET_SIZE, 0),
+        (REDUCE_BUCKET_SIZE, True),
+        (REDUCE_BUCKET_SIZE, 1.5),
+        (TIMER_SYNCHRONIZED, 1),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_before_anything_changes(knob, value):
+    engine = an_engine()
+
+    with pytest.raises(ZerowatchError, match=knob.name):
+        knob.apply(engine, value)
+
+    assert engine.tput_timer.config.synchronized is True
+
+
+def test_a_name_that_is_gone_from_deepspeed_disables_its_knob_and_is_logged(caplog):
+    engine = an_engine()
+    del engine.tput_timer
+
+    assert "tput_timer" in (TIMER_SYNCHRONIZED.unavailable(engine) or "")
+    assert TIMER_SYNCHRONIZED.verify(engine, True) is False
+    assert "DeepSpeedEngine.tput_timer" in caplog.text
+    with pytest.raises(ZerowatchError, match="tput_timer"):
+        TIMER_SYNCHRONIZED.apply(engine, False)
+
+
+def an_engine() -> SimpleNamespace:
+    return SimpleNamespace(
+        optimizer=None,
+        allreduce_gradients=lambda: None,
+        tput_timer=SimpleNamespace(config=SimpleNamespace(synchronized=True)),
+    )

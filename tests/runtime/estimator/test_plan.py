@@ -1,0 +1,298 @@
+"""The planner's pure parts, against closed forms and what DeepSpeed's source says."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerowatch.errors import DsConfigError
+from zerowatch.runtime.estimator.batch import micro_batches
+from zerowatch.runtime.estimator.buckets import cut_above, fill_buckets, flatten
+from zerowatch.runtime.estimator.coordinator import Coordinator
+from zerowatch.runtime.estimator.lower_bound import least_wire_bytes
+from zerowatch.runtime.estimator.options import Options, read_options
+from zerowatch.runtime.estimator.plan import Plan
+from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
+from zerowatch.runtime.estimator.stage_3 import module_visits
+from zerowatch.runtime.estimator.step import plan_step
+from zerowatch.runtime.estimator.typical_model import typical_transformer
+
+BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+
+
+def chain(*numels: int, differentiable_inputs: bool = True) -> ModelShape:
+    """Return a model of one parameter per layer."""
+    layers = tuple(
+        ModuleShape(name=str(n), parameters=(n,), differentiable_input=differentiable_inputs)
+        for n in range(len(numels))
+    )
+    parameters = tuple(
+        ParameterShape(name=f"{n}.weight", shape=(numel,)) for n, numel in enumerate(numels)
+    )
+    return ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
+
+
+def plan(zero: dict, *, ranks: int = 8, accumulation: int = 1, **config: object) -> Plan:
+    whole = {
+        **BF16,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        **config,
+    }
+    return plan_step(chain(*[1600] * 6), whole, Topology(world_size=ranks))
+
+
+def remarks(zero: dict, **config: object) -> str:
+    return "\n".join(plan(zero, **config).remarks)
+
+
+@pytest.mark.parametrize(
+    ("stage", "least"), [(0, 2 * 300), (1, 300 + 150), (2, 4 * 300 + 150), (3, 4 * (300 + 300))]
+)
+def test_the_least_follows_the_papers_closed_forms(stage, least):
+    actual = least_wire_bytes(
+        stage, gradient_bytes=400, parameter_bytes=200, micro_batches=4, num_ranks=4
+    )
+
+    assert actual == pytest.approx(least)
+
+
+@pytest.mark.parametrize(("accumulation", "ratio"), [(1, 1.5), (4, 1.8)])
+def test_multi_rank_buckets_in_stage_2_send_half_as_much_again_or_more(accumulation, ratio):
+    planned = plan({"stage": 2}, accumulation=accumulation)
+
+    assert planned.volume_ratio == pytest.approx(ratio, rel=1e-3)
+
+
+def test_stage_0_sends_the_least():
+    planned = plan({"stage": 0})
+
+    assert planned.volume_ratio == pytest.approx(1.0)
+
+
+def test_a_reduce_per_owner_sends_about_the_least():
+    planned = plan({"stage": 2, "use_multi_rank_bucket_allreduce": False}, accumulation=4)
+
+    assert planned.volume_ratio == pytest.approx(1.0, rel=1e-3)
+
+
+def test_one_rank_sends_nothing_and_has_no_ratio():
+    planned = plan({"stage": 2}, ranks=1)
+
+    assert planned.wire_bytes == 0
+    assert planned.volume_ratio is None
+
+
+def test_gloo_is_charged_an_all_reduce_for_each_reduce_scatter():
+    config = {**BF16, "zero_optimization": {"stage": 3}}
+    sent = [
+        plan_step(chain(1600), config, Topology(world_size=4, backend=backend)).totals()
+        for backend in ("nccl", "gloo")
+    ]
+
+    assert sent[1]["reduce_scatter"].wire_bytes == 2 * sent[0]["reduce_scatter"].wire_bytes
+
+
+def test_a_parameter_larger_than_the_bucket_gets_one_of_its_own():
+    buckets = fill_buckets([0, 1, 2, 3], {0: 4, 1: 9, 2: 3, 3: 5}, limit=8)
+
+    assert buckets == [[0], [1], [2, 3]]
+
+
+def test_a_message_is_closed_only_above_the_limit():
+    messages = cut_above([4, 4, 1, 7], limit=8)
+
+    assert messages == [9, 7]
+
+
+def test_a_flat_buffer_is_padded_so_that_every_part_starts_at_four_bytes():
+    group = flatten(chain(5, 4), [0, 1], Options(stage=2, model_dtype="bf16"), num_ranks=4)
+
+    assert (group.numel, group.part) == (16, 4)
+
+
+def test_a_parameter_that_spans_parts_has_several_owners():
+    group = flatten(chain(5, 4), [0, 1], Options(stage=2), num_ranks=2)
+
+    assert list(group.slices(group.offsets[1], 4)) == [(0, 1), (1, 3)]
+
+
+def test_a_tied_weight_gets_its_gradient_where_it_was_first_used():
+    layers = tuple(ModuleShape(name=str(n), parameters=(n % 2,)) for n in range(3))
+    parameters = tuple(ParameterShape(name=str(n), shape=(1,)) for n in range(2))
+    model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
+
+    assert model.gradient_order() == [1, 0]
+
+
+def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
+    layer = ModuleShape(name="", parameters=(0, 1), gradients="linear")
+    parameters = tuple(ParameterShape(name=name, shape=(1,)) for name in ("weight", "bias"))
+    model = ModelShape(parameters=parameters, root=layer)
+
+    assert model.gradient_order() == [1, 0]
+    assert model.gradient_order(weights_first=True) == [0, 1]
+
+
+def gathers(options: Options, *, micro_batches: int) -> list[tuple[int, ...]]:
+    """Return what the last of some micro-batches gathers, of three layers of ten elements."""
+    visits, own = module_visits(chain(10, 10, 10))
+    coordinator = Coordinator(visits, own, [10, 10, 10], [], options)
+    for _ in range(micro_batches):
+        last = coordinator.micro_batch()
+        coordinator.end_step([0, 1, 2])
+    return [gather.parameters for gather in last]
+
+
+def test_the_first_micro_batch_gathers_layer_by_layer_both_ways():
+    actual = gathers(Options(stage=3), micro_batches=1)
+
+    assert actual == [(0,), (1,), (2,), (2,), (1,), (0,)]
+
+
+def test_a_traced_micro_batch_prefetches_and_keeps_what_backward_uses():
+    actual = gathers(Options(stage=3), micro_batches=4)
+
+    assert actual == [(0, 1, 2)]
+
+
+def test_without_prefetch_each_layer_is_gathered_once():
+    actual = gathers(Options(stage=3, prefetch_bucket_size=0), micro_batches=4)
+
+    assert actual == [(0,), (1,), (2,)]
+
+
+def test_without_prefetch_and_reuse_each_layer_but_the_last_is_gathered_twice():
+    options = Options(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
+
+    actual = gathers(options, micro_batches=4)
+
+    assert actual == [(0,), (1,), (2,), (2,), (1,), (0,)]
+
+
+def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
+    config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
+
+    memory = plan_step(chain(1000), config, Topology(world_size=4)).memory
+
+    kinds = ("parameters", "gradients", "optimizer")
+    assert [memory.device_bytes[kind] for kind in kinds] == [2000, 2000, 12000]
+
+
+def test_stage_3_divides_all_of_it_over_the_ranks():
+    config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+
+    memory = plan_step(chain(1000), config, Topology(world_size=4)).memory
+
+    kinds = ("parameters", "gradients", "optimizer")
+    assert [memory.device_bytes[kind] for kind in kinds] == [500, 500, 3000]
+
+
+def test_an_offloaded_optimizer_leaves_the_device_for_the_host():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+    memory = plan(zero).memory
+
+    assert memory.device_bytes["optimizer"] == 0
+    assert memory.host_bytes >= 12 * 6 * 1600 / 8
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_plan_says_why_reduce_scatter_issues_an_all_reduce(stage):
+    text = remarks({"stage": stage, "reduce_scatter": True})
+
+    assert "all-reduce, although reduce_scatter is true" in text
+    assert "use_multi_rank_bucket_allreduce" in text
+
+
+@pytest.mark.parametrize(
+    ("zero", "config", "words"),
+    [
+        ({"stage": 2, "use_multi_rank_bucket_allreduce": False}, {}, "one reduce per bucket"),
+        ({"stage": 2, "reduce_scatter": False}, {}, "as reduce_scatter is false"),
+        ({"stage": 2, "contiguous_gradients": False}, {}, "as contiguous_gradients is false"),
+        ({"stage": 3}, {}, "reduce-scatter of each bucket"),
+        ({"stage": 1}, {"data_types": {"grad_accum_dtype": "fp32"}}, "BF16_Optimizer"),
+        ({"stage": 2, "allgather_bucket_size": 2e8}, {}, "allgather_bucket_size is set and does"),
+        ({"stage": 2, "allgather_partitions": True}, {}, "allgather_partitions is set and does"),
+        ({"stage": 0, "reduce_bucket_size": 1e6}, {}, "reduce_bucket_size is set and does"),
+        ({"stage": 2, "zero_quantized_weights": True}, {}, "Not exact: quantized weights"),
+    ],
+)
+def test_the_plan_says_in_words_what_runs_and_what_does_nothing(zero, config, words):
+    assert words in remarks(zero, **config)
+
+
+def test_features_that_are_not_planned_make_the_plan_inexact():
+    assert plan({"stage": 3}).exact
+    assert not plan({"stage": 3, "zero_quantized_gradients": True}).exact
+    assert not plan({"stage": 2}, torch_autocast={"enabled": True}).exact
+
+
+def test_the_order_of_modules_is_an_assumption_only_where_it_matters():
+    one_bucket, many_buckets = plan({"stage": 2}), plan({"stage": 2, "reduce_bucket_size": 2000})
+
+    assert not any("order" in assumption for assumption in one_bucket.assumptions)
+    assert any("order" in assumption for assumption in many_buckets.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps"),
+    [
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 2),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, 4),
+        ({"train_batch_size": 64}, 1),
+        ({"train_micro_batch_size_per_gpu": 4}, 1),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, 3),
+    ],
+)
+def test_micro_batches_are_worked_out_as_by_deepspeed(sizes, steps):
+    assert micro_batches(sizes, 8) == steps
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": 60, "train_micro_batch_size_per_gpu": 4}, "train_batch_size 60"),
+        ({}, "is missing"),
+        ({"gradient_accumulation_steps": "auto"}, "a value here for gradient_accumulation_steps"),
+        ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu is -1"),
+    ],
+)
+def test_batch_sizes_that_cannot_be_are_refused(config, words):
+    with pytest.raises(DsConfigError, match=words):
+        micro_batches(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4; give 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage is 'auto'"),
+        ({"zero_optimization": {"reduce_bucket_size": -5}}, "reduce_bucket_size is -5"),
+        ({"zero_optimization": {"reduce_scater": True}}, "did you mean reduce_scatter"),
+        ({"zero_optimization": 7}, "zero_optimization is 7; give an object"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+        ({"communication_data_type": "fp8"}, "communication_data_type is 'fp8'"),
+        ({"gradient_clipping": "much"}, "gradient_clipping is 'much'"),
+        (
+            {"bf16": {"enabled": "auto"}, "zero_optimization": {"reduce_bucket_size": "auto"}},
+            r"value here for bf16\.enabled, zero_optimization\.reduce_bucket_size",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_with_key_and_remedy(config, words):
+    with pytest.raises(DsConfigError, match=words):
+        read_options(config, stage=2 if "stage" not in str(config) else None, origin="ds.json")
+
+
+def test_hpz_groups_must_divide_the_ranks():
+    with pytest.raises(DsConfigError, match="does not divide 8"):
+        plan({"stage": 3, "zero_hpz_partition_size": 3})
+
+
+@pytest.mark.parametrize("size", [1_000, 350_000, 125_000_000, 7_000_000_000, 175 * 10**9])
+def test_a_typical_transformer_has_exactly_the_size_asked_for(size):
+    model = typical_transformer(size)
+
+    assert model.num_parameters == size
+    assert all(parameter.numel > 0 for parameter in model.parameters)

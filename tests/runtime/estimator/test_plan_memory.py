@@ -1,0 +1,185 @@
+"""Planned memory, activations and peaks, against closed forms and what DeepSpeed's source says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scripts.estimate_cases import Decoder
+from scripts.plan_cases import deep
+
+from zerowatch.runtime.estimator.activations import Activations, typical_activations
+from zerowatch.runtime.estimator.live_bytes import LiveBytes
+from zerowatch.runtime.estimator.memory import MemoryPlan
+from zerowatch.runtime.estimator.options import Options
+from zerowatch.runtime.estimator.peak import largest_micro_batch, peak_of
+from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
+from zerowatch.runtime.estimator.step import plan_step
+from zerowatch.runtime.estimator.trace_activations import UnknownActivationsError, trace_activations
+from zerowatch.runtime.estimator.typical_model import typical_transformer
+
+MIB = 2**20
+
+
+def memory_of(zero: dict, *numels: int, ranks: int = 4, **config: object) -> MemoryPlan:
+    """Plan a chain of layers of one parameter each, in bf16 by default."""
+    layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(len(numels)))
+    parameters = tuple(ParameterShape(name=str(n), shape=(size,)) for n, size in enumerate(numels))
+    model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
+    whole = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
+    whole["zero_optimization"] = {"reduce_bucket_size": 100, **zero}
+    return plan_step(model, whole, Topology(world_size=ranks)).memory
+
+
+def held(**given: int) -> MemoryPlan:
+    """Return a plan of some figures; the rest is nothing."""
+    categories = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
+    rest = ("step_bytes", "forward_bytes", "resting_bytes", "host_bytes", "nvme_bytes")
+    return MemoryPlan(
+        device_bytes={name: given.pop(name, 0) for name in categories},
+        **{**dict.fromkeys(rest, 0), **given},
+    )
+
+
+def test_a_rank_keeps_whole_the_gradients_of_which_it_owns_a_piece():
+    memory = memory_of({"stage": 2}, 1000, 200, ranks=4)
+
+    assert memory.device_bytes["gradients"] == 2 * (1000 + 200)  # the last rank owns of both
+
+
+def test_gradients_summed_in_fp32_are_kept_as_the_rank_s_part():
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+    memory = memory_of({"stage": 2}, 1000, 200, ranks=4, **sums)
+
+    assert memory.device_bytes["gradients"] == 4 * 300
+
+
+def test_the_step_of_zero_copies_gradients_flat_and_then_to_fp32():
+    memory = memory_of({"stage": 2}, *[100] * 8, ranks=4)
+
+    assert memory.step_bytes == 2 * 200 + (2 + 4) * 200
+
+
+def test_deepspeeds_fused_adam_without_zero_copies_gradients_to_fp32_twice():
+    adam = {"optimizer": {"type": "AdamW"}}
+
+    fused, own = (memory_of({"stage": 0}, 1000, **config).step_bytes for config in (adam, {}))
+
+    assert (fused, own) == ((2 + 4 + 4) * 1000, (2 + 4) * 1000)
+
+
+def test_buckets_are_reserved_whole_and_twice_where_communication_overlaps():
+    plain = memory_of({"stage": 2, "reduce_bucket_size": 10**6}, 1000)
+    overlapped = memory_of({"stage": 2, "reduce_bucket_size": 10**6, "overlap_comm": True}, 1000)
+
+    twice = overlapped.device_bytes["comm_buffers"] - plain.device_bytes["comm_buffers"]
+    assert twice == 2 * 10**6
+
+
+def test_a_prefetch_of_several_lands_in_a_buffer_beside_the_parameters():
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+    together = memory_of(zero, 1000, 1000).device_bytes["gathered"]
+    alone = memory_of({**zero, "stage3_prefetch_bucket_size": 0}, 1000, 1000)
+
+    assert together == 2 * 2 * 2000
+    assert alone.device_bytes["gathered"] == 2 * 2000
+
+
+def test_offloading_keeps_gradients_and_a_copy_of_the_weights_on_the_host():
+    memory = memory_of({"stage": 2, "offload_optimizer": {"device": "cpu"}}, *[100] * 8, ranks=4)
+
+    states, gradients, weights, room = 12 * 200, 4 * 200, 2 * 200, 2 * 100
+    assert memory.host_bytes == states + gradients + weights + room
+
+
+def test_the_fuller_end_of_backward_or_the_step_is_the_peak():
+    memory = held(parameters=10, gradients=5, step_bytes=7, optimizer=100)
+
+    peaks = [peak_of(memory, activation_bytes=size) for size in (0, 20)]
+
+    assert [(peak.device_bytes, peak.moment) for peak in peaks] == [(117, "step"), (130, "forward")]
+
+
+def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
+    memory = held(gradients=5, accumulated_forward_bytes=5)
+
+    peaks = [peak_of(memory, micro_batches=n, activation_bytes=20).device_bytes for n in (1, 2)]
+
+    assert peaks == [20, 25]
+
+
+@pytest.mark.parametrize(("limit", "samples"), [(9, 0), (10, 0), (17, 1), (18, 2), (1000, 142)])
+def test_the_largest_micro_batch_is_the_last_that_fits(limit, samples):
+    known = Activations(tokens=1, sample_bytes=7, fixed_bytes=1)
+
+    assert largest_micro_batch(held(parameters=3), known, limit) == samples
+
+
+def test_typical_activations_follow_the_paper_without_dropout_and_with_flash_attention():
+    model = typical_transformer(10**9)
+    layers = [p for p in model.parameters if p.name.endswith("qkv")]
+    width = layers[0].shape[1]
+
+    taken = typical_activations(model, Options(stage=0, model_dtype="bf16"), 2048).sample_bytes
+
+    stored = len(layers) * 2048 * width * 32
+    logits = 2048 * 32_000 * 14
+    assert taken == pytest.approx(stored + logits, rel=0.01)
+
+
+def test_recomputing_layers_leaves_one_input_of_each():
+    model = typical_transformer(10**9)
+    options = Options(stage=0, model_dtype="bf16", activation_checkpointing=True)
+
+    taken = typical_activations(model, options, 2048)
+
+    assert taken.sample_bytes == taken.recomputed_sample_bytes
+    assert taken.sample_bytes < typical_activations(model, Options(stage=0), 2048).sample_bytes / 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_without_values_takes_what_the_same_pass_takes_with_them(recompute):
+    model = Decoder(101, 32, 2, recompute=recompute)
+
+    traced = trace_activations(model, None, samples=3, tokens=16)
+
+    assert traced.bytes_of(3) == pytest.approx(real_peak(model, 3, 16), rel=0.01)
+
+
+def real_peak(model: Decoder, samples: int, tokens: int) -> int:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
+    counted = LiveBytes()
+    with counted:
+        ids = torch.zeros(samples, tokens, dtype=torch.long)
+        logits = model(ids)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    return counted.peak
+
+
+def test_a_model_on_the_meta_device_is_traced_without_memory():
+    with torch.device("meta"):
+        model = Decoder(50_000, 1024, 4)
+
+    traced = trace_activations(model, "bf16", samples=4, tokens=512)
+
+    assert traced.bytes_of(4) > 4 * 512 * 50_000 * 14
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_that_takes_no_token_ids_is_said_to_be_unknown():
+    with pytest.raises(UnknownActivationsError, match="RuntimeError: "):
+        trace_activations(deep(), None, samples=1, tokens=7)
+
+
+def test_live_bytes_forget_what_is_freed_and_remember_the_peak():
+    counted = LiveBytes()
+
+    with counted:
+        kept = torch.zeros(MIB, dtype=torch.uint8)
+        view = kept[:10]
+        torch.zeros(2 * MIB, dtype=torch.uint8)
+
+    assert (counted.live, counted.peak) == (MIB, 3 * MIB)
+    assert len(view) == 10

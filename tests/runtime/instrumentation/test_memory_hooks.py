@@ -1,0 +1,196 @@
+"""What training notes of memory: shapes, readings that are not too frequent, and close looks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.clock import FakeClock
+
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseClock
+from zerowatch.runtime.instrumentation import memory_hooks
+from zerowatch.runtime.instrumentation.batch_shape import BatchShape
+from zerowatch.runtime.instrumentation.memory_hooks import MemoryHooks
+from zerowatch.runtime.memory.forecast.series import Shape
+from zerowatch.runtime.memory.memory_reader import MemoryMeter
+
+
+class Engine(SimpleNamespace):
+    """Something that can be held weakly."""
+
+
+class Job:
+    """Hooks over a probe whose peak the test sets, on a clock that the test turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look_seconds: float | None = None) -> None:
+        self.clock = FakeClock()
+        monkeypatch.setattr(memory_hooks.time, "monotonic", self.clock)
+        self.held = {"cpu": {"gradients": 10}}
+        monkeypatch.setattr(memory_hooks, "engine_holdings", lambda engine: dict(self.held))
+        self.engine = Engine()
+        self.peak_bytes = 500.0
+        self.judged: list[Shape] = []
+        self.phases = PhaseClock()
+        self.hooks = MemoryHooks(
+            self.engine,
+            MemoryMeter({"cpu": self._read}, {}),
+            self.phases,
+            Hooks(),
+            judge=self.judged.append,
+            raised=lambda error: None,
+            look_seconds=look_seconds,
+        )
+
+    def step(self, *shapes: tuple[int, int], seconds: float = 1.0) -> Any:
+        for number, (samples, length) in enumerate(shapes, 1):
+            tokens = samples * length
+            shape = BatchShape(samples=samples, tokens=tokens, sequence_length=length)
+            self.hooks.batch_begins(shape, number)
+        self.pass_through()
+        self.hooks.step_begins()
+        self.clock.seconds += seconds
+        return self.hooks.step_ended()
+
+    def pass_through(self) -> None:
+        for phase, peak in ((FORWARD, 700.0), (BACKWARD, 900.0)):
+            self.phases.enter(phase)
+            self.peak_bytes = peak
+            self.phases.leave()
+        self.peak_bytes = 600.0
+
+    def _read(self) -> dict[str, float]:
+        return {"allocated": 400.0, "peak_allocated": self.peak_bytes}
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch)
+
+
+def test_a_step_reads_its_distinct_micro_batches(job: Job) -> None:
+    reading = job.step((2, 8), (2, 16), (2, 8))
+
+    assert reading.shapes == (Shape(2, 8), Shape(2, 16))
+    assert job.judged == [Shape(2, 8), Shape(2, 16), Shape(2, 8)]
+
+
+def test_short_steps_share_a_reading(job: Job) -> None:
+    job.step((2, 8))
+
+    readings = [job.step((2, length), seconds=0.1) for length in (16, 32, 64)]
+
+    assert readings[:2] == [None, None]
+    assert readings[2].shapes == (Shape(2, 16), Shape(2, 32), Shape(2, 64))
+
+
+def test_data_without_tokens_has_its_elements_for_a_length(job: Job) -> None:
+    job.hooks.batch_begins(BatchShape(samples=4, elements=4 * 3 * 32 * 32), 1)
+
+    assert job.judged == [Shape(4, 3072)]
+
+
+def test_a_batch_that_shows_no_size_is_not_judged(job: Job) -> None:
+    job.hooks.batch_begins(BatchShape(), 1)
+
+    assert job.judged == []
+
+
+def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+
+    look = job.step().look
+
+    assert look.phase_peaks["cpu"]["forward"] == 700.0
+    assert look.phase_peaks["cpu"]["backward"] == 900.0
+    assert look.held_before == look.held_after == {"cpu": {"gradients": 10}}
+
+
+def test_steps_are_looked_at_closely_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+
+    looked_at = [job.step().look is not None for _ in range(25)]
+
+    assert [number for number, seen in enumerate(looked_at) if seen] == [1, 11, 21]
+
+
+def test_a_step_with_many_micro_batches_is_read_a_few_times_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    reads = []
+    read = job._read
+    job.hooks._meter._probes = {"cpu": lambda: reads.append(1) or read()}
+
+    for _ in range(100):
+        job.pass_through()
+    job.step()
+
+    allowed = 2 * memory_hooks.READINGS_PER_LOOK + memory_hooks.READINGS_OF_UPDATE
+    assert len(reads) <= allowed + 2
+
+
+def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    for _ in range(100):
+        job.phases.enter(EVAL)
+        job.peak_bytes = 5000.0
+        job.phases.leave()
+        job.peak_bytes = 600.0
+
+    reading = job.step()
+
+    assert reading.look.phase_peaks["cpu"]["eval"] == 5000.0
+    assert reading.look.phase_peaks["cpu"]["backward"] == 900.0
+    assert not reading.trained_only
+    assert job.step().trained_only
+
+
+def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    job.phases.enter(FORWARD)
+    job.peak_bytes = 3000.0
+    job.hooks._meter.read()
+    job.peak_bytes = 600.0
+    job.phases.leave()
+
+    look = job.step().look
+
+    assert look.phase_peaks["cpu"]["forward"] == 3000.0
+
+
+def test_of_very_many_kinds_of_batches_the_largest_are_kept(job: Job) -> None:
+    reading = job.step(*((2, length) for length in range(8, 800, 8)), (2, 4096), (2, 4))
+
+    assert Shape(2, 4096) in reading.shapes
+    assert len(reading.shapes) <= memory_hooks.MOST_SHAPES
+
+
+def test_a_step_without_an_update_of_its_own_ends_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+    job.clock.seconds += 1
+
+    reading = job.hooks.step_ended()
+
+    assert reading.look is None
+
+
+def test_after_close_no_phase_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, look_seconds=10.0)
+    job.step()
+
+    job.hooks.close()
+
+    assert job.phases.on_change is None

@@ -1,0 +1,215 @@
+"""A profiled step: how it was spent, and that nobody else's profile is harmed by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes.steps import step
+from torch._C._autograd import DeviceType
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import ProfilerActivity, profile
+
+from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.instrumentation.compute_comm_overlap import step_shares
+from zerowatch.runtime.instrumentation.profiled_steps import MARK, ProfiledSteps, read_shares
+
+MS = 1_000_000
+
+
+class FakeEvent:
+    """An event as kineto tells of it; times in milliseconds."""
+
+    def __init__(
+        self, name: str, start: int, end: int, *, device: bool = False, note: bool = False
+    ) -> None:
+        self._facts = (name, start, end, device, note)
+
+    def name(self) -> str:
+        return self._facts[0]
+
+    def start_ns(self) -> int:
+        return self._facts[1] * MS
+
+    def duration_ns(self) -> int:
+        return (self._facts[2] - self._facts[1]) * MS
+
+    def device_type(self) -> DeviceType:
+        return DeviceType.CUDA if self._facts[3] else DeviceType.CPU
+
+    def is_user_annotation(self) -> bool:
+        return self._facts[4]
+
+    def start_thread_id(self) -> int:
+        return 2 if self.name().startswith("other ") else 1
+
+
+class FakeResults:
+    def __init__(self, *events: FakeEvent) -> None:
+        self._events = events
+
+    def events(self) -> tuple[FakeEvent, ...]:
+        return self._events
+
+
+@pytest.fixture
+def profiled() -> Iterator[ProfiledSteps]:
+    made = ProfiledSteps(2, Recorder(), on_cuda=False)
+    yield made
+    made.close()
+
+
+def work() -> None:
+    matrix = torch.ones(400, 400)
+    for _ in range(10):
+        matrix @ matrix
+
+
+def names(finished: profile) -> set[str]:
+    return {average.key for average in finished.key_averages()}
+
+
+@pytest.mark.parametrize(
+    ("compute", "comm", "expected"),
+    [
+        ([], [], (0, 0, 0, 100)),
+        ([(0, 60)], [(60, 80)], (60, 20, 0, 20)),
+        ([(0, 60)], [(50, 80)], (50, 20, 10, 20)),
+        ([(0, 60)], [(10, 20), (15, 30)], (40, 0, 20, 40)),
+        ([(0, 50), (10, 20), (40, 60)], [(55, 100)], (55, 40, 5, 0)),
+        ([(-20, 10)], [(90, 130), (200, 300)], (10, 10, 0, 80)),
+        ([(0, 10), (20, 30), (40, 50)], [(5, 45)], (10, 20, 20, 50)),
+    ],
+)
+def test_a_step_is_split_by_what_went_on(compute, comm, expected) -> None:
+    shares = step_shares((0, 100), compute, comm)
+
+    assert [shares.compute, shares.comm, shares.overlap, shares.idle] == pytest.approx(
+        [part / 1e9 for part in expected]
+    )
+
+
+def test_on_cpu_operators_of_the_training_thread_compute_and_gloo_communicates() -> None:
+    events = [
+        FakeEvent(MARK, 0, 100),
+        FakeEvent("autograd::engine::evaluate_function: AddmmBackward0", 0, 100),
+        FakeEvent("aten::addmm", 0, 40),
+        FakeEvent("c10d::allreduce_", 40, 60),
+        FakeEvent("other aten::mm", 60, 90),
+        FakeEvent("gloo:all_reduce", 30, 60),
+    ]
+
+    shares = read_shares(events, on_cuda=False)
+
+    assert shares is not None
+    assert shares.ratios() == pytest.approx(
+        {"compute": 0.3, "comm": 0.2, "overlap": 0.1, "idle": 0.4}
+    )
+
+
+def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
+    events = [
+        FakeEvent(MARK, 0, 100),
+        FakeEvent(MARK, 20, 90, device=True, note=True),
+        FakeEvent("aten::mm", 0, 90),
+        FakeEvent("ampere_sgemm_128x64", 10, 50, device=True),
+        FakeEvent("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 70, device=True),
+        FakeEvent("nccl:all_reduce", 40, 70, device=True, note=True),
+    ]
+
+    shares = read_shares(events, on_cuda=True)
+
+    assert shares is not None
+    assert shares.ratios() == pytest.approx(
+        {"compute": 0.3, "comm": 0.2, "overlap": 0.1, "idle": 0.4}
+    )
+
+
+def test_the_error_is_what_we_and_the_profiler_differ_by_over_the_step() -> None:
+    recorder = Recorder()
+    profiled = ProfiledSteps(2, recorder, on_cuda=False)
+    profiled._finished = (
+        4,
+        FakeResults(FakeEvent(MARK, 0, 200), FakeEvent("gloo:all_reduce", 50, 100)),
+    )
+
+    profiled.compare(step(4, comm=0.040))
+
+    assert recorder.snapshot().value(communication.COMM_EXPOSED_ERROR_RATIO) == pytest.approx(0.05)
+    assert recorder.snapshot().value(communication.STEP_TIME_RATIO, "comm") == pytest.approx(0.25)
+
+
+def test_only_each_second_step_is_profiled(profiled: ProfiledSteps) -> None:
+    running = []
+
+    for number in range(1, 6):
+        profiled.step_ended(number)
+        running.append(autograd_profiler._is_profiler_enabled)
+
+    assert running == [True, False, True, False, True]
+
+
+def test_a_profiled_steps_shares_are_published_with_its_record(profiled: ProfiledSteps) -> None:
+    profiled.step_ended(1)
+    work()
+    profiled.step_ended(2)
+
+    profiled.compare(step(1))
+    before = profiled._recorder.snapshot().values.get(communication.STEP_TIME_RATIO)
+    profiled.compare(step(2))
+
+    shares: Any = profiled._recorder.snapshot().values[communication.STEP_TIME_RATIO]
+    assert not before
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert profiled._recorder.snapshot().value(communication.STEP_TIME_RATIO, "compute") > 0.5
+
+
+def test_where_somebody_profiles_we_do_not(profiled: ProfiledSteps) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        profiled.step_ended(1)
+        work()
+        profiled.step_ended(2)
+
+    assert "aten::mm" in names(theirs)
+    assert profiled._finished is None
+
+
+def test_who_begins_to_profile_inside_ours_gets_all_of_it(profiled: ProfiledSteps) -> None:
+    profiled.step_ended(1)
+
+    with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        work()
+    profiled.step_ended(2)
+
+    assert "aten::mm" in names(theirs)
+    assert profiled._finished is None
+
+
+def test_the_profilers_names_are_put_back(profiled: ProfiledSteps) -> None:
+    before = dict(vars(autograd_profiler.profile))
+    profiled.step_ended(1)
+    during = dict(vars(autograd_profiler.profile))
+
+    profiled.step_ended(2)
+
+    assert during != before
+    assert dict(vars(autograd_profiler.profile)) == before
+
+
+def test_a_script_that_ends_in_a_profiled_step_ends_well() -> None:
+    script = """
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.instrumentation.profiled_steps import ProfiledSteps
+ProfiledSteps(2, Recorder(), on_cuda=False).step_ended(1)
+"""
+
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+
+    assert finished.returncode == 0, finished.stderr

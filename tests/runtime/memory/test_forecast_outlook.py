@@ -1,0 +1,254 @@
+"""What a forecaster says of series whose answer is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scripts.peaks import REPLAYS, read_series
+
+from zerowatch.runtime.memory.forecast.forecaster import Forecaster
+from zerowatch.runtime.memory.forecast.heap_floor import deepest_valley
+from zerowatch.runtime.memory.forecast.memory_forecast import Outlook
+from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+
+GIB, MIB = float(1 << 30), float(1 << 20)
+FLOOR, PER_TOKEN = 8 * GIB, 2 * MIB
+LONG, USUAL = Shape(4, 512), Shape(4, 128)
+
+
+def point(
+    step: int,
+    shape: Shape = USUAL,
+    *,
+    floor: float = FLOOR,
+    per_token: float = PER_TOKEN,
+    limit: float = 16 * GIB,
+    unusable: float = 0.0,
+    reserved: float = 12 * GIB,
+    retries: float = 0.0,
+) -> PeakPoint:
+    return PeakPoint(
+        step=step,
+        peak_bytes=floor + per_token * shape.samples * shape.length,
+        floor_bytes=floor,
+        limit_bytes=limit,
+        reserved_bytes=reserved,
+        unusable_bytes=unusable,
+        retries=retries,
+        shapes=(shape,),
+    )
+
+
+def varied(step: int) -> Shape:
+    return Shape(4, 64 + 16 * (step * 7 % 11))
+
+
+def outlook_after(points: Iterable[PeakPoint], forecaster: Forecaster | None = None) -> Outlook:
+    """Let a forecaster follow, as the watch thread would."""
+    forecaster = forecaster or Forecaster()
+    found = None
+    for number, each in enumerate(points):
+        forecaster.add(each)
+        if number % 4 == 3:
+            found = forecaster.outlook()
+    found = forecaster.outlook()
+    assert found is not None
+    return found
+
+
+def test_nothing_is_said_before_enough_is_known() -> None:
+    forecaster = Forecaster()
+
+    assert forecaster.outlook() is None
+    for step in range(3):
+        forecaster.add(point(step))
+    assert forecaster.outlook() is None
+
+
+def test_a_steady_run_far_from_its_limit_is_safe() -> None:
+    outlook = outlook_after(point(step) for step in range(100))
+
+    assert outlook.step == 99
+    assert outlook.predicted_peak_bytes == pytest.approx(point(0).peak_bytes, rel=1e-3)
+    assert outlook.headroom_bytes == pytest.approx(7 * GIB, rel=1e-2)
+    assert outlook.risk_ratio < 1e-3
+    assert outlook.eta_steps == math.inf
+    assert outlook.error_ratio < 1e-6
+
+
+def test_a_batch_longer_than_any_before_is_known_not_to_fit() -> None:
+    outlook = outlook_after(point(step, varied(step), limit=11 * GIB) for step in range(100))
+
+    assert outlook.predicted(LONG) == pytest.approx(FLOOR + PER_TOKEN * 4 * 512, rel=1e-2)
+    assert outlook.batch_risk(LONG) > 0.9
+    assert outlook.batch_risk(USUAL) < 0.01
+
+
+# How much more a batch twice as large took, in MiB: in the same job with an allocator that gives
+# back 110. A heap that keeps freed memory shows part of it.
+@pytest.mark.parametrize(
+    ("allocator", "least", "most"), [("gives-back", 105, 115), ("default", 60, 115)]
+)
+def test_where_all_batches_are_alike_one_twice_as_large_is_known_not_to_fit(
+    allocator: str, least: float, most: float
+) -> None:
+    readings = read_series(REPLAYS / f"peaks-fixed-{allocator}.jsonl")
+    (usual,) = readings[-1].shapes
+    highest = max(reading.peak_bytes for reading in readings[3:])
+    limit = highest + 0.25 * least * MIB
+    large = Shape(2 * usual.samples, usual.length)
+
+    outlook = outlook_after(replace(reading, limit_bytes=limit) for reading in readings)
+
+    more = outlook.predicted(large) - outlook.predicted(usual)
+    assert least * MIB < more < most * MIB
+    assert outlook.predicted_peak_bytes == pytest.approx(readings[-1].peak_bytes, rel=0.03)
+    assert outlook.batch_risk(large) > 0.5
+    assert outlook.batch_risk(usual) < 0.05
+
+
+def test_what_is_freed_for_good_or_leaks_is_not_what_a_step_takes() -> None:
+    freed = np.where(np.arange(60) < 30, 900.0, 500.0) * MIB
+    leaking = (500.0 + 10 * np.arange(60)) * MIB
+
+    assert deepest_valley(freed, freed) == 0.0
+    assert deepest_valley(leaking, leaking + 3 * MIB) <= 3 * MIB
+    assert deepest_valley(freed[:1], freed[:1]) == 0.0
+
+
+def test_what_is_given_back_and_taken_again_is_what_a_step_takes() -> None:
+    floors = (600.0 - 80 * (np.arange(60) % 10 == 5)) * MIB
+    peaks = np.full(60, 610.0 * MIB)
+
+    assert deepest_valley(floors, peaks) == 90 * MIB
+
+
+def test_a_leak_is_seen_to_pass_the_limit_and_when() -> None:
+    slope = 8 * MIB
+    limit = FLOOR + PER_TOKEN * 512 + 230 * slope
+
+    outlook = outlook_after(
+        point(step, floor=FLOOR + slope * step, limit=limit) for step in range(201)
+    )
+
+    assert outlook.eta_steps == pytest.approx(30, abs=3)
+    assert outlook.risk_ratio > 0.6
+
+
+def test_a_leak_far_from_the_limit_is_no_risk_yet() -> None:
+    slope = 8 * MIB
+    limit = FLOOR + PER_TOKEN * 512 + 400 * slope
+
+    outlook = outlook_after(
+        point(step, floor=FLOOR + slope * step, limit=limit) for step in range(201)
+    )
+
+    assert outlook.eta_steps == pytest.approx(200, rel=0.05)
+    assert outlook.risk_ratio < 0.05
+
+
+def test_fragmentation_that_creeps_up_counts_like_a_leak() -> None:
+    slope = 8 * MIB
+    limit = FLOOR + PER_TOKEN * 512 + 230 * slope
+
+    outlook = outlook_after(point(step, unusable=slope * step, limit=limit) for step in range(201))
+
+    assert outlook.eta_steps == pytest.approx(30, abs=3)
+    assert outlook.risk_ratio > 0.6
+
+
+def test_texts_sorted_by_length_are_expected_to_go_on_growing() -> None:
+    shapes = [Shape(4, 100 + step) for step in range(201)]
+    limit = FLOOR + PER_TOKEN * 4 * 325
+
+    outlook = outlook_after(point(step, shape, limit=limit) for step, shape in enumerate(shapes))
+
+    assert outlook.risk_ratio > 0.6
+
+
+def test_without_a_limit_there_is_no_risk() -> None:
+    outlook = outlook_after(point(step, varied(step), limit=math.inf) for step in range(50))
+
+    assert outlook.risk_ratio == 0.0
+    assert outlook.headroom_bytes == math.inf
+    assert outlook.batch_risk(Shape(1000, 100_000)) == 0.0
+
+
+def test_the_last_limit_counts() -> None:
+    before = [point(step) for step in range(150)]
+    after = [point(step, limit=9.01 * GIB) for step in range(150, 170)]
+
+    outlook = outlook_after(before + after)
+
+    assert outlook.limit_bytes == 9.01 * GIB
+    assert outlook.headroom_bytes < 0.02 * GIB
+
+
+def test_a_retry_shows_that_no_more_can_be_reserved() -> None:
+    before = [point(step, reserved=9.5 * GIB) for step in range(50)]
+    refused = [point(50, reserved=9.6 * GIB, retries=1.0)]
+
+    outlook = outlook_after(before + refused)
+
+    assert outlook.limit_bytes == 9.6 * GIB
+
+
+def test_another_need_per_token_is_learnt_within_a_few_readings() -> None:
+    before = [point(step, varied(step)) for step in range(200)]
+    after = [point(step, varied(step), per_token=2 * PER_TOKEN) for step in range(200, 216)]
+
+    outlook = outlook_after(before + after)
+
+    expected = FLOOR + 2 * PER_TOKEN * 512
+    assert outlook.predicted(USUAL) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_jump_of_the_floor_is_no_trend() -> None:
+    before = [point(step) for step in range(100)]
+    after = [point(step, floor=FLOOR + 2 * GIB) for step in range(100, 140)]
+
+    outlook = outlook_after(before + after)
+
+    assert outlook.eta_steps == math.inf
+    assert outlook.risk_ratio < 0.01
+    assert outlook.predicted_peak_bytes == pytest.approx(after[-1].peak_bytes, rel=1e-3)
+
+
+def test_readings_without_shapes_are_predicted_by_their_level() -> None:
+    readings = [
+        PeakPoint(
+            step=step,
+            peak_bytes=10 * GIB,
+            floor_bytes=FLOOR,
+            limit_bytes=16 * GIB,
+            reserved_bytes=10 * GIB,
+        )
+        for step in range(60)
+    ]
+
+    outlook = outlook_after(readings)
+
+    assert outlook.predicted_peak_bytes == pytest.approx(10 * GIB, rel=1e-2)
+
+
+def test_all_figures_stay_finite_on_wild_readings() -> None:
+    random = np.random.default_rng(0)
+    forecaster = Forecaster()
+    for step in range(400):
+        floor = float(random.pareto(1) * GIB)
+        shape = Shape(int(random.integers(1, 64)), int(random.integers(1, 1 << 17)))
+        forecaster.add(
+            point(step, shape, floor=floor, limit=float(random.pareto(1) * 10 * GIB) + 1.0)
+        )
+        outlook = forecaster.outlook()
+        if outlook is None:
+            continue
+        shown = (outlook.predicted_peak_bytes, outlook.headroom_bytes, outlook.error_ratio)
+        assert all(map(math.isfinite, shown))
+        assert 0.0 <= outlook.risk_ratio < 1.0
+        assert 0.0 < outlook.batch_risk(shape) < 1.0
+        assert outlook.eta_steps >= 0

@@ -1,0 +1,157 @@
+"""What stands in for a handle of asynchronous I/O passes everything on, and tells what it moves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.collectives.events import EventPool
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
+
+
+class Handle:
+    """As DeepSpeed's compiled one: it takes no attributes."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        self.calls.append(("read", buffer, path, offset))
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, offset: int) -> int:
+        self.calls.append(("write", buffer, path, offset))
+        return 0
+
+    def wait(self) -> int:
+        return len(self.calls)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        return True
+
+
+class Owner(SimpleNamespace):
+    """Takes attributes and weak references."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Pieces(Owner):
+    def _swap_out_tensor(self, tensor: torch.Tensor, path: str) -> None: ...
+
+
+class Swapper(Owner):
+    def _retrieve_unswapped_grad_partitions(self, swap_info: Any, dest_buffer: Any) -> None: ...
+
+
+class DeepSpeedZeroOptimizer_Stage3(Owner):
+    def offload_states(self) -> None: ...
+
+    def reload_states(self) -> None: ...
+
+    def partition_grads(self) -> None: ...
+
+    def _finalize_offload_gradient_accumulation(self) -> None: ...
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group: int) -> None: ...
+
+
+@pytest.fixture
+def engine() -> Any:
+    handle = Handle()
+    pieces = Pieces(aio_handle=handle)
+    optimizer = DeepSpeedZeroOptimizer_Stage3(
+        offload_optimizer=True,
+        offload_param=False,
+        optimizer_swapper=Swapper(aio_handle=handle, gradient_swapper=pieces),
+        module=torch.nn.Linear(1, 1),
+    )
+    return SimpleNamespace(optimizer=optimizer, device=torch.device("cpu"))
+
+
+def moved(traffic: OffloadTraffic) -> dict[str, float]:
+    recorder = Recorder()
+    traffic.publish(recorder)
+    series = recorder.snapshot().values[OFFLOAD_BYTES]
+    return {labels[0]: value for labels, value in series.items() if value}
+
+
+def test_reads_and_writes_reach_the_handle_unchanged_and_are_counted(engine):
+    handle = engine.optimizer.optimizer_swapper.aio_handle
+    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    stand_in = engine.optimizer.optimizer_swapper.aio_handle
+    buffer = torch.zeros(6)
+
+    assert stand_in.async_pread(buffer, "a", 0) == 0
+    assert stand_in.async_pwrite(buffer.half(), "b", 0) == 0
+    waited = stand_in.wait()
+
+    assert waited == 2
+    assert [call[0] for call in handle.calls] == ["read", "write"]
+    assert handle.calls[0][1] is buffer
+    assert moved(traffic) == {"from_nvme": 24, "to_nvme": 12}
+
+
+def test_other_methods_are_the_handle_s_own(engine):
+    OffloadTraffic(engine, Hooks(), EventPool())
+
+    assert engine.optimizer.optimizer_swapper.aio_handle.is_pinned(torch.zeros(1))
+
+
+def test_closing_puts_the_very_handle_back_and_one_held_on_to_passes_on(engine):
+    swapper = engine.optimizer.optimizer_swapper
+    handle = swapper.aio_handle
+    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    stand_in = swapper.aio_handle
+
+    traffic.restore()
+    stand_in.async_pread(torch.zeros(6), "a", 0)
+
+    assert swapper.aio_handle is handle
+    assert swapper.gradient_swapper.aio_handle is handle
+    assert stand_in.wait() == 1
+    assert moved(traffic) == {}
+
+
+def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, caplog):
+    hooks = Hooks()
+    traffic = OffloadTraffic(engine, hooks, EventPool())
+
+    engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
+    engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
+
+    assert hooks.failures == {"offload": 1}
+    assert moved(traffic) == {}
+
+
+def test_an_optimizer_that_is_watched_can_be_collected(engine):
+    reference = weakref.ref(engine.optimizer)
+    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+
+    engine.optimizer = None
+    gc.collect()
+
+    assert reference() is None
+    traffic.restore()
+
+
+def test_an_engine_without_a_zero_optimizer_is_left_alone():
+    engine = SimpleNamespace(optimizer=None, device=torch.device("cpu"))
+    recorder = Recorder()
+
+    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic.publish(recorder)
+    traffic.restore()
+
+    assert OFFLOAD_BYTES not in recorder.snapshot().values

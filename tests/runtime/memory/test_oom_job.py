@@ -1,0 +1,250 @@
+"""Real jobs that run out of memory on CPU: foreseen, reported, and ended by their own error.
+
+Two run under RLIMIT_AS. A third is killed by the kernel, and the next start of a job says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.launching import SCRIPTS, Finished, start
+from scripts.oom_cgroup import memory_cgroup
+
+from zerowatch.runtime.common.units import format_bytes
+
+pytestmark = pytest.mark.jobs
+
+MIB = 2**20
+ALARM_RISK, LEAST_LEAD_STEPS = 0.5, 20
+# The job looks a little later than the watch, which then holds its reserve of 4 MiB again.
+TOLERANCE_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What a job left: its own figures, its log, its report, and what it printed."""
+
+    finished: Finished
+    measured: dict[str, Any]
+    records: list[dict[str, Any]]
+    report: list[str]
+    files: list[str]
+
+    @property
+    def first_alarm(self) -> int | None:
+        steps = (
+            record["step"]
+            for record in self.records
+            if record["oom_risk_ratio"].get("cpu", 0.0) > ALARM_RISK
+        )
+        return next(steps, None)
+
+    def figure(self, words: str) -> int:
+        """Return the bytes that a line of the report tells."""
+        (line,) = [line for line in self.report if line.startswith(words)]
+        found = re.search(r"\((\d+) bytes\)|(\d+) bytes", line)
+        assert found is not None
+        return int(found[1] or found[2])
+
+
+def train(folder: Path, *arguments: object) -> Finished:
+    """Run a job of one rank. Heap beyond the threshold is given back, so that figures repeat."""
+    folder.mkdir(exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    script = SCRIPTS / "oom_job.py"
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        # Its advice of a slow machine may else come between the error and the process's end.
+        "ZEROWATCH_TUNER_MODE": "off",
+    }
+    return start(sys.executable, script, *arguments, cwd=folder, variables=variables)
+
+
+def ended(folder: Path, finished: Finished) -> Ended:
+    (measured,) = folder.glob("measured.json")
+    (log,) = (folder / "runs").glob("*/rank-0.jsonl")
+    (report,) = log.parent.glob("oom/rank-0-1.txt")
+    return Ended(
+        finished=finished,
+        measured=json.loads(measured.read_text()),
+        records=[json.loads(line) for line in log.read_text().splitlines()],
+        report=report.read_text().splitlines(),
+        files=sorted(path.relative_to(log.parent).as_posix() for path in log.parent.rglob("*")),
+    )
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Both jobs, side by side: they mostly wait."""
+    folder = tmp_path_factory.mktemp("ooms")
+    with ThreadPoolExecutor() as pool:
+        ends = {kind: pool.submit(train, folder / kind, kind) for kind in ("leak", "long")}
+        return {kind: ended(folder / kind, end.result()) for kind, end in ends.items()}
+
+
+KINDS = ("leak", "long")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_job_ends_by_its_own_error_untouched(kind: str, jobs: dict[str, Ended]) -> None:
+    job = jobs[kind]
+
+    assert job.finished.returncode == 1
+    assert job.measured["type"] == "RuntimeError"
+    assert "DefaultCPUAllocator: can't allocate memory" in job.measured["text"]
+    assert job.measured["notes"] == []
+    assert job.measured["chained"] == ["None", "None"]
+    assert job.finished.stderr.rstrip().endswith(f"RuntimeError: {job.measured['text']}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_report_is_written_and_said_where(kind: str, jobs: dict[str, Ended]) -> None:
+    job = jobs[kind]
+
+    said = [line for line in job.finished.stderr.splitlines() if "out of memory on cpu" in line]
+
+    assert [file for file in job.files if file.startswith("oom/")] == ["oom/rank-0-1.txt"]
+    assert len(said) == 1
+    assert job.report[0] in said[0]
+    assert said[0].endswith("oom/rank-0-1.txt)")
+    assert not [file for file in job.files if file.endswith(".alive.json")]  # it could say good-bye
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_says_what_was_asked_for_where_and_of_which_limit(
+    kind: str, jobs: dict[str, Ended]
+) -> None:
+    job = jobs[kind]
+    now = job.measured["at_the_end"]
+    asked = re.search(r"tried to allocate (\d+) bytes", job.measured["text"])
+    assert asked is not None
+    step = job.measured["step"]
+
+    place = rf"out of memory on cpu in (forward|backward|optimizer) of step {step + 1}, "
+    assert re.match(place + r"micro-batch 1: \S+ \w+ asked for, \S+ \w+ free", job.report[0])
+    assert job.figure("The failing request: ") == int(asked[1])
+    assert f"  {job.measured['text']}" in job.report
+    assert any(line.startswith(f"last step that ended: {step}; phase: ") for line in job.report)
+    samples, length = job.measured["shape"]
+    assert f"micro-batch under way 1 of 1: {samples} x {length}" in job.report
+    limit = job.measured["limit"] - now["VmSize"] + now["VmRSS"]
+    assert job.figure("  limit: ") == pytest.approx(limit, abs=TOLERANCE_BYTES)
+    assert any("set by RLIMIT_AS (ulimit -v) of " in line for line in job.report)
+    in_use = job.figure("  in use as the error passed: ")
+    assert in_use == pytest.approx(now["VmRSS"], abs=TOLERANCE_BYTES)
+    assert job.figure("  virtual size: ") == pytest.approx(now["VmSize"], abs=TOLERANCE_BYTES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_has_all_categories_and_their_sizes(kind: str, jobs: dict[str, Ended]) -> None:
+    job = jobs[kind]
+    parameters = job.measured["parameters"]
+
+    assert job.figure("  parameters ") == pytest.approx(parameters, rel=0.01)
+    assert job.figure("  gradients ") == pytest.approx(parameters, rel=0.01)
+    # The master copy and Adam's two states.
+    assert job.figure("  optimizer ") == pytest.approx(3 * parameters, rel=0.01)
+    assert job.figure("  activations ") > 0
+    for other in ("comm_buffers", "other"):
+        assert job.figure(f"  {other} ") >= 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_peaks_are_those_of_the_log(kind: str, jobs: dict[str, Ended]) -> None:
+    job = jobs[kind]
+    logged = {
+        record["step"]: record["memory_bytes"]["cpu"]["peak_allocated"]
+        for record in job.records
+        if record["memory_bytes"]
+    }
+
+    start = next(n for n, line in enumerate(job.report) if line.startswith("Last peaks"))
+    rows = [line.split() for line in job.report[start + 2 : start + 22]]
+
+    assert [int(row[0]) for row in rows] == sorted(logged)[-20:]
+    assert [" ".join(row[1:3]) for row in rows] == [
+        format_bytes(logged[step]) for step in sorted(logged)[-20:]
+    ]
+    assert int(rows[-1][0]) >= job.measured["step"] - 1
+
+
+def test_a_leak_is_foreseen_and_its_alarm_comes_twenty_steps_before_the_end(
+    jobs: dict[str, Ended],
+) -> None:
+    job = jobs["leak"]
+    end = job.measured["step"]
+
+    alarm = job.first_alarm
+    assert alarm is not None
+    assert end - alarm >= LEAST_LEAD_STEPS
+    assert "memory of cpu is likely to run out within 50 steps" in job.finished.stderr
+    (foreseen,) = [line for line in job.report if line.startswith("Foreseen: ")]
+    told = re.match(r"Foreseen: yes, the risk passed 50 % after step (\d+), (\d+) steps", foreseen)
+    assert told is not None
+    assert int(told[1]) <= alarm
+    assert int(told[1]) + int(told[2]) == end
+
+
+def test_a_batch_that_is_too_long_is_foreseen_as_it_begins_and_not_before(
+    jobs: dict[str, Ended],
+) -> None:
+    job = jobs["long"]
+
+    assert job.measured["shape"] == [8, 8192]
+    assert job.first_alarm is None
+    alarm = job.finished.stderr.index("this micro-batch (8 x 8192) is likely not to fit")
+    assert alarm < job.finished.stderr.index("out of memory on cpu")
+    assert "Foreseen: yes, by this micro-batch's own risk as it began" in job.report
+
+
+def test_what_would_have_fitted_is_right_for_the_batch_that_is_too_long(
+    jobs: dict[str, Ended],
+) -> None:
+    """Without a limit this model's peak is 7.8 times nearer to its floor with an eighth of it.
+
+    Measured with no limit, 16.3 KiB of RSS beyond the floor for each token.
+    """
+    job = jobs["long"]
+    floor = min(
+        record["memory_bytes"]["cpu"]["allocated"]
+        for record in job.records
+        if record["memory_bytes"]
+    )
+
+    (half,) = [line for line in job.report if "half the micro-batch, 4 of 8 samples" in line]
+    need = re.search(r"about ([\d.]+) (MiB|GiB)", half)
+
+    assert need is not None
+    said = float(need[1]) * {"MiB": MIB, "GiB": 1024 * MIB}[need[2]]
+    assert half.strip().startswith("does not fit")
+    assert said - floor == pytest.approx(4 * 8192 * 16.3 * 1024, rel=0.1)
+
+
+def test_a_job_that_the_kernel_s_oom_killer_ended_is_told_of_by_the_next(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    with memory_cgroup(700 * MIB) as cgroup:
+        killed = train(folder, "leak", cgroup)
+        runs = list((folder / "runs").iterdir())
+        later = train(folder, "short")
+
+    assert killed.returncode == -signal.SIGKILL
+    (run,) = runs
+    said = "rank 0 was killed by the kernel's OOM killer, after step "
+    (line,) = [line for line in later.stderr.splitlines() if said in line]
+    assert line.endswith(f"(report: {run / 'oom' / 'rank-0-killed.txt'})")
+    assert later.returncode == 0
+    report = (run / "oom" / "rank-0-killed.txt").read_text()
+    last = json.loads((run / "rank-0.jsonl").read_text().splitlines()[-1])["step"]
+    assert f"{said}{last}; its last reading was" in report
+    assert list(run.glob("*.alive.json")) == []

@@ -1,0 +1,184 @@
+"""The run log, on real disks that fill up, vanish or refuse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerowatch.metrics.settings import RunLogSettings, Settings
+from zerowatch.metrics.step_record import StepRecord
+from zerowatch.runtime.monitor.step_log import (
+    RETRY_SECONDS,
+    RunLog,
+    keeps_every_step,
+    write_settings,
+)
+
+IDENTITY = {"rank": 3, "host": "here"}
+
+
+def record(step: int, loss: float | None = 1.0) -> StepRecord:
+    return StepRecord(
+        step=step,
+        ended_at_unix_seconds=0.0,
+        seconds=1.0,
+        phase_seconds={"forward": 1.0},
+        micro_batches=1,
+        samples=None,
+        tokens=None,
+        loss=loss,
+        nonfinite_loss=loss is not None and loss != loss,
+        gradient_norm=None,
+        learning_rate=None,
+        loss_scale=None,
+        skipped=False,
+        collectives={},
+        comm_seconds=None,
+        comm_exposed_seconds=None,
+        memory_bytes={},
+        device_readings={},
+    )
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines() if line]
+
+
+def test_a_record_is_on_disk_as_soon_as_it_was_appended(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run", IDENTITY, RunLogSettings())
+
+    log.append(record(1))
+    log.append(record(2))
+
+    assert log.path == tmp_path / "run" / "rank-3.jsonl"
+    assert steps(log.path) == [1, 2]
+    assert json.loads(log.path.read_text().splitlines()[0])["host"] == "here"
+    log.close()
+
+
+def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, IDENTITY, RunLogSettings())
+    log.append(record(1))
+    log.close()
+    with log.path.open("a") as file:
+        file.write('{"step": 2, "lo')
+
+    again = RunLog(tmp_path, IDENTITY, RunLogSettings())
+    again.append(record(2))
+    again.close()
+
+    whole = [line for line in log.path.read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["step"] for line in whole] == [1, 2]
+
+
+def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, IDENTITY, RunLogSettings())
+
+    log.append(record(1, loss=float("nan")))
+    log.close()
+
+    written = json.loads(log.path.read_text())
+    assert written["loss"] is None
+    assert written["nonfinite_loss"] is True
+
+
+def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=3))
+
+    for step in range(60):
+        log.append(record(step))
+    log.close()
+
+    files = {path.name: steps(path) for path in tmp_path.iterdir()}
+    assert set(files) == {"rank-3.jsonl", "rank-3.1.jsonl", "rank-3.2.jsonl"}
+    kept = files["rank-3.2.jsonl"] + files["rank-3.1.jsonl"] + files["rank-3.jsonl"]
+    assert kept == list(range(kept[0], 60))
+    assert kept[0] > 0
+
+
+def test_a_folder_that_cannot_be_made_is_told_once_and_counted(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("in the way")
+    log = RunLog(tmp_path / "file" / "run", IDENTITY, RunLogSettings())
+
+    for step in range(3):
+        log.append(record(step))
+
+    assert log.dropped == 3
+    warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "Training goes on" in warnings[0].getMessage()
+
+
+def test_writing_goes_on_when_the_disk_takes_it_again(tmp_path: Path, caplog) -> None:
+    blocker = tmp_path / "run"
+    blocker.write_text("in the way")
+    now = [0.0]
+    log = RunLog(blocker, IDENTITY, RunLogSettings(), now=lambda: now[0])
+    log.append(record(1))
+
+    blocker.unlink()
+    log.append(record(2))
+    now[0] += RETRY_SECONDS
+    log.append(record(3))
+    log.close()
+
+    assert steps(log.path) == [3]
+    assert log.dropped == 2
+
+
+def test_a_full_disk_loses_records_and_nothing_else(tmp_path: Path) -> None:
+    script = f"""
+import resource, sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from test_run_log import IDENTITY, record
+from zerowatch.metrics.settings import RunLogSettings
+from zerowatch.runtime.monitor.step_log import RunLog
+from pathlib import Path
+log = RunLog(Path({str(tmp_path)!r}), IDENTITY, RunLogSettings())
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the kernel refuses more, as a full disk
+for step in range(9):
+    log.append(record(step))
+print(log.dropped)
+"""
+
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    whole = [x for x in (tmp_path / "rank-3.jsonl").read_text().splitlines() if x.endswith("}")]
+    assert len(whole) >= 1
+    assert int(finished.stdout) == 9 - len(whole)
+
+
+def test_many_ranks_write_every_tenth_step_but_for_one_a_node(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, IDENTITY, RunLogSettings(), every_step=keeps_every_step(65, 3))
+
+    for step in range(25):
+        log.append(record(step))
+    log.close()
+
+    assert steps(log.path) == [0, 10, 20]
+    assert keeps_every_step(65, 0)
+    assert keeps_every_step(64, 3)
+
+
+def test_the_settings_beside_the_log_are_the_owners_alone(tmp_path: Path) -> None:
+    write_settings(tmp_path / "run", Settings(run_id="mine"))
+
+    path = tmp_path / "run" / "settings.json"
+    assert json.loads(path.read_text())["run_id"] == "mine"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", ["environ", "argv"])
+def test_the_settings_hold_no_command_line_and_no_environment(tmp_path: Path, text: str) -> None:
+    write_settings(tmp_path, Settings())
+
+    assert text not in (tmp_path / "settings.json").read_text()

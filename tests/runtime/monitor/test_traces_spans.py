@@ -1,0 +1,150 @@
+"""The spans of one step: its phases and collectives, never more than twenty with the root."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from zerowatch.metrics.catalog.labels import OPS
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.common.phase_timer import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVAL,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    PhaseClock,
+)
+from zerowatch.runtime.monitor.otel_spans import MAX_CHILDREN, children
+
+MS = 1_000_000
+ALL_REDUCE, ALL_GATHER = OPS.index("all_reduce"), OPS.index("all_gather")
+
+
+def call(start_ms, end_ms, op=ALL_REDUCE, *, payload=8, role="dp", timed=True):
+    made = Call(op, SimpleNamespace(role=role), payload, None, BACKWARD)
+    made.start_ns, made.end_ns, made.timed = int(start_ms * MS), int(end_ms * MS), timed
+    made.exposed_ns = made.end_ns - made.start_ns
+    return made
+
+
+def interval(phase, start_ms, end_ms):
+    return phase, int(start_ms * MS), int(end_ms * MS)
+
+
+ONE_OF_EACH = [
+    interval(DATA, 0, 2),
+    interval(OTHER, 2, 3),
+    interval(FORWARD, 3, 5),
+    interval(BACKWARD, 5, 9),
+    interval(OPTIMIZER, 9, 10),
+    interval(CHECKPOINT, 10, 11),
+    interval(EVAL, 11, 12),
+]
+
+
+def shown(spans):
+    return [(span.name, span.start_ns / MS, span.end_ns / MS) for span in spans]
+
+
+def test_each_phase_and_each_collective_has_a_span():
+    spans = children(ONE_OF_EACH, [call(6, 7), call(9.2, 9.8, ALL_GATHER)], 0, 0)
+
+    assert shown(spans) == [
+        ("data.wait", 0, 2),
+        ("forward", 3, 5),
+        ("backward", 5, 9),
+        ("comm all_reduce", 6, 7),
+        ("optimizer", 9, 10),
+        ("comm all_gather", 9.2, 9.8),
+        ("checkpoint", 10, 11),
+        ("eval", 11, 12),
+    ]
+
+
+def test_phases_and_calls_may_have_clocks_of_their_own():
+    on_device = call(-3, -2)
+    on_device.start_event = object()
+    by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, beside the GPU's
+
+    spans = children([interval(FORWARD, 0, 4)], [on_device, by_host], 100 * MS, 104 * MS)
+
+    assert shown(spans) == [
+        ("forward", 100, 104),
+        ("comm all_reduce", 101, 102),
+        ("comm all_gather", 102.5, 103),
+    ]
+
+
+def test_what_a_phase_was_cut_into_by_a_moment_is_one_span():
+    spans = children([interval(FORWARD, 0, 1), interval(FORWARD, 1.01, 2)], [], 0, 0)
+
+    [span] = spans
+    assert (span.start_ns, span.end_ns) == (0, 2 * MS)
+    assert span.attributes == {"zerowatch.pieces": 2, "zerowatch.busy_seconds": 0.00199}
+
+
+def test_of_many_micro_batches_each_phase_is_one_span():
+    phases = [
+        interval(phase, 3 * number + phase, 3 * number + phase + 1)
+        for number in range(64)
+        for phase in (DATA, FORWARD, BACKWARD)
+    ]
+
+    spans = children(phases, [], 0, 0)
+
+    assert [span.name for span in spans] == ["data.wait", "forward", "backward"]
+    assert {span.attributes["zerowatch.pieces"] for span in spans} == {64}
+    assert spans[1].attributes["zerowatch.busy_seconds"] == pytest.approx(0.064)
+
+
+def test_of_many_calls_the_longest_have_spans_and_the_rest_one_for_each_operation():
+    calls = [call(number, number + 0.01 * (number + 1)) for number in range(40)]
+    calls += [call(50, 50.001, ALL_GATHER), call(51, 51.001, ALL_GATHER, role="world")]
+
+    spans = children(ONE_OF_EACH, calls, 0, 0)
+
+    comms = [span for span in spans if span.name.startswith("comm")]
+    single = [span for span in comms if "zerowatch.pieces" not in span.attributes]
+    merged = {span.name: span.attributes for span in comms if "zerowatch.pieces" in span.attributes}
+    assert len(spans) == MAX_CHILDREN
+    assert sorted(span.start_ns // MS for span in single) == list(range(40 - len(single), 40))
+    assert merged["comm all_reduce"]["zerowatch.pieces"] == 40 - len(single)
+    assert merged["comm all_reduce"]["zerowatch.group"] == "dp"
+    assert merged["comm all_gather"]["zerowatch.payload_bytes"] == 16
+    assert "zerowatch.group" not in merged["comm all_gather"]
+
+
+def test_never_are_there_more_than_twenty():
+    calls = [call(n, n + 1, op) for n in range(50) for op in range(len(OPS))]
+    eight_stretches = [interval(n % 2 + 1, n, n + 1) for n in range(8)]
+
+    assert len(children(eight_stretches, calls, 0, 0)) <= MAX_CHILDREN
+
+
+def test_calls_whose_times_are_not_known_have_no_span():
+    assert children([], [call(1, 0, timed=False)], 0, 0) == []
+
+
+def test_the_clock_keeps_when_each_phase_had_the_time():
+    times = iter([0, 0, 10, 25, 40, 60])
+    clock = PhaseClock(lambda: next(times))
+    clock.keep_intervals()
+
+    clock.enter(FORWARD)
+    clock.leave()
+    clock.take()
+
+    assert list(clock.take_intervals()) == [(OTHER, 0, 10), (FORWARD, 10, 25), (OTHER, 25, 40)]
+    assert list(clock.take_intervals()) == []
+
+
+def test_a_clock_that_nobody_asked_keeps_nothing():
+    clock = PhaseClock()
+    clock.enter(FORWARD)
+    clock.leave()
+
+    assert list(clock.take_intervals()) == []

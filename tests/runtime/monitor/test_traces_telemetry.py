@@ -1,0 +1,305 @@
+"""From steps to what a collector gets, on one rank: which steps, under whom, and for whom."""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter_ns
+from types import SimpleNamespace
+
+import pytest
+from fakes.otlp_collector import Collector, attributes_of
+from fakes.steps import step as record_of
+
+from zerowatch.metrics.catalog.labels import OPS
+from zerowatch.metrics.catalog.training import STEP_SECONDS
+from zerowatch.metrics.exporters.telemetry_data import Span
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import OtelSettings
+from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.phase_timer import FORWARD, PhaseClock
+from zerowatch.runtime.common.process_info import Identity
+from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, Telemetry
+from zerowatch.runtime.monitor.otel_sampling import span_id_of, trace_id_of
+from zerowatch.runtime.monitor.step_metrics import Step
+
+RUN, NEVER = "night-7", 10**9
+OWN_LOGGER = logging.getLogger("zerowatch")
+
+
+class Rank:
+    """One rank's telemetry, whose steps are made by hand."""
+
+    def __init__(
+        self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, find_gpu=dict, **otel
+    ):
+        self.collector = collector
+        self.run_id = otel.pop("run_id", RUN)
+        self.recorder = Recorder()
+        self.engine = SimpleNamespace(global_steps=0)
+        identity = Identity(
+            rank=rank,
+            local_rank=rank if local_rank is None else local_rank,
+            world_size=world_size,
+            host="a",
+            attempt=attempt,
+        )
+        given = {"endpoint": collector.endpoint, "every_steps": 1, **otel}
+        around = SimpleNamespace(
+            engine=lambda: self.engine,
+            identity=identity,
+            epoch=0,
+            settings=SimpleNamespace(otel=OtelSettings(**given)),
+            clock=PhaseClock(),
+            run_id=lambda: self.run_id,
+            recorder=self.recorder,
+            hooks=Hooks(),
+        )
+        self.telemetry = Telemetry(around, find_gpu)
+
+    def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
+        """Publish a step and let it leave a trace."""
+        now = perf_counter_ns()
+        closed = SimpleNamespace(
+            intervals=[(FORWARD, now - int((kept_seconds or seconds) * 1e9), now)],
+            batch=Batch([]),
+            trace=user_trace,
+        )
+        self.recorder.observe(STEP_SECONDS, seconds, exemplar=user_trace)
+        self.telemetry.trace([Step(record_of(number, seconds=seconds), closed, calls)])
+
+    def roots(self):
+        """Close, and return the roots that the collector got."""
+        self.telemetry.close()
+        return [span for _, span in self.collector.spans() if span.name == "train.step"]
+
+
+@pytest.fixture
+def make_rank():
+    made = []
+    with Collector() as collector:
+
+        def make(**given):
+            made.append(Rank(collector, **given))
+            return made[-1]
+
+        yield make
+        for rank in made:
+            rank.telemetry.close()
+
+
+def numbers(roots):
+    return [attributes_of(root)["zerowatch.step"] for root in roots]
+
+
+def test_without_an_endpoint_nothing_is_done(make_rank, monkeypatch):
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+
+    rank = make_rank(endpoint=None)
+
+    assert not rank.telemetry.is_on
+    assert not rank.telemetry.makes_traces
+    rank.telemetry.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sampled_step_hangs_under_that_of_rank_0(make_rank, rank):
+    one = make_rank(rank=rank)
+
+    one.trace(4)
+
+    [root] = one.roots()
+    above = span_id_of(RUN, 4, 0, life="0.0").to_bytes(8, "big")
+    assert root.parent_span_id == (above if rank else b"")
+    assert rank or root.span_id == above
+
+
+def test_a_slow_step_is_traced_and_stands_by_itself(make_rank):
+    one = make_rank(rank=1, every_steps=NEVER)
+
+    for number in range(20):
+        one.trace(number, 1.0)
+    one.trace(20, 2.5)
+
+    [root] = one.roots()
+    assert attributes_of(root)["zerowatch.sampled_by"] == "slow"
+    assert numbers([root]) == [20]
+    assert root.trace_id == trace_id_of(RUN, 20).to_bytes(16, "big")
+    assert root.parent_span_id == b""
+
+
+def test_a_step_trained_again_after_a_restart_has_spans_of_its_own(make_rank):
+    roots = [root for attempt in (0, 1) for root in traced_once(make_rank(attempt=attempt))]
+
+    assert len({root.trace_id for root in roots}) == 1
+    assert len({root.span_id for root in roots}) == 2
+    assert {attributes_of(root)["zerowatch.attempt"] for root in roots} == {0, 1}
+
+
+def traced_once(rank):
+    rank.trace(4)
+    return rank.roots()
+
+
+def test_a_root_is_as_long_as_its_step_where_the_earliest_intervals_were_lost(make_rank):
+    one = make_rank()
+
+    one.trace(4, seconds=0.5, kept_seconds=0.2)
+
+    [root] = one.roots()
+    assert root.end_time_unix_nano - root.start_time_unix_nano == 500_000_000
+
+
+def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
+    one, calls = make_rank(), []
+    for event in (None, object()):
+        call = Call(0, SimpleNamespace(role="dp"), 8, None, 0)
+        call.start_ns, call.end_ns, call.start_event = 1, 2, event
+        call.exposed_ns = 0
+        calls.append(call)
+
+    one.trace(4, calls=calls)
+
+    one.roots()
+    assert [span.name for _, span in one.collector.spans()].count(f"comm {OPS[0]}") == 1
+
+
+def test_a_gpu_that_cannot_be_named_costs_no_trace(make_rank):
+    def find_gpu():
+        raise AttributeError("uuid")
+
+    one = make_rank(find_gpu=find_gpu)
+    one.trace(4)
+
+    assert numbers(one.roots()) == [4]
+
+
+def test_a_trace_that_fails_at_the_end_harms_nobody(make_rank, monkeypatch):
+    one = make_rank(run_id=None)
+    one.trace(1)
+    one.run_id = RUN
+    monkeypatch.setattr("zerowatch.runtime.monitor.otel.trace_id_of", None)
+
+    assert one.roots() == []
+
+
+def test_of_very_many_ranks_only_the_first_of_a_node_traces_sampled_steps(make_rank):
+    first = make_rank(rank=64, local_rank=0, world_size=128)
+    second = make_rank(rank=65, local_rank=1, world_size=128)
+
+    first.trace(4)
+    second.trace(4)
+    second.roots()
+
+    assert len(first.roots()) == 1
+
+
+def test_steps_before_the_run_has_a_name_are_traced_once_it_has(make_rank):
+    one = make_rank(run_id=None)
+
+    one.trace(1)
+    one.trace(2)
+    one.run_id = RUN
+    one.trace(3)
+
+    assert numbers(one.roots()) == [1, 2, 3]
+    assert one.telemetry.dropped == 0
+
+
+def test_where_a_run_never_gets_a_name_its_steps_are_counted_as_lost(make_rank):
+    one = make_rank(run_id=None)
+
+    for number in range(MAX_HELD_STEPS + 3):
+        one.trace(number)
+
+    assert one.telemetry.dropped == 3
+    assert one.roots() == []
+    assert one.telemetry.dropped == MAX_HELD_STEPS + 3
+
+
+@pytest.mark.parametrize("user_trace", [None, {"trace_id": "7" * 32}])
+def test_the_scripts_own_span_stays_the_exemplar_of_its_step(make_rank, user_trace):
+    one = make_rank()
+
+    one.trace(4, user_trace=user_trace)
+    one.roots()
+
+    [exemplar] = filter(None, one.recorder.snapshot().distribution(STEP_SECONDS).exemplars)
+    ours = f"{trace_id_of(RUN, 4):032x}"
+    assert exemplar.labels["trace_id"] == (user_trace or {"trace_id": ours})["trace_id"]
+
+
+def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
+    rank = make_rank()
+    rank.trace(1)
+
+    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3, attributes={"knob": "k"}))
+
+    (step,) = rank.roots()
+    (told,) = [span for _, span in rank.collector.spans() if span.name == "tuner.decision"]
+    assert told.trace_id != step.trace_id
+    assert (told.parent_span_id, told.end_time_unix_nano) == (b"", 3)
+    assert attributes_of(told) == {"knob": "k"}
+
+
+def test_where_nothing_is_sent_nothing_is_told(make_rank):
+    rank = make_rank(traces=False)
+
+    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3))
+
+    assert rank.roots() == rank.collector.spans() == []
+
+
+def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
+    one = make_rank(logs=True)
+
+    one.engine.global_steps = 8
+    OWN_LOGGER.warning("in the ninth step")
+    one.roots()
+
+    [line] = one.collector.lines()
+    assert line.trace_id == trace_id_of(RUN, 9).to_bytes(16, "big")
+    assert line.span_id == span_id_of(RUN, 9, 0, life="0.0").to_bytes(8, "big")
+
+
+def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):
+    one = make_rank(logs=True, every_steps=NEVER)
+
+    OWN_LOGGER.warning("before any")
+    for number in range(20):
+        one.trace(number)
+    one.trace(20, 9.0)
+    OWN_LOGGER.warning("after a slow one")
+    one.roots()
+
+    assert [line.trace_id for line in one.collector.lines()] == [
+        b"",
+        trace_id_of(RUN, 20).to_bytes(16, "big"),
+    ]
+
+
+def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
+    one = make_rank(logs=True)
+    OWN_LOGGER.propagate = False  # pytest's own handler would raise
+
+    try:
+        OWN_LOGGER.warning("%d", "no number")
+    finally:
+        OWN_LOGGER.propagate = True
+
+    one.trace(1)
+    assert len(one.roots()) == 1
+    assert not any("no number" in line.body.string_value for line in one.collector.lines())
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_after_its_end_it_takes_no_more_log_lines(make_rank, end):
+    one = make_rank(logs=True)
+    others = [handler for handler in OWN_LOGGER.handlers if "OwnLogLines" in repr(handler)]
+
+    getattr(one.telemetry, end)()
+
+    assert len(others) == 1
+    assert others[0] not in OWN_LOGGER.handlers
+    one.telemetry.close()

@@ -1,0 +1,130 @@
+"""Ranks of unequal speed get unequal shares, and the weights come out as with even ones."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain, islice
+from pathlib import Path
+
+import pytest
+import torch
+from scripts.balance_job import BATCH, DATA_SAMPLES, TURNED_OFF, TURNED_ON, WINDOWS, data
+from scripts.launching import SCRIPTS
+from scripts.ranks import start_ranks
+
+from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
+
+pytestmark = pytest.mark.jobs
+
+STAGES = ["1", "2"]  # without and with collectives in the passes that are timed
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder: Path = tmp_path_factory.mktemp("balance")
+    job = SCRIPTS / "balance_job.py"
+    finished = start_ranks(2, job, folder, *STAGES, cwd=folder)
+    assert (folder / "rank-1.json").exists(), finished.stderr[-3000:]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_slow_rank_is_given_fewer_samples_than_the_fast_one(ranks, stage):
+    """And keeps them unless windows became no faster, as on a busy machine."""
+    fast, slow = ([len(samples) for samples in rank[stage]["balanced"]["seen"]] for rank in ranks)
+
+    assert (fast[0], slow[0]) == (BATCH // 2, BATCH // 2)
+    assert max(fast) > max(slow) == BATCH // 2
+    assert min(slow) >= 1
+
+
+def in_one_piece(windows: int) -> list[list[int]]:
+    """The batches, as a rank by itself gets them."""
+    alone = resumable_loader(data(), batch_samples=BATCH, rank=0, world_size=1)
+    return [batch[2].tolist() for batch in islice(alone.forever(), windows)]
+
+
+def together(arms: list[dict]) -> list[list[int]]:
+    return [fast + slow for fast, slow in zip(*(arm["seen"] for arm in arms), strict=True)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("arm", ["balanced", "even"])
+def test_the_ranks_together_see_each_batch_of_the_order_exactly(ranks, stage, arm):
+    windows = WINDOWS[int(stage)]
+
+    assert together([rank[stage][arm] for rank in ranks]) == in_one_piece(windows)
+    assert ranks[0][stage][arm]["samples"] == windows * BATCH
+    assert windows > DATA_SAMPLES // BATCH  # over the end of an epoch
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_weights_are_those_of_even_shares(ranks, stage):
+    balanced, even = (
+        torch.tensor(ranks[0][stage][arm]["weights"], dtype=torch.float64)
+        for arm in ("balanced", "even")
+    )
+
+    assert float((balanced - even).norm() / even.norm()) <= 1e-6
+
+
+def test_turned_on_it_shares_by_speed_at_once_and_turned_off_evenly_again(ranks):
+    """A window later, and behind the two batches that a worker has loaded ahead."""
+    fast, slow = ([len(samples) for samples in rank["by turns"]["seen"]] for rank in ranks)
+    even = {BATCH // 2}
+
+    assert set(fast[: TURNED_ON + 1]) == set(slow[: TURNED_ON + 1]) == even
+    uneven = slice(TURNED_ON + 4, TURNED_OFF + 1)
+    assert all(more > fewer >= 1 for more, fewer in zip(fast[uneven], slow[uneven], strict=True))
+    assert set(fast[TURNED_OFF + 1 :]) == set(slow[TURNED_OFF + 1 :]) == even
+
+
+def test_turned_on_and_off_and_taken_up_from_a_save_each_sample_is_seen_once(ranks):
+    windows = WINDOWS[1]
+    turned = [rank["by turns"] for rank in ranks]
+
+    assert together(turned) == in_one_piece(windows)
+    assert turned[0]["samples"] == windows * BATCH
+
+
+def test_turned_on_and_off_the_weights_are_those_of_even_shares(ranks):
+    turned, even = (
+        torch.tensor(arm["weights"], dtype=torch.float64)
+        for arm in (ranks[0]["by turns"], ranks[0]["1"]["even"])
+    )
+
+    assert float((turned - even).norm() / even.norm()) <= 1e-6
+
+
+def test_the_knob_is_there_once_the_run_has_a_loader_and_reads_back(ranks):
+    for rank in ranks:
+        found = rank["by turns"]
+        assert not found["without loader"]
+        assert (found["options"], found["reads"]) == ([False, True], [True, True])
+
+
+def test_larger_batches_begin_where_the_ones_before_ended_also_from_a_save(ranks):
+    seen = together([rank["larger"] for rank in ranks])
+
+    sizes = [len(batch) // BATCH for batch in seen]
+    assert sizes == [1] * 6 + [2] * 8 + [1] * 2  # over two ends of an epoch
+    assert [*chain(*seen)] == [*chain(*in_one_piece(sum(sizes)))]
+    assert ranks[0]["larger"]["samples"] == sum(sizes) * BATCH
+
+
+def test_larger_batches_scale_the_rate_of_their_updates_and_of_nothing_else(ranks):
+    larger = ranks[0]["larger"]
+    came_out, by_hand = (
+        torch.tensor(larger[how], dtype=torch.float64) for how in ("weights", "by hand")
+    )
+
+    assert float((came_out - by_hand).norm() / by_hand.norm()) <= 1e-6
+    assert larger["rate"] == 0.05
+
+
+def test_the_size_of_batches_reads_back_and_is_that_of_the_save(ranks):
+    for rank in ranks:
+        larger = rank["larger"]
+        assert larger["options"] == [BATCH, 2 * BATCH, 4 * BATCH]
+        assert larger["reads"] == [2 * BATCH, True]
+        assert larger["loaded"] == 2 * BATCH

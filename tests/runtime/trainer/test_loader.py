@@ -1,0 +1,374 @@
+"""The resumable loader: every sample once, in one order, whatever the ranks, shares and workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import chain, islice
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
+from zerowatch.runtime.trainer.data.schedule import ShareSchedule
+
+SAMPLES, BATCH = 22, 6  # four samples are left over
+BATCHES = SAMPLES // BATCH
+
+
+class Numbers(Dataset[int]):
+    """Yields its own indices."""
+
+    def __init__(self, length: int = SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Breaking(Numbers):
+    """Cannot be read at one moment."""
+
+    broken = False
+
+    def __getitem__(self, index: int) -> int:
+        if self.broken:
+            raise OSError("the disk is gone")
+        return index
+
+
+def loader(dataset=None, *, rank=0, world_size=1, **options):
+    return resumable_loader(
+        dataset or Numbers(),
+        **{"batch_samples": BATCH, **options},
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def batches(of, count: int) -> list[list[int]]:
+    return [batch.tolist() for batch in islice(of.forever(), count)]
+
+
+def in_one_piece(count: int, **options) -> list[list[int]]:
+    """The global batches, as one rank without workers gets them."""
+    return batches(loader(**options), count)
+
+
+def together(shares: Sequence[list[list[int]]]) -> list[list[int]]:
+    """Put the ranks' shares of each batch together again."""
+    return [[*chain(*parts)] for parts in zip(*shares, strict=True)]
+
+
+def changing_shares(index: int) -> tuple[int, int, int]:
+    return ((2, 2, 2), (4, 1, 1), (1, 2, 3))[index % 3]
+
+
+def test_an_epoch_has_each_sample_once_but_for_those_of_the_incomplete_batch():
+    seen = [sample for batch in loader() for sample in batch.tolist()]
+
+    assert len(seen) == len(set(seen)) == BATCHES * BATCH
+
+
+def test_epochs_differ_in_order_and_a_seed_repeats_it():
+    first, again, other = in_one_piece(8), in_one_piece(8), in_one_piece(8, seed=1)
+
+    assert first == again
+    assert first != other
+    assert first[:BATCHES] != first[BATCHES : 2 * BATCHES]
+
+
+def test_without_shuffling_the_order_is_the_datasets():
+    assert in_one_piece(4, shuffle=False)[2:] == [list(range(12, 18)), list(range(6))]
+
+
+def test_each_loop_is_an_epoch_and_the_next_one_goes_on():
+    of = loader()
+
+    loops = [[batch.tolist() for batch in of] for _ in range(2)]
+
+    assert loops[0] + loops[1] == in_one_piece(2 * BATCHES)
+    assert (of.epoch, of.position, len(of)) == (2, 2 * BATCHES, BATCHES)
+
+
+def test_a_loop_that_was_left_is_taken_up_where_it_was_left():
+    of = loader()
+    for _ in of:
+        break
+
+    assert [batch.tolist() for batch in of] == in_one_piece(BATCHES)[1:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shares_at", [None, changing_shares], ids=["even", "changing"])
+def test_the_ranks_together_have_each_global_batch_exactly(num_workers, shares_at):
+    ranks = [
+        batches(
+            loader(rank=rank, world_size=3, num_workers=num_workers, shares_at=shares_at),
+            2 * BATCHES,
+        )
+        for rank in range(3)
+    ]
+
+    assert together(ranks) == in_one_piece(2 * BATCHES)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resuming_at_every_position_loses_and_repeats_nothing(num_workers):
+    whole = in_one_piece(2 * BATCHES)
+    states = []
+    saved = loader(num_workers=num_workers)
+    for _ in range(2 * BATCHES):
+        states.append(saved.state_dict())
+        next(saved.forever())
+
+    for position, state in enumerate(states):
+        resumed = loader(num_workers=num_workers)
+        resumed.load_state_dict(state)
+
+        assert resumed.position == position
+        assert batches(resumed, 2) == (whole + in_one_piece(9)[6:])[position : position + 2]
+
+
+def test_resuming_holds_for_other_ranks_workers_and_shares():
+    saved = loader(rank=1, world_size=3, num_workers=2, shares_at=changing_shares)
+    batches(saved, 4)
+
+    resumed = [loader(rank=rank, world_size=2) for rank in range(2)]
+    for each in resumed:
+        each.load_state_dict(saved.state_dict())
+
+    assert together([batches(each, 3) for each in resumed]) == in_one_piece(7)[4:]
+
+
+def test_a_loader_can_be_put_back_while_workers_have_loaded_ahead():
+    of = loader(num_workers=2)
+    batches(of, 2)
+    state = of.state_dict()
+    batches(of, 3)
+
+    of.load_state_dict(state)
+
+    assert batches(of, 3) == in_one_piece(5)[2:]
+
+
+def test_a_schedule_learns_what_workers_load_ahead():
+    schedule = ShareSchedule(BATCH, 2)
+    of = loader(rank=0, world_size=2, num_workers=2, shares_at=schedule.shares_at)
+
+    batches(of, 1)
+
+    assert schedule.next_index == 1 + 2 * 2  # of each worker two batches
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_of_another_size_begin_behind_the_last_sample_of_those_before(num_workers):
+    of = loader(Numbers(120), num_workers=num_workers)
+    seen = batches(of, 2)
+    of.resize(of.next_index, 2 * BATCH)
+    ahead = of.next_index - 2
+    seen += batches(of, ahead + 1)
+    of.resize(of.next_index, BATCH)
+    seen += [batch.tolist() for batch in of]
+
+    sizes = [len(batch) for batch in seen]
+    assert sizes[: 2 + ahead + 1] == [BATCH] * (2 + ahead) + [2 * BATCH]
+    assert sizes[-1] == BATCH
+    assert [*chain(*seen)] == [*chain(*batches(loader(Numbers(120)), 20))]
+    assert (of.epoch, of.batch_samples, of.batch_ratio) == (1, BATCH, 1.0)
+
+
+def test_resuming_at_every_position_holds_while_sizes_change():
+    def changing(rank: int = 0, world_size: int = 1):
+        of = loader(Numbers(60), rank=rank, world_size=world_size)
+        for index, times in ((2, 2), (4, 4), (7, 1)):
+            of.resize(index, times * BATCH)
+        return of
+
+    whole = batches(changing(), 12)
+    assert [len(batch) // BATCH for batch in whole] == [1, 1, 2, 2, 4, 4, 4, 1, 1, 1, 1, 1]
+    for position in range(12):
+        saved = changing(rank=1, world_size=2)
+        batches(saved, position)
+        resumed = [loader(Numbers(60), rank=rank, world_size=3) for rank in range(3)]
+        for each in resumed:
+            each.load_state_dict(saved.state_dict())
+
+        assert together([batches(each, 12 - position) for each in resumed]) == whole[position:]
+
+
+def test_an_epoch_whose_rest_is_too_short_for_the_new_size_ends():
+    of = loader(Numbers(28))
+    seen = batches(of, 3)
+    of.resize(3, 4 * BATCH)
+    seen += batches(of, 2)
+
+    assert [len(batch) for batch in seen] == [BATCH] * 3 + [4 * BATCH] * 2
+    assert of.epoch == 3
+    assert len(of) == 1
+    assert all(len(set(batch)) == len(batch) for batch in seen)
+
+
+def test_a_batch_that_is_made_keeps_its_size():
+    of = loader(Numbers(60))
+    batches(of, 3)
+
+    with pytest.raises(ValueError, match="from batch 3 on its size can change"):
+        of.resize(2, 2 * BATCH)
+    with pytest.raises(ValueError, match="a batch of 61 cannot be made of 60 samples"):
+        of.resize(3, 61)
+
+
+def test_sizes_are_multiples_that_an_epoch_has_samples_for():
+    assert loader(Numbers(60)).batch_sizes == (6, 12, 24)
+    assert loader(Numbers(23)).batch_sizes == (6, 12)
+
+
+def test_an_incomplete_batch_is_kept_if_asked_and_shared_out_in_proportion():
+    options = {"drop_last": False, "shares_at": lambda index: (4, 2)}
+
+    ranks = [batches(loader(rank=rank, world_size=2, **options), BATCHES + 1) for rank in range(2)]
+
+    assert [len(shares[-1]) for shares in ranks] == [3, 1]
+    assert sorted(chain(*together(ranks))) == list(range(SAMPLES))
+
+
+def test_loading_leaves_the_scripts_random_numbers_alone():
+    torch.manual_seed(0)
+    random.seed(0)
+    before = torch.get_rng_state(), random.getstate()
+
+    batches(loader(), 2)
+    batches(loader(num_workers=1), 2)
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_a_batch_that_could_not_be_loaded_is_the_next_one_again():
+    data = Breaking()
+    of = loader(data)
+    batches(of, 1)
+    data.broken = True
+    with pytest.raises(OSError, match="disk"):
+        batches(of, 1)
+    data.broken = False
+
+    assert batches(of, 1) == in_one_piece(2)[1:]
+
+
+def test_samples_are_collated_as_asked():
+    assert next(iter(loader(collate_fn=len))) == BATCH
+
+
+def test_a_state_of_other_data_is_refused_by_name():
+    with pytest.raises(CheckpointError, match="seed=3, and here it is 0"):
+        loader().load_state_dict(loader(seed=3).state_dict())
+    with pytest.raises(CheckpointError, match="num_samples=99, and here it is 22"):
+        loader().load_state_dict(loader(Numbers(99)).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"batch_samples": 2, "world_size": 3}, "batch_samples is 2 over all 3 ranks"),
+        ({"batch_samples": 40}, "22 samples, less than one batch of 40"),
+        ({"batch_samples": 7, "drop_last": False, "world_size": 2}, "last batch has 1 samples"),
+        ({"batch_size": 4}, "a loader takes no batch_size"),
+        ({"dataset": object()}, "__len__ and __getitem__.* got object"),
+    ],
+)
+def test_what_makes_no_batches_is_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        loader(**options)
+
+
+class Stream(IterableDataset[int]):
+    """Counts; each worker takes every other number."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        step, first = (worker.num_workers, worker.id) if worker else (1, 0)
+        return iter(Counting(range(first, self.length, step)))
+
+
+class Counting:
+    """Knows its place."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.place = numbers, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        if self.place == len(self.numbers):
+            raise StopIteration
+        self.place += 1
+        return self.numbers[self.place - 1]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_goes_on_at_every_position(num_workers):
+    whole = batches(loader(Stream(), batch_samples=3, num_workers=num_workers), 10)
+    of = loader(Stream(), batch_samples=3, num_workers=num_workers)
+
+    for position in range(8):
+        resumed = loader(Stream(), batch_samples=3, num_workers=num_workers)
+        resumed.load_state_dict(of.state_dict())
+
+        assert resumed.position == position
+        assert batches(resumed, 2) == whole[position : position + 2]
+        batches(of, 1)
+
+
+def test_a_stream_is_read_in_passes_and_drops_its_incomplete_batch():
+    of = loader(Stream(), batch_samples=3)
+
+    passes = [[batch.tolist() for batch in of] for _ in range(2)]
+
+    assert passes[0] == passes[1]
+    assert (len(passes[0]), of.epoch, of.position) == (6, 2, 12)
+
+
+def test_a_stream_gives_each_rank_its_number_of_samples():
+    sizes = [
+        len(next(iter(loader(Stream(), batch_samples=5, rank=rank, world_size=2))))
+        for rank in range(2)
+    ]
+
+    assert sizes == [3, 2]
+
+
+def test_a_streams_state_is_for_the_rank_and_the_workers_that_it_was_taken_of():
+    state = loader(Stream(), rank=1, world_size=2).state_dict()
+
+    with pytest.raises(CheckpointError, match="rank=1, and here it is 0"):
+        loader(Stream(), rank=0, world_size=2).load_state_dict(state)
+
+
+def test_a_stream_without_a_batch_is_no_endless_loop():
+    with pytest.raises(ValueError, match="fewer than 6 samples"):
+        batches(loader(Stream(2)), 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True}, {"shares_at": changing_shares}, {"drop_last": False}]
+)
+def test_a_stream_takes_no_order_and_no_shares(options):
+    with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
+        loader(Stream(), **options)

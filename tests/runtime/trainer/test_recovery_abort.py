@@ -1,0 +1,145 @@
+"""Which engines can leave a window, what that leans on, and states made before the first step."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.common.deepspeed_internals_oom_recovery import PRIVATE_NAMES
+from zerowatch.runtime.trainer.oom_recovery.abort import abort_window, can_abort
+from zerowatch.runtime.trainer.oom_recovery.optimizer_states import materialise_optimizer_states
+
+NAMES = [(place, name) for place, names in PRIVATE_NAMES.items() for name in names]
+
+
+def resolve(place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize(("place", "name"), NAMES)
+def test_deepspeed_still_has_what_abandoning_a_window_leans_on(place: str, name: str) -> None:
+    owner = resolve(place)
+    sources = [inspect.getsource(kind) for kind in owner.__mro__[:-1]]
+
+    set_on_self = any(f"self.{name}" in source or f"{name}:" in source for source in sources)
+    assert hasattr(owner, name) or set_on_self, f"{place} has no {name}"
+
+
+class Engine:
+    """As `can_abort` looks at one; told from DeepSpeed's by nothing that it reads."""
+
+    __module__, __qualname__ = "deepspeed.runtime.engine", "DeepSpeedEngine"
+
+    def __init__(self, optimizer: Any = None, **differs: Any) -> None:
+        self.optimizer = optimizer or SimpleNamespace()
+        self.basic_optimizer = differs.pop("basic_optimizer", None)
+        self.has_moe_layers = self.zenflow = self._running_engine_step = False
+        self._unmanaged_backward_count = 0
+        self._manual_backward_expected = False
+        self.timers = self.tput_timer = None
+        self.is_managed = False
+        vars(self).update(differs)
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.is_managed
+
+
+def named(name: str) -> Any:
+    return type(name, (), {"__module__": "deepspeed.runtime.somewhere"})()
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (SimpleNamespace(), "only DeepSpeedEngine is known"),
+        (Engine(is_managed=True), "set managed_gradient_accumulation to false"),
+        (Engine(has_moe_layers=True), "mixture-of-experts"),
+        (Engine(zenflow=True), "ZenFlow"),
+        (Engine(basic_optimizer=named("MuonWithAuxAdam")), "Muon"),
+        (Engine(named("SuperOffloadOptimizer_Stage3")), "SuperOffloadOptimizer_Stage3 is not"),
+    ],
+)
+def test_an_engine_that_is_not_known_is_refused_with_the_reason(engine: Any, reason: str) -> None:
+    assert reason in (can_abort(engine) or "")
+
+    with pytest.raises(ZerowatchError, match="cannot be abandoned"):
+        abort_window(engine)
+
+
+def test_one_that_lacks_a_private_name_is_refused_and_nothing_is_guessed() -> None:
+    engine = Engine()
+    del engine._manual_backward_expected
+
+    assert "has no _manual_backward_expected" in (can_abort(engine) or "")
+
+
+def test_a_plain_optimizer_is_fine() -> None:
+    assert can_abort(Engine(torch.optim.SGD([torch.zeros(2, requires_grad=True)]))) is None
+
+
+def trained(kind: Any, options: dict[str, Any], *, materialised: bool) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    parameters = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True)]
+    optimizer = kind(parameters, **options)
+    if materialised:
+        engine = SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer)
+        assert materialise_optimizer_states(engine) is None
+        assert all(optimizer.state[parameter] for parameter in parameters)
+        assert all(parameter.grad is None for parameter in parameters)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+    return parameters, optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.Adamax, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}),
+    ],
+)
+def test_states_made_beforehand_change_no_bit(kind: Any, options: dict[str, Any]) -> None:
+    expected, expected_state = trained(kind, options, materialised=False)
+
+    parameters, state = trained(kind, options, materialised=True)
+
+    assert all(map(torch.equal, parameters, expected))
+    assert str(state) == str(expected_state)
+
+
+def test_what_makes_its_state_only_as_it_updates_is_said_and_left_as_it_was() -> None:
+    parameter = torch.zeros(2, requires_grad=True)
+    sgd = torch.optim.SGD([parameter], momentum=0.9)
+
+    reason = materialise_optimizer_states(SimpleNamespace(optimizer=sgd, basic_optimizer=sgd))
+
+    assert reason == "SGD makes it as it updates"
+    assert len(sgd.state) == 0
+
+
+def test_an_optimizer_that_is_not_known_is_said() -> None:
+    unknown = SimpleNamespace(
+        param_groups=[{"params": [torch.zeros(1)]}], state={}, swap_optimizer=False
+    )
+
+    engine = SimpleNamespace(optimizer=unknown, basic_optimizer=unknown)
+
+    assert materialise_optimizer_states(engine) == "SimpleNamespace is not known"

@@ -1,0 +1,290 @@
+"""Votes before collectives: no rank enters one that a rank which ran out will not enter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from fakes.ranks import FakeAgreement, on_ranks
+
+from zerowatch.runtime.collectives.instrument import CommTap
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
+from zerowatch.runtime.trainer.oom_recovery.oom_capture import Trouble
+from zerowatch.runtime.trainer.oom_recovery.probe_workspace import reserve_scratch
+
+OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
+
+
+class Backend:
+    """Notes what is issued; a gather of many is made of gathers of one."""
+
+    def __init__(self) -> None:
+        self.issued: list[str] = []
+
+    def all_reduce(self, tensor=None) -> str:
+        self.issued.append("all_reduce")
+        return "reduced"
+
+    def all_gather_into_tensor(self, output_tensor=None, input_tensor=None) -> None:
+        self.issued.append("all_gather_into_tensor")
+
+    def all_gather_coalesced(self, output_tensors=(), input_tensors=()) -> None:
+        for _ in range(2):
+            self.all_gather_into_tensor()
+
+
+class Votes:
+    """Stands for ranks that say the same as this one."""
+
+    world_size = 2
+
+    def __init__(self, others: int = 0) -> None:
+        self.others, self.held = others, 0
+
+    def highest(self, value: int) -> int:
+        self.held += 1
+        return max(value, self.others)
+
+
+@pytest.fixture
+def votes() -> Votes:
+    return Votes()
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend()
+
+
+@pytest.fixture
+def guard(votes: Votes, backend: Backend) -> Iterator[CollectiveGuard]:
+    guard = CollectiveGuard(votes)
+    guard.open(backend)
+    guard.armed = True
+    yield guard
+    guard.close()
+
+
+def test_each_collective_of_an_armed_window_is_voted_on_and_so_is_its_end(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    with guard.window():
+        assert backend.all_reduce() == "reduced"
+        backend.all_gather_into_tensor()
+
+    assert votes.held == guard.num_votes == 3
+    assert guard.vote_seconds > 0
+
+
+def test_a_collective_within_another_is_not_voted_on(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    with guard.window():
+        backend.all_gather_coalesced()
+
+    assert len(backend.issued) == 2
+    assert votes.held == 2
+
+
+def test_a_window_that_is_not_armed_has_one_vote(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    guard.armed = False
+
+    with guard.window():
+        backend.all_reduce()
+
+    assert votes.held == 1
+
+
+def test_nothing_is_voted_on_outside_of_windows_or_on_foreign_threads(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    backend.all_reduce()
+    with guard.window():
+        foreign = threading.Thread(target=backend.all_reduce)
+        foreign.start()
+        foreign.join()
+
+    assert len(backend.issued) == 2
+    assert votes.held == 1
+
+
+def test_while_torch_compiles_nothing_is_voted_on(
+    votes: Votes, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    guard = CollectiveGuard(votes)
+    guard.open(backend)
+    guard.armed = True
+
+    with guard.window():
+        backend.all_reduce()
+
+    assert votes.held == 1
+    guard.close()
+
+
+def test_a_single_rank_has_nothing_to_vote_on() -> None:
+    votes, backend = Votes(), Backend()
+    votes.world_size = 1
+    guard = CollectiveGuard(votes)
+    guard.open(backend)
+    guard.armed = True
+
+    with guard.window():
+        backend.all_reduce()
+
+    assert "all_reduce" not in vars(backend)
+    assert votes.held == 0
+
+
+def test_a_rank_raises_instead_of_issuing_what_its_peer_will_not(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    votes.others = 1
+
+    with pytest.raises(PeerOutOfMemory), guard.window():
+        backend.all_reduce()
+
+    assert backend.issued == []
+    assert votes.held == 1
+
+
+def test_a_window_in_which_that_was_caught_is_lost_all_the_same(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    votes.others = 1
+
+    with pytest.raises(PeerOutOfMemory), guard.window():
+        with pytest.raises(PeerOutOfMemory):
+            backend.all_reduce()
+        with pytest.raises(PeerOutOfMemory):
+            backend.all_reduce()
+
+    assert backend.issued == []
+    assert votes.held == 1
+
+
+def test_it_comes_through_autograd_as_it_is(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    votes.others = 1
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda _: backend.all_reduce() and None)
+
+    with pytest.raises(PeerOutOfMemory) as raised, guard.window():
+        weight.sum().backward()
+
+    assert type(raised.value) is PeerOutOfMemory
+
+
+def test_while_a_window_is_left_by_want_of_memory_no_collective_is_issued(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    trouble = Trouble()
+
+    with trouble, guard.window(), ExitStack() as parting:
+        parting.callback(backend.all_reduce)  # as a context manager of DeepSpeed's might
+        raise RuntimeError(OUT)
+
+    assert backend.issued == []
+    assert votes.held == 0
+    assert trouble.whose == "own"
+    assert str(trouble.error) == OUT
+
+
+def test_another_error_does_not_keep_collectives_from_being_issued(
+    guard: CollectiveGuard, votes: Votes, backend: Backend
+) -> None:
+    with pytest.raises(ValueError, match="bad"), guard.window(), ExitStack() as parting:
+        parting.callback(backend.all_reduce)
+        raise ValueError("bad")
+
+    assert backend.issued == ["all_reduce"]
+
+
+@pytest.mark.parametrize("fatal", range(4))
+def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(fatal: int) -> None:
+    def train(agreement: FakeAgreement) -> tuple[str | None, int]:
+        backend, guard = Backend(), CollectiveGuard(agreement)
+        guard.open(backend)
+        guard.armed = True
+        with Trouble() as trouble, guard.window():
+            for number in range(3):
+                if agreement.rank == 1 and number == fatal:
+                    raise RuntimeError(OUT)
+                backend.all_reduce()
+            if agreement.rank == 1 and fatal == 3:
+                raise RuntimeError(OUT)
+        if trouble.whose == "own":
+            guard.report()
+        return trouble.whose, len(backend.issued)
+
+    ended = on_ranks(2, train)
+
+    assert ended == [("peer", fatal), ("own", fatal)]
+
+
+def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
+    def train(agreement: FakeAgreement) -> int:
+        guard = CollectiveGuard(agreement)
+        with Trouble() as trouble, guard.window():
+            raise RuntimeError(OUT)
+        assert trouble.whose == "own"
+        guard.report()
+        return guard.num_votes
+
+    assert on_ranks(3, train) == [1, 1, 1]
+
+
+def tapped(backend: Backend) -> CommTap:
+    tap = CommTap(Hooks())
+    tap.open()
+    tap.open_backend(backend)
+    return tap
+
+
+@pytest.mark.parametrize("guard_first", [True, False])
+def test_beside_the_tap_it_closes_in_any_order(guard_first: bool, votes: Votes) -> None:
+    backend, guard = Backend(), CollectiveGuard(votes)
+    tap = tapped(backend)
+    guard.open(backend)
+    guard.armed = True
+    with guard.window():
+        backend.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
+    assert votes.held == 2
+
+    for each in (guard, tap) if guard_first else (tap, guard):
+        each.close()
+
+    with guard.window():
+        backend.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
+    assert backend.issued == ["all_gather_into_tensor"] * 2
+    assert votes.held == 3  # the end of the window
+    if guard_first:
+        assert set(vars(backend)) == {"issued"}
+
+
+def test_memory_that_a_collective_will_need_is_looked_for_before_it_is_issued() -> None:
+    huge = torch.empty(1).expand(2**45)  # bytes that no machine has, in one element
+
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        reserve_scratch((huge,), {})
+
+    reserve_scratch((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
+
+
+def test_a_rank_that_runs_out_as_it_leaves_a_lost_window_holds_no_vote_of_its_own():
+    votes = Votes(others=1)
+    guard = CollectiveGuard(votes)
+    with pytest.raises(PeerOutOfMemory), guard.window():
+        pass
+
+    guard.report()
+
+    assert votes.held == 1

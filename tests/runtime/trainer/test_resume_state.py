@@ -1,0 +1,102 @@
+"""A run's state on disk: what goes in comes out, and what cannot is told by name."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.checkpoint.rank_file import rank_file, read_rank, write_rank
+from zerowatch.runtime.trainer.checkpoint.state import RunState
+
+PLAIN = RunState(steps=3, samples=24, config={"train_batch_size": 8})
+
+
+def after_disk(folder: Path, state: RunState) -> RunState:
+    write_rank(folder, 0, state)
+    return read_rank(folder, 0)
+
+
+def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
+    plan = {"micro_batch_samples": 4, "failed": {128: 8, 256: 4}, "sizes": (3, 3, 2)}
+    state = replace(PLAIN, micro_batch_plan=plan, weight_exponent=-3, client=[None, b"x", 1.5])
+
+    loaded = after_disk(tmp_path, state)
+
+    assert loaded == state
+    assert type(loaded.micro_batch_plan["sizes"]) is tuple
+
+
+def test_the_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    numpy = np.random.RandomState(3)
+    taken = {
+        "python": random.getstate(),
+        "numpy": numpy.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    loaded = after_disk(tmp_path, replace(PLAIN, rng=taken)).rng
+    drawn = random.random(), numpy.rand(), torch.rand(1)
+
+    random.setstate(loaded["python"])
+    numpy.set_state(loaded["numpy"])
+    torch.set_rng_state(loaded["torch"])
+
+    assert (random.random(), numpy.rand(), torch.rand(1)) == drawn
+
+
+def test_tensors_and_arrays_come_back_bit_for_bit(tmp_path: Path) -> None:
+    residual = torch.randn(7, dtype=torch.bfloat16)
+    array = np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::2]
+    given = {"residual": residual, "array": array, "scalar": np.float32(0.1), "none": np.zeros(())}
+
+    loaded = after_disk(tmp_path, replace(PLAIN, codec=given)).codec
+
+    assert loaded is not None
+    assert torch.equal(loaded["residual"], residual)
+    assert loaded["array"].dtype == np.uint32
+    assert np.array_equal(loaded["array"], array)
+    assert loaded["scalar"] == np.float32(0.1)
+    assert loaded["none"].shape == ()
+
+
+def test_of_a_view_only_what_it_shows_is_written(tmp_path: Path) -> None:
+    view = torch.zeros(1_000_000)[:3]
+
+    write_rank(tmp_path, 0, replace(PLAIN, client={"view": view}))
+
+    assert rank_file(tmp_path, 0).stat().st_size < 10_000
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"sampler": {"queue": deque([1])}}, r"data\.sampler\.queue is of type collections\.deque"),
+        ({"path": [Path("x")]}, r"data\.path\[0\] is of type pathlib"),
+        ({(1, 2): 3}, r"a key of data is of type builtins\.tuple"),
+        ({"names": np.array([object()])}, r"data\.names is of type numpy\.ndarray"),
+    ],
+    ids=["deque", "path", "key", "objects"],
+)
+def test_an_object_is_refused_by_its_place_and_type(tmp_path: Path, data: dict, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        write_rank(tmp_path, 0, replace(PLAIN, data=data))
+
+
+def test_a_file_that_holds_code_is_not_run(tmp_path: Path) -> None:
+    torch.save({"steps": Path("x")}, rank_file(tmp_path, 0))
+
+    with pytest.raises(CheckpointError, match=r"zerowatch-rank-00000\.pt cannot be read"):
+        read_rank(tmp_path, 0)
+
+
+def test_a_file_of_another_version_is_told_by_what_differs(tmp_path: Path) -> None:
+    torch.save({**PLAIN.to_plain(), "mood": 1}, rank_file(tmp_path, 0))
+
+    with pytest.raises(CheckpointError, match=r"another version of zerowatch, .* in mood"):
+        read_rank(tmp_path, 0)

@@ -1,0 +1,84 @@
+"""What a TrainingRun tells of its windows becomes metrics; what all ranks share, rank 0 tells."""
+
+from __future__ import annotations
+
+from zerowatch.metrics.catalog import memory, window
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.trainer.metrics import WindowFigures
+
+
+def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
+    recorder = Recorder()
+
+    WindowFigures(recorder, rank=0)
+
+    values = recorder.snapshot().values
+    assert values[window.WINDOW_REPLAYS] == {("committed",): 0, ("gave_up",): 0}
+    assert set(values[window.ENGINE_REBUILDS].values()) == {0}
+    assert values[window.RESTARTS] == {(): 0}
+
+
+def test_the_plan_and_the_share_are_each_ranks_own():
+    recorder = Recorder()
+    figures = WindowFigures(recorder, rank=1)
+
+    figures.planned(micro_batch_samples=3, accumulation_steps=2)
+    figures.shared(own_samples=6, global_samples=8)
+
+    snapshot = recorder.snapshot()
+    assert snapshot.value(window.MICRO_BATCH_SAMPLES) == 3
+    assert snapshot.value(window.BATCH_SHARE) == 0.75
+    assert window.ACCUMULATION_STEPS not in snapshot.values
+
+
+def test_a_window_that_was_replayed_twice_counts_twice():
+    recorder = Recorder()
+    figures = WindowFigures(recorder, rank=0)
+
+    figures.survived("cpu")
+    figures.aborted(seconds=1.5)
+    figures.aborted(seconds=0.5)
+    figures.committed(num_replays=2)
+    figures.committed(num_replays=0)
+
+    snapshot = recorder.snapshot()
+    assert snapshot.value(window.WINDOW_REPLAYS, "committed") == 2
+    assert snapshot.value(window.REPLAY_SECONDS) == 2
+    assert snapshot.value(memory.OOMS, "cpu", "replayed") == 1
+
+
+def test_the_rank_that_ran_out_of_memory_tells_of_it_and_rank_0_of_the_replay():
+    recorder = Recorder()
+    figures = WindowFigures(recorder, rank=1)
+
+    figures.survived("cpu")
+    figures.gave_up()
+
+    values = recorder.snapshot().values
+    assert set(values) == {memory.OOMS}
+
+
+def test_a_rebuild_counts_by_what_became_of_it():
+    recorder = Recorder()
+    figures = WindowFigures(recorder, rank=0, num_restarts=3)
+
+    figures.rebuilt("committed", seconds=2)
+    figures.rebuilt("refused", seconds=0)
+
+    snapshot = recorder.snapshot()
+    assert snapshot.value(window.ENGINE_REBUILDS, "committed") == 1
+    assert snapshot.value(window.ENGINE_REBUILDS, "refused") == 1
+    assert snapshot.value(window.ENGINE_REBUILD_SECONDS) == 2
+    assert snapshot.value(window.RESTARTS) == 3
+
+
+def test_only_the_codec_in_use_has_an_error():
+    recorder = Recorder()
+    figures = WindowFigures(recorder, rank=0)
+
+    figures.compressed("bf16", 0.002)
+    figures.compressed("int8", 0.01)
+    assert recorder.snapshot().values[window.CODEC_ERROR] == {("int8",): 0.01}
+
+    figures.compressed(None)
+    assert recorder.snapshot().values[window.CODEC_ERROR] == {}

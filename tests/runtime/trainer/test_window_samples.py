@@ -1,0 +1,72 @@
+"""A batch as a tree: its samples, its rows, and what is said where it is none."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from zerowatch.errors import BatchError
+from zerowatch.runtime.trainer.window.samples import longest, num_samples, on_device, rows
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_samples_are_the_rows_that_all_leaves_share():
+    batch = {"ids": torch.zeros(6, 3), "more": [torch.zeros(6), np.zeros((6, 2))]}
+
+    assert num_samples(batch) == 6
+
+
+def test_what_has_no_rows_belongs_to_the_whole_batch():
+    batch = UserDict(ids=torch.arange(4), scale=torch.tensor(2.0), name="train", none=None)
+
+    part = rows(batch, 1, 3)
+
+    assert num_samples(batch) == 4
+    assert part["ids"].tolist() == [1, 2]
+    assert part["scale"].item() == 2.0
+    assert part["name"] == "train"
+    assert part["none"] is None
+
+
+def test_rows_keep_the_tree_and_share_its_memory():
+    batch = Pair(torch.arange(4), (torch.arange(8).reshape(4, 2),))
+
+    part = rows(batch, 2, 4)
+
+    assert isinstance(part, Pair)
+    assert part.left.tolist() == [2, 3]
+    assert part.right[0].tolist() == [[4, 5], [6, 7]]
+    assert part.left.data_ptr() == batch.left[2:].data_ptr()
+
+
+def test_arrays_become_tensors_on_the_device():
+    moved = on_device({"ids": np.arange(3), "scale": torch.tensor(1.5)}, torch.device("cpu"))
+
+    assert torch.equal(moved["ids"], torch.arange(3))
+    assert moved["scale"].item() == 1.5
+
+
+def test_the_padded_length_is_the_largest_second_dimension():
+    assert longest({"ids": torch.zeros(2, 7), "pixels": torch.zeros(2, 3, 9)}) == 7
+    assert longest({"labels": torch.zeros(2)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"ids": torch.zeros(8, 2), "labels": torch.zeros(7)}, "ids has 8, labels has 7"),
+        ([torch.zeros(2), {"x": torch.zeros(3)}], "[0] has 2, [1].x has 3"),
+        ({"ids": torch.zeros(0, 5)}, "share of the batch is empty"),
+        ({"text": "words"}, "got dict without any"),
+        (None, "got NoneType without any"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named(batch, said):
+    with pytest.raises(BatchError) as raised:
+        num_samples(batch)
+
+    assert said in str(raised.value)

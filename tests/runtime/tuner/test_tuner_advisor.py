@@ -1,0 +1,208 @@
+"""A run whose loop is the script's own is told what would make it faster, and not touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fakes.clock import FakeClock
+from fakes.tuner_decisions import CONFIGURATION, OPTIONS, SLOW_LINK, situation
+from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, start
+
+from zerowatch.metrics.catalog import tuner
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.settings import Settings
+from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.process_info import Identity
+from zerowatch.runtime.monitor import advisor as advisor_module
+from zerowatch.runtime.monitor.advisor import LEAST_SECONDS, LEAST_STEPS, WARMUP_STEPS, Advisor
+from zerowatch.runtime.tuner.knobs import engine_knobs
+from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE
+from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.recorded import recorded
+from zerowatch.runtime.tuner.policy.replay import Replayed, replay
+
+
+class Run:
+    """A watched run on rank 0, whose metrics say what they are told to."""
+
+    def __init__(self, folder, monkeypatch, *, rank=0, **settings):
+        self.folder, self.recorder, self.clock = folder, Recorder(), FakeClock()
+        self.engine = SimpleNamespace(
+            global_steps=WARMUP_STEPS,
+            train_micro_batch_size_per_gpu=lambda: 4,
+            gradient_accumulation_steps=lambda: 4,
+        )
+        self.reading, self.options = SLOW_LINK, OPTIONS
+        around = SimpleNamespace(
+            engine=lambda: self.engine,
+            identity=Identity(rank=rank, local_rank=rank, world_size=2, host="a", attempt=0),
+            settings=Settings(tuner=settings),
+            folder=lambda: folder,
+            recorder=self.recorder,
+            hooks=Hooks(),
+        )
+        hands = SimpleNamespace(values=lambda: CONFIGURATION, options=lambda: self.options)
+        monkeypatch.setattr(advisor_module, "reading_of", lambda before, after: self.reading)
+        monkeypatch.setattr(engine_knobs, "EngineHands", lambda engine, world_size: hands)
+        monkeypatch.setattr(advisor_module, "job_facts", lambda engine: situation().facts)
+        monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: True)
+        self.advisor = Advisor(around, send=lambda span: None, now=self.clock)
+        self.advisor.look()
+
+    def later(self, seconds=LEAST_SECONDS, steps=LEAST_STEPS):
+        """Train for a while, and look again."""
+        self.clock.seconds += seconds
+        self.engine.global_steps += steps
+        self.advisor.look()
+
+    def advised(self):
+        file = self.folder / DECISIONS_FILE
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line)["knob"] for line in lines]
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    return lambda **options: Run(tmp_path, monkeypatch, **options)
+
+
+def test_an_advice_is_given_once(make_run, caplog):
+    caplog.set_level(logging.INFO)
+    run = make_run()
+
+    for _ in range(3):
+        run.later()
+
+    assert run.advised() == ["micro_batch_samples"]
+    assert len(caplog.messages) == 1
+    assert run.recorder.snapshot().value(tuner.TUNER_DECISIONS, "advised") == 1
+
+
+def test_once_it_was_heeded_the_next_one_is_given(make_run):
+    run = make_run(contract="statistical")
+    run.options = {"micro_batch_samples": (4, 16)}
+    run.later()
+
+    run.options = {"gradient_compression": (None, "int8")}
+    run.later()
+
+    assert run.advised() == ["micro_batch_samples", "gradient_compression"]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(LEAST_SECONDS, 3), (1.0, LEAST_STEPS)])
+def test_a_short_stretch_is_no_evidence(make_run, seconds, steps):
+    run = make_run()
+
+    run.later(seconds, steps)
+
+    assert run.advised() == []
+
+
+def test_what_holds_the_run_back_is_a_metric(make_run):
+    run = make_run()
+
+    run.later()
+
+    snapshot = run.recorder.snapshot()
+    assert snapshot.value(tuner.TUNER_SYMPTOM, "comm_bandwidth") == 0.4
+    assert snapshot.value(tuner.TUNER_STATE, "observe") == 1
+    assert snapshot.value(tuner.TUNER_KNOB_VALUE, "micro_batch_samples") == 4
+
+
+def test_a_run_that_nothing_holds_back_gets_no_advice(make_run):
+    run = make_run()
+    run.reading = Reading(seconds=30.0, steps=40.0, world_size=2)
+
+    run.later()
+
+    assert run.advised() == []
+    assert run.recorder.snapshot().value(tuner.TUNER_SYMPTOM, "comm_bandwidth") == 0
+
+
+def test_thresholds_are_the_users(make_run):
+    run = make_run(comm_ratio_high=0.7, device_utilization_low=0.1)
+
+    run.later()
+
+    assert run.advised() == []
+
+
+def test_what_the_contract_forbids_is_not_advised(make_run):
+    run = make_run(contract="bitwise")
+
+    run.later()
+
+    assert "micro_batch_samples" not in run.advised()
+
+
+def test_where_more_than_data_is_shared_out_nothing_is_advised(make_run, monkeypatch):
+    run = make_run()
+    monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: False)
+
+    run.later()
+
+    assert run.advised() == []
+    assert run.recorder.snapshot().value(tuner.TUNER_SYMPTOM, "comm_bandwidth") == 0.4
+
+
+@pytest.mark.parametrize("options", [{"rank": 1}, {"mode": "off"}])
+def test_other_ranks_and_a_tuner_that_is_off_leave_no_trace(make_run, options):
+    run = make_run(**options)
+
+    run.later()
+
+    assert run.advised() == []
+    assert run.recorder.snapshot().values == {}
+
+
+def test_a_deepspeed_that_is_another_inside_costs_the_advice_alone(make_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zerowatch.runtime.tuner.knobs.engine_knobs", None)
+    run = make_run()
+
+    run.later()
+
+    assert run.advised() == []
+
+
+def test_who_tunes_the_run_takes_the_voice_over(make_run):
+    run = make_run()
+
+    voice = run.advisor.hand_over("auto")
+    run.later()
+    voice.state("warmup")
+
+    assert run.advised() == []
+    assert run.recorder.snapshot().value(tuner.TUNER_STATE, "warmup") == 1
+
+
+def test_nothing_is_advised_once_it_fell_silent(make_run):
+    run = make_run()
+
+    run.advisor.fall_silent()
+    run.later()
+
+    assert run.advised() == []
+
+
+@pytest.mark.jobs
+def test_a_script_that_knows_nothing_of_it_is_advised(tmp_path):
+    variables = {
+        "ZEROWATCH_EXCHANGE_SECONDS": "0.5",
+        "ZEROWATCH_TUNER_COMM_RATIO_HIGH": "0.02",
+        "ZEROWATCH_TUNER_REBUILD": "false",
+    }
+    job = (*TWO_RANKS, SCRIPTS / "advised_job.py")
+
+    finished = start(ZEROWATCH, "run", *job, cwd=tmp_path, variables=variables)
+
+    assert finished.returncode == 0, finished.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    records = list(map(recorded, (run / DECISIONS_FILE).read_bytes().splitlines()))
+    assert {record.decision.verdict for record in records} == {"advised"}
+    assert "micro_batch_samples" in {record.decision.knob for record in records}
+    assert '+  "train_micro_batch_size_per_gpu": 4,' in finished.stderr
+    assert [replay(record) for record in records] == [Replayed()] * len(records)

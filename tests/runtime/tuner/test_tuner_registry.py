@@ -1,0 +1,157 @@
+"""The list of knobs, and what each may do to the numbers."""
+
+from __future__ import annotations
+
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from zerowatch.metrics.catalog.tuner import SYMPTOMS
+from zerowatch.runtime.tuner.policy.numerics import (
+    JobFacts,
+    ModelTraits,
+    class_of,
+    class_of_all,
+    contract_named,
+    name_of,
+)
+from zerowatch.runtime.tuner.policy.registry import KNOBS, SPECS
+from zerowatch.runtime.tuner.policy.types import Contract
+
+BITWISE, REASSOCIATION, STATISTICAL, FREE = Contract
+PLAIN = ModelTraits()
+
+
+def facts(ranks: int = 4, traits: ModelTraits = PLAIN, exact: tuple[str, ...] = ()) -> JobFacts:
+    return JobFacts(
+        world_size=ranks,
+        backend="gloo",
+        gradient_bytes=4000,
+        parameter_bytes=4000,
+        exact_knobs=frozenset(exact),
+        traits=traits,
+    )
+
+
+def test_a_knob_is_listed_once():
+    assert len(SPECS) == len(KNOBS)
+
+
+@pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
+class TestEveryKnob:
+    def test_helps_against_symptoms_that_there_are(self, spec):
+        assert spec.triggers
+        assert set(spec.triggers) <= set(SYMPTOMS)
+
+    def test_is_wanted_at_values_that_it_has(self, spec):
+        for trigger in spec.triggers.values():
+            if isinstance(trigger, tuple):
+                assert isinstance(spec.domain, tuple)
+                assert set(trigger) <= set(spec.domain)
+            else:
+                assert isinstance(spec.domain, str) or spec.domain == (0, 1, 2, 3)
+
+    def test_says_what_it_is_in_half_a_sentence(self, spec):
+        assert spec.what
+        assert not spec.what.endswith(".")
+        assert len(spec.what) < 90
+
+    def test_stands_where_deepspeed_reads_it(self, spec):
+        fields = DeepSpeedZeroConfig.model_fields
+        known = {*fields, *(field.alias for field in fields.values())}
+
+        if spec.ds_key and spec.ds_key[0] == "zero_optimization":
+            assert spec.ds_key[1] in known
+
+    def test_has_a_class_in_a_plain_job(self, spec):
+        assert class_of(spec.name, facts()) == spec.contract
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "has"),
+    [
+        ("gradient_compression", None, True),
+        ("gradient_compression", "fp16", False),
+        ("reduce_bucket_size", 1 << 20, True),
+        ("reduce_bucket_size", -1, False),
+        ("micro_batch_samples", True, False),
+    ],
+)
+def test_a_knob_has_the_values_of_its_domain(knob, value, has):
+    assert SPECS[knob].has(value) is has
+
+
+@pytest.mark.parametrize(
+    ("knob", "job", "contract"),
+    [
+        pytest.param("reduce_bucket_size", facts(2), BITWISE, id="two ranks add up in any order"),
+        pytest.param("reduce_bucket_size", facts(4), REASSOCIATION, id="four do not"),
+        pytest.param(
+            "reduce_bucket_size",
+            facts(4, exact=("reduce_bucket_size",)),
+            BITWISE,
+            id="unless the self-test found that this job does",
+        ),
+        pytest.param("micro_batch_samples", facts(2), REASSOCIATION, id="a mean is cut otherwise"),
+        pytest.param(
+            "micro_batch_samples",
+            facts(traits=ModelTraits(dropout=True)),
+            STATISTICAL,
+            id="other pieces drop other values",
+        ),
+        pytest.param(
+            "micro_batch_samples",
+            facts(traits=ModelTraits(batch_statistics=True)),
+            STATISTICAL,
+            id="other pieces have other statistics",
+        ),
+        pytest.param(
+            "balance",
+            facts(traits=ModelTraits(loss_decomposable=False)),
+            STATISTICAL,
+            id="other pieces hold other pairs",
+        ),
+        pytest.param(
+            "micro_batch_samples",
+            facts(traits=ModelTraits(expert_capacity=True), exact=("micro_batch_samples",)),
+            None,
+            id="experts drop other tokens",
+        ),
+        pytest.param("balance", facts(traits=ModelTraits(expert_capacity=True)), None, id="so too"),
+        pytest.param(
+            "reduce_bucket_size",
+            facts(traits=ModelTraits(dropout=True, expert_capacity=True)),
+            REASSOCIATION,
+            id="sums over the ranks know nothing of it",
+        ),
+        pytest.param("zero_stage", facts(2), REASSOCIATION, id="another stage, other sums"),
+        pytest.param("activation_checkpointing", facts(), BITWISE, id="the same worked out twice"),
+        pytest.param("gradient_compression", facts(2), STATISTICAL, id="gradients are rounded"),
+        pytest.param("batch_samples", facts(2), FREE, id="another training"),
+    ],
+)
+def test_what_a_knob_does_to_the_numbers_depends_on_the_job(knob, job, contract):
+    assert class_of(knob, job) == contract
+
+
+def test_the_loosest_of_several_knobs_counts():
+    assert class_of_all(["python_gc", "zero_stage"], facts()) == REASSOCIATION
+    assert class_of_all([], facts()) == BITWISE
+
+
+def test_one_that_is_refused_refuses_all():
+    assert (
+        class_of_all(["python_gc", "balance"], facts(traits=ModelTraits(expert_capacity=True)))
+        is None
+    )
+
+
+@pytest.mark.parametrize("contract", Contract)
+def test_contracts_have_names(contract):
+    assert contract_named(name_of(contract)) is contract
+
+
+@pytest.mark.parametrize(
+    ("knob", "steps"), [("python_gc", 2), ("prefetch_bucket_size", 3), ("zero_stage", 3)]
+)
+def test_what_zero_3_traces_again_settles_later(knob, steps):
+    assert SPECS[knob].settle_steps == steps

@@ -1,0 +1,156 @@
+"""A decision reads as one plain sentence, and an advice says what to type."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.tuner_decisions import decision
+
+from zerowatch.metrics.catalog.tuner import SYMPTOMS
+from zerowatch.runtime.tuner.policy.decision import Change
+from zerowatch.runtime.tuner.policy.ds_patch import ds_patch
+from zerowatch.runtime.tuner.policy.messages import sentence_of, speed_words, symptom_words
+from zerowatch.runtime.tuner.policy.registry import KNOBS
+from zerowatch.runtime.tuner.policy.types import Symptom
+
+
+def test_what_was_kept_is_told_with_its_interval():
+    assert sentence_of(decision()) == (
+        "step 41: communication takes 68 % of training time, most of it bandwidth: "
+        "micro_batch_samples 4 -> 16 made training 2.31 times as fast "
+        "(2.27 to 2.36, 3 pairs, 18 steps): kept"
+    )
+
+
+def test_what_was_taken_back_says_why():
+    changes = (Change(knob="overlap_comm", before=False, after=True),)
+    found = decision(
+        changes,
+        gain=-0.12,
+        lower=-0.15,
+        upper=-0.09,
+        verdict="rolled_back",
+        reason="two blocks were far slower",
+    )
+
+    assert sentence_of(found).endswith(
+        "overlap_comm false -> true made training 12.0 % slower "
+        "(-15.0 to -9.0 %, 3 pairs, 18 steps): taken back, two blocks were far slower"
+    )
+
+
+def test_what_was_measured_and_not_worth_it_is_taken_back_too():
+    found = decision(gain=0.002, lower=-0.01, upper=0.01, verdict="rejected", reason="too little")
+
+    assert sentence_of(found).endswith(": not kept, too little")
+
+
+def test_what_was_not_tried_says_why():
+    found = decision(
+        gain=None, lower=None, upper=None, pairs=0, steps=0, verdict="rejected", reason="no memory"
+    )
+
+    assert sentence_of(found).endswith("micro_batch_samples 4 -> 16: not tried, no memory")
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        (1.2, "(fewer reductions) would make training about 2.2 times as fast; left to you"),
+        (0.123, "(fewer reductions) would make training about 12 % faster; left to you"),
+        (0.001, "(fewer reductions) may help; left to you"),
+        (None, "(fewer reductions) may help; left to you"),
+    ],
+)
+def test_an_advice_promises_no_more_than_is_known(gain, words):
+    found = decision(
+        gain=None, verdict="advised", reason="fewer reductions", predicted_gain=gain, mode="advise"
+    )
+
+    assert sentence_of(found).endswith(words)
+
+
+def test_several_knobs_are_all_named():
+    changes = (
+        Change(knob="zero_stage", before=2, after=1),
+        Change(knob="gradient_compression", before=None, after="int8"),
+    )
+
+    found = decision(changes)
+
+    assert found.knob == "several"
+    assert "zero_stage 2 -> 1, gradient_compression none -> int8 made" in sentence_of(found)
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_every_symptom_has_words_of_its_own(name):
+    words = symptom_words(Symptom(name=name, ratio=0.42, evidence={}))
+
+    assert name not in words
+    assert "42" in words
+
+
+def test_a_cause_that_is_not_most_of_it_is_told_by_its_own_share():
+    symptom = Symptom(name="comm_latency", ratio=0.1, evidence={"comm_exposed_ratio": 0.6})
+
+    assert symptom_words(symptom) == (
+        "communication takes 60 % of training time, the price of each call alone 10 %"
+    )
+
+
+def test_a_slow_rank_0_is_told_from_waiting_for_others():
+    own = Symptom(name="straggler", ratio=0.3, evidence={"straggler_score_ratio": 0.3})
+    others = Symptom(name="straggler", ratio=0.3, evidence={"imbalance_ratio": 0.3})
+
+    assert symptom_words(own) == "rank 0 is slower than the others by 30 % of a step"
+    assert symptom_words(others) == "waiting for slower ranks takes 30 % of training time"
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [(0.0, "as fast as before"), (0.031, "3.1 % faster"), (-0.2, "20.0 % slower")],
+)
+def test_a_gain_is_told_as_speed(gain, words):
+    assert speed_words(gain) == words
+
+
+def test_the_difference_of_the_ds_config_keeps_the_whole_batch():
+    changes = (
+        Change(knob="micro_batch_samples", before=4, after=16),
+        Change(knob="overlap_comm", before=False, after=True),
+        Change(knob="zero_stage", before=2, after=1),
+    )
+
+    assert ds_patch(changes, accumulation=(4, 1)).splitlines() == [
+        '-  "train_micro_batch_size_per_gpu": 4,',
+        '+  "train_micro_batch_size_per_gpu": 16,',
+        '   "zero_optimization": {',
+        '-    "overlap_comm": false,',
+        '+    "overlap_comm": true,',
+        '-    "stage": 2,',
+        '+    "stage": 1,',
+        "   },",
+        '-  "gradient_accumulation_steps": 4,',
+        '+  "gradient_accumulation_steps": 1,',
+        "+ DataLoader(..., batch_size=16), or what else cuts batches",
+    ]
+
+
+def test_offloading_is_written_as_a_device():
+    changes = (Change(knob="offload_optimizer", before=False, after=True),)
+
+    assert '+      "device": "cpu",' in ds_patch(changes)
+
+
+def test_what_no_ds_config_knows_is_a_call():
+    changes = (Change(knob="gradient_compression", before=None, after="int8"),)
+
+    assert ds_patch(changes) == '+ run.compress("int8")'
+
+
+@pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
+def test_every_knob_can_be_written_down(spec):
+    before, after = spec.domain[:2] if isinstance(spec.domain, tuple) else (1, 2)
+
+    patch = ds_patch((Change(knob=spec.name, before=before, after=after),))
+
+    assert "+" in patch

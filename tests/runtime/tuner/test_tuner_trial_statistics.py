@@ -1,0 +1,88 @@
+"""What trials decide in simulated training; with few sessions, so that the bounds are loose.
+
+`tests/bench/tuner_simulation.py` has the figures.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import fmean
+
+import pytest
+from fakes.noisy_steps import Noise, noisy_steps, tried
+
+from zerowatch.runtime.tuner.policy.trial import Judgement
+from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan, plan_trial
+
+SESSIONS = 150
+FIRST_SEED = 1_000
+LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
+LONG_STEPS = plan_trial(7.0, number=1, tier="live", settle_steps=2)
+REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
+PLANS = pytest.mark.parametrize(
+    "plan", [LIVE, LONG_STEPS, REBUILD], ids=["live", "long", "rebuild"]
+)
+
+
+@cache
+def runs() -> tuple[list[float], ...]:
+    return tuple(noisy_steps(FIRST_SEED + index, 450) for index in range(SESSIONS))
+
+
+def judgements(plan: TrialPlan, gain: float) -> list[Judgement]:
+    return [tried(plan, gain, run) for run in runs()]
+
+
+def share(found: list[Judgement], verdict: str) -> float:
+    return fmean(one.verdict == verdict for one in found)
+
+
+@PLANS
+def test_a_knob_without_effect_is_hardly_ever_accepted(plan: TrialPlan) -> None:
+    assert share(judgements(plan, 0.0), "accepted") < 0.05
+
+
+@PLANS
+def test_a_knob_that_does_harm_is_never_accepted(plan: TrialPlan) -> None:
+    assert share(judgements(plan, -0.03), "accepted") == 0
+
+
+@pytest.mark.parametrize("plan", [LIVE, LONG_STEPS], ids=["live", "long"])
+def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> None:
+    found = judgements(plan, 0.03)
+
+    in_time = [one for one in found if one.verdict == "accepted" and one.steps <= 300]
+
+    assert len(in_time) / len(found) >= 0.9
+    assert fmean(one.gain for one in in_time) == pytest.approx(0.03, abs=0.005)
+
+
+@PLANS
+def test_large_gains_are_always_found_and_told_as_large_as_they_are(plan: TrialPlan) -> None:
+    found = judgements(plan, 0.3)
+
+    assert share(found, "accepted") == 1
+    assert fmean(one.gain for one in found) == pytest.approx(0.3, abs=0.01)
+
+
+def test_the_interval_nearly_always_holds_the_gain() -> None:
+    held = [
+        one.lower <= gain <= one.upper for gain in (0.0, 0.05) for one in judgements(LIVE, gain)
+    ]
+
+    assert fmean(held) > 0.95
+
+
+def test_harm_of_five_percent_is_taken_back_within_the_first_looks() -> None:
+    found = judgements(LIVE, -0.05)
+
+    assert share(found, "rolled_back") > 0.8
+    assert max(one.steps for one in found) < 100
+
+
+def test_level_shifts_of_a_sixth_do_not_make_gains() -> None:
+    rough = Noise(shift=0.16, shifts_every=100, shift_steps=40)
+
+    found = [tried(LIVE, 0.0, noisy_steps(FIRST_SEED + index, 450, rough)) for index in range(150)]
+
+    assert share(found, "accepted") < 0.05
