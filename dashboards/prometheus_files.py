@@ -9,7 +9,7 @@ import yaml
 
 from .alert_log import COMPOSE_URL
 from .alerts import alerts
-from .alerts.alert import Alert, Links, Silence
+from .alerts.alert import Alert, InhibitRule, Links
 from .promql import IDENTITY
 from .recording import GROUPS
 from .timing import MINUTE, Timing
@@ -126,7 +126,7 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
     }
 
 
-def _inhibition(name: str, silence: Silence) -> dict[str, Any]:
+def _inhibition(name: str, silence: InhibitRule) -> dict[str, Any]:
     if silence.alerts:
         names = "|".join(silence.alerts)
         targets = [f'alertname=~"{names}"']

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..metrics.whole_file import write_whole
+from ..metrics.whole_file import atomic_write
 
 LOOK_SECONDS = 2.0
 Targets = list[dict[str, Any]]
@@ -56,7 +56,7 @@ def write_if_changed(file: Path, targets: Targets) -> None:
     text = json.dumps(targets, indent=2) + "\n"
     if file.is_file() and file.read_text() == text:
         return
-    write_whole(file, text)
+    atomic_write(file, text)
 
 
 def main() -> None:

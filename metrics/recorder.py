@@ -64,12 +64,12 @@ class Recorder:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
 
-    def withdraw(self, spec: MetricSpec, *labels: str) -> None:
+    def remove(self, spec: MetricSpec, *labels: str) -> None:
         """Let a series of a gauge end; nothing happens where there is none."""
         with self._lock:
             self._values.get(spec, {}).pop(labels, None)
 
-    def inform(self, spec: MetricSpec, *labels: str) -> None:
+    def set_info(self, spec: MetricSpec, *labels: str) -> None:
         """Replace an info metric's facts."""
         with self._lock:
             self._series(spec, labels)
@@ -98,7 +98,7 @@ class Recorder:
                 self._histograms.setdefault(spec, {})[labels] = known
             known.observe(value, exemplar)
 
-    def exemplify(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
+    def add_exemplar(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
         """Say under which labels one value that was observed before can be found by now.
 
         Nothing happens where none like it was observed.

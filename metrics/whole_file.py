@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
+def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
     """Put a file in place in one move.
 
     Args:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .initialize import initialize, initialize_unwatched
-from .monitor.null_watch import NoWatch
+from .monitor.null_watch import NullWatch
 
 
-class EngineMaker:
+class EngineFactory:
     """Remembers what DeepSpeed is given beside the model and the ds config.
 
     Args:
@@ -43,10 +43,10 @@ class EngineMaker:
             **self._options,
         )[0]
         if not engine.watch.watches(engine):  # another run's, which is not ours to move or close
-            engine.watch = NoWatch()
+            engine.watch = NullWatch()
         return engine
 
-    def another(self, module: torch.nn.Module, config: Mapping[str, Any]) -> Any:
+    def create_replacement(self, module: torch.nn.Module, config: Mapping[str, Any]) -> Any:
         """Return an engine that nobody watches yet."""
         return initialize_unwatched(
             model=module,

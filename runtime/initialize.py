@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..metrics.settings import Settings, load_settings
-from .collectives.instrument import CommTap
+from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors
 from .common.ds_config_keys import warn_of_misspelt_keys
-from .common.fail_open import Hooks
+from .common.fail_open import FailOpen
 from .monitor.console_logging import show_own_lines
-from .monitor.null_watch import NoWatch
+from .monitor.null_watch import NullWatch
 
 if TYPE_CHECKING:
     from .monitor.watch import Watch
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class _Process:
     """What this process has one of."""
 
-    hooks: Hooks = field(default_factory=Hooks)
-    tap: CommTap | None = None
+    hooks: FailOpen = field(default_factory=FailOpen)
+    tap: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     epoch: int = 0
 
-    def open_tap(self) -> CommTap:
+    def open_tap(self) -> CollectiveInstrumentation:
         if self.tap is None:
-            self.tap = CommTap(self.hooks)
+            self.tap = CollectiveInstrumentation(self.hooks)
             atexit.register(_close_at_exit)
         self.tap.open()
         return self.tap
@@ -80,8 +80,8 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     with ConfigErrors(config, _process.hooks, raise_ours=True):
         result = original(*args, **kwargs)
     engine = result[0]
-    _process.hooks.guard("watch", _watch_or_let_be)(engine, loaded)
-    engine.watch = _process.watch or NoWatch()
+    _process.hooks.guard("watch", _maybe_watch)(engine, loaded)
+    engine.watch = _process.watch or NullWatch()
     return result
 
 
@@ -138,7 +138,7 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
         with ConfigErrors(config, _process.hooks):
             result = original(*args, **kwargs)
-        _process.hooks.guard("watch", _watch_or_let_be)(result[0], settings)
+        _process.hooks.guard("watch", _maybe_watch)(result[0], settings)
         return result
 
     watched.zerowatch_original = original  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def _original() -> Callable[..., Any]:
     return getattr(found, "zerowatch_original", found)
 
 
-def _watch_or_let_be(engine: Any, settings: Settings) -> None:
+def _maybe_watch(engine: Any, settings: Settings) -> None:
     if settings.enabled:
         _watch_first(engine, settings)
     elif _process.tap is not None:

@@ -10,18 +10,18 @@ from typing import Any, Literal
 import torch
 
 from ..errors import BatchError
-from .common.host_group import Agreement
+from .common.host_group import HostGroup
 from .common.training_config import MICRO_BATCH, training_config, zero_stage
-from .engine.live_settings.choose_modules import Chosen
-from .engine_factory import EngineMaker
-from .trainer.checkpoint.manager import Saving
-from .trainer.data.data_source import Sharing
-from .trainer.engine_holder import EngineChanges
-from .trainer.metrics import WindowFigures
+from .engine.live_settings.choose_modules import ModuleSelector
+from .engine_factory import EngineFactory
+from .trainer.checkpoint.manager import CheckpointManager
+from .trainer.data.data_source import TrainingData
+from .trainer.engine_holder import EngineHolder
+from .trainer.metrics import TrainerMetrics
 from .trainer.replay_setup import prepare
 from .trainer.window.micro_batches import Loss
 from .trainer.window.result import WindowResult
-from .trainer.window_runner import Windows
+from .trainer.window_runner import WindowRunner
 from .tuner.model_traits import warn_of_batch_statistics
 from .tuner.session import new_tuning, tuner_settings
 
@@ -73,28 +73,28 @@ class TrainingRun:
         settings: Mapping[str, Any] | None = None,
         balance: bool = False,
         compression: str | None = None,
-        activation_checkpointing: Chosen | bool = False,
+        activation_checkpointing: ModuleSelector | bool = False,
         tuner: Literal["off", "advise", "auto"] | None = None,
         contract: ContractName | None = None,
     ) -> None:
-        ours, maker = training_config(config), EngineMaker(optimizer, lr_scheduler)
+        ours, maker = training_config(config), EngineFactory(optimizer, lr_scheduler)
         engine = maker.first(model, ours, tuner_settings(settings, tuner, contract))
         warn_of_batch_statistics(model)
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
             undo.callback(engine.watch.close)
             prepare(engine)
-            self.agreement = undo.enter_context(closing(Agreement()))
-            figures = WindowFigures.of_watch(engine.watch)
+            self.agreement = undo.enter_context(closing(HostGroup()))
+            figures = TrainerMetrics.of_watch(engine.watch)
             size, which = ours[MICRO_BATCH], activation_checkpointing
-            changes = EngineChanges(engine, ours, self.agreement, figures, maker.another)
-            windows = Windows(
+            changes = EngineHolder(engine, ours, self.agreement, figures, maker.create_replacement)
+            windows = WindowRunner(
                 loss, changes, self.agreement, figures, micro_batch_samples=size, checkpointed=which
             )
             self._changes = undo.enter_context(closing(changes))
             self._windows = undo.enter_context(closing(windows))
-            self._sharing = Sharing(self.agreement, changes, balance=balance)
+            self._sharing = TrainingData(self.agreement, changes, balance=balance)
             undo.callback(self._sharing.close)
-            self._saving = Saving(changes, windows, self._sharing, self.agreement)
+            self._saving = CheckpointManager(changes, windows, self._sharing, self.agreement)
             changes.checkpoint_activations(which)
             changes.compress(compression)
             self._tuning = new_tuning(loss, changes, windows, self.agreement, self._sharing)
@@ -217,7 +217,7 @@ class TrainingRun:
         with self._by_hand():
             self._changes.compress(compression, asynchronous=asynchronous)
 
-    def checkpoint_activations(self, which: Chosen | bool) -> None:
+    def checkpoint_activations(self, which: ModuleSelector | bool) -> None:
         """Checkpoint activations from the next window on, as of the constructor; False: no longer.
 
         Raises:

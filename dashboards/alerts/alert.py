@@ -27,7 +27,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Silence:
+class InhibitRule:
     """What an alert silences: those of its consequences that nobody needs to be told of as well.
 
     Attributes:
@@ -62,7 +62,7 @@ class Alert:
     summary: str
     description: str
     board: str
-    silences: Silence | None = None
+    silences: InhibitRule | None = None
 
     @property
     def labels(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
 from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select
 from ..recording.memory import OOM_RISK
 from ..timing import MINUTE
-from .alert import BYTES, PERCENT, RANK, RUN, Alert, Silence
+from .alert import BYTES, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import not_on_gpu, on_gpu, while_training
 
 BOARD = "zerowatch-memory"
@@ -61,7 +61,7 @@ def _oom_risk_critical() -> Alert:
             "checkpoint now if you can; the run is likely to end by itself."
         ),
         board=BOARD,
-        silences=Silence(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
+        silences=InhibitRule(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
     )
 
 

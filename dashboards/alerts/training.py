@@ -13,7 +13,7 @@ from ..promql import ON_GPU, by, select, where
 from ..recording import devices as recorded_devices
 from ..recording import training as recorded
 from ..timing import MINUTE, Timing
-from .alert import NUMBER, PERCENT, RANK, RUN, Alert, Silence
+from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .communication import COMM_BOTTLENECK, LINK_SLOW, STRAGGLER_RANK
 from .guards import after_some_steps, while_training
 
@@ -55,7 +55,7 @@ def _training_stalled(timing: Timing) -> Alert:
             "hang-rank-*.txt in the run folder: the first line says who is missing where."
         ),
         board=OVERVIEW,
-        silences=Silence(
+        silences=InhibitRule(
             alerts=(
                 COMM_BOTTLENECK,
                 DATA_BOUND,
@@ -88,7 +88,7 @@ def _rank_down(timing: Timing) -> Alert:
             "other alerts of this run are inhibited meanwhile."
         ),
         board=OVERVIEW,
-        silences=Silence(),
+        silences=InhibitRule(),
     )
 
 
@@ -147,7 +147,7 @@ def _data_bound(timing: Timing) -> Alert:
             "up."
         ),
         board=ANATOMY,
-        silences=Silence(alerts=(LOW_DEVICE_UTILIZATION,)),
+        silences=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
     )
 
 

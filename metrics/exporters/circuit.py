@@ -9,7 +9,7 @@ FAILURES_ALLOWED = 3
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 30.0, 300.0
 
 
-class Circuit:
+class CircuitBreaker:
     """Counts failures in a row."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

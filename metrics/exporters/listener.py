@@ -37,7 +37,7 @@ _FAILED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Response:
     """What a client gets. `sent` is called with the client's name once it has all of it."""
 
     content_type: str
@@ -47,14 +47,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class RequestHandler:
     """What stands behind the listener.
 
     `answer` takes the path and the Accept header. `failed` hears of an answer that could not be
     given, `spent` of the CPU seconds that serving took.
     """
 
-    answer: Callable[[str, str], Answer]
+    answer: Callable[[str, str], Response]
     failed: Callable[[BaseException | None], None]
     spent: Callable[[float], None]
 
@@ -72,7 +72,9 @@ class Listener(ThreadingTCPServer):
     allow_reuse_port = False
     request_queue_size = 2 * MOST_CLIENTS
 
-    def __init__(self, host: str, port: int, site: Site, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, host: str, port: int, site: RequestHandler, tls: ssl.SSLContext | None
+    ) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         self._site = site
@@ -86,7 +88,7 @@ class Listener(ThreadingTCPServer):
         """Whether clients are served over TLS only."""
         return self._tls is not None
 
-    def answer(self, path: str, accept: str) -> Answer:
+    def answer(self, path: str, accept: str) -> Response:
         """Answer a request; whatever this raises ends in `handle_error`."""
         return self._site.answer(path, accept)
 

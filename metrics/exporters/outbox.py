@@ -17,7 +17,7 @@ from ..catalog.watching import EXPORTER_FAILURES
 from ..recorder import Recorder
 from ..settings import OtelSettings
 from ..snapshot import Exemplar
-from .circuit import Circuit
+from .circuit import CircuitBreaker
 from .otlp_families import families, hardware_families
 from .telemetry_data import Family, LogLine, StepTrace, Value
 
@@ -33,7 +33,7 @@ MAX_TRACES, MAX_LINES = 32, 512
 LINES_AT_ONCE, SERIES_AT_ONCE = 64, 48
 
 
-class Outbox:
+class OtlpQueue:
     """The traces, log lines and metrics of one rank.
 
     Args:
@@ -73,10 +73,10 @@ class Outbox:
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
         # Each its own: a receiver of traces alone refuses the rest, and must not lose traces by it.
-        self._circuits: dict[Signal, Circuit] = {
-            "traces": Circuit(now),
-            "metrics": Circuit(now),
-            "logs": Circuit(now),
+        self._circuits: dict[Signal, CircuitBreaker] = {
+            "traces": CircuitBreaker(now),
+            "metrics": CircuitBreaker(now),
+            "logs": CircuitBreaker(now),
         }
         self._told: set[Signal] = set()
         self._open = True
@@ -152,7 +152,7 @@ class Outbox:
         with self._recorder.commit():
             for seen in trace.examples:
                 exemplar = Exemplar(labels=labels, value=seen.value, unix_seconds=ended_at)
-                self._recorder.exemplify(seen.spec, *seen.labels, exemplar=exemplar)
+                self._recorder.add_exemplar(seen.spec, *seen.labels, exemplar=exemplar)
 
     def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
         """Account for an export of so many traces or lines; return whether it was taken."""

@@ -10,7 +10,7 @@ from .telemetry_data import LogLine, Value
 OWN_LOGGER = "zerowatch"
 
 
-class OwnLogLines(logging.Handler):
+class LogCapture(logging.Handler):
     """Hands on each record that our loggers let through, from `open` until `close`.
 
     Args:

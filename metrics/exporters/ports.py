@@ -8,7 +8,7 @@ import socket
 
 from ...errors import SettingsError
 from ..settings import ServeSettings
-from .listener import Listener, Site
+from .listener import Listener, RequestHandler
 from .tls import tls_context
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ FALLBACK_PORT_STEP = 100
 FALLBACK_PORTS = 5
 
 
-def listen(settings: ServeSettings, local_rank: int, site: Site) -> Listener:
+def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Listener:
     """Listen on the first port of this rank that is free.
 
     Raises:

@@ -16,7 +16,7 @@ from ..catalog.training import RUN_ACTIVE
 from ..catalog.watching import EXPORTER_FAILURES, WATCH_SECONDS
 from ..recorder import Recorder
 from ..settings import ServeSettings
-from .listener import Answer, Listener, Site
+from .listener import Listener, RequestHandler, Response
 from .ports import advertised_address, listen
 from .prometheus import exposition
 from .scrapes import Scrapes
@@ -48,10 +48,10 @@ class MetricsServer:
         self._rank = rank
         self._local_rank = local_rank
         self._settings = settings
-        self._routes: dict[str, Callable[[str], Answer]] = {
+        self._routes: dict[str, Callable[[str], Response]] = {
             "/": self._index,
             "/metrics": self._metrics,
-            "/healthz": lambda _: Answer(content_type="text/plain", body=b"ok\n"),
+            "/healthz": lambda _: Response(content_type="text/plain", body=b"ok\n"),
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
@@ -68,7 +68,9 @@ class MetricsServer:
         """
         if not self._settings.enabled:
             return None
-        site = Site(answer=self._answer, failed=self._on_failure, spent=self._on_cpu_spent)
+        site = RequestHandler(
+            answer=self._answer, failed=self._on_failure, spent=self._on_cpu_spent
+        )
         try:
             listener = listen(self._settings, self._local_rank, site)
         except SettingsError as error:
@@ -79,7 +81,7 @@ class MetricsServer:
         threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
         return advertised_address(listener, self._settings.advertise_host)
 
-    def linger(self) -> None:
+    def wait_for_final_scrape(self) -> None:
         """After run_active was set to 0, wait for those to read it who scraped again and again.
 
         Prometheus would otherwise never learn that the run has ended, and call the rank down.
@@ -107,29 +109,29 @@ class MetricsServer:
                 host,
             )
 
-    def _answer(self, path: str, accept: str) -> Answer:
+    def _answer(self, path: str, accept: str) -> Response:
         route = self._routes.get(path)
         return route(accept) if route else self._not_found()
 
-    def _metrics(self, accept: str) -> Answer:
+    def _metrics(self, accept: str) -> Response:
         snapshot = self._recorder.snapshot()
         content_type, body = exposition(snapshot, self._rank, accept)
         run_active = snapshot.value(RUN_ACTIVE)
-        return Answer(
+        return Response(
             content_type=content_type,
             body=body,
             sent=lambda client: self._scrapes.note(client, run_active=run_active),
         )
 
-    def _index(self, _: str) -> Answer:
+    def _index(self, _: str) -> Response:
         links = "".join(f'<p><a href="{path}">{path}</a></p>' for path in self._routes)
         page = f"<!doctype html><title>zerowatch</title><p>zerowatch, rank {self._rank}</p>{links}"
-        return Answer(content_type="text/html; charset=utf-8", body=page.encode())
+        return Response(content_type="text/html; charset=utf-8", body=page.encode())
 
-    def _not_found(self) -> Answer:
+    def _not_found(self) -> Response:
         line = f"No such page. Rank {self._rank} serves {' '.join(self._routes)}"
         line += ".\n" if "/targets" in self._routes else "; /targets is on rank 0.\n"
-        return Answer(content_type="text/plain", body=line.encode(), status=HTTPStatus.NOT_FOUND)
+        return Response(content_type="text/plain", body=line.encode(), status=HTTPStatus.NOT_FOUND)
 
     def _on_failure(self, error: BaseException | None) -> None:
         self._recorder.add(EXPORTER_FAILURES, 1, "prometheus")
@@ -148,5 +150,5 @@ class MetricsServer:
         self._recorder.add(WATCH_SECONDS, seconds, "http_thread")
 
 
-def _json(value: object) -> Answer:
-    return Answer(content_type="application/json", body=json.dumps(value).encode() + b"\n")
+def _json(value: object) -> Response:
+    return Response(content_type="application/json", body=json.dumps(value).encode() + b"\n")

@@ -21,7 +21,7 @@ from types import ModuleType, TracebackType
 from ...errors import CommandLineError, ZerowatchError
 from ...metrics.settings import load_settings
 from ..common.ds_config import explain_config_error
-from ..common.fail_open import Hooks
+from ..common.fail_open import FailOpen
 from .post_import import PostImportFinder
 from .tracebacks import hide_our_frames
 
@@ -35,10 +35,10 @@ class Script:
 
     def run(self) -> None:
         """Run the script; whatever it raises goes on to the interpreter, as with plain python."""
-        hooks = Hooks()
+        hooks = FailOpen()
         if self.watched:
             _watch_imports(hooks)
-        with _Ending(hooks, watched=self.watched):
+        with _ExitHandler(hooks, watched=self.watched):
             self.body()
 
 
@@ -102,7 +102,7 @@ def _fresh_main() -> ModuleType:
     return main
 
 
-def _watch_imports(hooks: Hooks) -> None:
+def _watch_imports(hooks: FailOpen) -> None:
     """Hook the watch to the script's own imports of torch and deepspeed."""
 
     def tap(torch: ModuleType) -> None:
@@ -119,14 +119,14 @@ def _watch_imports(hooks: Hooks) -> None:
     PostImportFinder(callbacks).start()
 
 
-class _Ending(AbstractContextManager[None]):
+class _ExitHandler(AbstractContextManager[None]):
     """Shows the error that ended a script as plain python would, and closes the watch after it.
 
     A script that ends well needs none of this: a watch closes itself in an exit handler, when the
     script's late threads are done.
     """
 
-    def __init__(self, hooks: Hooks, *, watched: bool) -> None:
+    def __init__(self, hooks: FailOpen, *, watched: bool) -> None:
         self._close = hooks.guard("close", _close_failed)
         self._explain = hooks.guard("explain", _explanation)
         self._watched = watched

@@ -9,7 +9,7 @@ from itertools import dropwhile, islice
 from types import ModuleType
 from typing import Any
 
-from ..common.patching import Wrap
+from ..common.patching import AttributePatch
 
 ImportCallback = Callable[[ModuleType], object]
 
@@ -68,7 +68,7 @@ class PostImportFinder:
 
             return exec_module
 
-        wrap = Wrap(loader, "exec_module", make)
+        wrap = AttributePatch(loader, "exec_module", make)
 
     def _fire(self, name: str, module: ModuleType) -> None:
         callback = self._waiting.pop(name, None)  # atomic: of two threads, one gets it

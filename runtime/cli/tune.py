@@ -53,7 +53,7 @@ def tune(run_folder: Path) -> None:
 
 
 def _records(path: Path) -> Iterator[Recorded]:
-    from ..tuner.policy.recorded import DAMAGES, recorded
+    from ..tuner.policy.recorded import DAMAGES, from_json
 
     try:
         lines = path.read_bytes().splitlines()
@@ -64,7 +64,7 @@ def _records(path: Path) -> Iterator[Recorded]:
         ) from None
     for number, line in enumerate(lines, 1):
         try:
-            yield recorded(line)
+            yield from_json(line)
         except DAMAGES as error:
             raise CommandLineError(
                 f"line {number} of {path} is damaged or of another version: "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .call import Call, Join
+from .call import CollectiveCall, StreamWait
 from .events import EventPool
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Batch:
     against it, because elapsed times are float32 and lose precision over hours.
     """
 
-    calls: list[Call]
+    calls: list[CollectiveCall]
     anchor: torch.cuda.Event | None = None
 
     def settled(self) -> bool:
@@ -40,7 +40,7 @@ class Batch:
         anchor = self.anchor
         if anchor is None or not anchor.query():
             return
-        joins: dict[Join, int] = {}
+        joins: dict[StreamWait, int] = {}
         for call in self.calls:
             if not call.timed or call.start_event is None or call.end_event is None:
                 continue
@@ -75,7 +75,7 @@ class Batch:
         return late
 
 
-def _ended(call: Call) -> bool:
+def _ended(call: CollectiveCall) -> bool:
     if not call.timed:
         return True
     if call.start_event is None:
@@ -87,7 +87,9 @@ def _time(event: torch.cuda.Event, anchor: torch.cuda.Event) -> int:
     return -int(event.elapsed_time(anchor) * 1e6)
 
 
-def _wait_began(call: Call, join: Join, joins: dict[Join, int], anchor: torch.cuda.Event) -> int:
+def _wait_began(
+    call: CollectiveCall, join: StreamWait, joins: dict[StreamWait, int], anchor: torch.cuda.Event
+) -> int:
     """Return when the compute stream had nothing left to wait for but this call.
 
     Where it waits for several at once each instant belongs to one of them; `joins` holds how far

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Join:
+class StreamWait:
     """A moment on the compute stream from which on it waited for calls.
 
     `num_calls` says for how many, of those whose times were not read yet.
@@ -23,7 +23,7 @@ class Join:
         self.num_calls = num_calls
 
 
-class Call:
+class CollectiveCall:
     """A collective's facts, its interval, and how long training was blocked by it.
 
     Times are of `time.perf_counter_ns`. `end_ns` is 0 while the operation is under way, `issued_ns`
@@ -75,7 +75,7 @@ class Call:
         self.settled = False
         self.start_event: torch.cuda.Event | None = None
         self.end_event: torch.cuda.Event | None = None
-        self.join: Join | None = None
+        self.join: StreamWait | None = None
         # The rest is set when the call returns or settles: this constructor is on the hot path.
         self.issued_ns: int
         self.wait_phase: int

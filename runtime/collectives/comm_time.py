@@ -19,7 +19,7 @@ class CommTime:
     by_group: dict[str, float]
 
 
-class CommClock:
+class CommTimeCounter:
     """Measures batch after batch; an instant that two batches cover counts once.
 
     Batches timed by CUDA events stand each on an anchor of its own, so that two of them cannot be
@@ -27,13 +27,13 @@ class CommClock:
     """
 
     def __init__(self) -> None:
-        self._all = Union()
-        self._by_group: dict[str, Union] = {}
+        self._all = IntervalUnion()
+        self._by_group: dict[str, IntervalUnion] = {}
 
     def measure(self, batch: Batch) -> CommTime:
         """Settle the calls of a resolved batch, and return the time that they add."""
         if batch.anchor is not None:
-            self._all, self._by_group = Union(), {}
+            self._all, self._by_group = IntervalUnion(), {}
             for call in batch.calls:
                 call.group.busy_until_ns = _BEFORE_ALL
         by_group: dict[str, list[Interval]] = {}
@@ -45,13 +45,13 @@ class CommClock:
         return CommTime(
             self._all.add(everything),
             {
-                group: self._by_group.setdefault(group, Union()).add(intervals)
+                group: self._by_group.setdefault(group, IntervalUnion()).add(intervals)
                 for group, intervals in by_group.items()
             },
         )
 
 
-class Union:
+class IntervalUnion:
     """The length of a union of intervals that come in portions, roughly in order."""
 
     def __init__(self) -> None:

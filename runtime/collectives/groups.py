@@ -15,7 +15,7 @@ from ...metrics.catalog.labels import GROUPS, OPS
 from .wire_bytes import wire_factor
 
 if TYPE_CHECKING:
-    from .call import Call
+    from .call import CollectiveCall
 
 RoleOf = Callable[[ProcessGroup], str]
 # The last calls of a group that are kept, for the exchange and for reports of hangs. DeepSpeed
@@ -24,7 +24,7 @@ RECENT_CALLS = 8192
 _REDUCE = OPS.index("reduce")  # the one whose factor depends on the payload
 
 
-class Circle:
+class RankSet:
     """The ranks of one or more process groups: what they issue, they issue in the same order.
 
     DeepSpeed makes a clone of the world group, so that the calls on either must be seen together to
@@ -38,7 +38,7 @@ class Circle:
         self.members = members
         self.key = f"{len(members)}-{zlib.crc32(repr(members).encode()):08x}"
         self.issued = 0
-        self.recent: deque[Call] = deque(maxlen=RECENT_CALLS)
+        self.recent: deque[CollectiveCall] = deque(maxlen=RECENT_CALLS)
         self.roles: list[str] = []
 
     @property
@@ -73,7 +73,7 @@ class Group:
         "size",
     )
 
-    def __init__(self, group: ProcessGroup, role: str, circle: Circle) -> None:
+    def __init__(self, group: ProcessGroup, role: str, circle: RankSet) -> None:
         self.reference = weakref.ref(group)
         self.role = role
         self.size: int = group.size()
@@ -104,9 +104,9 @@ class Groups:
         self._role_of: RoleOf = _unknown_role
         self._role_of_pairs: RoleOf = _unknown_role
         self._known: dict[int, Group] = {}
-        self._circles: dict[tuple[int, ...], Circle] = {}
+        self._circles: dict[tuple[int, ...], RankSet] = {}
 
-    def circles(self) -> list[Circle]:
+    def circles(self) -> list[RankSet]:
         """Return the circles of ranks seen so far."""
         return list(self._circles.values())
 
@@ -123,10 +123,10 @@ class Groups:
                 return None
             circle = self._circle_of(group)
             known = self._known[id(group)] = Group(group, self._role_of(group), circle)
-            self._name_circles()
+            self._label_rank_sets()
         return self._pairs(known) if pairs else known
 
-    def name_roles(self, role_of: RoleOf, role_of_pairs: RoleOf) -> None:
+    def set_roles(self, role_of: RoleOf, role_of_pairs: RoleOf) -> None:
         """Say what each group is for, also of the groups known already."""
         self._role_of, self._role_of_pairs = role_of, role_of_pairs
         for known in list(self._known.values()):
@@ -135,7 +135,7 @@ class Groups:
                 known.role = role_of(group)
                 if known.pairs is not None:
                     known.pairs.role = role_of_pairs(group)
-        self._name_circles()
+        self._label_rank_sets()
 
     def _pairs(self, known: Group) -> Group:
         group = known.reference()
@@ -143,16 +143,16 @@ class Groups:
             known.pairs = Group(group, self._role_of_pairs(group), known.circle)
         return known.pairs or known
 
-    def _circle_of(self, group: ProcessGroup) -> Circle:
+    def _circle_of(self, group: ProcessGroup) -> RankSet:
         members = tuple(get_process_group_ranks(group))
-        return self._circles.setdefault(members, Circle(members))
+        return self._circles.setdefault(members, RankSet(members))
 
-    def _name_circles(self) -> None:
+    def _label_rank_sets(self) -> None:
         for circle in self.circles():
             groups = (group for group in list(self._known.values()) if group.circle is circle)
             circle.roles = [group.role for group in groups] or circle.roles
 
-    def take_coverage(self) -> float | None:
+    def drain_coverage(self) -> float | None:
         """Return the least share of calls recorded since the last time; None if there were none.
 
         Coverage of a group = 1 - max(0, counted - recorded) / counted.

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..common.fail_open import Hooks
-from ..common.patching import Wrap
+from ..common.fail_open import FailOpen
+from ..common.patching import AttributePatch
 from .operations import BACKEND_METHODS, OPERATIONS, Operation, Reader, reader_for
-from .recorder import Notes
+from .recorder import CallRecorder
 from .stream_hooks import StreamHooks
 
 
@@ -30,7 +30,7 @@ class _Inside(threading.local):
     value = False
 
 
-class CommTap:
+class CollectiveInstrumentation:
     """Wraps and restores. Opening twice does nothing; closing restores every name.
 
     Attributes:
@@ -38,11 +38,11 @@ class CommTap:
         cost_ns: Nanoseconds spent noting calls and waits, on whatever thread they came.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self.notes = Notes()
+    def __init__(self, hooks: FailOpen) -> None:
+        self.notes = CallRecorder()
         self.cost_ns = 0
         self._open = False
-        self._wraps: list[Wrap] = []
+        self._wraps: list[AttributePatch] = []
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._inside = _Inside()
@@ -65,7 +65,7 @@ class CommTap:
         self._open = True
         for name, operation in OPERATIONS.items():
             self._wrap_function(name, operation)
-        self._wraps.append(Wrap(dist.Work, "wait", self._wait_wrapper))
+        self._wraps.append(AttributePatch(dist.Work, "wait", self._wait_wrapper))
         self._stream_hooks.open()
 
     def open_backend(self, backend: Any) -> None:
@@ -76,7 +76,7 @@ class CommTap:
         for name, (operation, parameters) in BACKEND_METHODS.items():
             if hasattr(backend, name):
                 reader = reader_for(operation, parameters)
-                self._wraps.append(Wrap(backend, name, partial(self._wrapper, reader)))
+                self._wraps.append(AttributePatch(backend, name, partial(self._wrapper, reader)))
 
     def close(self) -> None:
         """Restore every name; wrappers that others hold on to become pass-throughs."""
@@ -106,7 +106,7 @@ class CommTap:
         self._wrappers.add(wrapper)
         for module in (dist, c10d):
             if hasattr(module, name):
-                self._wraps.append(Wrap(module, name, lambda _: wrapper))
+                self._wraps.append(AttributePatch(module, name, lambda _: wrapper))
 
     def _wrapper(self, reader: Reader, original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling

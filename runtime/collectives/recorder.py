@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..common.phase_timer import OTHER, PhaseClock
+from ..common.phase_timer import OTHER, PhaseTimer
 from .batch import Batch
-from .call import Call
+from .call import CollectiveCall
 from .events import EventPool
 from .groups import Groups, sequence_number
 from .operations import Reader
-from .stream_waits import Stalls
+from .stream_waits import StreamWaitTracker
 
 BATCH_CALLS = 4096
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
-class Notes:
+class CallRecorder:
     """The calls noted since the last `take`, in the order in which they returned.
 
     Attributes:
@@ -45,27 +45,27 @@ class Notes:
     def __init__(self) -> None:
         self.groups = Groups()
         self.events = EventPool()
-        self.stalls = Stalls(self.events, self._phase, self._in_capture)
+        self.stalls = StreamWaitTracker(self.events, self._phase, self._in_capture)
         self.dropped_calls = 0
         self.dropped_in_capture = 0
-        self._calls: list[Call] = []
-        self._under_way: set[Call] = set()
-        self._clock: PhaseClock | None = None
+        self._calls: list[CollectiveCall] = []
+        self._under_way: set[CollectiveCall] = set()
+        self._clock: PhaseTimer | None = None
         self._take_batch: Callable[[Batch], None] | None = None
-        self._on_failed: Callable[[Call], None] | None = None
+        self._on_failed: Callable[[CollectiveCall], None] | None = None
         self._training_thread = get_ident()
         # The call of each asynchronous handle under way, by the handle's id.
-        self._works: dict[int, tuple[Callable[[], Any], Call | None]] = {}
+        self._works: dict[int, tuple[Callable[[], Any], CollectiveCall | None]] = {}
         # The same for handles without a future, one of which may stand for several messages.
-        self._messages: dict[int, list[Call]] = {}
+        self._messages: dict[int, list[CollectiveCall]] = {}
         # torch keeps this very dict for the life of the process; it is empty outside such blocks.
         self._coalescing: Mapping[dist.ProcessGroup, list[Any]] = c10d._world.pg_coalesce_state
 
     def connect(
         self,
-        clock: PhaseClock | None,
+        clock: PhaseTimer | None,
         take_batch: Callable[[Batch], None] | None,
-        on_failed: Callable[[Call], None] | None = None,
+        on_failed: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
         """Tag calls with the clock's phase from now on, and hand full batches to `take_batch`.
 
@@ -87,7 +87,7 @@ class Notes:
 
     def begin(
         self, reader: Reader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> list[Call] | None:
+    ) -> list[CollectiveCall] | None:
         """Read the arguments, before the original runs and may change them."""
         process_group = reader.group(args, kwargs)
         if process_group is None:
@@ -97,7 +97,8 @@ class Notes:
             return None  # this rank is no member, or the original will complain
         phase = OTHER if self._clock is None else self._clock.current
         calls = [
-            Call(op, group, size, dtype, phase) for op, size, dtype in reader.payloads(args, kwargs)
+            CollectiveCall(op, group, size, dtype, phase)
+            for op, size, dtype in reader.payloads(args, kwargs)
         ]
         operation = reader.operation
         if operation.per_member:
@@ -121,7 +122,7 @@ class Notes:
         return calls
 
     def end(
-        self, reader: Reader, calls: list[Call], work: Any, started_ns: int, ended_ns: int
+        self, reader: Reader, calls: list[CollectiveCall], work: Any, started_ns: int, ended_ns: int
     ) -> None:
         """Note when the calls ended, or arrange that it is noted."""
         if reader.operation.counted_by_group:
@@ -134,7 +135,7 @@ class Notes:
         asynchronous = work is not None and hasattr(work, "get_future")
         on_device = calls[0].start_event is not None
         if on_device:
-            blocks = not asynchronous and self.stalls.holds_compute(calls)
+            blocks = not asynchronous and self.stalls.blocks_compute(calls)
         else:
             blocks = self._in_training()
         for call in calls:
@@ -162,7 +163,7 @@ class Notes:
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def waits(self, work: Any) -> Call | None:
+    def waits(self, work: Any) -> CollectiveCall | None:
         """Note that somebody begins to wait for an asynchronous call; return it if known."""
         for message in self._messages.get(id(work), ()):
             self._wait_begins(message)
@@ -174,7 +175,7 @@ class Notes:
 
     def waited(self, work: Any) -> None:
         """Note that a wait is over: of handles without a future nothing else tells the end."""
-        before: Call | None = None
+        before: CollectiveCall | None = None
         for call in self._messages.pop(id(work), ()):
             if call.settled:  # somebody has looked at it already
                 continue
@@ -184,14 +185,14 @@ class Notes:
             call.timed = True
             before = call
 
-    def _wait_begins(self, call: Call) -> None:
+    def _wait_begins(self, call: CollectiveCall) -> None:
         if call.start_event is not None:
             self.stalls.waits(call)
         elif self._in_training() and not call.end_ns:
             call.wait_phase = self._phase()
             call.wait_ns = perf_counter_ns()
 
-    def _keep_handles(self, calls: list[Call], works: Any, started_ns: int) -> None:
+    def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:
         """Note messages that are not timed unless somebody waits for them within their step."""
         for call in calls:
             call.start_ns = call.issued_ns = started_ns
@@ -206,7 +207,7 @@ class Notes:
                 weakref.finalize(handle, self._messages.pop, key, None).atexit = False
         self._add(calls)
 
-    def _add(self, calls: list[Call]) -> None:
+    def _add(self, calls: list[CollectiveCall]) -> None:
         self._calls.extend(calls)
         if len(self._calls) >= BATCH_CALLS:
             self._hand_over()
@@ -214,7 +215,7 @@ class Notes:
     def _phase(self) -> int:
         return OTHER if self._clock is None else self._clock.current
 
-    def failed(self, call: Call) -> None:
+    def failed(self, call: CollectiveCall) -> None:
         """Note that a call raised: tell of it, unless it was refused before it was issued."""
         group = call.group
         counted = group.counted()
@@ -237,7 +238,7 @@ class Notes:
         """
         return self._in_training() or isinstance(threading.current_thread(), threading._DummyThread)
 
-    def _completed(self, call: Call, key: int) -> None:
+    def _completed(self, call: CollectiveCall, key: int) -> None:
         self._mark_end(call, perf_counter_ns())
         self._under_way.discard(call)
         if call.start_event is None and self._works.get(key, _NO_WORK)[1] is call:
@@ -246,14 +247,16 @@ class Notes:
     def _forget(self, key: int, _: object) -> None:
         self._works.pop(key, None)
 
-    def _note_coalesced(self, calls: list[Call], process_group: dist.ProcessGroup) -> None:
+    def _note_coalesced(
+        self, calls: list[CollectiveCall], process_group: dist.ProcessGroup
+    ) -> None:
         """Note calls of a coalescing block: it is issued when it ends, and counts once."""
         if not self._coalescing[process_group]:
             calls[0].group.recorded += 1
         for call in calls:
             call.timed = False
 
-    def _mark_start(self, calls: list[Call]) -> bool:
+    def _mark_start(self, calls: list[CollectiveCall]) -> bool:
         """Record the start on the issuing stream, unless a CUDA graph is being captured there."""
         if self._in_capture(len(calls)):
             return False
@@ -268,7 +271,7 @@ class Notes:
         self.dropped_in_capture += num_dropped * capturing
         return capturing
 
-    def _mark_end(self, call: Call, ended_ns: int) -> None:
+    def _mark_end(self, call: CollectiveCall, ended_ns: int) -> None:
         if call.start_event is not None:
             call.end_event = self.events.record()
         call.end_ns = ended_ns

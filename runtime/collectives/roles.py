@@ -58,7 +58,7 @@ def role_of(group: dist.ProcessGroup) -> str:
     return _role_in_model(group)
 
 
-def role_of_pairs(group: dist.ProcessGroup) -> str:
+def p2p_role(group: dist.ProcessGroup) -> str:
     """Return what messages between two members of a group are for.
 
     DeepSpeed's pipeline sends between its stages over the world group.

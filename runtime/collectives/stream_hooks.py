@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..common.fail_open import Hooks
-from ..common.patching import Wrap
-from .stream_waits import Stalls
+from ..common.fail_open import FailOpen
+from ..common.patching import AttributePatch
+from .stream_waits import StreamWaitTracker
 
 
 class Inside(Protocol):
@@ -30,18 +30,18 @@ class StreamHooks:
         cost_ns: Nanoseconds that noting took.
     """
 
-    def __init__(self, hooks: Hooks, stalls: Stalls, inside: Inside) -> None:
+    def __init__(self, hooks: FailOpen, stalls: StreamWaitTracker, inside: Inside) -> None:
         self.cost_ns = 0
         self._inside = inside
         self._open = False
-        self._wraps: list[Wrap] = []
-        joins_device = hooks.guard("streams", lambda *_, **__: stalls.host_joins_device())
+        self._wraps: list[AttributePatch] = []
+        joins_device = hooks.guard("streams", lambda *_, **__: stalls.on_device_sync())
         # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
         self._names: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-            ("Stream", "wait_stream", hooks.guard("streams", stalls.joins_stream)),
+            ("Stream", "wait_stream", hooks.guard("streams", stalls.on_stream_wait)),
             ("Stream", "synchronize", hooks.guard("streams", stalls.host_joins_stream)),
             ("Event", "record", hooks.guard("streams", stalls.records)),
-            ("Event", "wait", hooks.guard("streams", stalls.joins_event)),
+            ("Event", "wait", hooks.guard("streams", stalls.on_event_wait)),
             ("Event", "synchronize", hooks.guard("streams", stalls.host_joins_event)),
             ("", "synchronize", joins_device),
         )
@@ -53,7 +53,7 @@ class StreamHooks:
         self._open = True
         for owner, name, begins in self._names:
             place = getattr(torch.cuda, owner) if owner else torch.cuda
-            self._wraps.append(Wrap(place, name, self._wrapper(begins)))
+            self._wraps.append(AttributePatch(place, name, self._wrapper(begins)))
 
     def close(self) -> None:
         """Restore every name."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from .call import Call, Join
+from .call import CollectiveCall, StreamWait
 from .events import EventPool
 
 # The calls that a stream carries while nobody joins it; those before are likely to have ended.
 MAX_CARRIED = 512
 
 
-class Stalls:
+class StreamWaitTracker:
     """Marks the moment at which the compute stream began to wait for each call.
 
     Args:
@@ -36,8 +36,8 @@ class Stalls:
         self._phase = phase
         self._capturing = capturing
         self._compute: torch.cuda.Stream | None = None
-        self._carried: dict[int | None, deque[Call]] = {}
-        self._recorded: weakref.WeakKeyDictionary[torch.cuda.Event, tuple[Call, ...]] = (
+        self._carried: dict[int | None, deque[CollectiveCall]] = {}
+        self._recorded: weakref.WeakKeyDictionary[torch.cuda.Event, tuple[CollectiveCall, ...]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -47,7 +47,7 @@ class Stalls:
         self._carried.clear()
         self._recorded.clear()
 
-    def holds_compute(self, calls: Iterable[Call]) -> bool:
+    def blocks_compute(self, calls: Iterable[CollectiveCall]) -> bool:
         """Whether synchronous calls were issued on the compute stream, which then waits for them.
 
         Else the current stream carries them.
@@ -60,11 +60,11 @@ class Stalls:
         self._carry(stream, calls)
         return False
 
-    def waits(self, call: Call) -> None:
+    def waits(self, call: CollectiveCall) -> None:
         """Note that the current stream is about to wait for an asynchronous call."""
         self._awaited(torch.cuda.current_stream(), (call,))
 
-    def joins_stream(self, waiting: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+    def on_stream_wait(self, waiting: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
         """Note that a stream is about to wait for all that another has been given."""
         carried = self._carried.get(_key(stream))
         if carried:
@@ -82,7 +82,9 @@ class Stalls:
         else:
             self._recorded.pop(event, None)
 
-    def joins_event(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
+    def on_event_wait(
+        self, event: torch.cuda.Event, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Note that a stream is about to wait for an event."""
         carried = self._recorded.get(event)
         if carried:
@@ -102,23 +104,23 @@ class Stalls:
         """Note that the host is about to wait for an event."""
         self._hold(self._recorded.pop(event, ()))
 
-    def host_joins_device(self) -> None:
+    def on_device_sync(self) -> None:
         """Note that the host is about to wait for all streams."""
         for carried in list(self._carried.values()):
             self._hold(carried)
             carried.clear()
 
-    def _awaited(self, waiting: torch.cuda.Stream, calls: Iterable[Call]) -> None:
+    def _awaited(self, waiting: torch.cuda.Stream, calls: Iterable[CollectiveCall]) -> None:
         if waiting == self._compute:
             self._hold(calls)
         else:
             self._carry(waiting, calls)
 
-    def _carry(self, stream: torch.cuda.Stream, calls: Iterable[Call]) -> None:
+    def _carry(self, stream: torch.cuda.Stream, calls: Iterable[CollectiveCall]) -> None:
         carried = self._carried.setdefault(_key(stream), deque(maxlen=MAX_CARRIED))
         carried.extend(calls)
 
-    def _hold(self, calls: Iterable[Call]) -> None:
+    def _hold(self, calls: Iterable[CollectiveCall]) -> None:
         """Mark the moment on the compute stream, for calls that it did not await before."""
         # What has settled ended long before the host came here: nothing waits for that.
         held = [
@@ -128,7 +130,7 @@ class Stalls:
         ]
         if not held or self._compute is None or self._capturing(len(held)):
             return
-        join, phase = Join(self._events.record(self._compute), len(held)), self._phase()
+        join, phase = StreamWait(self._events.record(self._compute), len(held)), self._phase()
         for call in held:
             call.wait_phase = phase
             call.join = join

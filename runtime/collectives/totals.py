@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS, PHASES
 from ...metrics.step_record import CollectiveTotals
-from .call import Call
+from .call import CollectiveCall
 from .comm_time import CommTime
 from .groups import Group
 
 
 @dataclass(slots=True)
-class Sums:
+class OpTotals:
     """What the calls of one operation on one group in one phase add up to."""
 
     op: str
@@ -25,7 +25,7 @@ class Sums:
     seconds: list[float] = field(default_factory=list)
 
 
-class Tally:
+class PeriodTotals:
     """What any number of calls add up to, for the metrics.
 
     Attributes:
@@ -34,14 +34,14 @@ class Tally:
 
     def __init__(self) -> None:
         self.comm_seconds: dict[str, float] = {}
-        self._sums: dict[tuple[int, Group, int], Sums] = {}
+        self._sums: dict[tuple[int, Group, int], OpTotals] = {}
 
     @property
-    def sums(self) -> Iterable[Sums]:
+    def sums(self) -> Iterable[OpTotals]:
         """The sums by operation, group and phase."""
         return self._sums.values()
 
-    def add(self, calls: Iterable[Call], comm: CommTime) -> None:
+    def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
         """Count a batch of calls, and the time that they took."""
         for group, seconds in comm.by_group.items():
             self.comm_seconds[group] = self.comm_seconds.get(group, 0.0) + seconds
@@ -57,16 +57,16 @@ class Tally:
                 sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
 
 
-def _empty_sums(call: Call) -> Sums:
+def _empty_sums(call: CollectiveCall) -> OpTotals:
     op, group = OPS[call.op], call.group
-    return Sums(op, group.role, PHASES[call.phase])
+    return OpTotals(op, group.role, PHASES[call.phase])
 
 
-def _wire_factor(call: Call) -> float:
+def _wire_factor(call: CollectiveCall) -> float:
     return call.group.wire_factor(call.op, call.payload_bytes)
 
 
-class StepComm:
+class StepCommTotals:
     """A step's communication, for its record. Runs for every step, so it does little.
 
     Attributes:
@@ -79,7 +79,7 @@ class StepComm:
         self.blocked_ns = [0] * len(PHASES)
         self._by_op: dict[int, list[float]] = {}
 
-    def add(self, calls: Iterable[Call], comm: CommTime) -> None:
+    def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
         """Count a batch of calls, and the time that they took."""
         self.seconds += comm.seconds
         blocked_ns = self.blocked_ns

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...errors import CheckpointError
-from .host_collectives import Agreed
+from .host_collectives import HostCollectives
 
 
 @contextmanager
-def together(agreement: Agreed, what: str, then: str) -> Iterator[None]:
+def together(agreement: HostCollectives, what: str, then: str) -> Iterator[None]:
     """Wait for all ranks at the end of the block; where it failed on one, raise on all of them.
 
     Args:
@@ -36,7 +36,7 @@ def together(agreement: Agreed, what: str, then: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {what}: rank {who} failed, and says why. {then}")
 
 
-def texts(agreement: Agreed, text: str) -> list[str]:
+def texts(agreement: HostCollectives, text: str) -> list[str]:
     """Return what each rank says, in rank order; of some thousand characters at most."""
     said = text.encode()
     lengths = agreement.gather([len(said)])[:, 0]

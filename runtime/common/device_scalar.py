@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Deferred:
+class PendingScalar:
     """A number that is on its way from a device. Never waits for it."""
 
     __slots__ = ("_copy", "_done")
@@ -29,7 +29,7 @@ class Deferred:
         return float(self._copy) if self.arrived() else None
 
 
-Number = float | Deferred | None
+Number = float | PendingScalar | None
 
 
 def number(source: Any) -> Number:
@@ -41,21 +41,21 @@ def number(source: Any) -> Number:
     return float(source)
 
 
-def _from_device(source: torch.Tensor) -> Deferred | None:
+def _from_device(source: torch.Tensor) -> PendingScalar | None:
     """Start a copy where that needs no waiting: on CUDA, outside the capture of a graph."""
     if not source.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    return Deferred(source)
+    return PendingScalar(source)
 
 
 def arrived(one: Number) -> bool:
     """Whether a number can be read."""
-    return not isinstance(one, Deferred) or one.arrived()
+    return not isinstance(one, PendingScalar) or one.arrived()
 
 
 def read(one: Number) -> float | None:
     """Return a number, or None if there is none or it has not arrived."""
-    return one.read() if isinstance(one, Deferred) else one
+    return one.read() if isinstance(one, PendingScalar) else one
 
 
 def total(numbers: list[Number]) -> float | None:

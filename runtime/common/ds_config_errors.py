@@ -7,13 +7,13 @@ from types import TracebackType
 
 from ...errors import DsConfigError
 from .ds_config import explain_config_error
-from .fail_open import Hooks
+from .fail_open import FailOpen
 
 
 class ConfigErrors(AbstractContextManager[None]):
     """Explains errors that are about the configuration; others go through untouched."""
 
-    def __init__(self, config: object, hooks: Hooks, *, raise_ours: bool = False) -> None:
+    def __init__(self, config: object, hooks: FailOpen, *, raise_ours: bool = False) -> None:
         """Watch over one call.
 
         Args:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Hooks:
+class FailOpen:
     """Guards the hooks of one process and counts those that failed.
 
     The count is plain data, written on any thread and published by the watch thread, so that a

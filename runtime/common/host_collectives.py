@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
-class Agreed(Protocol):
+class HostCollectives(Protocol):
     """An exchange of small numbers that all ranks take part in, at the same moment."""
 
     rank: int

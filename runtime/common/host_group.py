@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 from ...errors import ZerowatchError
 
 
-class Agreement:
+class HostGroup:
     """Made on all ranks at the same moment, as every group is; `close` when the run ends.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any
 _ABSENT = object()
 
 
-class Wrap:
+class AttributePatch:
     """One attribute of a module, class or instance that is wrapped until `restore`.
 
     Holds neither the owner nor a bound method of it, so that a watched engine can be collected.

@@ -9,14 +9,14 @@ from time import perf_counter_ns
 from ...metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
-_ASTRAY = (EVAL, CHECKPOINT)
+_NON_TRAINING = (EVAL, CHECKPOINT)
 # Of one step; what is more, as of very many micro-batches, loses the earliest.
 MAX_INTERVALS = 4096
 
 PhaseInterval = tuple[int, int, int]  # a phase, and from when to when it had the time
 
 
-class PhaseClock:
+class PhaseTimer:
     """A stack of phases over one clock, which starts with the first; the innermost gets the time.
 
     Driven by the training thread. `current` may be read from any thread: it tags collectives, of
@@ -56,15 +56,15 @@ class PhaseClock:
         if not self._started:
             self._started = True
             self.since_ns = self._now()
-        self._charge()
+        self._accrue()
         self._outer.append(self.current)
         self.current = phase
-        if phase in _ASTRAY:
+        if phase in _NON_TRAINING:
             self.strayed = True
 
     def leave(self) -> None:
         """End the innermost phase and go on with the one around it."""
-        self._charge()
+        self._accrue()
         self.current = self._outer.pop()
 
     def idle_seconds(self) -> float:
@@ -73,7 +73,7 @@ class PhaseClock:
 
     def take(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
-        self._charge()
+        self._accrue()
         totals, self._totals = self._totals, [0] * len(PHASES)
         return totals
 
@@ -88,7 +88,7 @@ class PhaseClock:
         kept, self._intervals = self._intervals, deque(maxlen=MAX_INTERVALS)
         return kept
 
-    def _charge(self) -> None:
+    def _accrue(self) -> None:
         if self.on_change is not None:
             self.on_change(self.current)
         now = self._now()

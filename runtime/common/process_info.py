@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from ...metrics.settings import RUN_ID_PATTERN
-from .rank_store import MeetingPlace, common_store
+from .rank_store import StoreNamespace, common_store
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MAX_PAUSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class ProcessInfo:
     """One process of a run."""
 
     rank: int
@@ -36,10 +36,10 @@ class Identity:
     attempt: int
 
 
-def this_process() -> Identity:
+def this_process() -> ProcessInfo:
     """Read the process group, and what the launcher left in the environment."""
     started = dist.is_initialized()
-    return Identity(
+    return ProcessInfo(
         rank=dist.get_rank() if started else int(os.environ.get("RANK", 0)),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         world_size=dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1)),
@@ -53,7 +53,7 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
-class NoticeBoard:
+class RankStore:
     """Short texts that the ranks leave each other in the c10d store. Never waits for a rank.
 
     What an earlier life of the job or an earlier watch left is not seen, but for a moment where
@@ -65,12 +65,12 @@ class NoticeBoard:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ProcessInfo,
         epoch: int,
         store: Store | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._place = MeetingPlace(identity.rank, identity.attempt, now)
+        self._place = StoreNamespace(identity.rank, identity.attempt, now)
         self._now = now
         self._left: dict[str, str] = {}
         self._token: str | None = None
@@ -87,18 +87,18 @@ class NoticeBoard:
         """Leave a text for the others."""
         self._left[key] = text
         self._token = None
-        self._go_there()
+        self._resolve_namespace()
 
     def get(self, key: str) -> str | None:
         """Return a text, or None while nobody has left it."""
-        self._go_there()
+        self._resolve_namespace()
         with self._store_may_fail():
             if self._store is not None and self._token is not None:
                 key = f"{self._token}/{key}"
                 return self._store.get(key).decode() if self._store.check([key]) else None
         return None
 
-    def look_again(self) -> None:
+    def poll(self) -> None:
         """Look, less and less often, whether the ranks meet elsewhere by now.
 
         What this rank has left is then left there too.
@@ -106,9 +106,9 @@ class NoticeBoard:
         if self._now() >= self._due:
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
             self._due = self._now() + self._pause_seconds
-            self._go_there()
+            self._resolve_namespace()
 
-    def _go_there(self) -> None:
+    def _resolve_namespace(self) -> None:
         with self._store_may_fail():
             if self._store is None:
                 return
@@ -129,7 +129,7 @@ class NoticeBoard:
             self._store = None
 
 
-def share_run_id(board: NoticeBoard, identity: Identity, chosen: str | None) -> str | None:
+def share_run_id(board: RankStore, identity: ProcessInfo, chosen: str | None) -> str | None:
     """Return the run's name: the chosen one, or the one rank 0 makes; None until it is known."""
     if identity.rank != 0:
         return chosen or board.get("run_id")
@@ -145,11 +145,11 @@ def _launcher_run_id() -> str | None:
     return name if may_restart and name != "none" and re.match(RUN_ID_PATTERN, name) else None
 
 
-class Addresses:
+class TargetDiscovery:
     """Where the ranks serve their metrics, gathered by rank 0."""
 
     def __init__(
-        self, board: NoticeBoard, identity: Identity, now: Callable[[], float] = time.monotonic
+        self, board: RankStore, identity: ProcessInfo, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._board = board
         self._now = now

@@ -33,7 +33,7 @@ def common_store(store: Store, epoch: int) -> Store:
     return PrefixStore(f"zerowatch/{epoch}", store)
 
 
-class MeetingPlace:
+class StoreNamespace:
     """Names the place: by this rank's own token if it is rank 0, else by what rank 0 has left.
 
     Raises:
@@ -66,7 +66,7 @@ class MeetingPlace:
         return f"{self._attempt}-{_THIS_PROCESS}"
 
 
-class StoreClients:
+class StoreClientFactory:
     """Makes clients of the store for one thread, which shares the connection with no other.
 
     A slow answer then holds up nobody else.
@@ -91,7 +91,7 @@ class StoreClients:
     ) -> None:
         self._epoch = epoch
         self._default = default
-        self._place = MeetingPlace(rank, attempt, now)
+        self._place = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
         self._token: str | None = None
         self._is_waiting = False  # with a client, for the token

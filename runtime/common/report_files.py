@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...metrics.whole_file import write_whole
+from ...metrics.whole_file import atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def create_private(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
-def create_first(paths: Iterable[Path]) -> tuple[Path, int] | None:
+def create_first_free(paths: Iterable[Path]) -> tuple[Path, int] | None:
     """Create the first of these files that is not there yet; None if all of them are.
 
     Raises:
@@ -45,6 +45,6 @@ def utc_text(unix_seconds: float) -> str:
 def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write a small file so that a reader sees the old or the new one; warn if the disk refuses."""
     try:
-        write_whole(path, text, mode=mode)
+        atomic_write(path, text, mode=mode)
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)

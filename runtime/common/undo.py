@@ -11,7 +11,7 @@ Undo = Callable[[], None]
 _ABSENT = object()
 
 
-class Once:
+class UndoOnce:
     """Calls a function at most once, and lets go of all it holds then."""
 
     def __init__(self, undo: Undo) -> None:
@@ -24,14 +24,14 @@ class Once:
             undo()
 
 
-def together(undos: Sequence[Undo]) -> Undo:
+def chain(undos: Sequence[Undo]) -> Undo:
     """Return what takes all of them back, the last one first."""
 
     def undo_all() -> None:
         for undo in reversed(undos):
             undo()
 
-    return Once(undo_all)
+    return UndoOnce(undo_all)
 
 
 def set_attributes(owner: Any, **values: object) -> Undo:
@@ -47,17 +47,17 @@ def set_attributes(owner: Any, **values: object) -> Undo:
     def restore() -> None:
         alive = reference()
         if alive is not None:
-            put_attributes(alive, before)
+            restore_attributes(alive, before)
 
-    return Once(restore)
+    return UndoOnce(restore)
 
 
 def own_attributes(owner: Any, names: Sequence[str]) -> dict[str, object]:
-    """Return what the object's own dictionary has under these names, for `put_attributes`."""
+    """Return what the object's own dictionary has under these names, for `restore_attributes`."""
     return {name: vars(owner).get(name, _ABSENT) for name in names}
 
 
-def put_attributes(owner: Any, before: dict[str, object]) -> None:
+def restore_attributes(owner: Any, before: dict[str, object]) -> None:
     """Put attributes back as `own_attributes` found them, absent ones included."""
     for name, value in before.items():
         if value is not _ABSENT:

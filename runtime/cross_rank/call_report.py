@@ -23,7 +23,7 @@ NO_SIGNATURES: Signatures = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class SequenceHash:
     """A hash of all signatures from number `since` on, up to some call.
 
     Ranks that agree on it have issued the same calls. A rank has none once it has lost calls, and
@@ -33,13 +33,13 @@ class History:
     since: int
     crc: int
 
-    def extended(self, signatures: Signatures) -> History:
+    def extended(self, signatures: Signatures) -> SequenceHash:
         """Return the hash up to and with these."""
-        return History(since=self.since, crc=zlib.crc32(signatures.tobytes(), self.crc))
+        return SequenceHash(since=self.since, crc=zlib.crc32(signatures.tobytes(), self.crc))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class CallReport:
     """Durations of the calls from number `first_timed`, signatures of those from `first_issued`.
 
     A call is issued some time before it has a duration, so the second stretch is ahead of the
@@ -50,10 +50,10 @@ class Section:
     durations: Seconds
     first_issued: int
     signatures: Signatures
-    history: History | None
+    history: SequenceHash | None
 
 
-NOTHING_NEW = Section(
+NOTHING_NEW = CallReport(
     first_timed=0,
     durations=NO_SECONDS,
     first_issued=0,
@@ -64,7 +64,7 @@ NOTHING_NEW = Section(
 
 # Not frozen: one rank reads a thousand at an exchange, and frozen ones take twice as long to make.
 @dataclass(slots=True, kw_only=True)
-class Pace:
+class StepTimes:
     """How fast a rank went lately: medians over `steps` steps, in seconds.
 
     `busy` is the time in each of COMPARED_PHASES without what collectives blocked; `deviation` the
@@ -78,16 +78,16 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RankReport:
     """What one rank tells the others at one exchange, or one rank of a block for the block.
 
     `sections` and `divergences` are by the group's key, `paces` by rank; `names` says what the
     signatures stand for.
     """
 
-    sections: Mapping[str, Section]
+    sections: Mapping[str, CallReport]
     names: Mapping[int, str] = field(default_factory=dict)
-    paces: Mapping[int, Pace] = field(default_factory=dict)
+    paces: Mapping[int, StepTimes] = field(default_factory=dict)
     divergences: Mapping[str, Divergence] = field(default_factory=dict)
 
 
@@ -96,7 +96,7 @@ def signature(op: str, dtype: str, payload_bytes: int) -> int:
     return zlib.crc32(f"{op} {dtype} {payload_bytes}".encode())
 
 
-def pack(report: Report) -> bytes:
+def encode(report: RankReport) -> bytes:
     """Write a report: a line of JSON, then the arrays."""
     head: dict[str, Any] = {
         "sections": [
@@ -117,7 +117,7 @@ def pack(report: Report) -> bytes:
     return zlib.compress(line + b"\n" + arrays, 1)
 
 
-def unpack(text: bytes) -> Report:
+def decode(text: bytes) -> RankReport:
     """Read a report.
 
     Raises:
@@ -128,20 +128,20 @@ def unpack(text: bytes) -> Report:
         head: dict[str, Any] = orjson.loads(head_text)
         sections, at = {}, 0
         for key, first_timed, timed, first_issued, issued, history in head["sections"]:
-            sections[key] = Section(
+            sections[key] = CallReport(
                 first_timed=int(first_timed),
                 durations=np.frombuffer(arrays, np.float32, timed, at),
                 first_issued=int(first_issued),
                 signatures=np.frombuffer(arrays, np.uint32, issued, at + 4 * timed),
-                history=None if history is None else History(**history),
+                history=None if history is None else SequenceHash(**history),
             )
             at += 4 * (timed + issued)
         paces = {
-            rank: Pace(steps=n, step_seconds=s, busy=tuple(busy), deviation=tuple(deviation))
+            rank: StepTimes(steps=n, step_seconds=s, busy=tuple(busy), deviation=tuple(deviation))
             for rank, n, s, busy, deviation in head["paces"]
         }
         divergences = {key: read_divergence(told) for key, told in head["divergences"]}
         names = dict(head["names"])
-        return Report(sections=sections, names=names, paces=paces, divergences=divergences)
+        return RankReport(sections=sections, names=names, paces=paces, divergences=divergences)
     except (zlib.error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"this is no report of a rank: {error}") from None

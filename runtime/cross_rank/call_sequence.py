@@ -10,9 +10,9 @@ from collections import deque
 import numpy as np
 
 from ...metrics.catalog.labels import OPS
-from ..collectives.call import Call
-from ..collectives.groups import RECENT_CALLS, Circle
-from .call_report import History, Section, signature
+from ..collectives.call import CollectiveCall
+from ..collectives.groups import RECENT_CALLS, RankSet
+from .call_report import CallReport, SequenceHash, signature
 from .numbered_range import MOST_VALUES
 
 # Members may rightly give it different sizes, and one's does not belong to another's duration.
@@ -21,7 +21,7 @@ UNEVEN = OPS.index("all_to_all")
 MOST_SIGNATURES = 4096
 
 
-class Course:
+class CallSequence:
     """Follows the calls of one circle.
 
     Attributes:
@@ -33,22 +33,22 @@ class Course:
         lost: Whether calls were dropped since the last time, being more than are kept.
     """
 
-    def __init__(self, circle: Circle, *, from_now: bool) -> None:
+    def __init__(self, circle: RankSet, *, from_now: bool) -> None:
         self.circle = circle
         self.names: dict[int, str] = {}
-        self.unmatched: deque[Call] = deque()
-        self.alone: list[Call] = []
+        self.unmatched: deque[CollectiveCall] = deque()
+        self.alone: list[CollectiveCall] = []
         self.lost = False
         self._signatures: dict[tuple[object, ...], int] = {}
-        self._under_way: deque[Call] = deque()
-        self._settled: deque[Call] = deque()  # numbered, and yet to be told
-        self._unsettled: deque[Call] = deque()  # neither numbered, nor kept in order
+        self._under_way: deque[CollectiveCall] = deque()
+        self._settled: deque[CollectiveCall] = deque()  # numbered, and yet to be told
+        self._unsettled: deque[CollectiveCall] = deque()  # neither numbered, nor kept in order
         self._issued: list[int] = []  # signatures yet to be told
-        self._last_seen: Call | None = None
+        self._last_seen: CollectiveCall | None = None
         self._first_issued = self._next_timed = 1
         if from_now:
             self._skip_what_was()
-        self._history: History | None = History(since=self._first_issued, crc=0)
+        self._history: SequenceHash | None = SequenceHash(since=self._first_issued, crc=0)
 
     def follow(self) -> None:
         """Take in what is new, before the tap's record of recent calls is full."""
@@ -65,14 +65,14 @@ class Course:
         for _ in range(len(self._unsettled)):
             self._put_aside(self._unsettled.popleft())
 
-    def take_section(self) -> Section:
+    def take_section(self) -> CallReport:
         """Return what is new: the calls issued, and the durations of those that have settled."""
         self.follow()
         history, signatures = self._history, np.array(self._issued, np.uint32)
         self._history = None if history is None else history.extended(signatures)
         settled = self._take_settled()
         self._next_timed = settled[0].sequence if settled else self._next_timed
-        section = Section(
+        section = CallReport(
             first_timed=self._next_timed,
             durations=np.array(
                 [call.duration_ns / 1e9 if call.timed else np.nan for call in settled], np.float32
@@ -87,7 +87,7 @@ class Course:
         self.unmatched.extend(settled)
         return section
 
-    def names_in(self, section: Section) -> dict[int, str]:
+    def names_in(self, section: CallReport) -> dict[int, str]:
         """Say what the signatures of a section stand for."""
         return {one: self.names[one] for one in set(section.signatures.tolist())}
 
@@ -97,7 +97,7 @@ class Course:
             if call.sequence:
                 self._first_issued = self._next_timed = call.sequence + 1
 
-    def _new_calls(self) -> list[Call]:
+    def _new_calls(self) -> list[CollectiveCall]:
         try:
             new, complete = self._back_to_last_seen(self.circle.recent)
         except RuntimeError:  # the tap has noted another meanwhile; a copy is taken at once
@@ -107,16 +107,18 @@ class Course:
             self._last_seen = new[-1]
         return new
 
-    def _back_to_last_seen(self, recent: deque[Call]) -> tuple[list[Call], bool]:
+    def _back_to_last_seen(
+        self, recent: deque[CollectiveCall]
+    ) -> tuple[list[CollectiveCall], bool]:
         """Return the calls since the last time, and whether none is missing before them."""
-        new: list[Call] = []
+        new: list[CollectiveCall] = []
         for call in reversed(recent):
             if call is self._last_seen:
                 return new[::-1], True
             new.append(call)
         return new[::-1], self._last_seen is None
 
-    def _note_issued(self, call: Call) -> None:
+    def _note_issued(self, call: CollectiveCall) -> None:
         if not self._issued and len(self._signatures) > MOST_SIGNATURES:
             self._signatures.clear()
             self.names.clear()
@@ -135,12 +137,12 @@ class Course:
             else:
                 self._put_aside(call)
 
-    def _drop(self, calls: deque[Call]) -> None:
+    def _drop(self, calls: deque[CollectiveCall]) -> None:
         """Compare the first of these calls no more; what it cost is counted all the same."""
         self.lost = True
         self._put_aside(calls.popleft())
 
-    def _put_aside(self, call: Call) -> None:
+    def _put_aside(self, call: CollectiveCall) -> None:
         if call.settled:
             self.alone.append(call)
             return
@@ -149,16 +151,16 @@ class Course:
             self._unsettled.popleft()
             self.lost = True
 
-    def _take_settled(self) -> list[Call]:
+    def _take_settled(self) -> list[CollectiveCall]:
         """Return the numbered calls that have settled, as far as there is no gap."""
-        settled: list[Call] = []
+        settled: list[CollectiveCall] = []
         while self._settled:
             if settled and self._settled[0].sequence != settled[-1].sequence + 1:
                 break
             settled.append(self._settled.popleft())
         return settled
 
-    def _signature(self, call: Call) -> int:
+    def _signature(self, call: CollectiveCall) -> int:
         size = 0 if call.op == UNEVEN else call.payload_bytes
         key = (call.op, call.dtype, size)
         known = self._signatures.get(key)

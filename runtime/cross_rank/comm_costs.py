@@ -9,11 +9,11 @@ from statistics import median
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
-from ..collectives.call import Call
-from ..collectives.groups import Circle
+from ..collectives.call import CollectiveCall
+from ..collectives.groups import RankSet
 from .call_sequence import UNEVEN
 from .link import Link, LinkEstimate
-from .wait_causes import Causes
+from .wait_causes import WaitCauses
 
 # All members send and receive alike, so that the one that waited least shows the transfer.
 SYMMETRIC = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
@@ -23,7 +23,7 @@ MOST_MESSAGE_SIZES = 32
 
 
 @dataclass(slots=True)
-class Totals:
+class CostTotals:
     """Seconds since the last publication, by group role, and by cause.
 
     Of calls that could not be compared there are `exposed` seconds only.
@@ -32,7 +32,7 @@ class Totals:
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     wait: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    causes: Causes = field(default_factory=Causes)
+    causes: WaitCauses = field(default_factory=WaitCauses)
 
     def publish(self, recorder: Recorder) -> None:
         """Add to the counters; to be called within a commit."""
@@ -55,7 +55,7 @@ class Totals:
             recorder.add(communication.COMM_CAUSE_SECONDS, seconds, cause)
 
 
-class Account:
+class CommCosts:
     """One circle's collectives on this rank, over one backend.
 
     Attributes:
@@ -64,7 +64,7 @@ class Account:
         wire_bytes: Bytes sent so far, by which one account is chosen to stand for its role.
     """
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, circle: RankSet) -> None:
         self.circle = circle
         self.link: Link | None = None
         self.wire_bytes = 0.0
@@ -75,7 +75,11 @@ class Account:
         self._is_new = False
 
     def matched(
-        self, call: Call, least_seconds: float, totals: Totals, volume_ratio: float | None
+        self,
+        call: CollectiveCall,
+        least_seconds: float,
+        totals: CostTotals,
+        volume_ratio: float | None,
     ) -> None:
         """Count a symmetric call of which the least duration over the ranks is known."""
         moved = _wire_bytes(call)
@@ -87,7 +91,7 @@ class Account:
         wait = max(0.0, call.duration_ns / 1e9 - least_seconds)
         self._count(call, moved, wait, totals, volume_ratio)
 
-    def alone(self, call: Call, totals: Totals, volume_ratio: float | None) -> None:
+    def alone(self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None) -> None:
         """Count a call without a counterpart: it waited for what the link does not explain."""
         if not call.timed:
             return
@@ -97,7 +101,7 @@ class Account:
         wait = max(0.0, duration - self._needed_seconds(moved, duration))
         self._count(call, moved, wait, totals, volume_ratio)
 
-    def incomparable(self, call: Call, totals: Totals) -> None:
+    def incomparable(self, call: CollectiveCall, totals: CostTotals) -> None:
         """Count a call of which nobody can tell what it was waiting for."""
         if call.timed:
             totals.exposed[call.group.role] += call.exposed_ns / 1e9
@@ -137,7 +141,12 @@ class Account:
         return duration if needed is None else needed
 
     def _count(
-        self, call: Call, moved: float, wait: float, totals: Totals, volume_ratio: float | None
+        self,
+        call: CollectiveCall,
+        moved: float,
+        wait: float,
+        totals: CostTotals,
+        volume_ratio: float | None,
     ) -> None:
         role, duration, exposed = call.group.role, call.duration_ns / 1e9, call.exposed_ns / 1e9
         totals.wait[role] += wait
@@ -152,7 +161,7 @@ class Account:
             moves_data=moved > 0,
         )
 
-    def _learn_from_message(self, call: Call) -> None:
+    def _learn_from_message(self, call: CollectiveCall) -> None:
         """Let the quickest of the recent messages of a size stand for one that nobody waited in."""
         recent = self._messages.setdefault(call.payload_bytes, deque(maxlen=RECENT_MESSAGES))
         self._messages.move_to_end(call.payload_bytes)
@@ -163,7 +172,7 @@ class Account:
         self._is_new = True
 
 
-def _wire_bytes(call: Call) -> float:
+def _wire_bytes(call: CollectiveCall) -> float:
     """Return the bytes that pass this rank; who receives a message waits for as many."""
     if OPS[call.op] in MESSAGES:
         return call.payload_bytes

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
-from ..collectives.groups import Circle
-from .call_report import Pace
-from .compare_result import Verdict
+from ..collectives.groups import RankSet
+from .call_report import StepTimes
+from .compare_result import CompareResult
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 600.0
 
 
-class Announcer:
+class CompareReporter:
     """Publishes verdicts. Only a circle's first rank logs, so that each line stands once.
 
     Attributes:
@@ -37,7 +37,7 @@ class Announcer:
         self._named: set[tuple[int, str]] = set()  # as far as it was told
         self._told_at: dict[tuple[int, str], float] = {}
 
-    def announce(self, circle: Circle, verdict: Verdict, own_pace: Pace | None) -> None:
+    def announce(self, circle: RankSet, verdict: CompareResult, own_pace: StepTimes | None) -> None:
         """Publish one verdict; `own_pace` is what this rank told last."""
         if verdict.divergence is not None:
             self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
@@ -52,10 +52,10 @@ class Announcer:
             if self._speaks_for(circle):
                 self._tell_stragglers(verdict)
 
-    def _speaks_for(self, circle: Circle) -> bool:
+    def _speaks_for(self, circle: RankSet) -> bool:
         return self._rank == circle.members[0]
 
-    def _tell_stragglers(self, verdict: Verdict) -> None:
+    def _tell_stragglers(self, verdict: CompareResult) -> None:
         """Log who has become slow, and who is no longer."""
         slow = {(one.rank, one.phase): one for one in verdict.stragglers}
         for key in sorted(self._named ^ slow.keys()):

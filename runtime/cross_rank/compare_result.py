@@ -11,11 +11,11 @@ import orjson
 
 from .call_report import NO_SECONDS, Seconds
 from .divergence import Divergence, read_divergence
-from .stragglers import Reference, Straggler
+from .stragglers import StepTimeReference, Straggler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CompareResult:
     """The least durations over the ranks of calls number `first` and on, in seconds.
 
     `reference` is what a rank's pace is compared with, None where no paces came. A divergence is
@@ -24,15 +24,15 @@ class Verdict:
 
     first: int
     least: Seconds
-    reference: Reference | None = None
+    reference: StepTimeReference | None = None
     stragglers: tuple[Straggler, ...] = ()
     divergence: Divergence | None = None
 
 
-NO_VERDICT = Verdict(first=0, least=NO_SECONDS)
+NO_RESULT = CompareResult(first=0, least=NO_SECONDS)
 
 
-def pack(verdict: Verdict) -> bytes:
+def encode(verdict: CompareResult) -> bytes:
     """Write a verdict: a line of JSON, then the durations."""
     head = {
         "first": verdict.first,
@@ -45,7 +45,7 @@ def pack(verdict: Verdict) -> bytes:
     return zlib.compress(line + b"\n" + verdict.least.tobytes(), 1)
 
 
-def unpack(text: bytes) -> Verdict:
+def decode(text: bytes) -> CompareResult:
     """Read a verdict.
 
     Raises:
@@ -54,7 +54,7 @@ def unpack(text: bytes) -> Verdict:
     try:
         line, _, least = zlib.decompress(text).partition(b"\n")
         head: dict[str, Any] = orjson.loads(line)
-        return Verdict(
+        return CompareResult(
             first=int(head["first"]),
             least=np.frombuffer(least, np.float32),
             reference=_reference(head["reference"]),
@@ -65,7 +65,7 @@ def unpack(text: bytes) -> Verdict:
         raise ValueError(f"this is no verdict on a group: {error}") from None
 
 
-def _reference(told: dict[str, Any] | None) -> Reference | None:
+def _reference(told: dict[str, Any] | None) -> StepTimeReference | None:
     if told is None:
         return None
-    return Reference(step_seconds=told["step_seconds"], busy=tuple(told["busy"]))
+    return StepTimeReference(step_seconds=told["step_seconds"], busy=tuple(told["busy"]))

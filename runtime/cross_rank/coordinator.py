@@ -11,25 +11,25 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..collectives.groups import Circle
-from .call_report import NO_SECONDS, NOTHING_NEW, Pace, Report
-from .compare_result import Verdict
+from ..collectives.groups import RankSet
+from .call_report import NO_SECONDS, NOTHING_NEW, RankReport, StepTimes
+from .compare_result import CompareResult
 from .divergence import Divergence
-from .report_merger import Meeting
-from .stragglers import Reference, Straggler, StragglerWatch, reference_of
+from .report_merger import ReportMerger
+from .stragglers import StepTimeReference, Straggler, StragglerWatch, reference_of
 
 BLOCK_SIZE = 64
 # A rank whose pace did not come while another's came so often takes no part at the moment.
 PACES_TO_MISS = 4
 
 
-def blocks_of(members: Sequence[int]) -> dict[int, Sequence[int]]:
+def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
     """Return the blocks, each by its first rank; a circle that needs none has its members alone."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
 
-class Convener:
+class Coordinator:
     """Puts the reports of some ranks on one circle together.
 
     Args:
@@ -38,18 +38,20 @@ class Convener:
             or its block.
     """
 
-    def __init__(self, circle: Circle, children: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, circle: RankSet, children: Mapping[int, Sequence[int]]) -> None:
         self._circle = circle
         self._children = children
         self._ranks = frozenset(rank for ranks in children.values() for rank in ranks)
-        self._meeting = Meeting(children)
-        self._paces: dict[int, Pace] = {}  # that came since they were last compared or passed on
+        self._meeting = ReportMerger(children)
+        self._paces: dict[
+            int, StepTimes
+        ] = {}  # that came since they were last compared or passed on
         self._times_came: Counter[int] = Counter()
         self._absent: set[int] = set()  # of whom no pace is expected
         self._straggler_watch = StragglerWatch()
         self._divergence_told = False
 
-    def add(self, child: int, report: Report) -> None:
+    def add(self, child: int, report: RankReport) -> None:
         """Take what a child reports."""
         key, meeting = self._circle.key, self._meeting
         if key not in report.sections:
@@ -68,7 +70,7 @@ class Convener:
         for rank in self._children[child]:
             self._paces.pop(rank, None)
 
-    def take_report(self) -> Report | None:
+    def take_report(self) -> RankReport | None:
         """As the first of a block: return what all of the block have reported, or None."""
         key, meeting = self._circle.key, self._meeting
         section, divergence = meeting.take(), self._new_divergence()
@@ -78,14 +80,14 @@ class Convener:
         names, paces = meeting.names, self._paces
         self._paces = {}
         self._times_came.clear()
-        return Report(
+        return RankReport(
             sections={key: section},
             names={one: names[one] for one in set(section.signatures.tolist()) if one in names},
             paces=paces,
             divergences={} if divergence is None else {key: divergence},
         )
 
-    def take_verdict(self, *, compares_pace: bool) -> Verdict | None:
+    def take_verdict(self, *, compares_pace: bool) -> CompareResult | None:
         """As the first of the circle: return what came of it, or None if nothing is new.
 
         Args:
@@ -100,7 +102,7 @@ class Convener:
             return None
         if self._meeting.num_ranks == 1:
             least = np.full_like(least, np.nan)  # one rank's durations are no comparison
-        return Verdict(
+        return CompareResult(
             first=first,
             least=least,
             reference=reference,
@@ -117,7 +119,7 @@ class Convener:
     def _all_paces_came(self) -> bool:
         return 0 < len(self._paces) >= len(self._ranks) - len(self._absent)
 
-    def _compare_pace(self) -> tuple[Reference | None, tuple[Straggler, ...]]:
+    def _compare_pace(self) -> tuple[StepTimeReference | None, tuple[Straggler, ...]]:
         """Compare once every rank that takes part has told its pace anew."""
         if max(self._times_came.values(), default=0) > PACES_TO_MISS:
             self._absent.update(self._ranks - self._paces.keys())

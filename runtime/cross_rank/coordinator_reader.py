@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..collectives.groups import Circle
-from .call_report import NOTHING_NEW, Report, pack, unpack
-from .compare_result import NO_VERDICT, Verdict
-from .compare_result import pack as pack_verdict
-from .coordinator import Convener, blocks_of
-from .store_connection import Connection
-from .store_log import Inbox, Outbox
+from ..collectives.groups import RankSet
+from .call_report import NOTHING_NEW, RankReport, decode, encode
+from .compare_result import NO_RESULT, CompareResult
+from .compare_result import encode as pack_verdict
+from .coordinator import Coordinator, rank_blocks
+from .store_connection import StoreConnection
+from .store_log import StoreLogReader, StoreLogWriter
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +31,21 @@ def verdict_stream(key: str) -> str:
     return f"verdict/{key}"
 
 
-def _block_stream(circle: Circle, rank: int) -> str:
+def _block_stream(circle: RankSet, rank: int) -> str:
     return f"block/{circle.key}/{rank}"
 
 
 class _Reader:
     """One row of texts, and who of this rank's conveners gets them."""
 
-    def __init__(self, inbox: Inbox, child: int) -> None:
+    def __init__(self, inbox: StoreLogReader, child: int) -> None:
         self.inbox = inbox
         self.child = child
-        self.conveners: list[Convener] = []
+        self.conveners: list[Coordinator] = []
         self.left_out = False
 
 
-class RoundTable:
+class CoordinatorReader:
     """Convenes the circles, and the blocks of circles, of which this rank is the first.
 
     Args:
@@ -60,7 +60,7 @@ class RoundTable:
 
     def __init__(
         self,
-        store: Connection,
+        store: StoreConnection,
         rank: int,
         patience_seconds: float,
         on_failure: Callable[[], None],
@@ -73,22 +73,22 @@ class RoundTable:
         self._now = now
         self._known: set[str] = set()
         self._readers: dict[str, _Reader] = {}
-        self._blocks: list[tuple[Circle, Convener, Outbox]] = []
-        self._circles: list[tuple[Circle, Convener, Outbox]] = []
+        self._blocks: list[tuple[RankSet, Coordinator, StoreLogWriter]] = []
+        self._circles: list[tuple[RankSet, Coordinator, StoreLogWriter]] = []
 
-    def seat(self, circle: Circle) -> None:
+    def seat(self, circle: RankSet) -> None:
         """Convene a circle, if that is this rank's to do. Does nothing the second time."""
         if circle.key in self._known or circle.size < 2:
             return
         self._known.add(circle.key)
-        blocks = blocks_of(circle.members)
+        blocks = rank_blocks(circle.members)
         in_blocks = len(blocks) < circle.size
         if in_blocks and self._rank in blocks:
-            convener = Convener(circle, {rank: (rank,) for rank in blocks[self._rank]})
+            convener = Coordinator(circle, {rank: (rank,) for rank in blocks[self._rank]})
             self._subscribe(convener, {rank: report_stream(rank) for rank in blocks[self._rank]})
             self._blocks.append((circle, convener, self._outbox(_block_stream(circle, self._rank))))
         if self._rank == circle.members[0]:
-            convener = Convener(circle, blocks)
+            convener = Coordinator(circle, blocks)
             streams = {
                 child: _block_stream(circle, child) if in_blocks else report_stream(child)
                 for child in blocks
@@ -96,7 +96,7 @@ class RoundTable:
             self._subscribe(convener, streams)
             self._circles.append((circle, convener, self._outbox(verdict_stream(circle.key))))
 
-    def look(self, compared: Circle | None) -> list[tuple[Circle, Verdict]]:
+    def look(self, compared: RankSet | None) -> list[tuple[RankSet, CompareResult]]:
         """Read what has come, pass on what came of it, and return this rank's own verdicts.
 
         Args:
@@ -107,12 +107,12 @@ class RoundTable:
         for circle, convener, outbox in self._blocks:
             report = convener.take_report()
             if report is not None or self._must_speak(outbox):
-                outbox.post(pack(report or Report(sections={circle.key: NOTHING_NEW})))
+                outbox.post(encode(report or RankReport(sections={circle.key: NOTHING_NEW})))
         verdicts = []
         for circle, convener, outbox in self._circles:
             verdict = convener.take_verdict(compares_pace=circle is compared)
             if verdict is not None or self._must_speak(outbox):
-                outbox.post(pack_verdict(verdict or NO_VERDICT))
+                outbox.post(pack_verdict(verdict or NO_RESULT))
             if verdict is not None:
                 verdicts.append((circle, verdict))
         return verdicts
@@ -127,24 +127,24 @@ class RoundTable:
         )
         return max(silences, default=0.0)
 
-    def _outbox(self, name: str) -> Outbox:
-        return Outbox(self._store, name, self._now)
+    def _outbox(self, name: str) -> StoreLogWriter:
+        return StoreLogWriter(self._store, name, self._now)
 
-    def _must_speak(self, outbox: Outbox) -> bool:
+    def _must_speak(self, outbox: StoreLogWriter) -> bool:
         """Whether readers have waited for long, though there is nothing to tell."""
         return PATIENCE_EXCHANGES * outbox.silent_seconds() > 1.2 * self._patience_seconds
 
-    def _subscribe(self, convener: Convener, streams: dict[int, str]) -> None:
+    def _subscribe(self, convener: Coordinator, streams: dict[int, str]) -> None:
         for child, name in streams.items():
             if name not in self._readers:
-                self._readers[name] = _Reader(Inbox(self._store, name, self._now), child)
+                self._readers[name] = _Reader(StoreLogReader(self._store, name, self._now), child)
             self._readers[name].conveners.append(convener)
 
     def _read(self, reader: _Reader) -> None:
         for text in reader.inbox.take(self._patience_seconds):
             reader.left_out = False
             try:
-                report = unpack(text)
+                report = decode(text)
             except ValueError:  # of another version of zerowatch
                 self._on_failure()
                 continue

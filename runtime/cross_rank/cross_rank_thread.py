@@ -16,16 +16,16 @@ from torch.distributed.distributed_c10d import Store
 
 from ...metrics.catalog import communication
 from ...metrics.recorder import Recorder
-from ..collectives.groups import Circle
-from ..common.fail_open import Hooks
-from .call_report import Pace, Report
-from .compare_reporter import Announcer
+from ..collectives.groups import RankSet
+from ..common.fail_open import FailOpen
+from .call_report import RankReport, StepTimes
+from .compare_reporter import CompareReporter
 from .coordinator_reader import PATIENCE_EXCHANGES
-from .heartbeats import Beat
-from .local_accounting import Books
-from .step_times import PaceKeeper, most_alike
-from .store_channel import Correspondence
-from .store_connection import Connection
+from .heartbeats import Heartbeat
+from .local_accounting import LocalAccounting
+from .step_times import StepTimeSampler, largest_rank_set
+from .store_channel import StoreChannel
+from .store_connection import StoreConnection
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ CLOSING_SECONDS = 1.0
 NOTICE_IDLE_SECONDS = 5.0
 
 
-class Exchange:
+class CrossRankThread:
     """Runs until `stop`. Made, started and stopped by the watch.
 
     Args:
@@ -69,9 +69,9 @@ class Exchange:
         connect: Callable[[], Store | None] | None,
         rank: int,
         host: str,
-        circles: Callable[[], Iterable[Circle]],
+        circles: Callable[[], Iterable[RankSet]],
         recorder: Recorder,
-        hooks: Hooks,
+        hooks: FailOpen,
         seconds: float,
         volume_ratio: Callable[[], float | None],
         idle_seconds: Callable[[], float],
@@ -79,7 +79,7 @@ class Exchange:
         moved: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pace = PaceKeeper()
+        self.pace = StepTimeSampler()
         self.cpu_seconds = 0.0
         self.pause: Callable[[], str | None] = lambda: None
         self._stuck_seconds = stuck_seconds
@@ -91,11 +91,13 @@ class Exchange:
         self._patience_seconds = PATIENCE_EXCHANGES * seconds
         self._idle_seconds = idle_seconds
         self._now = now
-        self._books = Books(circles, recorder, volume_ratio, now, lambda: self._is_compared)
-        self._announcer = Announcer(recorder, rank, now)
-        self._connection = None if connect is None else Connection(connect, now)
-        self._letters: Correspondence | None = None
-        self._own_pace: Pace | None = None
+        self._books = LocalAccounting(
+            circles, recorder, volume_ratio, now, lambda: self._is_compared
+        )
+        self._announcer = CompareReporter(recorder, rank, now)
+        self._connection = None if connect is None else StoreConnection(connect, now)
+        self._letters: StoreChannel | None = None
+        self._own_pace: StepTimes | None = None
         self._lost = self._hangs = self._stopping = False
         self._due = 0.0
         self._wake = threading.Event()
@@ -105,7 +107,7 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="zerowatch-exchange", daemon=True)
 
     @property
-    def peers(self) -> Mapping[int, Beat]:
+    def peers(self) -> Mapping[int, Heartbeat]:
         """The others' last signs of life, by rank; read only while training does not move."""
         letters = self._open_letters
         return {} if letters is None else letters.peers
@@ -129,7 +131,7 @@ class Exchange:
         """Tell what is left, wait a moment for the answer, and end. Safe to call twice."""
         self._stopping = True
         if self._connection is not None:  # no call may outlive the interpreter
-            self._connection.hurry(CLOSING_SECONDS)
+            self._connection.set_timeout(CLOSING_SECONDS)
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * CLOSING_SECONDS)
@@ -168,7 +170,7 @@ class Exchange:
         self.cpu_seconds = time.thread_time()
 
     @property
-    def _open_letters(self) -> Correspondence | None:
+    def _open_letters(self) -> StoreChannel | None:
         connection = self._connection  # what was left unread waits for the store to answer again
         return self._letters if connection is not None and connection.is_open else None
 
@@ -197,8 +199,8 @@ class Exchange:
                     self._lost = False
                     logger.info("the c10d store answers again: this rank is compared again")
 
-    def _new_letters(self, connection: Connection) -> Correspondence:
-        return Correspondence(
+    def _new_letters(self, connection: StoreConnection) -> StoreChannel:
+        return StoreChannel(
             connection,
             rank=self._rank,
             host=self._host,
@@ -244,11 +246,11 @@ class Exchange:
             return
         paces = {} if new_pace is None else {self._rank: new_pace}
         with self._store_may_fail(self._connection):
-            letters.report(Report(sections=sections, names=names, paces=paces))
+            letters.report(RankReport(sections=sections, names=names, paces=paces))
 
-    def _read(self, letters: Correspondence) -> None:
+    def _read(self, letters: StoreChannel) -> None:
         circles = list(self._circles())
-        for circle, verdict in letters.read(circles, most_alike(circles)):
+        for circle, verdict in letters.read(circles, largest_rank_set(circles)):
             self._books.match(circle, verdict)
             self._announcer.announce(circle, verdict, self._own_pace)
         letters.beat(self._books.arrived(), self.pause())
@@ -262,7 +264,7 @@ class Exchange:
             letters.forget_peers()
 
     @contextmanager
-    def _store_may_fail(self, connection: Connection) -> Iterator[None]:
+    def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
         """Do without the store for a while if it does not answer.
 
         At the end of a run its host may be gone first, which is no failure.

@@ -44,7 +44,7 @@ def read_divergence(told: Mapping[str, Any]) -> Divergence:
     return Divergence(sequence=told["sequence"], issued=issued, named=tuple(told["named"]))
 
 
-def who_diverged(values: Mapping[int, int], history: Sequence[int]) -> tuple[int, ...]:
+def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[int, ...]:
     """Name the members that left the sequence at one call.
 
     The majority is right. Where there is none, as with two members, the one is right whose call has
@@ -59,7 +59,7 @@ def who_diverged(values: Mapping[int, int], history: Sequence[int]) -> tuple[int
     if counts[0][1] * 2 > len(values):
         right = counts[0][0]
     else:
-        known = {value: familiarity(history, value) for value in set(values.values())}
+        known = {value: context_match_length(history, value) for value in set(values.values())}
         best = max(known.values())
         familiar = [value for value, length in known.items() if length == best]
         if len(familiar) > 1:
@@ -68,7 +68,7 @@ def who_diverged(values: Mapping[int, int], history: Sequence[int]) -> tuple[int
     return tuple(member for member, value in values.items() if value != right)
 
 
-def familiarity(history: Sequence[Hashable], value: Hashable) -> int:
+def context_match_length(history: Sequence[Hashable], value: Hashable) -> int:
     """Return the length of the longest run of calls, ending with this one, that was seen before.
 
     0 if the call itself never was; LONGEST_CONTEXT calls before it are looked at.

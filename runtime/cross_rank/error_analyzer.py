@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
-from ..collectives.call import Call
+from ..collectives.call import CollectiveCall
 from .call_sequence import describe
-from .divergence import familiarity
+from .divergence import context_match_length
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MOST_CALLS = 1024  # some milliseconds' work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Attribution:
     """What one rank makes of a collective that raised.
 
     `expected` is what had followed upon the same calls before, None if what was issued did, or is
@@ -57,7 +57,7 @@ class Finding:
         )
 
 
-class Inquest:
+class CollectiveErrorAnalyzer:
     """Called with a collective that raised, before the exception goes on.
 
     Args:
@@ -72,12 +72,12 @@ class Inquest:
         self._report_now = report_now
         self._done = False
 
-    def __call__(self, failed: Call) -> None:
+    def __call__(self, failed: CollectiveCall) -> None:
         """Say who is to blame. The first failure only: it brings others with it."""
         if self._done:
             return
         self._done = True
-        finding = find(self._rank, failed)
+        finding = attribute_failure(self._rank, failed)
         if finding is not None:
             if finding.expected is not None:
                 self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
@@ -85,7 +85,7 @@ class Inquest:
         self._report_now()
 
 
-def find(rank: int, failed: Call) -> Finding | None:
+def attribute_failure(rank: int, failed: CollectiveCall) -> Attribution | None:
     """Look at the calls that led to the one that raised; None if nothing can be told."""
     calls = [call for call in failed.group.circle.recent.copy() if call.sequence]
     while calls and calls[-1].sequence > failed.sequence:
@@ -93,10 +93,10 @@ def find(rank: int, failed: Call) -> Finding | None:
     if len(calls) < 2 or calls[-1] is not failed:
         return None
     *before, last = ((c.op, c.dtype, c.payload_bytes) for c in calls[-MOST_CALLS:])
-    known = {what: familiarity(before, what) for what in set(before)}
+    known = {what: context_match_length(before, what) for what in set(before)}
     usual = max(known, key=lambda what: known[what])
     surprising = known[usual] > LEAST_CONTEXT and 0 < known.get(last, 0) < known[usual]
-    return Finding(
+    return Attribution(
         rank=rank,
         role=failed.group.role,
         members=failed.group.circle.members,

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from .coordinator import BLOCK_SIZE
-from .store_connection import Connection
+from .store_connection import StoreConnection
 
 MOST_PEERS = 1024
 # A rank that hangs says so again at each look; what is older is of a hang that is over.
@@ -27,7 +27,7 @@ READINGS_TO_BELIEVE = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """A rank's last sign of life, and the last call it issued, by the circle's key.
 
     `age_seconds` is how long it was seen to stand still, None if it was read only once. `pause`
@@ -41,7 +41,7 @@ class Beat:
     pause: str | None
 
 
-class Peers:
+class HeartbeatTable:
     """Leaves this rank's signs of life, and reads the others'.
 
     Above 64 ranks the first of each block of 64 gathers those of its block into one text, as all
@@ -61,7 +61,7 @@ class Peers:
         RuntimeError: In any method but `forget`, the store does not answer.
     """
 
-    beats: dict[int, Beat]
+    beats: dict[int, Heartbeat]
     others_hang: bool
     _due: float | None
     _seen: dict[str, tuple[int, float]]  # counts, and when they were first seen
@@ -70,7 +70,7 @@ class Peers:
 
     def __init__(
         self,
-        store: Connection,
+        store: StoreConnection,
         rank: int,
         host: str,
         stuck_seconds: float,
@@ -191,9 +191,9 @@ class Peers:
             return None if known is None else 0.0
         return self._now() - known[1]
 
-    def _beat(self, rank: int, told: Mapping[str, Any]) -> Beat:
+    def _beat(self, rank: int, told: Mapping[str, Any]) -> Heartbeat:
         seen = self._age(f"beat/{rank}", told["count"])
-        return Beat(
+        return Heartbeat(
             rank=rank,
             host=told["host"],
             # As the writer of a digest saw it: the reader may see one digest twice.

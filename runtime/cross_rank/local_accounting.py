@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Mapping
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
-from ..collectives.call import Call
-from ..collectives.groups import Circle
-from .call_report import Section
-from .call_sequence import Course
-from .comm_costs import SYMMETRIC, Account, Totals
-from .compare_result import Verdict
+from ..collectives.call import CollectiveCall
+from ..collectives.groups import RankSet
+from .call_report import CallReport
+from .call_sequence import CallSequence
+from .comm_costs import SYMMETRIC, CommCosts, CostTotals
+from .compare_result import CompareResult
 
 
-class _Entry:
+class _RankSetState:
     """One circle: its calls, their costs, and when which of them were told.
 
     Attributes:
@@ -26,20 +26,20 @@ class _Entry:
             there is nobody to compare with, or the members' calls do not belong together.
     """
 
-    def __init__(self, course: Course) -> None:
+    def __init__(self, course: CallSequence) -> None:
         self.course = course
         self.compared = True
-        self.accounts: dict[str, Account] = {}  # by backend: each has a link of its own
+        self.accounts: dict[str, CommCosts] = {}  # by backend: each has a link of its own
         self.told: deque[tuple[float, int]] = deque()  # when, and up to which call
 
-    def account_of(self, call: Call) -> Account:
+    def account_of(self, call: CollectiveCall) -> CommCosts:
         account = self.accounts.get(call.group.backend)
         if account is None:
-            account = self.accounts[call.group.backend] = Account(self.course.circle)
+            account = self.accounts[call.group.backend] = CommCosts(self.course.circle)
         return account
 
 
-class Books:
+class LocalAccounting:
     """Follows all circles of this rank, from those it is made with on.
 
     Args:
@@ -55,7 +55,7 @@ class Books:
 
     def __init__(
         self,
-        circles: Callable[[], Iterable[Circle]],
+        circles: Callable[[], Iterable[RankSet]],
         recorder: Recorder,
         volume_ratio: Callable[[], float | None],
         now: Callable[[], float] = time.monotonic,
@@ -67,9 +67,9 @@ class Books:
         self._volume_ratio = volume_ratio
         self._now = now
         self._compares = compares
-        self._totals = Totals()
-        self._entries: dict[Circle, _Entry] = {
-            circle: _Entry(Course(circle, from_now=True)) for circle in circles()
+        self._totals = CostTotals()
+        self._entries: dict[RankSet, _RankSetState] = {
+            circle: _RankSetState(CallSequence(circle, from_now=True)) for circle in circles()
         }
 
     def follow(self) -> None:
@@ -79,9 +79,9 @@ class Books:
             entry.course.follow()
             self._count_unasked(entry)
 
-    def take_sections(self) -> tuple[dict[str, Section], dict[int, str]]:
+    def take_sections(self) -> tuple[dict[str, CallReport], dict[int, str]]:
         """Return what is new, by the circle's key, with what its signatures stand for."""
-        sections: dict[str, Section] = {}
+        sections: dict[str, CallReport] = {}
         names: dict[int, str] = {}
         for circle in self._circles():
             entry = self._entry(circle)
@@ -99,14 +99,14 @@ class Books:
         """Whether calls wait for an answer of the others."""
         return any(entry.told for entry in self._entries.values())
 
-    def match(self, circle: Circle, verdict: Verdict) -> None:
+    def match(self, circle: RankSet, verdict: CompareResult) -> None:
         """Count the calls whose least duration over the ranks is known now."""
         entry = self._entries.get(circle)
         if entry is None:
             return
         waiting, volume_ratio = entry.course.unmatched, self._volume_ratio()
         end, failed = verdict.first + len(verdict.least), False
-        rest: list[tuple[Call, bool]] = []
+        rest: list[tuple[CollectiveCall, bool]] = []
         while waiting and waiting[0].sequence < end:
             call = waiting.popleft()
             at = call.sequence - verdict.first
@@ -142,8 +142,8 @@ class Books:
 
     def publish(self) -> None:
         """Write all that was counted since the last time; to be called within a commit."""
-        totals, self._totals = self._totals, Totals()
-        standing: dict[str, Account] = {}
+        totals, self._totals = self._totals, CostTotals()
+        standing: dict[str, CommCosts] = {}
         for entry in self._entries.values():
             role = entry.course.circle.role
             for account in entry.accounts.values():
@@ -159,12 +159,12 @@ class Books:
         """Return the number of the last call issued, by the circle's key."""
         return {circle.key: circle.issued for circle in self._circles()}
 
-    def _entry(self, circle: Circle) -> _Entry:
+    def _entry(self, circle: RankSet) -> _RankSetState:
         if circle not in self._entries:
-            self._entries[circle] = _Entry(Course(circle, from_now=False))
+            self._entries[circle] = _RankSetState(CallSequence(circle, from_now=False))
         return self._entries[circle]
 
-    def _count_unasked(self, entry: _Entry) -> None:
+    def _count_unasked(self, entry: _RankSetState) -> None:
         """Count the calls of which no other rank is asked."""
         calls = entry.course.alone
         if entry.course.circle.size == 1:
@@ -174,7 +174,7 @@ class Books:
             self._count_alone(entry, call, compared=entry.compared)
         entry.course.alone.clear()
 
-    def _count_alone(self, entry: _Entry, call: Call, *, compared: bool) -> None:
+    def _count_alone(self, entry: _RankSetState, call: CollectiveCall, *, compared: bool) -> None:
         account = entry.account_of(call)
         if entry.course.circle.size == 1 or (compared and self._compares()):
             account.alone(call, self._totals, self._volume_ratio())
@@ -182,5 +182,5 @@ class Books:
             account.incomparable(call, self._totals)
 
 
-def _has_counterparts(call: Call) -> bool:
+def _has_counterparts(call: CollectiveCall) -> bool:
     return call.timed and OPS[call.op] in SYMMETRIC

@@ -13,7 +13,7 @@ Values = npt.NDArray[Any]
 MOST_VALUES = 1 << 16
 
 
-class Stretch:
+class NumberedRange:
     """The latest gapless run of values; the first has number `first`, `end` comes next."""
 
     def __init__(self, first: int, values: Values) -> None:

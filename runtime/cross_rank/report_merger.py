@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from .call_report import NO_SECONDS, NO_SIGNATURES, History, Seconds, Section, Signatures
-from .divergence import Divergence, who_diverged
-from .numbered_range import Stretch
+from .call_report import NO_SECONDS, NO_SIGNATURES, CallReport, Seconds, SequenceHash, Signatures
+from .divergence import Divergence, diverged_ranks
+from .numbered_range import NumberedRange
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ REMEMBERED_CALLS = 4096
 MOST_NAMES = 4096
 
 
-class _Member:
+class _MemberState:
     """What one member has reported and the meeting has not used yet.
 
     Attributes:
@@ -31,12 +31,12 @@ class _Member:
 
     __slots__ = ("claim", "issued", "timed")
 
-    def __init__(self, section: Section) -> None:
-        self.timed = Stretch(section.first_timed, section.durations)
-        self.issued = Stretch(section.first_issued, section.signatures)
+    def __init__(self, section: CallReport) -> None:
+        self.timed = NumberedRange(section.first_timed, section.durations)
+        self.issued = NumberedRange(section.first_issued, section.signatures)
         self.claim = section.history
 
-    def add(self, section: Section) -> None:
+    def add(self, section: CallReport) -> None:
         self.timed.add(section.first_timed, section.durations)
         first = self.issued.first
         if not self.issued.add(section.first_issued, section.signatures):
@@ -51,7 +51,7 @@ class _Member:
         self.issued.forget(before)
 
 
-class Meeting:
+class ReportMerger:
     """Puts the reports of a group's members together, each as far as all have reported.
 
     From the first divergence on nothing is compared: a call more or less on one member shifts all
@@ -71,9 +71,9 @@ class Meeting:
         self.names: dict[int, str] = {}
         self._ranks = members
         self._waited_for = set(members)
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _MemberState] = {}
         self._reached = 0  # how far `_history` goes
-        self._history: History | None = None
+        self._history: SequenceHash | None = None
         self._agreed: deque[int] = deque(maxlen=REMEMBERED_CALLS)
 
     @property
@@ -81,13 +81,13 @@ class Meeting:
         """How many ranks take part now."""
         return sum(len(self._ranks[member]) for member in self._members)
 
-    def add(self, member: int, section: Section, names: Mapping[int, str]) -> None:
+    def add(self, member: int, section: CallReport, names: Mapping[int, str]) -> None:
         """Take what a member reports."""
         self._waited_for.add(member)
         if member in self._members:
             self._members[member].add(section)
         else:
-            self._members[member] = _Member(section)
+            self._members[member] = _MemberState(section)
         if self.divergence is None:
             self.names.update(names)
             if len(self.names) > MOST_NAMES:
@@ -98,7 +98,7 @@ class Meeting:
         self._waited_for.discard(member)
         self._members.pop(member, None)
 
-    def take(self) -> Section | None:
+    def take(self) -> CallReport | None:
         """Return the stretch that all have reported since the last time; None if there is none."""
         if not self._members or not self._waited_for <= self._members.keys():
             return None
@@ -106,7 +106,7 @@ class Meeting:
         first, durations = self._take_durations()
         if not len(durations) and not len(signatures):
             return None
-        return Section(
+        return CallReport(
             first_timed=first,
             durations=durations,
             first_issued=first_issued,
@@ -132,7 +132,7 @@ class Meeting:
             least[max(0, self.divergence.sequence - first) :] = np.nan
         return first, least
 
-    def _take_signatures(self) -> tuple[int, History | None, Signatures]:
+    def _take_signatures(self) -> tuple[int, SequenceHash | None, Signatures]:
         """Return the calls on which all agree, and the hash of those before."""
         members = self._members
         first, end = _common([member.issued for member in members.values()])
@@ -154,7 +154,7 @@ class Meeting:
             member.issued.forget(end)
         return first, before, agreed
 
-    def _agree_on_history(self, first: int) -> History | None:
+    def _agree_on_history(self, first: int) -> SequenceHash | None:
         """Return the hash of the calls before number `first`; who claims another has diverged."""
         claims = {rank: m.claim for rank, m in self._members.items() if m.claim is not None}
         for member in self._members.values():
@@ -193,7 +193,7 @@ class Meeting:
         self.divergence = Divergence(
             sequence=first + at,
             issued={rank: self.names.get(value, "another call") for rank, value in values.items()},
-            named=who_diverged(values, history),
+            named=diverged_ranks(values, history),
         )
         return reference[:at]
 
@@ -206,7 +206,7 @@ class Meeting:
         self.names = {one: name for one, name in self.names.items() if one in pending}
 
 
-def _common(stretches: Iterable[Stretch]) -> tuple[int, int]:
+def _common(stretches: Iterable[NumberedRange]) -> tuple[int, int]:
     """Return where all stretches have begun, and where the first of them ends."""
     known = list(stretches)
     return max(s.first for s in known), min(s.end for s in known)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from ...metrics.catalog.labels import COMPARED_PHASES, PHASES
-from ..collectives.groups import Circle
-from .call_report import Pace
+from ..collectives.groups import RankSet
+from .call_report import StepTimes
 
 # A median of fewer steps says little of a rank: one hiccup, or one long batch, moves it.
 LEAST_STEPS = 8
@@ -21,7 +21,7 @@ _PLACES = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
 _AWAY = tuple(PHASES.index(phase) for phase in ("eval", "checkpoint"))
 
 
-class PaceKeeper:
+class StepTimeSampler:
     """Collects steps on the watch thread; the exchange takes them as one pace."""
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class PaceKeeper:
         busy = (max(0, phase_ns[place] - blocked_ns[place]) / 1e9 for place in _PLACES)
         self._steps.append((step_ns / 1e9, *busy))
 
-    def take(self) -> Pace | None:
+    def take(self) -> StepTimes | None:
         """Return the pace since the last time; None while too few steps have ended for one."""
         if len(self._steps) < LEAST_STEPS:
             return None
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
         step_seconds, *columns = zip(*steps, strict=True)
         busy = tuple(median(column) for column in columns)
-        return Pace(
+        return StepTimes(
             steps=len(steps),
             step_seconds=median(step_seconds),
             busy=busy,
@@ -55,7 +55,7 @@ class PaceKeeper:
         )
 
 
-def most_alike(circles: Iterable[Circle]) -> Circle | None:
+def largest_rank_set(circles: Iterable[RankSet]) -> RankSet | None:
     """Return the circle over whose members the pace is compared: data parallel if there is one."""
     shared = [circle for circle in circles if circle.size > 1]
     is_pipeline = any(circle.role == "pp" for circle in shared)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from ..collectives.groups import Circle
-from .call_report import Report, pack
-from .compare_result import Verdict, unpack
-from .coordinator_reader import RoundTable, report_stream, verdict_stream
-from .heartbeats import Beat, Peers
-from .store_connection import Connection
-from .store_log import Inbox, Outbox
+from ..collectives.groups import RankSet
+from .call_report import RankReport, encode
+from .compare_result import CompareResult, decode
+from .coordinator_reader import CoordinatorReader, report_stream, verdict_stream
+from .heartbeats import Heartbeat, HeartbeatTable
+from .store_connection import StoreConnection
+from .store_log import StoreLogReader, StoreLogWriter
 
 
-class Correspondence:
+class StoreChannel:
     """This rank's reports, the verdicts that come back, and signs of life.
 
     Args:
@@ -31,7 +31,7 @@ class Correspondence:
 
     def __init__(
         self,
-        store: Connection,
+        store: StoreConnection,
         *,
         rank: int,
         host: str,
@@ -45,13 +45,13 @@ class Correspondence:
         self._patience_seconds = patience_seconds
         self._on_failure = on_failure
         self._now = now
-        self._outbox = Outbox(store, report_stream(rank), now)
-        self._table = RoundTable(store, rank, patience_seconds, on_failure, now)
-        self._verdicts: dict[str, Inbox] = {}
-        self._signs = Peers(store, rank, host, stuck_seconds, now)
+        self._outbox = StoreLogWriter(store, report_stream(rank), now)
+        self._table = CoordinatorReader(store, rank, patience_seconds, on_failure, now)
+        self._verdicts: dict[str, StoreLogReader] = {}
+        self._signs = HeartbeatTable(store, rank, host, stuck_seconds, now)
 
     @property
-    def peers(self) -> Mapping[int, Beat]:
+    def peers(self) -> Mapping[int, Heartbeat]:
         """The others' last signs of life, by rank, while they are looked for."""
         return self._signs.beats
 
@@ -60,13 +60,13 @@ class Correspondence:
         """Whether another rank told, when last looked for, that it hangs."""
         return self._signs.others_hang
 
-    def report(self, report: Report) -> None:
+    def report(self, report: RankReport) -> None:
         """Leave a report."""
-        self._outbox.post(pack(report))
+        self._outbox.post(encode(report))
 
     def read(
-        self, circles: Iterable[Circle], compared: Circle | None
-    ) -> list[tuple[Circle, Verdict]]:
+        self, circles: Iterable[RankSet], compared: RankSet | None
+    ) -> list[tuple[RankSet, CompareResult]]:
         """Convene the circles of which this rank is the first, and return all new verdicts.
 
         Args:
@@ -97,7 +97,7 @@ class Correspondence:
         """
         self._signs.beat(arrived, pause)
 
-    def look_for_peers(self, circles: Iterable[Circle], *, is_stuck: bool) -> None:
+    def look_for_peers(self, circles: Iterable[RankSet], *, is_stuck: bool) -> None:
         """Look who hangs and, now and then, for the signs of life of all that share a circle.
 
         Args:
@@ -115,14 +115,16 @@ class Correspondence:
         """Tell the others that this rank hangs."""
         self._signs.tell_of_hang()
 
-    def _read_verdicts(self, key: str) -> list[Verdict]:
+    def _read_verdicts(self, key: str) -> list[CompareResult]:
         inbox = self._verdicts.get(key)
         if inbox is None:
-            inbox = self._verdicts[key] = Inbox(self._store, verdict_stream(key), self._now)
+            inbox = self._verdicts[key] = StoreLogReader(
+                self._store, verdict_stream(key), self._now
+            )
         verdicts = []
         for text in inbox.take(self._patience_seconds):
             try:
-                verdicts.append(unpack(text))
+                verdicts.append(decode(text))
             except ValueError:  # of another version of zerowatch
                 self._on_failure()
         return verdicts

@@ -12,7 +12,7 @@ FIRST_PAUSE_SECONDS = 30.0
 LONGEST_PAUSE_SECONDS = 300.0
 
 
-class Connection:
+class StoreConnection:
     """Used on one thread, but for `hurry`.
 
     Args:
@@ -57,7 +57,7 @@ class Connection:
         """Give the client up, as the ranks meet elsewhere."""
         self._client = None
 
-    def hurry(self, timeout_seconds: float) -> None:
+    def set_timeout(self, timeout_seconds: float) -> None:
         """Wait no longer than that for an answer from now on. May be called on any thread."""
         client = self._client
         if client is not None:

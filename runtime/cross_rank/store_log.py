@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from .store_connection import Connection
+from .store_connection import StoreConnection
 
 KEPT_TEXTS = 16
 
 
-class Outbox:
+class StoreLogWriter:
     """One rank's row of texts.
 
     Raises:
@@ -22,7 +22,7 @@ class Outbox:
     """
 
     def __init__(
-        self, store: Connection, name: str, now: Callable[[], float] = time.monotonic
+        self, store: StoreConnection, name: str, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
         self._name = name
@@ -45,7 +45,7 @@ class Outbox:
         return self._now() - self._last_posted
 
 
-class Inbox:
+class StoreLogReader:
     """What another rank has written, in order, as far as this rank has not read it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Inbox:
     """
 
     def __init__(
-        self, store: Connection, name: str, now: Callable[[], float] = time.monotonic
+        self, store: StoreConnection, name: str, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
         self._name = name

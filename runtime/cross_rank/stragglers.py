@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
-from .call_report import Pace
+from .call_report import StepTimes
 
 Table = npt.NDArray[np.float64]
 
@@ -21,13 +21,13 @@ EXCHANGES_TO_TURN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class StepTimeReference:
     """What the ranks of a group are compared with: seconds a step, by phase, and a median step."""
 
     step_seconds: float
     busy: tuple[float, ...]
 
-    def scores(self, pace: Pace) -> tuple[float, ...]:
+    def scores(self, pace: StepTimes) -> tuple[float, ...]:
         """Return by how much of a step a rank is slower in each phase; negative if faster."""
         return tuple(
             (busy - usual) / self.step_seconds
@@ -52,7 +52,7 @@ class Straggler:
         )
 
 
-def reference_of(paces: Sequence[Pace]) -> Reference | None:
+def reference_of(paces: Sequence[StepTimes]) -> StepTimeReference | None:
     """Return the median rank's pace, of two ranks the faster one's; None where nothing was done."""
     if not paces:
         return None
@@ -60,7 +60,7 @@ def reference_of(paces: Sequence[Pace]) -> Reference | None:
     busy = _table([pace.busy for pace in paces])
     usual = np.median(busy, axis=0) if len(paces) > 2 else busy.min(axis=0)
     return (
-        Reference(step_seconds=step_seconds, busy=tuple(usual.tolist()))
+        StepTimeReference(step_seconds=step_seconds, busy=tuple(usual.tolist()))
         if step_seconds > 0
         else None
     )
@@ -76,7 +76,7 @@ class StragglerWatch:
         self._named: set[tuple[int, int]] = set()
         self._doubts: Counter[tuple[int, int]] = Counter()  # times that a status was contradicted
 
-    def look(self, paces: Mapping[int, Pace], reference: Reference) -> list[Straggler]:
+    def look(self, paces: Mapping[int, StepTimes], reference: StepTimeReference) -> list[Straggler]:
         """Return the stragglers of one exchange."""
         rows = {rank: row for row, rank in enumerate(paces)}
         busy = _table([pace.busy for pace in paces.values()])
@@ -109,7 +109,7 @@ class StragglerWatch:
         self._doubts = Counter({key: times[key] for key in doubted - turned})
 
 
-def _limits(paces: Mapping[int, Pace], scores: Table, reference: Reference) -> Table:
+def _limits(paces: Mapping[int, StepTimes], scores: Table, reference: StepTimeReference) -> Table:
     """Return, by rank and phase, the score from which on a rank is slow.
 
     With more than two ranks, what the ranks vary anyway is the median absolute deviation of their
@@ -126,7 +126,7 @@ def _limits(paces: Mapping[int, Pace], scores: Table, reference: Reference) -> T
     return limits
 
 
-def _errors(paces: Mapping[int, Pace], reference: Reference) -> Table:
+def _errors(paces: Mapping[int, StepTimes], reference: StepTimeReference) -> Table:
     """Return, by rank and phase, the standard error of the score.
 
     A score is a median over steps: 1.253 sigma / sqrt(n), where sigma = 1.483 MAD.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Causes:
+class WaitCauses:
     """Exposed seconds by root cause; they add up to what was exposed."""
 
     imbalance: float = 0.0

@@ -17,7 +17,7 @@ from .options import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class ModuleVisit:
     """A module is entered (its parameters fetched) or left (released), forward or backward."""
 
     module: int
@@ -34,7 +34,7 @@ class Gather:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _Prefetch:
     """Parameters being gathered by one call; waiting for one of them waits for all."""
 
     parameters: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Flight:
 class _State:
     available: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
-    waiting: dict[int, _Flight] = field(default_factory=dict)
+    waiting: dict[int, _Prefetch] = field(default_factory=dict)
     secondary: set[int] = field(default_factory=set)
     users: dict[int, set[int]] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class TracingError(Exception):
     """DeepSpeed itself would fail here: its fetch queue and the modules disagree."""
 
 
-class Coordinator:
+class Zero3Coordinator:
     """Plays one engine's life, micro-batch by micro-batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class Coordinator:
 
     def __init__(
         self,
-        visits: Sequence[Visit],
+        visits: Sequence[ModuleVisit],
         module_parameters: Sequence[tuple[int, ...]],
         numels: Sequence[int],
         persistent: Iterable[int],
@@ -150,7 +150,7 @@ class Coordinator:
         state.available.update(self._persistent)
         state.secondary.difference_update(trained)
 
-    def _enter(self, visit: Visit) -> None:
+    def _enter(self, visit: ModuleVisit) -> None:
         own = self._parameters[visit.module]
         if not visit.forward:
             self._backward[visit.module] = None
@@ -200,17 +200,17 @@ class Coordinator:
             if part:
                 self._gathers.append(Gather(parameters=part, secondary=secondary))
                 state.in_flight.update(part)
-                flight = _Flight(part)
+                flight = _Prefetch(part)
                 state.waiting.update(dict.fromkeys(part, flight))
         held = sum(self._numels[p] for p in state.available | state.in_flight)
         self.peak_numel = max(self.peak_numel, held)
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, flight: _Prefetch) -> None:
         landed = self._state.in_flight.intersection(flight.parameters)
         self._state.in_flight -= landed
         self._state.available |= landed
 
-    def _leave(self, visit: Visit) -> None:
+    def _leave(self, visit: ModuleVisit) -> None:
         own = self._parameters[visit.module]
         to_release = self._may_release(visit.module) if self._complete else frozenset(own)
         if not visit.forward:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import DsConfigError
-from ..memory.oom.would_fit import Layout, Planned
+from ..memory.oom.would_fit import Layout, LayoutBytes
 from .engine_plan import engine_config, engine_shape
 from .peak import peak_of
 from .shapes import Topology
@@ -25,12 +25,12 @@ _HOMES = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 _NVME_HOMES = (("nvme", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
-def planned_layouts(engine: Any) -> Mapping[Layout, Planned]:
+def planned_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
     """Plan model states for every stage and offload that this engine could have."""
     config, shape = engine_config(engine), engine_shape(engine)
     ranks = dist.get_world_size(engine.seq_data_parallel_group)
     topology = Topology(world_size=ranks, backend=str(dist.get_backend()))
-    planned: dict[Layout, Planned] = {}
+    planned: dict[Layout, LayoutBytes] = {}
     homes = [*product(_STAGES, _HOMES), *product((3,), _NVME_HOMES)]
     for stage, (optimizer, parameters) in homes:
         changed = _with_offload(config, optimizer, parameters)
@@ -39,7 +39,7 @@ def planned_layouts(engine: Any) -> Mapping[Layout, Planned]:
         except DsConfigError:  # this stage cannot do that
             continue
         peak = peak_of(memory, micro_batches=config["gradient_accumulation_steps"])
-        planned[Layout(stage, optimizer, parameters)] = Planned(
+        planned[Layout(stage, optimizer, parameters)] = LayoutBytes(
             device_bytes=peak.device_bytes, host_bytes=peak.host_bytes
         )
     return planned

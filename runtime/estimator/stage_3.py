@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .buckets import fill_buckets
-from .coordinator import Coordinator, Gather, Visit
+from .coordinator import Gather, ModuleVisit, Zero3Coordinator
 from .options import Options
 from .plan import Call
 from .shapes import ModelShape, ModuleShape, Topology
@@ -59,22 +59,22 @@ def persistent_parameters(model: ModelShape, options: Options) -> list[int]:
     return kept
 
 
-def module_visits(model: ModelShape) -> tuple[list[Visit], list[tuple[int, ...]]]:
+def module_visits(model: ModelShape) -> tuple[list[ModuleVisit], list[tuple[int, ...]]]:
     """Return the visits of one micro-batch, and each module's own parameters.
 
     Modules run in the order of the tree, each once. A module's start in backward is seen if its
     output needs a gradient, its end only if its input does.
     """
-    tour = _Tour(model=model, forward=[], backward=[], parameters=[])
+    tour = _ModuleWalk(model=model, forward=[], backward=[], parameters=[])
     tour.run(model.root, False)
     return tour.forward + tour.backward[::-1], tour.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tour:
+class _ModuleWalk:
     model: ModelShape
-    forward: list[Visit]
-    backward: list[Visit]  # last first
+    forward: list[ModuleVisit]
+    backward: list[ModuleVisit]  # last first
     parameters: list[tuple[int, ...]]
 
     def run(self, module: ModuleShape, needs_gradient: bool) -> bool:
@@ -82,17 +82,17 @@ class _Tour:
         number = len(self.parameters)
         self.parameters.append(module.parameters)
         takes_gradient = needs_gradient and module.differentiable_input
-        self.forward.append(Visit(module=number, enters=True, forward=True))
+        self.forward.append(ModuleVisit(module=number, enters=True, forward=True))
         if takes_gradient:
-            self.backward.append(Visit(module=number, enters=False, forward=False))
+            self.backward.append(ModuleVisit(module=number, enters=False, forward=False))
         output = takes_gradient or any(
             self.model.parameters[index].requires_grad for index in module.parameters
         )
         for child in module.children:
             output = self.run(child, output) or output
-        self.forward.append(Visit(module=number, enters=False, forward=True))
+        self.forward.append(ModuleVisit(module=number, enters=False, forward=True))
         if output:
-            self.backward.append(Visit(module=number, enters=True, forward=False))
+            self.backward.append(ModuleVisit(module=number, enters=True, forward=False))
         return output
 
 
@@ -102,7 +102,7 @@ def _gathers_of_a_step(
     visits, parameters = module_visits(model)
     numels = [parameter.numel for parameter in model.parameters]
     persistent = persistent_parameters(model, options)
-    coordinator = Coordinator(visits, parameters, numels, persistent, options)
+    coordinator = Zero3Coordinator(visits, parameters, numels, persistent, options)
     trained = [index for index, p in enumerate(model.parameters) if p.trained]
     for _ in range(_WARM_UP_STEPS + 1):
         gathers = [g for _ in range(micro_batches) for g in coordinator.micro_batch()]

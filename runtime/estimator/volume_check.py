@@ -37,7 +37,7 @@ _REPLACED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class EngineVariant:
     """How an engine goes through its steps, as it stands.
 
     Attributes:
@@ -50,23 +50,23 @@ class Way:
     config: Any
     replaced: tuple[ReferenceType[Any], ...]
 
-    def is_still(self, other: Way) -> bool:
+    def is_still(self, other: EngineVariant) -> bool:
         """Whether nothing was turned between the two."""
         return self.config is other.config and self.replaced == other.replaced
 
 
-def way_of(engine: Any) -> Way:
+def engine_variant(engine: Any) -> EngineVariant:
     """Return how this engine goes through its steps now. Any thread."""
     owners = [getattr(each, "__dict__", {}) for each in (engine, engine.optimizer)]
     found = [owner.get(name) for owner in owners for name in _REPLACED]
-    return Way(
+    return EngineVariant(
         step=engine.global_steps,
         config=engine.config,
         replaced=tuple(ref(each) for each in found if each is not None),
     )
 
 
-class VolumeWatch:
+class WireVolumeCheck:
     """Takes the steps of one run, on the watch thread.
 
     Args:
@@ -80,14 +80,14 @@ class VolumeWatch:
     def __init__(
         self,
         plan: Callable[[int], Plan | None],
-        way: Callable[[], Way | None],
+        way: Callable[[], EngineVariant | None],
         recorder: Recorder,
         *,
         speaks: bool,
     ) -> None:
         self._make_plan = plan
         self._find_way = way
-        self._way: Way | None = None
+        self._way: EngineVariant | None = None
         self._settled_step = 0
         self._recorder = recorder
         self._speaks = speaks

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..collectives.comm_time import Interval, Union
+from ..collectives.comm_time import Interval, IntervalUnion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShares:
+class ComputeCommOverlap:
     """Seconds of a step by part; the parts exclude each other and add up to it.
 
     On CPU, where a part is what the training thread runs, time in Python is idle.
@@ -43,12 +43,12 @@ class StepShares:
 
 def step_shares(
     window: Interval, compute: Iterable[Interval], comm: Iterable[Interval]
-) -> StepShares:
+) -> ComputeCommOverlap:
     """Split a window by what went on in it; intervals may overlap, and reach beyond it."""
     computing, communicating = _within(window, compute), _within(window, comm)
-    compute_ns, comm_ns = Union().cover(computing), Union().cover(communicating)
-    busy_ns = Union().cover(computing + communicating)
-    return StepShares(
+    compute_ns, comm_ns = IntervalUnion().cover(computing), IntervalUnion().cover(communicating)
+    busy_ns = IntervalUnion().cover(computing + communicating)
+    return ComputeCommOverlap(
         compute=(busy_ns - comm_ns) / 1e9,
         comm=(busy_ns - compute_ns) / 1e9,
         overlap=(compute_ns + comm_ns - busy_ns) / 1e9,

@@ -9,9 +9,9 @@ from typing import Any
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
-from ..common.fail_open import Hooks
-from ..common.patching import Wrap
-from ..common.phase_timer import DATA, EVAL, PhaseClock
+from ..common.fail_open import FailOpen
+from ..common.patching import AttributePatch
+from ..common.phase_timer import DATA, EVAL, PhaseTimer
 
 LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 
@@ -19,14 +19,14 @@ LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 class DataHooks:
     """Times `__next__` of loaders, the outermost on the training thread, until `restore`."""
 
-    def __init__(self, clock: PhaseClock, hooks: Hooks, is_training: Callable[[], bool]) -> None:
+    def __init__(self, clock: PhaseTimer, hooks: FailOpen, is_training: Callable[[], bool]) -> None:
         self._thread = threading.get_ident()
         self._clock = clock
         self._is_training = is_training
         self._open = True
         self._enter = hooks.guard("data", self._begin)
         self._leave = hooks.guard("data", clock.leave)
-        self._wraps = [Wrap(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES]
+        self._wraps = [AttributePatch(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES]
 
     def restore(self) -> None:
         """Take the hooks off again."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ..common.device_scalar import Number
-from ..common.fail_open import Hooks
-from ..common.patching import Wrap
-from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseClock
+from ..common.fail_open import FailOpen
+from ..common.patching import AttributePatch
+from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
 from .batch_shape import BatchShape, batch_shape
 from .memory_hooks import MemoryHooks
-from .output_loss import loss_in, nowhere, weakly
+from .output_loss import _no_output, _weak_output, extract_loss
 from .pipeline_hooks import INSTRUCTION_MAP, PHASE_OF_INSTRUCTION, InstructionMap, loaded_shape
-from .step_counts import Window
+from .step_counts import StepCounts
 
 ENGINE_METHODS = (
     "forward",
@@ -48,19 +48,19 @@ class EngineHooks:
     def __init__(
         self,
         engine: Any,
-        clock: PhaseClock,
-        hooks: Hooks,
+        clock: PhaseTimer,
+        hooks: FailOpen,
         memory: MemoryHooks,
-        on_step_ended: Callable[[Window], None],
+        on_step_ended: Callable[[StepCounts], None],
     ) -> None:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
         self._clock = clock
         self._open = True
-        self._window = Window()
+        self._window = StepCounts()
         self._shapes: list[BatchShape] = []
         self._loss: Number = None
-        self._output: Callable[[], Any] = nowhere
+        self._output: Callable[[], Any] = _no_output
         self._inside_backward = False
         self._bare_backward = False
         self._steps_before = self._skipped_before = 0
@@ -72,8 +72,8 @@ class EngineHooks:
         self._raised = hooks.guard("post-mortem", memory.raised)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
-        self._wraps: list[Wrap | InstructionMap] = [
-            Wrap(engine, name, partial(self._wrapper, name))
+        self._wraps: list[AttributePatch | InstructionMap] = [
+            AttributePatch(engine, name, partial(self._wrapper, name))
             for name in names
             if hasattr(engine, name)
         ]
@@ -89,7 +89,7 @@ class EngineHooks:
 
     def window_aborted(self) -> None:
         """Forget the micro-batches so far: they will run again, and count then."""
-        self._window = Window()
+        self._window = StepCounts()
         self._shapes, self._loss = [], None
 
     @property
@@ -205,10 +205,10 @@ class EngineHooks:
     def _forward_ended(self, output: Any, returned: bool) -> None:
         self._clock.leave()
         # Weakly, and looked at only if a plain backward comes: it may hold the whole graph.
-        self._output = weakly(output)
+        self._output = _weak_output(output)
 
     def _backward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._loss = loss_in(args[0] if args else kwargs.get("loss"))
+        self._loss = extract_loss(args[0] if args else kwargs.get("loss"))
         if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
             self._window.losses_are_shares = True  # the caller has divided them already
         self._inside_backward = True
@@ -224,7 +224,7 @@ class EngineHooks:
         """Notice a plain `loss.backward()`, on whatever thread autograd runs it."""
         if not self._bare_backward:
             self._bare_backward = True
-            self._loss = loss_in(self._output())
+            self._loss = extract_loss(self._output())
             self._clock.enter(BACKWARD)
 
     def _gradients_done(self) -> None:
@@ -248,7 +248,7 @@ class EngineHooks:
         Only the first stage sees what goes in. The others know how many samples it should be.
         """
         window = self._window
-        window.add(self._shapes, loss_in(loss))
+        window.add(self._shapes, extract_loss(loss))
         window.micro_batches = engine.micro_batches
         if window.samples is None:
             window.samples = engine.micro_batches * engine.train_micro_batch_size_per_gpu()
@@ -271,7 +271,7 @@ class EngineHooks:
             return
         if self._is_pipeline:
             self._count_pipeline(engine, result)
-        window, self._window = self._window, Window()
+        window, self._window = self._window, StepCounts()
         window.skipped = engine.skipped_steps != self._skipped_before
         self._shapes = []  # of forwards that no backward came for
         self._on_step_ended(window)

@@ -10,11 +10,11 @@ import torch
 from ...metrics.catalog import training
 from ...metrics.recorder import Recorder
 from ...metrics.settings import FlopsSettings
-from ..common.fail_open import Hooks
+from ..common.fail_open import FailOpen
 from ..devices.choose import peak_flops_per_second
 from .batch_shape import batch_shape
 from .flops import FlopsTerms, flops_terms
-from .step_counts import Window
+from .step_counts import StepCounts
 
 # Backward computes the gradients of inputs and of weights: twice the arithmetic of forward
 # (PaLM, arXiv 2204.02311, appendix B).
@@ -22,7 +22,7 @@ FORWARD_AND_BACKWARD = 3.0
 
 
 def flops_counter(
-    module: torch.nn.Module, method: Literal["analytic", "profiler", "off"], hooks: Hooks
+    module: torch.nn.Module, method: Literal["analytic", "profiler", "off"], hooks: FailOpen
 ) -> FlopsCounter:
     """Return what tells a window's floating point operations."""
     if method == "profiler":
@@ -46,7 +46,7 @@ def publish_peak(
 class FlopsCounter(Protocol):
     """Tells the arithmetic of a window; keeps no model alive after `close`."""
 
-    def __call__(self, window: Window) -> float | None:
+    def __call__(self, window: StepCounts) -> float | None:
         """Return floating point operations, or None where they are not known."""
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class AnalyticFlops:
     def __init__(self, terms: FlopsTerms | None) -> None:
         self._terms = terms
 
-    def __call__(self, window: Window) -> float | None:
+    def __call__(self, window: StepCounts) -> float | None:
         """Return floating point operations, or None where the batch shows no tokens."""
         if self._terms is None or window.tokens is None:
             return None
@@ -76,7 +76,7 @@ class ProfiledFlops:
     Its own hooks run behind ours, so what it left on the modules goes with the next forward.
     """
 
-    def __init__(self, module: torch.nn.Module, hooks: Hooks) -> None:
+    def __init__(self, module: torch.nn.Module, hooks: FailOpen) -> None:
         from deepspeed.profiling.flops_profiler import FlopsProfiler
 
         self._profiler: Any = FlopsProfiler(module)
@@ -90,7 +90,7 @@ class ProfiledFlops:
             module.register_forward_hook(lambda module, args, output: end(), always_call=True),
         ]
 
-    def __call__(self, window: Window) -> float | None:
+    def __call__(self, window: StepCounts) -> float | None:
         """Return floating point operations, or None before the first forward was counted."""
         if self._per_sample is None or window.samples is None:
             return None

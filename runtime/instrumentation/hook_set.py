@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..collectives.batch import Batch
-from ..collectives.roles import role_of, role_of_pairs
+from ..collectives.roles import p2p_role, role_of
 from ..common.phase_timer import CHECKPOINT
 from .dataloader_hooks import DataHooks
 from .engine_hooks import EngineHooks
 from .memory_hooks import MemoryHooks
-from .raw_step import ClosedStep
-from .step_closer import StepCloser
-from .watch_context import Surroundings
+from .raw_step import RawStep
+from .step_closer import StepCollector
+from .watch_context import WatchContext
 
 
-class EngineSide:
+class EngineInstrumentation:
     """Hooks of one watch until `restore`; its collectives are those of the whole process.
 
     Args:
@@ -30,10 +30,10 @@ class EngineSide:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: WatchContext,
         engine: Any,
         memory: MemoryHooks,
-        give: Callable[[Batch | ClosedStep], None],
+        give: Callable[[Batch | RawStep], None],
         profile: Callable[[int], None] | None,
     ) -> None:
         self._around = around
@@ -60,9 +60,9 @@ class EngineSide:
         self._earlier_ns += self._engine_hooks.cost_ns
         self._memory.move_to(engine)
         notes = self._around.notes
-        notes.groups.name_roles(role_of, role_of_pairs)
+        notes.groups.set_roles(role_of, p2p_role)
         self._give(notes.take())
-        notes.groups.take_coverage()
+        notes.groups.drain_coverage()
         self._engine_hooks = self._hook(engine)
 
     def window_aborted(self) -> None:
@@ -86,7 +86,7 @@ class EngineSide:
 
     def _hook(self, engine: Any) -> EngineHooks:
         around, memory = self._around, self._memory
-        close_step = StepCloser(
+        close_step = StepCollector(
             engine,
             around.clock,
             around.notes,

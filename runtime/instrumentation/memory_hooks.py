@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...metrics.catalog.labels import PHASES
-from ..common.fail_open import Hooks
-from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseClock
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseTimer
 from ..devices.memory.free_heap import free_heap_bytes
 from ..memory.categories import Held
 from ..memory.category_sums import larger_of
-from ..memory.engine_memory import engine_holdings
+from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.series import Shape
-from ..memory.memory_reader import MemoryMeter
-from ..memory.step_sample import CloseLook, MemoryReading, neediest
+from ..memory.memory_reader import MemoryReader
+from ..memory.step_sample import DetailedSample, StepMemorySample, largest_shapes
 from .batch_shape import BatchShape
 
 T = TypeVar("T")
@@ -48,9 +48,9 @@ class MemoryHooks:
     def __init__(
         self,
         engine: Any,
-        meter: MemoryMeter,
-        clock: PhaseClock,
-        hooks: Hooks,
+        meter: MemoryReader,
+        clock: PhaseTimer,
+        hooks: FailOpen,
         *,
         judge: Callable[[Shape], object],
         raised: Callable[[BaseException], object],
@@ -77,7 +77,7 @@ class MemoryHooks:
         self._look_seconds = look_seconds
         self._shapes: dict[Shape, None] = {}
         self._reading_due = self._look_due = 0.0
-        self._holdings = hooks.guard("memory categories", engine_holdings)
+        self._holdings = hooks.guard("memory categories", bytes_by_category)
         self._phase_ended = hooks.guard("memory phases", self._read_phase)
         self._readings_left = [0, 0]  # of all else, and of passes
         self._phase_peaks: dict[str, dict[str, float]] = {}
@@ -99,7 +99,7 @@ class MemoryHooks:
         length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
         batch = self.shape = Shape(shape.samples, length)
         if len(self._shapes) >= MOST_SHAPES:
-            self._shapes = dict.fromkeys(neediest(tuple(self._shapes)))
+            self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
         self._judge(batch)
 
@@ -115,14 +115,14 @@ class MemoryHooks:
         engine = self._engine()
         if self._clock.on_change is None or engine is None:
             return
-        self._meter.take_phase()  # what passed belongs to no phase that is read from here on
+        self._meter.sample_phase()  # what passed belongs to no phase that is read from here on
         self._readings_left[True] = max(self._readings_left[True], READINGS_OF_UPDATE)
         held = self._add_up(engine)
         if held is not None and self._held_in_backward is not None:
             held = larger_of(self._held_in_backward, held)
         self._held_before = held
 
-    def step_ended(self) -> MemoryReading | None:
+    def step_ended(self) -> StepMemorySample | None:
         """Return this step's reading; None where the last one is too fresh."""
         now = time.monotonic()
         look = self._end_look()
@@ -130,7 +130,7 @@ class MemoryHooks:
             return None
         self._reading_due = now + READING_SECONDS
         shapes, self._shapes = tuple(self._shapes), {}
-        reading = MemoryReading(
+        reading = StepMemorySample(
             readings=self._meter.take(),
             shapes=shapes,
             trained_only=not self._clock.strayed,
@@ -155,7 +155,7 @@ class MemoryHooks:
         self._looks_cost = 0.0
         self._clock.on_change = self._phase_ended
 
-    def _end_look(self) -> CloseLook | None:
+    def _end_look(self) -> DetailedSample | None:
         engine = self._engine()
         if self._clock.on_change is None or engine is None:
             return None
@@ -163,7 +163,7 @@ class MemoryHooks:
         before, after = self._held_before, self._add_up(engine)
         if before is None or after is None:
             return None
-        return CloseLook(
+        return DetailedSample(
             phase_peaks=self._phase_peaks,
             held_before=before,
             held_after=after,
@@ -187,7 +187,7 @@ class MemoryHooks:
             if self._readings_left[is_pass] <= 0:
                 return
             self._readings_left[is_pass] -= 1
-        for device, states in self._meter.take_phase().items():
+        for device, states in self._meter.sample_phase().items():
             peak = states.get("peak_allocated", states.get("allocated", 0.0))
             peaks = self._phase_peaks.setdefault(device, {})
             name = PHASES[phase]

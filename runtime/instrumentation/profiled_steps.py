@@ -19,8 +19,8 @@ from ...metrics.catalog import communication
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.comm_time import Interval
-from ..common.patching import Wrap
-from .compute_comm_overlap import StepShares, step_shares
+from ..common.patching import AttributePatch
+from .compute_comm_overlap import ComputeCommOverlap, step_shares
 
 MARK = "zerowatch: profiled step"
 # What the training thread runs between operators, waits included.
@@ -40,7 +40,7 @@ class ProfiledSteps:
         self._on_cuda = on_cuda
         self._profile: Any = None
         self._mark: Any = None
-        self._wraps: list[Wrap] = []
+        self._wraps: list[AttributePatch] = []
         self._finished: tuple[int, Any] | None = None
 
     def step_ended(self, step: int) -> None:
@@ -91,7 +91,7 @@ class ProfiledSteps:
         self._mark.__enter__()
         owner = autograd_profiler.profile
         self._wraps = [
-            Wrap(owner, name, self._make_way) for name in ("_prepare_trace", "__enter__")
+            AttributePatch(owner, name, self._make_way) for name in ("_prepare_trace", "__enter__")
         ]
 
     def _stop(self) -> Any:
@@ -112,7 +112,7 @@ class ProfiledSteps:
         return starts
 
 
-def read_shares(events: Iterable[Any], *, on_cuda: bool) -> StepShares | None:
+def read_shares(events: Iterable[Any], *, on_cuda: bool) -> ComputeCommOverlap | None:
     """Split the marked step by kineto's events; None where the mark is missing.
 
     On CUDA what runs on the device counts, and a kernel of NCCL is communication. On CPU compute is

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
-from ..collectives.totals import StepComm
+from ..collectives.totals import StepCommTotals
 from ..common.device_scalar import Number, arrived, mean, read, total
 from ..common.phase_timer import PhaseInterval
 from ..memory.memory_reader import Readings
-from ..memory.step_sample import MemoryReading
-from .step_counts import Window
+from ..memory.step_sample import StepMemorySample
+from .step_counts import StepCounts
 
 
 @dataclass(slots=True)
-class ClosedStep:
+class RawStep:
     """What the training thread knows when a step has ended.
 
     `trace` names the span of the script's own that it ended in; `intervals` when each phase had the
@@ -29,13 +29,13 @@ class ClosedStep:
     ended_at: float
     phase_ns: list[int]
     intervals: Iterable[PhaseInterval]
-    window: Window
+    window: StepCounts
     coverage: float | None
     gradient_norm: Number
     learning_rate: Number
     loss_scale: Number
     trace: Mapping[str, str] | None
-    memory: MemoryReading | None
+    memory: StepMemorySample | None
     batch: Batch
 
     def settled(self) -> bool:
@@ -44,7 +44,7 @@ class ClosedStep:
         return all(map(arrived, numbers)) and self.batch.settled()
 
     def record(
-        self, comm: StepComm, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
+        self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
     ) -> StepRecord:
         """Make the step's record, once `settled`."""
         window, phase_ns, memory = self.window, self.phase_ns, self.memory

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ...metrics.exporters.opentelemetry import current_trace_labels
-from ..collectives.recorder import Notes
+from ..collectives.recorder import CallRecorder
 from ..common.device_scalar import Number, number
-from ..common.fail_open import Hooks
-from ..common.phase_timer import PhaseClock
-from ..memory.step_sample import MemoryReading
-from .raw_step import ClosedStep
-from .step_counts import Window
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
+from ..memory.step_sample import StepMemorySample
+from .raw_step import RawStep
+from .step_counts import StepCounts
 
 # Asking the groups costs more than the rest of a step's end.
 COVERAGE_SECONDS = 1.0
 
 
-class StepCloser:
+class StepCollector:
     """Closes the steps of one engine, which it holds weakly.
 
     What is read of the engine is guarded each by itself: a number that cannot be had is None, and
@@ -30,11 +30,11 @@ class StepCloser:
     def __init__(
         self,
         engine: Any,
-        clock: PhaseClock,
-        notes: Notes,
-        hooks: Hooks,
-        give: Callable[[ClosedStep], None],
-        read_memory: Callable[[], MemoryReading | None],
+        clock: PhaseTimer,
+        notes: CallRecorder,
+        hooks: FailOpen,
+        give: Callable[[RawStep], None],
+        read_memory: Callable[[], StepMemorySample | None],
         profile: Callable[[int], None] | None = None,
     ) -> None:
         self._engine = weakref.ref(engine)
@@ -43,7 +43,7 @@ class StepCloser:
         self._give = give
         self._read_memory = hooks.guard("memory", read_memory)
         self._coverage_due = 0.0
-        self._coverage = hooks.guard("coverage", notes.groups.take_coverage)
+        self._coverage = hooks.guard("coverage", notes.groups.drain_coverage)
         self._trace = hooks.guard("trace", current_trace_labels)
         self._gradient_norm = hooks.guard("gradient_norm", _gradient_norm)
         self._learning_rate = hooks.guard("learning_rate", _learning_rate)
@@ -51,12 +51,12 @@ class StepCloser:
         self._profile = None if profile is None else hooks.guard("profile", profile)
         self._scales_loss: bool = engine.fp16_enabled()
 
-    def __call__(self, window: Window) -> None:
+    def __call__(self, window: StepCounts) -> None:
         """Close the step whose window this is."""
         engine = self._engine()
         if engine is None:
             return
-        closed = ClosedStep(
+        closed = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
             phase_ns=self._clock.take(),

@@ -9,7 +9,7 @@ from .batch_shape import BatchShape
 
 
 @dataclass(slots=True)
-class Window:
+class StepCounts:
     """The micro-batches since the last step, as this rank saw them.
 
     `losses_are_shares` says that they were divided by the number of micro-batches before backward,

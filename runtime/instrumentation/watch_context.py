@@ -9,14 +9,14 @@ from typing import Any
 
 from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
-from ..collectives.recorder import Notes
-from ..common.fail_open import Hooks
-from ..common.phase_timer import PhaseClock
-from ..common.process_info import Identity
+from ..collectives.recorder import CallRecorder
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
+from ..common.process_info import ProcessInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class WatchContext:
     """The watch of one engine, as its parts see it.
 
     `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
@@ -25,12 +25,12 @@ class Surroundings:
     """
 
     engine: Callable[[], Any]
-    identity: Identity
+    identity: ProcessInfo
     epoch: int
     settings: Settings
-    notes: Notes
-    clock: PhaseClock
+    notes: CallRecorder
+    clock: PhaseTimer
     run_id: Callable[[], str | None]
     folder: Callable[[], Path | None]
     recorder: Recorder
-    hooks: Hooks
+    hooks: FailOpen

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..devices.memory.resident_bytes import touched_bytes
+from ..devices.memory.resident_bytes import resident_bytes
 from .categories import COMM_BUFFERS, HELD, Held
 from .engine_tensors import engine_tensors
 
 _CPU = torch.device("cpu")
 
 
-def engine_holdings(engine: Any) -> Held:
+def bytes_by_category(engine: Any) -> Held:
     """Return bytes by device ("cpu", "cuda:0") and category, of every device that holds anything.
 
     Args:
@@ -53,7 +53,7 @@ def _new_bytes(found: list[Any], seen: set[int], *, as_buffers: bool) -> dict[to
         seen.add(address)
         device, size = tensor.device, storage.nbytes()
         if as_buffers and device == _CPU:
-            size = touched_bytes(address, size)
+            size = resident_bytes(address, size)
         sums[device] = sums.get(device, 0) + size
     return sums
 

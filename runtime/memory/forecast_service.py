@@ -13,7 +13,7 @@ from ...metrics.recorder import Recorder
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..common.units import format_bytes
 from .forecast.forecaster import Forecaster
-from .forecast.memory_forecast import Outlook
+from .forecast.memory_forecast import MemoryForecast
 from .forecast.series import PeakPoint, Shape
 from .oom.evidence import Foresight
 
@@ -31,7 +31,7 @@ HARMLESS_RISK = 0.01
 LAST_PEAKS = 20
 
 
-class Forecasts:
+class MemoryForecasts:
     """One forecaster per device. `judge` runs on the training thread, all else on the watch thread.
 
     Attributes:
@@ -42,7 +42,7 @@ class Forecasts:
 
     def __init__(self, recorder: Recorder) -> None:
         self.risks: Mapping[str, float] = {}
-        self.outlooks: Mapping[str, Outlook] = {}
+        self.outlooks: Mapping[str, MemoryForecast] = {}
         self.foreseen: dict[str, int | None] = {}
         self._recorder = recorder
         self._forecasters: dict[str, Forecaster] = {}
@@ -131,12 +131,12 @@ class Forecasts:
             risk_ratio=self.risks.get(device),
         )
 
-    def _risk(self, device: str, outlook: Outlook) -> float:
+    def _risk(self, device: str, outlook: MemoryForecast) -> float:
         """Return the risk; a limit that was passed, as a budget can be, is none any more."""
         last, _ = self._last[device][-1]
         return 1.0 if last.peak_bytes > last.limit_bytes else outlook.risk_ratio
 
-    def _publish(self, device: str, outlook: Outlook) -> None:
+    def _publish(self, device: str, outlook: MemoryForecast) -> None:
         put = self._recorder
         put.set(memory.MEMORY_PREDICTED_PEAK, outlook.predicted_peak_bytes, device)
         put.set(memory.MEMORY_PREDICTION_ERROR, outlook.error_ratio, device)
@@ -145,7 +145,7 @@ class Forecasts:
         if math.isfinite(outlook.headroom_bytes):
             put.set(memory.MEMORY_HEADROOM, outlook.headroom_bytes, device)
 
-    def _warn(self, device: str, outlook: Outlook) -> None:
+    def _warn(self, device: str, outlook: MemoryForecast) -> None:
         """Say once that memory will run out, and not again before that was over."""
         risk = self.risks[device]
         if risk < REARM_RISK:
@@ -166,7 +166,9 @@ class Forecasts:
                 else "",
             )
 
-    def _warn_of_batch(self, device: str, shape: Shape, outlook: Outlook, risk: float) -> None:
+    def _warn_of_batch(
+        self, device: str, shape: Shape, outlook: MemoryForecast, risk: float
+    ) -> None:
         """Say so at once, on the training thread: the kernel may kill this process next."""
         now = time.monotonic()
         if now < self._batch_alarm_due:
@@ -184,7 +186,7 @@ class Forecasts:
         )
 
 
-def _is_near(outlook: Outlook) -> bool:
+def _is_near(outlook: MemoryForecast) -> bool:
     return (
         outlook.eta_steps < NEAR_STEPS or outlook.headroom_bytes < NEAR_RATIO * outlook.limit_bytes
     )

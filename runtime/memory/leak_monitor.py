@@ -14,7 +14,7 @@ from ...metrics.recorder import Recorder
 from ..common.units import format_bytes
 from .forecast.leak import Leak, find_leak
 from .forecast.series import PeakPoint
-from .leak_tracer import LeakSites
+from .leak_tracer import LeakTracer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Device:
     growth_bytes_per_step: float | None = None
 
 
-class LeakWatch:
+class LeakMonitor:
     """Looks for leaks on the watch thread. `folder` gives the run folder, where there is one."""
 
     def __init__(
@@ -50,7 +50,7 @@ class LeakWatch:
         self._recorder = recorder
         self._devices: dict[str, _Device] = {}
         self._due = 0.0
-        self._sites = LeakSites(rank, folder) if trace_sites else None
+        self._sites = LeakTracer(rank, folder) if trace_sites else None
 
     def add(self, points: Mapping[str, PeakPoint]) -> None:
         """Take the readings at the end of a step, by device."""
@@ -94,7 +94,7 @@ class LeakWatch:
     def _tell(self, device: str, known: _Device, leak: Leak | None) -> None:
         category = None if leak is None else _growing(known.looks, leak.since_step)
         if known.category is not None and known.category != category:
-            self._recorder.withdraw(memory.MEMORY_LEAK, device, known.category)
+            self._recorder.remove(memory.MEMORY_LEAK, device, known.category)
         if leak is not None and category is not None:
             self._recorder.set(memory.MEMORY_LEAK, leak.bytes_per_step, device, category)
             if not known.is_told:

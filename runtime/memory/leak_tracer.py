@@ -31,7 +31,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 TensorKind = tuple[str, tuple[int, ...], str]
 
 
-class LeakSites:
+class LeakTracer:
     """Traces once, from `start` until a minute later. Used on the watch thread."""
 
     def __init__(self, rank: int, folder: Callable[[], Path | None]) -> None:

@@ -12,7 +12,7 @@ Readings = Mapping[str, Reading]
 _PEAKS = ("peak_allocated", "peak_reserved")
 
 
-class MemoryMeter:
+class MemoryReader:
     """Reads all probes at once. A probe's peak is that since it was last read, by anybody.
 
     Safe on any thread. A reading takes 0.02 ms, and 0.1 ms where caches are cold.
@@ -54,7 +54,7 @@ class MemoryMeter:
             peaks, self._peaks, self._phase_peaks = self._peaks, {}, {}
         return _with_peaks(readings, peaks)
 
-    def take_phase(self) -> Readings:
+    def sample_phase(self) -> Readings:
         """Return the same, with the peaks since this or `take` was last called."""
         with self._lock:
             readings = self._read()

@@ -8,11 +8,11 @@ from ...metrics.catalog import memory
 from ...metrics.recorder import Recorder
 from .category_sums import categories_at_peak
 from .memory_reader import Reading, Readings
-from .sliding_max import RecentPeak
-from .step_sample import MemoryReading
+from .sliding_max import SlidingMax
+from .step_sample import StepMemorySample
 
 
-class MemoryFigures:
+class MemoryMetrics:
     """Publishes what was read. Used on the watch thread alone.
 
     Attributes:
@@ -26,9 +26,9 @@ class MemoryFigures:
         self._baseline_bytes = baseline_bytes
         for device, size in baseline_bytes.items():
             recorder.set(memory.MEMORY_BASELINE, size, device)
-        self._peaks: dict[tuple[str, str], RecentPeak] = {}
+        self._peaks: dict[tuple[str, str], SlidingMax] = {}
 
-    def publish(self, reading: MemoryReading) -> None:
+    def publish(self, reading: StepMemorySample) -> None:
         """Publish the end of a step."""
         with self._recorder.commit():
             self.publish_states(reading.readings)
@@ -46,12 +46,12 @@ class MemoryFigures:
                 elif state == "unusable":
                     put.set(memory.MEMORY_FRAGMENTATION, value, device)
                 elif state.startswith("peak_"):
-                    peak = self._peaks.setdefault((device, state), RecentPeak()).add(value)
+                    peak = self._peaks.setdefault((device, state), SlidingMax()).add(value)
                     put.set(memory.MEMORY_BYTES, peak, device, state)
                 else:
                     put.set(memory.MEMORY_BYTES, value, device, state)
 
-    def _publish_look(self, device: str, states: Reading, reading: MemoryReading) -> None:
+    def _publish_look(self, device: str, states: Reading, reading: StepMemorySample) -> None:
         look = reading.look
         if look is None or "allocated" not in states:
             return

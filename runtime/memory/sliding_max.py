@@ -9,7 +9,7 @@ from collections.abc import Callable
 WINDOW_SECONDS = 60.0  # at least as long as the usual scrape intervals
 
 
-class RecentPeak:
+class SlidingMax:
     """Keeps, in falling order, the values that may yet be the highest of the window."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

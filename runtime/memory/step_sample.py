@@ -11,7 +11,7 @@ from .memory_reader import Reading, Readings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseLook:
+class DetailedSample:
     """A step looked at closely.
 
     Attributes:
@@ -29,7 +29,7 @@ class CloseLook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReading:
+class StepMemorySample:
     """All devices at the end of a step; peaks and `shapes` are those since the reading before.
 
     `trained_only` says that there was neither evaluation nor a checkpoint meanwhile.
@@ -38,11 +38,11 @@ class MemoryReading:
     readings: Readings
     shapes: tuple[Shape, ...]
     trained_only: bool = True
-    look: CloseLook | None = None
+    look: DetailedSample | None = None
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
         """Return, by device, what forecasts are made from."""
-        shapes = neediest(self.shapes)
+        shapes = largest_shapes(self.shapes)
         return {
             device: _point(step, states, shapes)
             for device, states in self.readings.items()
@@ -50,7 +50,7 @@ class MemoryReading:
         }
 
 
-def neediest(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
+def largest_shapes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     """Leave out each micro-batch that another one is at least as large as, in both ways."""
     if len(shapes) < 2:
         return shapes

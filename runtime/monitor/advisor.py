@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
 from ...metrics.snapshot import Snapshot
-from ..instrumentation.watch_context import Surroundings
+from ..instrumentation.watch_context import WatchContext
 from ..tuner.job_facts import job_facts
 from ..tuner.policy.decision import Mode
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
 from ..tuner.policy.experiment import Conclusion
-from ..tuner.policy.metrics_delta import Reading, reading_of
+from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
 from ..tuner.policy.numerics import JobFacts, contract_named
-from ..tuner.policy.proposals import Situation, propose
+from ..tuner.policy.proposals import TunerInput, propose
 from ..tuner.policy.types import Symptom
-from ..tuner.reporting import TunerVoice
+from ..tuner.reporting import TunerReporter
 from ..tuner.thresholds import thresholds_of
 from .engine_info import is_data_parallel
 
 if TYPE_CHECKING:
-    from ..tuner.knobs.engine_knobs import EngineHands
+    from ..tuner.knobs.engine_knobs import EngineKnobs
 
 
 WARMUP_STEPS = 5
 # Of a stretch that is looked at: exposed communication is told some seconds late.
 LEAST_SECONDS, LEAST_STEPS = 30.0, 20
 # An idle device mostly waits for communication or for Python: one advice against all of these.
-ONE_ILL = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
+WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
 
 
 class Advisor:
@@ -43,7 +43,7 @@ class Advisor:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: WatchContext,
         send: Callable[[Span], object],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,7 +51,7 @@ class Advisor:
         speaks = around.identity.rank == 0 and around.settings.tuner.mode != "off"
         self._new_hands = around.hooks.guard("advisor", _engine_hands)() if speaks else None
         self._speaks = self._new_hands is not None
-        self._voice: TunerVoice | None = None
+        self._voice: TunerReporter | None = None
         self._before: Snapshot | None = None
         self._since, self._first_step = 0.0, 0
         self._facts: JobFacts | None = None
@@ -69,18 +69,18 @@ class Advisor:
             and engine.global_steps - self._first_step >= LEAST_STEPS
         ):
             before, after = self._before, self._around.recorder.snapshot()
-            self._advise(self._begin(engine, after), engine, reading_of(before, after))
+            self._advise(self._begin(engine, after), engine, metrics_between(before, after))
 
-    def fall_silent(self) -> None:
+    def disable(self) -> None:
         """Say nothing from now on, as where the run ends by an error: that must be what is read."""
         self._speaks = False
 
-    def hand_over(self, mode: Mode) -> TunerVoice:
+    def transfer_reporter(self, mode: Mode) -> TunerReporter:
         """Fall silent for good, and return the voice for who tunes this run instead."""
-        self.fall_silent()
+        self.disable()
         return self._new_voice(mode)
 
-    def _begin(self, engine: Any, snapshot: Snapshot) -> TunerVoice:
+    def _begin(self, engine: Any, snapshot: Snapshot) -> TunerReporter:
         """Begin another stretch."""
         self._before = snapshot
         self._since, self._first_step = self._now(), engine.global_steps
@@ -88,15 +88,15 @@ class Advisor:
             self._voice = self._new_voice("advise")
             self._voice.state("observe")
             # At once, so that a run's series stay the same from its first steps on.
-            self._voice.diagnosed((), Reading())
+            self._voice.diagnosed((), MetricsDelta())
             if self._new_hands is not None and is_data_parallel(engine):
                 hands = self._new_hands(engine, self._around.identity.world_size)
                 self._voice.configured(hands.values())
         return self._voice
 
-    def _new_voice(self, mode: Mode) -> TunerVoice:
+    def _new_voice(self, mode: Mode) -> TunerReporter:
         around = self._around
-        return TunerVoice(
+        return TunerReporter(
             around.recorder,
             folder=around.folder,
             step=lambda: getattr(around.engine(), "global_steps", 0),
@@ -105,7 +105,7 @@ class Advisor:
             send=self._send,
         )
 
-    def _advise(self, voice: TunerVoice, engine: Any, reading: Reading) -> None:
+    def _advise(self, voice: TunerReporter, engine: Any, reading: MetricsDelta) -> None:
         thresholds = thresholds_of(self._around.settings)
         symptoms = diagnose(reading, thresholds)
         voice.diagnosed(symptoms, reading)
@@ -116,7 +116,7 @@ class Advisor:
         seen = set()
         for proposal in propose(situation):
             symptom = proposal.symptom.name
-            ill = "waiting" if symptom in ONE_ILL else symptom
+            ill = "waiting" if symptom in WAITING_SYMPTOMS else symptom
             advice = ill, tuple(sorted(proposal.changes))
             # The best one against each ill; others wait until it was heeded, or is none any more.
             if ill not in seen and advice not in self._said:
@@ -134,10 +134,10 @@ class Advisor:
     def _situation(
         self,
         engine: Any,
-        reading: Reading,
+        reading: MetricsDelta,
         symptoms: Sequence[Symptom],
         thresholds: Thresholds,
-    ) -> Situation | None:
+    ) -> TunerInput | None:
         """Describe the job; None where more than data is shared out: nothing foretells that."""
         if self._new_hands is None or not is_data_parallel(engine):
             return None
@@ -145,7 +145,7 @@ class Advisor:
             self._facts = job_facts(engine)
         tuner = self._around.settings.tuner
         hands = self._new_hands(engine, self._facts.world_size)
-        return Situation(
+        return TunerInput(
             configuration=hands.values(),
             options=hands.options(),
             facts=self._facts,
@@ -160,8 +160,8 @@ class Advisor:
         )
 
 
-def _engine_hands() -> type[EngineHands]:
+def _engine_hands() -> type[EngineKnobs]:
     """Import what knows DeepSpeed's inside; a watch goes on where a release has moved that."""
-    from ..tuner.knobs.engine_knobs import EngineHands
+    from ..tuner.knobs.engine_knobs import EngineKnobs
 
-    return EngineHands
+    return EngineKnobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 
-class OwnLines(logging.StreamHandler):  # type: ignore[type-arg]
+class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to stderr, and falls silent once the script has handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -19,7 +19,7 @@ def show_own_lines() -> None:
     ours = logging.getLogger("zerowatch")
     if logging.getLogger().handlers or ours.handlers:
         return
-    handler = OwnLines()
+    handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
     # Of what is said once per run, this is what everybody wants to know.

@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import DsConfigError
 from ...metrics.step_record import StepRecord
-from ..common.rank_store import StoreClients
-from ..cross_rank.cross_rank_thread import Exchange
-from ..cross_rank.error_analyzer import Inquest
+from ..common.rank_store import StoreClientFactory
+from ..cross_rank.cross_rank_thread import CrossRankThread
+from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
 from ..cross_rank.hang.hang_watch import HangWatch
 from ..cross_rank.hang.sources import watch_for_hangs
 from ..estimator.engine_plan import plan_of_engine
 from ..estimator.plan import Plan
-from ..estimator.volume_check import VolumeWatch, Way, way_of
+from ..estimator.volume_check import EngineVariant, WireVolumeCheck, engine_variant
 from ..instrumentation.profiled_steps import ProfiledSteps
-from ..instrumentation.watch_context import Surroundings
+from ..instrumentation.watch_context import WatchContext
 from .engine_info import cuda_device, is_data_parallel
 
 logger = logging.getLogger(__name__)
 
 
-class Comparison:
+class CrossRankMonitor:
     """Made on the training thread; runs from `start` until `stop`.
 
     Attributes:
@@ -34,11 +34,13 @@ class Comparison:
         step_ended: Called on the training thread with the number of each step; None if not needed.
     """
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, around: WatchContext) -> None:
         hooks, recorder = around.hooks, around.recorder
         self._around = around
         speaks = around.identity.rank == 0
-        volume = VolumeWatch(hooks.guard("plan", self._plan), self._way, recorder, speaks=speaks)
+        volume = WireVolumeCheck(
+            hooks.guard("plan", self._plan), self._engine_variant, recorder, speaks=speaks
+        )
         self.begin_anew = hooks.guard("volume", volume.begin_anew)
         self._exchange = self._new_exchange(volume.ratio)
         self._hang = self._new_hang_watch()
@@ -51,9 +53,11 @@ class Comparison:
         if self._profile is not None:
             self.listeners.append(hooks.guard("profile", self._profile.compare))
         self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang.look}
-        self.inquest = Inquest(around.identity.rank, recorder, self._exchange.report_now)
+        self.inquest = CollectiveErrorAnalyzer(
+            around.identity.rank, recorder, self._exchange.report_now
+        )
         # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
-        self.keep_pace = self._exchange.pace.add if cuda_device() is None else _keep_no_pace
+        self.keep_pace = self._exchange.pace.add if cuda_device() is None else _ignore_pace
         self.step_ended = None if self._profile is None else self._profile.step_ended
 
     @property
@@ -80,11 +84,11 @@ class Comparison:
         self._exchange.stop()
         self._hang.close()
 
-    def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> Exchange:
+    def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> CrossRankThread:
         around, identity, settings = self._around, self._around.identity, self._around.settings
         compares = settings.exchange.enabled and identity.world_size > 1
-        clients = StoreClients(identity.rank, identity.attempt, around.epoch)
-        return Exchange(
+        clients = StoreClientFactory(identity.rank, identity.attempt, around.epoch)
+        return CrossRankThread(
             connect=clients.connect if compares else None,
             rank=identity.rank,
             host=identity.host,
@@ -122,9 +126,9 @@ class Comparison:
         recorder = self._around.recorder
         return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
 
-    def _way(self) -> Way | None:
+    def _engine_variant(self) -> EngineVariant | None:
         engine = self._around.engine()
-        return None if engine is None else way_of(engine)
+        return None if engine is None else engine_variant(engine)
 
     def _plan(self, micro_batches: int) -> Plan | None:
         """Plan a step of this engine; None where more than data parallelism communicates."""
@@ -138,5 +142,5 @@ class Comparison:
             return None
 
 
-def _keep_no_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+def _ignore_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
     """Stand in where phases are not to be compared."""

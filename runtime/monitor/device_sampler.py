@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
-from ..common.fail_open import Hooks
+from ..common.fail_open import FailOpen
 from ..devices.probe import DeviceProbe
 from ..memory.memory_reader import Readings
 
 
-class Sampler:
+class DeviceSampler:
     """Holds the device probes of one rank. Used on the watch thread alone.
 
     Attributes:
@@ -23,7 +23,7 @@ class Sampler:
     def __init__(
         self,
         recorder: Recorder,
-        hooks: Hooks,
+        hooks: FailOpen,
         devices: Sequence[DeviceProbe],
         device_seconds: float,
     ) -> None:

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 logger = logging.getLogger(__name__)
 
 
-def run_facts(engine: Any, run_id: str, world_size: int) -> tuple[str, ...]:
+def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...]:
     """Return the label values of the run's info metric, in their order."""
     return (
         run_id,

@@ -12,21 +12,21 @@ from ...metrics.settings import MemorySettings
 from ..devices.memory.free_heap import free_heap_bytes
 from ..devices.memory.probe import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
-from ..instrumentation.raw_step import ClosedStep
-from ..instrumentation.watch_context import Surroundings
+from ..instrumentation.raw_step import RawStep
+from ..instrumentation.watch_context import WatchContext
 from ..memory.category_sums import baseline
-from ..memory.engine_memory import engine_holdings
+from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.series import PeakPoint
-from ..memory.forecast_service import Forecasts
-from ..memory.leak_monitor import LeakWatch
-from ..memory.memory_reader import MemoryMeter, Readings
-from ..memory.metrics import MemoryFigures
+from ..memory.forecast_service import MemoryForecasts
+from ..memory.leak_monitor import LeakMonitor
+from ..memory.memory_reader import MemoryReader, Readings
+from ..memory.metrics import MemoryMetrics
 from ..memory.offload.traffic import OffloadTraffic
-from ..memory.oom.killed_ranks import find_killed
-from ..memory.oom.liveness_file import LifeFile
+from ..memory.oom.killed_ranks import detect_killed_ranks
+from ..memory.oom.liveness_file import LivenessFile
 from ..memory.oom.parse_error import ends_by_memory
 from ..memory.oom.post_mortem import PostMortem
-from ..memory.step_sample import MemoryReading
+from ..memory.step_sample import StepMemorySample
 from .oom_context import MemoryParts, oom_sources
 
 logger = logging.getLogger(__name__)
@@ -36,26 +36,26 @@ IDLE_SECONDS = 5.0
 MAX_READINGS = 256
 
 
-class MemoryWatch:
+class MemoryMonitor:
     """Made on the training thread; `take` and `publish` run on the watch thread.
 
     Attributes:
         hooks: What the engine's hooks call.
     """
 
-    def __init__(self, around: Surroundings, engine: Any, probes: Sequence[MemoryProbe]) -> None:
+    def __init__(self, around: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
         guard, settings = around.hooks.guard, around.settings.memory
         self._enabled = settings.enabled
         self._probes = probes
         reads = {probe.device: guard("memory", probe.read) for probe in probes}
-        self._meter = MemoryMeter(reads, _budgets(settings, reads))
-        self._figures = MemoryFigures(around.recorder, self._baseline(around, engine))
-        self._forecasts = Forecasts(around.recorder)
+        self._meter = MemoryReader(reads, _budgets(settings, reads))
+        self._figures = MemoryMetrics(around.recorder, self._baseline(around, engine))
+        self._forecasts = MemoryForecasts(around.recorder)
         rank = around.identity.rank
-        self._leaks = LeakWatch(
+        self._leaks = LeakMonitor(
             around.recorder, rank, around.folder, trace_sites=settings.leak_sites
         )
-        self._readings: deque[tuple[int, MemoryReading]] = deque(maxlen=MAX_READINGS)
+        self._readings: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_READINGS)
         self.hooks = MemoryHooks(
             engine,
             self._meter,
@@ -68,11 +68,11 @@ class MemoryWatch:
         self._around = around
         self._post_mortem = self._new_post_mortem() if settings.enabled else None
         self._oom_device = "cpu"
-        self._life: LifeFile | None = None
+        self._life: LivenessFile | None = None
         self._closed = self._moved = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
-            self._say_what_is_blind()
+            self._log_devices_without_step_peaks()
             offload = guard("offload", OffloadTraffic)
             self._offload = offload(engine, around.hooks, around.notes.events)
         self._duties = self._guarded_duties()
@@ -82,7 +82,7 @@ class MemoryWatch:
         """Nanoseconds that hooks on offloading took on the training thread."""
         return 0 if self._offload is None else self._offload.cost_ns
 
-    def take(self, closed: ClosedStep) -> Mapping[str, float]:
+    def take(self, closed: RawStep) -> Mapping[str, float]:
         """Take what was read at the end of a step; return the risk by device."""
         reading = closed.memory
         if reading is not None:
@@ -143,7 +143,7 @@ class MemoryWatch:
             duties["memory after a rebuild"] = self._forget_if_moved
             duties["forecasts"] = self._forecasts.renew
             duties["leaks"] = self._leaks.look
-            duties["killed ranks"] = self._sign_of_life
+            duties["killed ranks"] = self._write_liveness_file
         offload = self._offload
         if offload is not None:
             duties["offload"] = lambda: offload.publish(self._around.recorder)
@@ -166,7 +166,7 @@ class MemoryWatch:
             self._figures.publish_states(self._meter.read())
 
     def _with_own_peaks(
-        self, points: Mapping[str, PeakPoint], reading: MemoryReading
+        self, points: Mapping[str, PeakPoint], reading: StepMemorySample
     ) -> Mapping[str, PeakPoint]:
         """Leave out devices whose peaks are not of these steps alone."""
         own = {probe.device for probe in self._probes if probe.own_peaks}
@@ -176,7 +176,7 @@ class MemoryWatch:
             if device in own and "peak_allocated" in reading.readings[device]
         }
 
-    def _say_what_is_blind(self) -> None:
+    def _log_devices_without_step_peaks(self) -> None:
         blind = [probe.device for probe in self._probes if not probe.own_peaks]
         if blind:
             logger.info(
@@ -185,20 +185,22 @@ class MemoryWatch:
                 " and ".join(blind),
             )
 
-    def _sign_of_life(self) -> None:
+    def _write_liveness_file(self) -> None:
         """Once there is a run folder, look for ranks that were killed, and leave a life file."""
         folder = None if self._life is not None or self._closed else self._around.folder()
         if folder is None:
             return
         rank, host = self._around.identity.rank, self._around.identity.host
-        killed = [found for found in find_killed(folder.parent, host) if found.by_oom_killer]
+        killed = [
+            found for found in detect_killed_ranks(folder.parent, host) if found.by_oom_killer
+        ]
         if killed:
             self._around.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
-        self._life = LifeFile(folder, rank, host)
+        self._life = LivenessFile(folder, rank, host)
         self._life.open()
 
-    def _baseline(self, around: Surroundings, engine: Any) -> Mapping[str, float]:
-        held = around.hooks.guard("memory categories", engine_holdings)(engine) or {}
+    def _baseline(self, around: WatchContext, engine: Any) -> Mapping[str, float]:
+        held = around.hooks.guard("memory categories", bytes_by_category)(engine) or {}
         readings: Readings = self._meter.take()
         in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
         if "cpu" in in_use:

@@ -12,7 +12,7 @@ from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
 
 
-class NoWatch:
+class NullWatch:
     """Has a watch's face and does nothing: watching is switched off, or could not start."""
 
     run_id: str | None = None

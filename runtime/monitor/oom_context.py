@@ -15,12 +15,12 @@ from ..estimator.engine_plan import engine_config
 from ..estimator.layouts import planned_layouts
 from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
-from ..instrumentation.watch_context import Surroundings
-from ..memory.forecast_service import Forecasts
-from ..memory.leak_monitor import LeakWatch
-from ..memory.memory_reader import MemoryMeter
-from ..memory.metrics import MemoryFigures
-from ..memory.oom.evidence import Limit, RunFacts, Sources
+from ..instrumentation.watch_context import WatchContext
+from ..memory.forecast_service import MemoryForecasts
+from ..memory.leak_monitor import LeakMonitor
+from ..memory.memory_reader import MemoryReader
+from ..memory.metrics import MemoryMetrics
+from ..memory.oom.evidence import Limit, OomContext, RunFacts
 from ..memory.oom.snapshot import dump_snapshot
 from ..memory.oom.would_fit import Layout
 
@@ -29,18 +29,18 @@ from ..memory.oom.would_fit import Layout
 class MemoryParts:
     """The parts of a memory watch."""
 
-    meter: MemoryMeter
+    meter: MemoryReader
     hooks: MemoryHooks
-    figures: MemoryFigures
-    forecasts: Forecasts
-    leaks: LeakWatch
+    figures: MemoryMetrics
+    forecasts: MemoryForecasts
+    leaks: LeakMonitor
 
 
-def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
+def oom_sources(around: WatchContext, parts: MemoryParts) -> OomContext:
     """Put together what a post-mortem asks; a source that fails is left out."""
     guard = around.hooks.guard
     forecasts, hooks = parts.forecasts, parts.hooks
-    return Sources(
+    return OomContext(
         folder=around.folder,
         step=_of_engine(around, lambda engine: int(engine.global_steps)),
         phase=lambda: PHASES[around.clock.current],
@@ -61,7 +61,7 @@ def oom_sources(around: Surroundings, parts: MemoryParts) -> Sources:
     )
 
 
-def _budget(meter: MemoryMeter, device: str) -> Limit | None:
+def _budget(meter: MemoryReader, device: str) -> Limit | None:
     """Return a limit that the settings have set; of all others the report finds the name."""
     limit = meter.read().get(device, {}).get("limit")
     if limit is None or limit != meter.budgets.get(device):
@@ -87,7 +87,7 @@ def run_facts(engine: Any) -> RunFacts | None:
     )
 
 
-def _of_engine(around: Surroundings, ask: Callable[[Any], Any]) -> Callable[[], Any]:
+def _of_engine(around: WatchContext, ask: Callable[[Any], Any]) -> Callable[[], Any]:
     def answer() -> Any:
         engine = around.engine()
         return None if engine is None else ask(engine)

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from ...metrics.catalog import communication, training
 from ...metrics.exporters.otel_environment import is_standard_endpoint, resource_attributes
-from ...metrics.exporters.outbox import Outbox
-from ...metrics.exporters.own_log_lines import OwnLogLines, log_line
+from ...metrics.exporters.outbox import OtlpQueue
+from ...metrics.exporters.own_log_lines import LogCapture, log_line
 from ...metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
 from ...metrics.settings import OtelSettings
-from ..collectives.call import Call
-from ..instrumentation.watch_context import Surroundings
+from ..collectives.call import CollectiveCall
+from ..instrumentation.watch_context import WatchContext
 from .otel_sampling import SlowSteps, is_sampled, span_id_of, trace_id_of
 from .otel_spans import children
 from .step_log import keeps_every_step
@@ -41,7 +41,7 @@ CLOSE_SECONDS = 1.0
 MAX_HELD_STEPS = 64
 
 
-class Telemetry:
+class OtelExporter:
     """Made on the training thread. Where nothing is to be sent it does nothing.
 
     Attributes:
@@ -49,7 +49,7 @@ class Telemetry:
         cpu_seconds: CPU time that the sending thread has used.
     """
 
-    def __init__(self, around: Surroundings, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, around: WatchContext, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
         self.makes_traces = False
         self.cpu_seconds = 0.0
         self._around = around
@@ -61,8 +61,8 @@ class Telemetry:
         self._lost = 0
         self._slow = SlowSteps()
         self._last_ids: tuple[int, int] | None = None
-        self._lines: OwnLogLines | None = None
-        self._outbox: Outbox | None = None
+        self._lines: LogCapture | None = None
+        self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
         otlp = around.hooks.guard("otlp", _open_otlp)(self._settings, self._rank)
         if otlp is not None:
@@ -122,7 +122,7 @@ class Telemetry:
 
     def _begin(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
         guard, settings = self._around.hooks.guard, self._settings
-        self._outbox = Outbox(
+        self._outbox = OtlpQueue(
             self._around.recorder,
             otlp,
             settings,
@@ -138,7 +138,7 @@ class Telemetry:
             self.makes_traces = True
             self._around.clock.keep_intervals()
         if settings.logs:
-            self._lines = OwnLogLines(guard("log lines", self._take_line))
+            self._lines = LogCapture(guard("log lines", self._take_line))
             self._lines.open()
         self._thread = threading.Thread(target=self._run, name="zerowatch-otlp", daemon=True)
         self._thread.start()
@@ -257,7 +257,7 @@ def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
     return Otlp(settings.endpoint, settings.timeout_seconds)
 
 
-def _comparable(step: Step) -> Sequence[Call]:
+def _comparable(step: Step) -> Sequence[CollectiveCall]:
     """Return the calls whose times can be told: on CUDA not those on an earlier batch's anchor."""
     if step.closed.batch.anchor is not None:
         return step.closed.batch.calls

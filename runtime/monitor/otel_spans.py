@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS
 from ...metrics.exporters.telemetry_data import Span, Value
-from ..collectives.call import Call
+from ..collectives.call import CollectiveCall
 from ..common.phase_timer import (
     BACKWARD,
     CHECKPOINT,
@@ -68,7 +68,10 @@ class _Stretch:
 
 
 def children(
-    intervals: Iterable[PhaseInterval], calls: Sequence[Call], offset_ns: int, device_offset_ns: int
+    intervals: Iterable[PhaseInterval],
+    calls: Sequence[CollectiveCall],
+    offset_ns: int,
+    device_offset_ns: int,
 ) -> list[Span]:
     """Return the spans of a step, in the order in which they begin.
 
@@ -101,7 +104,7 @@ def _phases(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_Stretch
     return stretches if len(stretches) <= MAX_PHASE_SPANS else _by_name(stretches)
 
 
-def _comms(calls: Sequence[Call], room: int, offsets: tuple[int, int]) -> list[_Stretch]:
+def _comms(calls: Sequence[CollectiveCall], room: int, offsets: tuple[int, int]) -> list[_Stretch]:
     """Give the longest calls a span each, and what is left of each operation one together."""
     if len(calls) <= room:
         return [_comm(call, offsets) for call in calls]
@@ -112,7 +115,7 @@ def _comms(calls: Sequence[Call], room: int, offsets: tuple[int, int]) -> list[_
     return [*(_comm(call, offsets) for call in longest), *_by_name(rest)]
 
 
-def _comm(call: Call, offsets: tuple[int, int]) -> _Stretch:
+def _comm(call: CollectiveCall, offsets: tuple[int, int]) -> _Stretch:
     offset_ns = offsets[call.start_event is not None]
     attributes: dict[str, Value] = {
         "zerowatch.op": OPS[call.op],
@@ -129,7 +132,7 @@ def _comm(call: Call, offsets: tuple[int, int]) -> _Stretch:
     )
 
 
-def _length(call: Call) -> int:
+def _length(call: CollectiveCall) -> int:
     return call.end_ns - call.start_ns
 
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import training, watching
 from ...metrics.recorder import Recorder
-from ..collectives.instrument import CommTap
-from ..common.fail_open import Hooks
-from ..common.phase_timer import PhaseClock
-from ..instrumentation.watch_context import Surroundings
-from .cross_rank_monitor import Comparison
-from .otel import Telemetry
+from ..collectives.instrument import CollectiveInstrumentation
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
+from ..instrumentation.watch_context import WatchContext
+from .cross_rank_monitor import CrossRankMonitor
+from .otel import OtelExporter
 from .run_folder import RunFolder
 from .watch_thread import WatchThread
 
 
-class OwnCosts:
+class OverheadMetrics:
     """Publishes them each second, on the watch thread.
 
     Args:
@@ -31,8 +31,8 @@ class OwnCosts:
     def __init__(
         self,
         recorder: Recorder,
-        clock: PhaseClock,
-        hooks: Hooks,
+        clock: PhaseTimer,
+        hooks: FailOpen,
         *,
         seconds: Mapping[str, Callable[[], float]],
         dropped: Mapping[str, Callable[[], int]],
@@ -58,15 +58,15 @@ class OwnCosts:
 
 
 def own_costs(
-    around: Surroundings,
-    tap: CommTap,
+    around: WatchContext,
+    tap: CollectiveInstrumentation,
     *,
     hooks_ns: Callable[[], int],
     thread: WatchThread,
-    comparison: Comparison,
-    telemetry: Telemetry,
+    comparison: CrossRankMonitor,
+    telemetry: OtelExporter,
     folder: RunFolder,
-) -> OwnCosts:
+) -> OverheadMetrics:
     """Gather the costs and losses of a watch's parts.
 
     Args:
@@ -94,4 +94,6 @@ def own_costs(
     if telemetry.is_on:
         seconds["otlp_thread"] = lambda: telemetry.cpu_seconds
         dropped["otlp"] = lambda: telemetry.dropped
-    return OwnCosts(around.recorder, around.clock, around.hooks, seconds=seconds, dropped=dropped)
+    return OverheadMetrics(
+        around.recorder, around.clock, around.hooks, seconds=seconds, dropped=dropped
+    )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
-from ..common.process_info import Addresses, Identity, NoticeBoard, new_run_id, share_run_id
+from ..common.process_info import ProcessInfo, RankStore, TargetDiscovery, new_run_id, share_run_id
 from ..common.report_files import write_or_warn
-from .step_log import RunLog, keeps_every_step, write_settings
+from .step_log import StepLog, keeps_every_step, write_settings
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,18 @@ class RunFolder:
     """Holds records back until the run has a name, then writes them. Used on the watch thread."""
 
     def __init__(
-        self, settings: Settings, identity: Identity, board: NoticeBoard, addresses: Addresses
+        self,
+        settings: Settings,
+        identity: ProcessInfo,
+        board: RankStore,
+        addresses: TargetDiscovery,
     ) -> None:
         self._settings = settings
         self._runs = settings.run_log.folder.absolute()  # a script may change its folder later
         self._identity = identity
         self._board = board
         self._addresses = addresses
-        self._log: RunLog | None = None
+        self._log: StepLog | None = None
         self._held: list[StepRecord] = []
         self._lost = 0
         self._asked_since = time.monotonic()
@@ -58,7 +62,7 @@ class RunFolder:
             if self.run_id is not None:
                 self._open(self.run_id)
         if self._identity.rank != 0:
-            self._board.look_again()
+            self._board.poll()
         if self._identity.rank != 0 or not self._settings.serve.enabled:
             return
         if self._addresses.gather() and self.path is not None:
@@ -109,7 +113,7 @@ class RunFolder:
             return
         identity = {"run_id": run_id, **asdict(self._identity)}
         every_step = keeps_every_step(self._identity.world_size, self._identity.local_rank)
-        log = RunLog(folder, identity, self._settings.run_log, every_step=every_step)
+        log = StepLog(folder, identity, self._settings.run_log, every_step=every_step)
         if self._identity.rank == 0:
             write_settings(folder, self._settings)
         for record in self._held:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 
 from ...metrics.catalog import training
-from ..instrumentation.watch_context import Surroundings
-from .engine_info import run_facts
+from ..instrumentation.watch_context import WatchContext
+from .engine_info import run_info_labels
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 
-class Introduction:
+class RunInfoPublisher:
     """Introduces one watch as soon as its run has a name; used on the watch thread.
 
     Args:
@@ -21,7 +21,7 @@ class Introduction:
         address: "host:port" at which this rank serves; None where it does not.
     """
 
-    def __init__(self, around: Surroundings, folder: RunFolder, address: str | None) -> None:
+    def __init__(self, around: WatchContext, folder: RunFolder, address: str | None) -> None:
         self._around = around
         self._folder = folder
         self._address = address
@@ -37,7 +37,7 @@ class Introduction:
         if not self._told and engine is not None and run_id is not None:
             self._told = True
             self._announce()
-            recorder.inform(training.RUN_INFO, *run_facts(engine, run_id, world_size))
+            recorder.set_info(training.RUN_INFO, *run_info_labels(engine, run_id, world_size))
 
     def begin_anew(self) -> None:
         """Publish the facts of another engine of the same run."""

@@ -20,7 +20,7 @@ FULL_LOG_WORLD_SIZE = 64
 THINNED_EVERY = 10
 
 
-class RunLog:
+class StepLog:
     """Appends step records to `rank-<r>.jsonl`. Never raises for a disk's sake.
 
     Each line is handed to the kernel in one write, so that a killed process loses at most the step

@@ -10,11 +10,11 @@ from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
-from ..collectives.call import Call
+from ..collectives.call import CollectiveCall
 from ..collectives.comm_time import CommTime
-from ..collectives.totals import Tally
-from ..instrumentation.raw_step import ClosedStep
-from ..instrumentation.step_counts import Window
+from ..collectives.totals import PeriodTotals
+from ..instrumentation.raw_step import RawStep
+from ..instrumentation.step_counts import StepCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +25,24 @@ class Step:
     """
 
     record: StepRecord
-    closed: ClosedStep
-    calls: Sequence[Call] = ()
+    closed: RawStep
+    calls: Sequence[CollectiveCall] = ()
 
 
-class Publisher:
+class StepMetrics:
     """Writes steps to the recorder. The sums live there."""
 
     def __init__(
         self,
         recorder: Recorder,
-        flops_of: Callable[[Window], float | None],
+        flops_of: Callable[[StepCounts], float | None],
         peak_flops: float | None,
     ) -> None:
         self._recorder = recorder
         self._flops_of = flops_of
         self._peak_flops = peak_flops
 
-    def publish(self, steps: Sequence[Step], tally: Tally) -> None:
+    def publish(self, steps: Sequence[Step], tally: PeriodTotals) -> None:
         """Let a stretch of steps, and the calls that came meanwhile, become visible at once."""
         with self._recorder.commit():
             self._count_calls(tally)
@@ -59,7 +59,7 @@ class Publisher:
         or wait for events that nobody has read.
         """
         batch.lose()
-        tally = Tally()
+        tally = PeriodTotals()
         tally.add(batch.calls, CommTime(0.0, {}))
         self.publish([], tally)
 
@@ -104,7 +104,7 @@ class Publisher:
             if self._peak_flops and seconds > 0:
                 self._recorder.set(training.MFU, flops / seconds / self._peak_flops)
 
-    def _count_calls(self, tally: Tally) -> None:
+    def _count_calls(self, tally: PeriodTotals) -> None:
         put = self._recorder
         for sums in tally.sums:
             key = (sums.op, sums.group)

@@ -18,27 +18,27 @@ from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
 from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
-from ..collectives.instrument import CommTap
-from ..collectives.roles import role_of, role_of_pairs
-from ..common.fail_open import Hooks, P, T
-from ..common.phase_timer import PhaseClock
-from ..common.process_info import Addresses, NoticeBoard, this_process
+from ..collectives.instrument import CollectiveInstrumentation
+from ..collectives.roles import p2p_role, role_of
+from ..common.fail_open import FailOpen, P, T
+from ..common.phase_timer import PhaseTimer
+from ..common.process_info import RankStore, TargetDiscovery, this_process
 from ..devices.choose import device_probes, hardware_ids
 from ..devices.memory.choose import memory_probes
 from ..instrumentation.flops_counter import flops_counter, publish_peak
-from ..instrumentation.hook_set import EngineSide
-from ..instrumentation.watch_context import Surroundings
+from ..instrumentation.hook_set import EngineInstrumentation
+from ..instrumentation.watch_context import WatchContext
 from .advisor import Advisor
-from .cross_rank_monitor import Comparison
-from .device_sampler import Sampler
+from .cross_rank_monitor import CrossRankMonitor
+from .device_sampler import DeviceSampler
 from .engine_info import cuda_device, warn_of_comms_logger
 from .engine_ref import EngineRef
-from .memory_monitor import MemoryWatch
-from .otel import Telemetry
+from .memory_monitor import MemoryMonitor
+from .otel import OtelExporter
 from .overhead_metrics import own_costs
 from .run_folder import RunFolder
-from .run_info import Introduction
-from .step_metrics import Publisher
+from .run_info import RunInfoPublisher
+from .step_metrics import StepMetrics
 from .watch_thread import WatchThread
 
 
@@ -60,7 +60,12 @@ class Watch:
     """
 
     def __init__(
-        self, engine: Any, tap: CommTap, hooks: Hooks, settings: Settings, epoch: int
+        self,
+        engine: Any,
+        tap: CollectiveInstrumentation,
+        hooks: FailOpen,
+        settings: Settings,
+        epoch: int,
     ) -> None:
         self._engine = EngineRef(engine)
         self.settings = settings
@@ -69,7 +74,7 @@ class Watch:
         self._tap = tap
         self.recorder = Recorder()
         self._identity = this_process()
-        self._clock = PhaseClock()
+        self._clock = PhaseTimer()
         self._listeners: list[Callable[[StepRecord], object]] = []
         self._closed = False
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
@@ -137,7 +142,7 @@ class Watch:
         return self.recorder.snapshot()
 
     def guard(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
-        """Return `body` made safe, as any hook: see `Hooks.guard`."""
+        """Return `body` made safe, as any hook: see `FailOpen.guard`."""
         return self._hooks.guard(name, body)
 
     def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
@@ -152,10 +157,10 @@ class Watch:
         if not self._closed:
             self._closed = True
             if failed:
-                self.advisor.fall_silent()
+                self.advisor.disable()
                 self._ended_by(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
-            self._thread.give(self._tap.notes.take())
+            self._thread.enqueue(self._tap.notes.take())
             self._thread.stop()
             self._comparison.stop()
             self._memory.close()
@@ -180,8 +185,8 @@ class Watch:
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
-        board = NoticeBoard(self._identity, self._epoch)
-        addresses = Addresses(board, self._identity)
+        board = RankStore(self._identity, self._epoch)
+        addresses = TargetDiscovery(board, self._identity)
         self._folder = RunFolder(self.settings, self._identity, board, addresses)
         self._server = MetricsServer(
             recorder=self.recorder,
@@ -202,18 +207,18 @@ class Watch:
         undo.callback(self._flops.close)
         flops_of = self._hooks.guard("flops", self._flops)
         peak = publish_peak(settings.flops, self.recorder, cuda_device=device)
-        self._publisher = Publisher(self.recorder, flops_of, peak)
+        self._publisher = StepMetrics(self.recorder, flops_of, peak)
         around = self._around = self._surroundings()
-        self._introduction = Introduction(around, self._folder, self.address)
+        self._introduction = RunInfoPublisher(around, self._folder, self.address)
         probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
         for probe in probes:
             undo.callback(probe.close)
-        self._memory = MemoryWatch(around, engine, probes)
+        self._memory = MemoryMonitor(around, engine, probes)
         undo.callback(self._memory.close)
         self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
-        self._comparison = Comparison(around)
+        self._comparison = CrossRankMonitor(around)
         self._listeners.extend(self._comparison.listeners)
-        self._telemetry = Telemetry(around, partial(hardware_ids, cuda_device=device))
+        self._telemetry = OtelExporter(around, partial(hardware_ids, cuda_device=device))
         undo.callback(self._telemetry.close)
         self.advisor = Advisor(around, self._telemetry.tell)
         self._thread = self._new_thread(device)
@@ -228,7 +233,7 @@ class Watch:
         )
 
     def _new_thread(self, device: int | None) -> WatchThread:
-        sampler = Sampler(
+        sampler = DeviceSampler(
             self.recorder,
             self._hooks,
             device_probes(cuda_device=device),
@@ -254,8 +259,8 @@ class Watch:
             on_cuda=device is not None,
         )
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _surroundings(self) -> WatchContext:
+        return WatchContext(
             engine=self._engine,
             identity=self._identity,
             epoch=self._epoch,
@@ -274,16 +279,16 @@ class Watch:
         self._tap.open()
         undo.callback(self._tap.close)
         self._tap.open_backend(deepspeed_comm.cdb)
-        notes.groups.name_roles(role_of, role_of_pairs)
+        notes.groups.set_roles(role_of, p2p_role)
         self._publisher.publish_earlier(notes.take())
-        notes.groups.take_coverage()
-        notes.connect(self._clock, self._thread.give, self._comparison.inquest)
+        notes.groups.drain_coverage()
+        notes.connect(self._clock, self._thread.enqueue, self._comparison.inquest)
         undo.callback(self._comparison.close_hooks)
-        self._engine_side = EngineSide(
+        self._engine_side = EngineInstrumentation(
             self._around,
             engine,
             self._memory.hooks,
-            self._thread.give,
+            self._thread.enqueue,
             self._comparison.step_ended,
         )
         undo.callback(self._engine_side.restore)
@@ -296,5 +301,5 @@ class Watch:
         self._flops.close()
 
     def _serve_until_read(self) -> None:
-        self._server.linger()
+        self._server.wait_for_final_scrape()
         self._server.close()

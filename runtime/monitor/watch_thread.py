@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
-from ..collectives.call import Call
-from ..collectives.comm_time import CommClock
+from ..collectives.call import CollectiveCall
+from ..collectives.comm_time import CommTimeCounter
 from ..collectives.events import EventPool, allow_queries_while_capturing
-from ..collectives.totals import StepComm, Tally
-from ..common.fail_open import Hooks
-from ..instrumentation.raw_step import ClosedStep
-from .device_sampler import Sampler
-from .step_metrics import Publisher, Step
+from ..collectives.totals import PeriodTotals, StepCommTotals
+from ..common.fail_open import FailOpen
+from ..instrumentation.raw_step import RawStep
+from .device_sampler import DeviceSampler
+from .step_metrics import Step, StepMetrics
 
 Listener = Callable[[StepRecord], object]
 
@@ -62,11 +62,11 @@ class WatchThread:
     def __init__(
         self,
         *,
-        publisher: Publisher,
-        sampler: Sampler,
-        take_memory: Callable[[ClosedStep], Mapping[str, float]],
+        publisher: StepMetrics,
+        sampler: DeviceSampler,
+        take_memory: Callable[[RawStep], Mapping[str, float]],
         events: EventPool,
-        hooks: Hooks,
+        hooks: FailOpen,
         append: Listener,
         keep_pace: Callable[[Sequence[int], Sequence[int]], object],
         listeners: Sequence[Listener],
@@ -84,14 +84,14 @@ class WatchThread:
         self._listeners = listeners
         self._trace = None if trace is None else hooks.guard("traces", trace)
         self._on_cuda = on_cuda
-        self._inbox: queue.SimpleQueue[Batch | ClosedStep | None] = queue.SimpleQueue()
-        self._pending: deque[Batch | ClosedStep] = deque()
+        self._inbox: queue.SimpleQueue[Batch | RawStep | None] = queue.SimpleQueue()
+        self._pending: deque[Batch | RawStep] = deque()
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
-        self._clock, self._comm, self._tally = CommClock(), StepComm(), Tally()
+        self._clock, self._comm, self._tally = CommTimeCounter(), StepCommTotals(), PeriodTotals()
         self._steps: list[Step] = []
-        self._calls: list[Call] = []
+        self._calls: list[CollectiveCall] = []
         self._settle = hooks.guard("settle", self._settle_pending)
         self._publish = hooks.guard("publish", publisher.publish)
         self._close = hooks.guard("devices", sampler.close)
@@ -103,12 +103,12 @@ class WatchThread:
         """Begin."""
         self._thread.start()
 
-    def give(self, item: Batch | ClosedStep) -> None:
+    def enqueue(self, item: Batch | RawStep) -> None:
         """Hand over a batch of calls or a closed step. Called by the training thread."""
         if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
             self._inbox.put(item)
         else:
-            self.dropped_steps += isinstance(item, ClosedStep)
+            self.dropped_steps += isinstance(item, RawStep)
             self.dropped_calls += _batch_of(item).lose()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
@@ -122,7 +122,7 @@ class WatchThread:
             self._events.disabled = True
         running = True
         while running:
-            running = self._receive()
+            running = self._drain()
             self._settle(final=not running)
             now = time.monotonic()
             if now >= self._tick_due or not running:
@@ -133,7 +133,7 @@ class WatchThread:
                     duty()
         self._close()
 
-    def _receive(self) -> bool:
+    def _drain(self) -> bool:
         """Wait for something to do; return False once told to stop."""
         try:
             item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
@@ -159,7 +159,7 @@ class WatchThread:
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
             self._take_calls(_batch_of(head))
-            if isinstance(head, ClosedStep):
+            if isinstance(head, RawStep):
                 self._take_step(head)
 
     def _take_calls(self, batch: Batch) -> None:
@@ -172,8 +172,8 @@ class WatchThread:
             if len(self._calls) > MAX_KEPT_CALLS:
                 self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
 
-    def _take_step(self, closed: ClosedStep) -> None:
-        comm, self._comm = self._comm, StepComm()
+    def _take_step(self, closed: RawStep) -> None:
+        comm, self._comm = self._comm, StepCommTotals()
         calls, self._calls = self._calls, []
         risks = self._take_memory(closed) or {}
         record = closed.record(comm, self._sampler.device_readings, risks)
@@ -184,7 +184,7 @@ class WatchThread:
     def _publish_second(self) -> None:
         """Publish what has come since the last time, and tell the listeners."""
         steps, self._steps = self._steps, []
-        tally, self._tally = self._tally, Tally()
+        tally, self._tally = self._tally, PeriodTotals()
         self._publish(steps, tally)
         if self._trace is not None:
             self._trace(steps)
@@ -193,9 +193,9 @@ class WatchThread:
                 listener(step.record)
 
 
-def _batch_of(item: Batch | ClosedStep) -> Batch:
-    return item.batch if isinstance(item, ClosedStep) else item
+def _batch_of(item: Batch | RawStep) -> Batch:
+    return item.batch if isinstance(item, RawStep) else item
 
 
-def _duration(call: Call) -> int:
+def _duration(call: CollectiveCall) -> int:
     return call.duration_ns

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from ...errors import DsConfigError, RebuildError, ZerowatchError
-from ..common.host_group import Agreement
+from ..common.host_group import HostGroup
 from ..common.training_config import leaner_engines, merged, training_config, zero_stage
-from ..engine.compression.gradient_compressor import GradientCodec
+from ..engine.compression.gradient_compressor import GradientCompressor
 from ..engine.live_settings import activation_checkpointing
-from ..engine.live_settings.choose_modules import Chosen
-from ..engine.live_settings.memory_savings import Rung, ladder
-from ..engine.live_settings.optimizer_state_offload import Sleep
+from ..engine.live_settings.choose_modules import ModuleSelector
+from ..engine.live_settings.memory_savings import MemorySaving, memory_savings
+from ..engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ..engine.rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
-from .metrics import RebuildOutcome, WindowFigures
+from .metrics import RebuildOutcome, TrainerMetrics
 from .oom_recovery.escalation import STEPS, Escalation
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Undo = Callable[[], None]
 Apply = Callable[[Any], Undo]
 
 
-class EngineChanges:
+class EngineHolder:
     """Holds the engine of a run, and what was laid on it.
 
     Args:
@@ -56,29 +56,29 @@ class EngineChanges:
         self,
         engine: Any,
         config: Mapping[str, Any],
-        agreement: Agreement,
-        figures: WindowFigures,
+        agreement: HostGroup,
+        figures: TrainerMetrics,
         make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config
-        self.codec: GradientCodec | None = None
+        self.codec: GradientCompressor | None = None
         self.is_rebuilt = False
         self._watch, self._agreement, self._figures = engine.watch, agreement, figures
         self._make_engine = make_engine
         self.on_adopted: list[Callable[[], None]] = []
         self._laid_on: dict[str, tuple[Apply, Undo]] = {}
 
-    def checkpoint_activations(self, chosen: Chosen | bool) -> None:
+    def checkpoint_activations(self, chosen: ModuleSelector | bool) -> None:
         """Checkpoint activations of the chosen modules; of the repeated block by True; or stop.
 
         Raises:
             ZerowatchError: No such module is there.
         """
         if chosen is False:
-            self.bear(CHECKPOINTING, None)
+            self.attach(CHECKPOINTING, None)
             return
         which = None if chosen is True else chosen
-        self.bear(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
+        self.attach(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
 
     def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
         """Send gradients in another form from the next window on; None for DeepSpeed's own way.
@@ -88,37 +88,37 @@ class EngineChanges:
         """
         codec = None
         if kind is not None or asynchronous:
-            codec = GradientCodec(kind or "plain", asynchronous=asynchronous)
+            codec = GradientCompressor(kind or "plain", asynchronous=asynchronous)
             reason = codec.refusal(self.engine)
             if reason is not None:
                 raise ValueError(f"gradients cannot be sent as {codec.kind}: {reason}")
         self.send_through(codec)
 
-    def send_through(self, codec: GradientCodec | None) -> None:
+    def send_through(self, codec: GradientCompressor | None) -> None:
         """Let gradients go through this codec in the place of the one before, if any.
 
         Raises:
             ValueError: The engine's gradients cannot be had; the one before is on.
         """
-        self.bear(CODEC, None if codec is None else codec.attach)
+        self.attach(CODEC, None if codec is None else codec.attach)
         self.codec = codec
 
-    def borne(self, name: str) -> Apply | None:
+    def attached(self, name: str) -> Apply | None:
         """Return what laid on the engine what it bears under a name; None where that is nothing."""
         return self._laid_on[name][0] if name in self._laid_on else None
 
-    def bear(self, name: str, apply: Apply | None) -> None:
+    def attach(self, name: str, apply: Apply | None) -> None:
         """Lay something on the engine in the place of what it bears under a name, or nothing.
 
         What `apply` raises is raised; the engine then bears what it bore before.
         """
-        before = self.borne(name)
-        self._take_off(name)
+        before = self.attached(name)
+        self._detach(name)
         with ExitStack() as undo:
             if before is not None:
-                undo.callback(self._lay_on, name, before)
+                undo.callback(self._attach, name, before)
             if apply is not None:
-                self._lay_on(name, apply)
+                self._attach(name, apply)
             undo.pop_all()
 
     def begin_window(self, unit: float) -> None:
@@ -167,7 +167,7 @@ class EngineChanges:
         """
         began = perf_counter()
         outcome: RebuildOutcome = "refused"
-        with self._bare():
+        with self._detached():
             try:
                 engine = self._rebuilt(config)
                 outcome = "committed"
@@ -181,7 +181,7 @@ class EngineChanges:
                 self._figures.rebuilt(outcome, perf_counter() - began)
 
     @contextmanager
-    def _bare(self) -> Iterator[None]:
+    def _detached(self) -> Iterator[None]:
         """Take everything off the engine for the time of the block, and lay it on what is then."""
         try:
             for _, undo in reversed(self._laid_on.values()):
@@ -189,7 +189,7 @@ class EngineChanges:
             yield
         finally:
             if self.engine.optimizer is not None:  # else no engine could be built at all
-                self._lay_all_on_again()
+                self._reattach_all()
 
     def wake(self) -> None:
         """Have the optimizer's states back where they are updated, if they sleep."""
@@ -197,7 +197,7 @@ class EngineChanges:
             sleep.wake()
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def optimizer_states_on_device(self) -> Iterator[None]:
         """Have them back for the time of the block, in which they may be read."""
         self.wake()
         try:
@@ -206,14 +206,14 @@ class EngineChanges:
             for sleep in self._sleeping():
                 sleep.lie_down()
 
-    def escalations(self, chosen: Chosen = None) -> list[Escalation]:
+    def escalations(self, chosen: ModuleSelector = None) -> list[Escalation]:
         """Return what may be given up for memory, in order, from here on."""
         on_host = self.engine.device == torch.device("cpu")
         rebuilds = leaner_engines(self.config, self._agreement.world_size, on_host=on_host)
         return [
             *(
                 Escalation(name=rung.name, apply=partial(self._take, rung))
-                for rung in ladder(chosen)
+                for rung in memory_savings(chosen)
             ),
             *(Escalation(name=REBUILT, apply=partial(self._try_rebuild, one)) for one in rebuilds),
         ]
@@ -221,13 +221,13 @@ class EngineChanges:
     def close(self) -> None:
         """Take everything off the engine again. Safe to call twice."""
         for name in reversed(list(self._laid_on)):
-            self._take_off(name)
+            self._detach(name)
 
-    def _take(self, rung: Rung) -> bool:
+    def _take(self, rung: MemorySaving) -> bool:
         if rung.name in self._laid_on or rung.unavailable(self.engine) is not None:
             return False
         try:
-            self._lay_on(rung.name, rung.apply)
+            self._attach(rung.name, rung.apply)
         except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
             logger.warning("%s: %s", rung.name, error)
             return False
@@ -263,21 +263,23 @@ class EngineChanges:
         for tell in self.on_adopted:
             tell()
 
-    def _sleeping(self) -> list[Sleep]:
-        return [undo for _, undo in self._laid_on.values() if isinstance(undo, Sleep)]
+    def _sleeping(self) -> list[OptimizerStateOffload]:
+        return [
+            undo for _, undo in self._laid_on.values() if isinstance(undo, OptimizerStateOffload)
+        ]
 
-    def _lay_on(self, name: str, apply: Apply) -> None:
+    def _attach(self, name: str, apply: Apply) -> None:
         self._laid_on[name] = (apply, apply(self.engine))
 
-    def _take_off(self, name: str) -> None:
+    def _detach(self, name: str) -> None:
         if name in self._laid_on:
             self._laid_on.pop(name)[1]()
 
-    def _lay_all_on_again(self) -> None:
+    def _reattach_all(self) -> None:
         """Lay on this engine what the last one bore, as far as it can be there."""
         for name, (apply, _) in list(self._laid_on.items()):
             try:
-                self._lay_on(name, apply)
+                self._attach(name, apply)
             except (ValueError, RuntimeError, MemoryError, ZerowatchError) as error:
                 # Perhaps on this rank alone: others would wait for it, were it raised.
                 del self._laid_on[name]

@@ -12,7 +12,7 @@ from .window.result import WindowResult
 RebuildOutcome = Literal["committed", "undone", "refused"]
 
 
-class WindowFigures:
+class TrainerMetrics:
     """Publishes what the owner of the windows tells. Every rank calls it alike."""
 
     def __init__(self, recorder: Recorder, rank: int, *, num_restarts: int = 0) -> None:
@@ -30,10 +30,10 @@ class WindowFigures:
             self._of_all.set(window.RESTARTS, num_restarts)
 
     @staticmethod
-    def of_watch(watch: Any) -> WindowFigures:
+    def of_watch(watch: Any) -> TrainerMetrics:
         """Return figures that a watch serves; of a rank that the launcher has restarted or not."""
         this = this_process()
-        return WindowFigures(watch.recorder, this.rank, num_restarts=this.attempt)
+        return TrainerMetrics(watch.recorder, this.rank, num_restarts=this.attempt)
 
     def tell(
         self,
@@ -96,6 +96,6 @@ class WindowFigures:
         with self._recorder.commit():
             for other in window.CODECS:
                 if other != codec:
-                    self._recorder.withdraw(window.CODEC_ERROR, other)
+                    self._recorder.remove(window.CODEC_ERROR, other)
             if codec in window.CODECS and error_ratio is not None:
                 self._recorder.set(window.CODEC_ERROR, error_ratio, codec)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import BatchError
-from ..common.host_group import Agreement
-from .oom_recovery.micro_batch_planner import Share
+from ..common.host_group import HostGroup
+from .oom_recovery.micro_batch_planner import BatchShares
 from .window.micro_batches import Window
-from .window.samples import longest, num_samples
+from .window.samples import max_length, num_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class WindowAgreement:
     """A window about to begin.
 
     Attributes:
@@ -25,20 +25,20 @@ class Opened:
     """
 
     window: Window
-    share: Share
+    share: BatchShares
     guarded: bool
     asides: Sequence[Sequence[float]]
 
 
 def open_window(
-    agreement: Agreement,
+    agreement: HostGroup,
     batch: Any,
     *,
     micro_batch_samples: int,
     exponent: int = 0,
     asks_for_guard: bool = False,
     asides: Sequence[float] = (),
-) -> Opened:
+) -> WindowAgreement:
     """Let the ranks tell each other what they were given.
 
     Args:
@@ -67,11 +67,11 @@ def open_window(
         longest=share.length,
     )
     guarded, others = any(rank[4] for rank in told), [rank[len(own) :] for rank in told]
-    return Opened(window=window, share=share, guarded=guarded, asides=others)
+    return WindowAgreement(window=window, share=share, guarded=guarded, asides=others)
 
 
-def _share(told: Sequence[Sequence[float]]) -> Share:
-    return Share(
+def _share(told: Sequence[Sequence[float]]) -> BatchShares:
+    return BatchShares(
         samples=[int(rank[1]) for rank in told],
         wanted=[int(rank[2]) for rank in told],
         length=int(max(rank[3] for rank in told)),
@@ -81,7 +81,7 @@ def _share(told: Sequence[Sequence[float]]) -> Share:
 def _look(batch: Any) -> tuple[BatchError | None, int, int]:
     """Return what is wrong with a batch, else its samples and length."""
     try:
-        return None, num_samples(batch), longest(batch)
+        return None, num_samples(batch), max_length(batch)
     except BatchError as problem:
         return problem, 0, 0
 

@@ -7,13 +7,13 @@ from collections import deque
 from typing import Any
 
 from ...metrics.step_record import StepRecord
-from .oom_recovery.fit import Measured, Peak
+from .oom_recovery.fit import MemoryMeasurements, PeakSample
 from .oom_recovery.guard_schedule import asks
 
 MAX_PEAKS = 200
 
 
-class MemoryView:
+class PeakHistory:
     """Takes the records of steps as they come, on the watch thread; without any it knows nothing.
 
     Args:
@@ -23,7 +23,7 @@ class MemoryView:
 
     def __init__(self, watch: Any, device: str) -> None:
         self._device = device
-        self._peaks: deque[Peak] = deque(maxlen=MAX_PEAKS)
+        self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
         self._lock = threading.Lock()
         watch.subscribe(self._take)
@@ -36,10 +36,10 @@ class MemoryView:
         headroom = self._limit_bytes - self._peaks[-1].peak_bytes
         return asks(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
 
-    def measured(self) -> Measured:
+    def measured(self) -> MemoryMeasurements:
         """Return the peaks of the last steps, and the limit."""
         with self._lock:
-            return Measured(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
+            return MemoryMeasurements(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
 
     def _take(self, record: StepRecord) -> None:
         states = record.memory_bytes.get(self._device, {})
@@ -49,4 +49,4 @@ class MemoryView:
         self._limit_bytes = states.get("limit", self._limit_bytes)
         samples, length = max(record.micro_batch_shapes, key=lambda shape: shape[0] * shape[1])
         with self._lock:
-            self._peaks.append(Peak(samples=samples, length=length, peak_bytes=peak_bytes))
+            self._peaks.append(PeakSample(samples=samples, length=length, peak_bytes=peak_bytes))

@@ -8,14 +8,14 @@ from typing import Any
 
 from deepspeed.comm import comm as deepspeed_comm
 
-from ..common.host_group import Agreement
+from ..common.host_group import HostGroup
 from .oom_recovery.abort import can_abort
 from .oom_recovery.collective_guard import CollectiveGuard
 from .oom_recovery.escalation import Escalation, Ladder
-from .oom_recovery.fit import Measured
-from .oom_recovery.micro_batch_planner import Plans
+from .oom_recovery.fit import MemoryMeasurements
+from .oom_recovery.micro_batch_planner import MicroBatchPlanner
 from .oom_recovery.optimizer_states import materialise_optimizer_states
-from .oom_recovery.replay import Replay
+from .oom_recovery.replay import OomReplay
 from .window.rng import RngState
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ def prepare(engine: Any) -> None:
 
 def new_replay(
     engine: Callable[[], Any],
-    agreement: Agreement,
+    agreement: HostGroup,
     guard: CollectiveGuard,
     escalations: Sequence[Escalation],
-    measured: Callable[[], Measured],
-) -> Replay:
+    measured: Callable[[], MemoryMeasurements],
+) -> OomReplay:
     """Return what runs the windows of a run.
 
     Args:
@@ -47,18 +47,18 @@ def new_replay(
         escalations: What to give up where not even one sample fits.
         measured: What this rank knows of its memory.
     """
-    return Replay(
+    return OomReplay(
         engine=engine,
         agreement=agreement,
         guard=guard,
-        plans=Plans(),
+        plans=MicroBatchPlanner(),
         capture_rng=lambda: RngState.capture().restore,
         ladder=Ladder(escalations),
         measured=measured,
     )
 
 
-def new_guard(agreement: Agreement) -> CollectiveGuard:
+def new_guard(agreement: HostGroup) -> CollectiveGuard:
     """Return a guard on DeepSpeed's collectives, around whatever watches them; to be closed."""
     guard = CollectiveGuard(agreement)
     guard.open(deepspeed_comm.cdb)

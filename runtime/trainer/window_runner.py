@@ -8,16 +8,16 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from ..common.host_group import Agreement
-from ..engine.live_settings.choose_modules import Chosen
+from ..common.host_group import HostGroup
+from ..engine.live_settings.choose_modules import ModuleSelector
 from ..memory.oom.parse_error import ends_by_memory
-from .engine_holder import EngineChanges
-from .metrics import WindowFigures
+from .engine_holder import EngineHolder
+from .metrics import TrainerMetrics
 from .oom_recovery.abort import abort_window, can_abort
 from .oom_recovery.collective_guard import PeerOutOfMemory
-from .oom_recovery.micro_batch_planner import Share
-from .open_window import Opened, open_window
-from .peak_history import MemoryView
+from .oom_recovery.micro_batch_planner import BatchShares
+from .open_window import WindowAgreement, open_window
+from .peak_history import PeakHistory
 from .replay_setup import new_guard, new_replay
 from .window.gradients import step_divided, weight_exponent
 from .window.micro_batches import Loss, Window, evaluate_micro_batches, train_micro_batches
@@ -27,7 +27,7 @@ from .window.rng import RngState
 from .window.sums import Sums
 
 
-class Windows:
+class WindowRunner:
     """Runs one window at a time, on all ranks alike.
 
     Args:
@@ -55,12 +55,12 @@ class Windows:
     def __init__(
         self,
         loss: Loss,
-        changes: EngineChanges,
-        agreement: Agreement,
-        figures: WindowFigures,
+        changes: EngineHolder,
+        agreement: HostGroup,
+        figures: TrainerMetrics,
         *,
         micro_batch_samples: int,
-        checkpointed: Chosen | bool,
+        checkpointed: ModuleSelector | bool,
     ) -> None:
         self.micro_batch_samples = micro_batch_samples
         self.steps = self.samples = self.exponent = 0
@@ -68,11 +68,11 @@ class Windows:
         self.on_fatal: list[Callable[[int, int], None]] = []
         self.checkpointed = None if isinstance(checkpointed, bool) else checkpointed
         self.asides: Callable[[], Sequence[float]] = tuple
-        self.opened: Opened | None = None
+        self.opened: WindowAgreement | None = None
         self._loss, self._changes = loss, changes
         self._agreement, self._figures = agreement, figures
         engine = changes.engine
-        self.memory = MemoryView(engine.watch, str(engine.device))
+        self.memory = PeakHistory(engine.watch, str(engine.device))
         self._guard = new_guard(agreement)
         self.replay = new_replay(
             lambda: changes.engine,
@@ -136,7 +136,7 @@ class Windows:
         """Take the guard off the collectives. Safe to call twice."""
         self._guard.close()
 
-    def _open(self, batch: Any) -> Opened:
+    def _open(self, batch: Any) -> WindowAgreement:
         return open_window(
             self._agreement,
             batch,
@@ -161,7 +161,7 @@ class Windows:
         sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
         return sums
 
-    def _abandon(self, share: Share, error: BaseException) -> None:
+    def _abandon(self, share: BatchShares, error: BaseException) -> None:
         """Leave the run as it was before this window."""
         self._changes.abort_window()
         self._leave_passes()
@@ -172,7 +172,7 @@ class Windows:
         if can_abort(self._changes.engine) is None:
             abort_window(self._changes.engine)
 
-    def _note(self, share: Share, error: BaseException) -> None:
+    def _note(self, share: BatchShares, error: BaseException) -> None:
         """Tell of an out-of-memory error that ends this run."""
         is_own = ends_by_memory(error)
         if is_own or isinstance(error, PeerOutOfMemory):
@@ -183,7 +183,7 @@ class Windows:
             for note in self.on_fatal:
                 note(share.length, samples)
 
-    def _update(self, share: Share, divisor: float) -> bool:
+    def _update(self, share: BatchShares, divisor: float) -> bool:
         """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
         engine = self._changes.engine
         skipped_before: int = engine.skipped_steps

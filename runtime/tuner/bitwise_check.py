@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from ..common.host_collectives import Agreed
+from ..common.host_collectives import HostCollectives
 from .policy.transaction import FAILURES
-from .policy.types import Hands, Undo, Value
+from .policy.types import KnobSetter, Undo, Value
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 Passes = Callable[[], int | None]
 
 
-def exact_knobs(
-    passes: Passes, hands: Hands, agreement: Agreed, knobs: Mapping[str, Sequence[Value]]
+def bitwise_invariant_knobs(
+    passes: Passes,
+    hands: KnobSetter,
+    agreement: HostCollectives,
+    knobs: Mapping[str, Sequence[Value]],
 ) -> frozenset[str]:
     """Return the knobs that change no bit of any rank's gradients, whichever value they are set to.
 
@@ -30,7 +33,7 @@ def exact_knobs(
     passes of a window. All knobs are then as they were.
 
     Args:
-        passes: Such as `Rehearsal.checksum` of the window that comes next.
+        passes: Such as `DryRunWindow.checksum` of the window that comes next.
         hands: What turns the knobs of this job.
         agreement: Between all ranks.
         knobs: Values to try, by knob; the same on all ranks.
@@ -38,14 +41,16 @@ def exact_knobs(
     expected = passes()
     if expected is None:
         return frozenset()
-    test = _Test(passes, hands, agreement, expected)
+    test = _BitwiseCheck(passes, hands, agreement, expected)
     exact = frozenset(knob for knob, values in knobs.items() if test.is_exact(knob, values))
     logger.info("every bit of the gradients stays with any %s", ", ".join(sorted(exact)) or "knob")
     return exact
 
 
-class _Test:
-    def __init__(self, passes: Passes, hands: Hands, agreement: Agreed, expected: int) -> None:
+class _BitwiseCheck:
+    def __init__(
+        self, passes: Passes, hands: KnobSetter, agreement: HostCollectives, expected: int
+    ) -> None:
         self._passes, self._hands = passes, hands
         self._agreement, self._expected = agreement, expected
         self._before = dict(hands.values())

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from ..common.host_group import Agreement
-from ..trainer.engine_holder import EngineChanges
+from ..common.host_group import HostGroup
+from ..trainer.engine_holder import EngineHolder
 from ..trainer.open_window import open_window
 from ..trainer.window.micro_batches import Loss, Window, train_micro_batches
 from ..trainer.window.plan import sizes
-from ..trainer.window_runner import Windows
+from ..trainer.window_runner import WindowRunner
 
 _CHUNK_ELEMENTS = 2**18  # what the sum below takes beside the gradients: 16 bytes of each
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Rehearsal:
+class DryRunWindow:
     """Runs passes without the update, on all ranks alike, between two windows.
 
     Args:
@@ -31,7 +31,7 @@ class Rehearsal:
     """
 
     def __init__(
-        self, loss: Loss, changes: EngineChanges, agreement: Agreement, windows: Windows
+        self, loss: Loss, changes: EngineHolder, agreement: HostGroup, windows: WindowRunner
     ) -> None:
         self._loss, self._changes = loss, changes
         self._agreement, self._windows = agreement, windows

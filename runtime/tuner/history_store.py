@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from ...metrics.settings import Settings
-from .policy.history_file import JobMemory, job_key
+from .policy.history_file import HistoryFile, job_fingerprint
 
 
-def job_memory(engine: Any, settings: Settings, world_size: int) -> JobMemory:
+def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFile:
     """Return what is kept of the job that a DeepSpeed engine runs on `world_size` ranks.
 
     Its name is made of what must be the same for verdicts to hold in a later run.
     """
     named = engine.module.named_parameters()
-    key = job_key(
+    key = job_fingerprint(
         {
             "parameters": [
                 (name, list(getattr(each, "ds_shape", each.shape))) for name, each in named
@@ -31,7 +31,7 @@ def job_memory(engine: Any, settings: Settings, world_size: int) -> JobMemory:
             "rebuild": settings.tuner.rebuild,
         }
     )
-    return JobMemory(_folder(settings), key, owner=_process_name(), is_gone=_is_gone)
+    return HistoryFile(_folder(settings), key, owner=_process_name(), is_gone=_is_gone)
 
 
 def _folder(settings: Settings) -> Path | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .model_traits import scan
+from .model_traits import model_traits
 from .policy.numerics import JobFacts
 
 
@@ -24,7 +24,7 @@ def job_facts(engine: Any) -> JobFacts:
         gradient_width=gradient_width,
         parameter_width=parameter_width,
         num_tensors=len(trained),
-        traits=scan(engine.module),
+        traits=model_traits(engine.module),
     )
 
 

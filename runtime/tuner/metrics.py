@@ -13,7 +13,7 @@ from .policy.types import Configuration, Symptom, Value
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
 
 
-class TunerFigures:
+class TunerMetrics:
     """Publishes what the tuner of a rank tells; used on rank 0 only, on any thread."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -18,7 +18,7 @@ MAX_NAMED = 3
 _EXPERTS = re.compile(r"MoE|MOE|Moe(?![a-z])|Experts|TopKGate|SwitchTransformers")
 
 
-def scan(model: torch.nn.Module, *, loss_decomposable: bool = True) -> ModelTraits:
+def model_traits(model: torch.nn.Module, *, loss_decomposable: bool = True) -> ModelTraits:
     """Return what the modules of a model show.
 
     What a module's code does beside its modules and attributes is not seen. Experts count as such

@@ -7,7 +7,7 @@ from typing import Any
 from ..trainer.window.result import WindowResult
 
 
-class Untuned:
+class NullTunerSession:
     """Has the face of a tuning, for a run that is not to be tuned, or that nobody watches."""
 
     @property

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Guard = Callable[[str, Callable[..., T]], Callable[..., T | None]]
 
 
-class TunerLead:
+class RankZeroTuner:
     """Asks the controller, and goes back to what is known to be good should that fail.
 
     Code that runs once a window finds cold caches, and costs ten times what it would. So while
@@ -40,7 +40,7 @@ class TunerLead:
         self, controller: Controller, guard: Guard[Any], stop_file: Callable[[], Path | None]
     ) -> None:
         self._controller, self._stop_file = controller, stop_file
-        self._ask = guard("tuner", self._asked)
+        self._ask = guard("tuner", self._call)
         self._in_use = controller.course.known_good
         self._is_stopped = False
         self._next_look = 0.0
@@ -57,23 +57,23 @@ class TunerLead:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look_for_stop()
-        self._tell()
+        self._flush()
 
     def window_failed(self) -> None:
         """Take a window that ended by an error."""
-        self._tell()
+        self._flush()
         self._ask(self._controller.window_failed)
 
     def order(self, *, settle: bool = False) -> Order | None:
         """Return what all ranks are to do now; to `settle`, nothing stays on trial."""
-        self._tell()
+        self._flush()
         asked = self._controller.settle if settle else self._controller.course.order
         found = self._ask(lambda: (asked(),))
-        self._see()
+        self._sync_state()
         if found is not None:
             order: Order | None = found[0]
             return order
-        return self._way_back if self._is_astray else None
+        return self._rollback_order if self._needs_rollback else None
 
     def carried_out(self, order: Order, outcome: Outcome) -> None:
         """Take how an order ended."""
@@ -82,43 +82,43 @@ class TunerLead:
         elif not order.checked:  # there is no way back
             self._in_use = self._controller.course.known_good
         self._ask(lambda: self._controller.carried_out(order, outcome))
-        self._see()
+        self._sync_state()
 
     def changed(self) -> None:
         """Take it that the user changed something."""
         self._kept.clear()
         self._ask(self._controller.changed)
         self._in_use = self._controller.course.known_good
-        self._see()
+        self._sync_state()
 
     def close(self) -> None:
         """Take it that the run comes to its end."""
         self._ask(self._controller.close)
 
-    def _tell(self) -> None:
+    def _flush(self) -> None:
         """Tell the controller of the windows that were kept."""
         kept, self._kept = self._kept, []
         for step in kept:
             self._ask(lambda step=step: self._controller.window_ended(step))
-        self._see()
+        self._sync_state()
 
-    def _see(self) -> None:
+    def _sync_state(self) -> None:
         """Learn where the controller stands; where it failed, whether the job must be put back."""
         seen = self._ask(lambda: (self._controller.meets_next, self._controller.course.is_on_trial))
-        self.meets_next, self.is_on_trial = seen or (self._is_astray, self._is_astray)
+        self.meets_next, self.is_on_trial = seen or (self._needs_rollback, self._needs_rollback)
         self._is_calm = self._controller.is_calm
 
     @property
-    def _is_astray(self) -> bool:
+    def _needs_rollback(self) -> bool:
         return self._in_use != self._controller.course.known_good
 
     @property
-    def _way_back(self) -> Order:
+    def _rollback_order(self) -> Order:
         return Order(
             target=self._controller.course.known_good, why="the tuner itself failed", checked=False
         )
 
-    def _asked(self, question: Callable[[], T]) -> T:
+    def _call(self, question: Callable[[], T]) -> T:
         return question()
 
     def _look_for_stop(self) -> None:

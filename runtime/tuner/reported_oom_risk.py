@@ -5,7 +5,7 @@ from __future__ import annotations
 STALE_SECONDS = 30.0
 
 
-class OomTold:
+class ReportedOomRisk:
     """Takes what the watch thread tells of each step, within a second of it."""
 
     def __init__(self) -> None:

@@ -9,22 +9,22 @@ from pathlib import Path
 
 from ...metrics.exporters.telemetry_data import Span, Value
 from ...metrics.recorder import Recorder
-from .metrics import TunerFigures
+from .metrics import TunerMetrics
 from .policy.decision import Decision, Mode, decide
 from .policy.diagnose import MEMORY_IDLE
 from .policy.ds_patch import ds_patch
 from .policy.experiment import Conclusion
 from .policy.journal import Journal
 from .policy.messages import sentence_of, symptom_words, trial_words
-from .policy.metrics_delta import Reading
+from .policy.metrics_delta import MetricsDelta
 from .policy.predict import num_micro_batches
-from .policy.proposals import Situation
+from .policy.proposals import TunerInput
 from .policy.types import Configuration, Proposal, Symptom
 
 logger = logging.getLogger(__name__)
 
 
-class TunerVoice:
+class TunerReporter:
     """What a controller tells, and an advisor. Only one of them speaks at a time.
 
     Args:
@@ -48,7 +48,7 @@ class TunerVoice:
         send: Callable[[Span], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._figures = TunerFigures(recorder)
+        self._figures = TunerMetrics(recorder)
         self._journal = Journal(folder)
         self._step, self._clock = step, clock
         self._world_size, self._mode = world_size, mode
@@ -64,7 +64,7 @@ class TunerVoice:
         """Tell what the job works with now."""
         self._figures.configured(configuration)
 
-    def diagnosed(self, symptoms: Sequence[Symptom], _: Reading) -> None:
+    def diagnosed(self, symptoms: Sequence[Symptom], _: MetricsDelta) -> None:
         """Tell what holds the job back now; in the log what does so most, if it never did before.
 
         An advice says so itself.
@@ -98,7 +98,7 @@ class TunerVoice:
         self._send(span_of(decision, sentence, _seconds(conclusion)))
 
 
-def _by_hand(decision: Decision, situation: Situation) -> str:
+def _by_hand(decision: Decision, situation: TunerInput) -> str:
     """Write what to put into the ds config, below a line of the log."""
     if decision.verdict != "advised":
         return ""

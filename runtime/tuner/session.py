@@ -13,27 +13,27 @@ from typing import Any
 
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
-from ..common.host_group import Agreement
-from ..trainer.data.data_source import Sharing
-from ..trainer.engine_holder import EngineChanges
+from ..common.host_group import HostGroup
+from ..trainer.data.data_source import TrainingData
+from ..trainer.engine_holder import EngineHolder
 from ..trainer.window.micro_batches import Loss
 from ..trainer.window.result import WindowResult
-from ..trainer.window_runner import Windows
-from .bitwise_check import exact_knobs
-from .dry_run_window import Rehearsal
-from .history_store import job_memory
+from ..trainer.window_runner import WindowRunner
+from .bitwise_check import bitwise_invariant_knobs
+from .dry_run_window import DryRunWindow
+from .history_store import open_history
 from .job_facts import job_facts
-from .knobs.run_knobs import RunHands
-from .null_session import Untuned
+from .knobs.run_knobs import RunKnobs
+from .null_session import NullTunerSession
 from .policy.controller import Controller
 from .policy.metrics_delta import CPU
 from .policy.numerics import SUM_KNOBS, contract_named
-from .policy.options import Rules
-from .policy.search_history import Known
-from .policy.transaction import meet
-from .policy.types import Contract, Order, StepTime
-from .rank0 import TunerLead
-from .reported_oom_risk import OomTold
+from .policy.options import TunerOptions
+from .policy.search_history import SearchHistory
+from .policy.transaction import exchange_order
+from .policy.types import Numerics, Order, StepTime
+from .rank0 import RankZeroTuner
+from .reported_oom_risk import ReportedOomRisk
 from .thresholds import thresholds_of
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 SELF_TEST_STEPS = 3  # after which ZeRO 3 knows the order of its modules
 
 
-class Tuning(Untuned):
+class TunerSession(NullTunerSession):
     """Lets a run be tuned; all ranks call its methods alike, rank 0 alone decides.
 
     Args:
@@ -55,17 +55,17 @@ class Tuning(Untuned):
 
     def __init__(
         self,
-        changes: EngineChanges,
-        windows: Windows,
-        agreement: Agreement,
-        sharing: Sharing,
-        rehearsal: Rehearsal,
+        changes: EngineHolder,
+        windows: WindowRunner,
+        agreement: HostGroup,
+        sharing: TrainingData,
+        rehearsal: DryRunWindow,
         settings: Settings,
     ) -> None:
         self._agreement, self._settings = agreement, settings
         self._changes, self._windows, self._rehearsal = changes, windows, rehearsal
         self._watch = changes.engine.watch
-        self._hands = RunHands(
+        self._hands = RunKnobs(
             changes,
             windows,
             agreement,
@@ -77,15 +77,15 @@ class Tuning(Untuned):
         )
         self._facts = job_facts(changes.engine)
         self.contract = contract_named(settings.tuner.contract)
-        self._lead: TunerLead | None = None
+        self._lead: RankZeroTuner | None = None
         self._make_lead = self._watch.guard("tuner", self._new_lead)
-        self._risk = OomTold()
+        self._risk = ReportedOomRisk()
         self._host_risk = 0.0
         self._last_end: float | None = None
         self._is_within = False  # a window, or one that did not come to its end
         self._num_alike = 0  # windows since the self-test would come out otherwise
-        windows.asides = self._asides
-        changes.on_adopted.append(self._untested)
+        windows.asides = self._notice
+        changes.on_adopted.append(self._invalidate_bitwise_check)
         self._watch.subscribe(self._take_record)
 
     @property
@@ -99,15 +99,15 @@ class Tuning(Untuned):
         if self._is_within:
             self._window_failed()
             if self.is_on_trial:  # it may be why, and the next window would fail too
-                self._meet(settle=True)
+                self._exchange_order(settle=True)
             self.interrupted()
         self._is_within = True
-        if self.contract is not Contract.BITWISE or self._num_alike != SELF_TEST_STEPS:
+        if self.contract is not Numerics.BITWISE or self._num_alike != SELF_TEST_STEPS:
             return
         options = self._hands.options()
         knobs = {knob: options[knob] for knob in sorted(SUM_KNOBS) if knob in options}
         passes = partial(self._rehearsal.checksum, batch)
-        exact = exact_knobs(passes, self._hands, self._agreement, knobs)
+        exact = bitwise_invariant_knobs(passes, self._hands, self._agreement, knobs)
         self._facts = replace(self._facts, exact_knobs=exact)
         self.interrupted()
 
@@ -136,13 +136,13 @@ class Tuning(Untuned):
                 self._lead.window_ended(step)
         self._last_end = now
         if opened.asides[0][0]:
-            self._meet(settle=False)
+            self._exchange_order(settle=False)
 
     def settle(self) -> None:
         """Have nothing on trial, and nothing of what follows counted as a step's time."""
         if self._is_within:
             self._window_failed()
-        self._meet(settle=True)
+        self._exchange_order(settle=True)
         self.interrupted()
 
     def interrupted(self) -> None:
@@ -154,7 +154,7 @@ class Tuning(Untuned):
         if self._lead is not None:
             self._lead.changed()
         self._risk.changed(now=self._changes.engine.global_steps)
-        self._untested()
+        self._invalidate_bitwise_check()
         self.interrupted()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Tuning(Untuned):
         self._windows.asides = tuple
         self._hands.close()
 
-    def _asides(self) -> Sequence[float]:
+    def _notice(self) -> Sequence[float]:
         """Return what this rank tells as a window begins.
 
         Whether all meet after it, the risk that memory runs out, whether something is on trial.
@@ -177,11 +177,11 @@ class Tuning(Untuned):
             lead is not None and lead.is_on_trial,
         )
 
-    def _meet(self, *, settle: bool) -> None:
+    def _exchange_order(self, *, settle: bool) -> None:
         order: Order | None = None
         if self._lead is not None:
             order = self._lead.order(settle=settle)
-        met = meet(self._agreement, self._hands, order)
+        met = exchange_order(self._agreement, self._hands, order)
         if met is not None:
             self._risk.changed(now=self._changes.engine.global_steps)
             if self._lead is not None:
@@ -194,19 +194,19 @@ class Tuning(Untuned):
         if self._lead is not None and self._windows.opened is not None:
             self._lead.window_failed()
 
-    def _untested(self) -> None:
+    def _invalidate_bitwise_check(self) -> None:
         """Take it that other knobs may leave every bit as it is from now on."""
         self._num_alike = 0
         self._facts = replace(self._facts, exact_knobs=frozenset())
 
-    def _new_lead(self) -> TunerLead:
+    def _new_lead(self) -> RankZeroTuner:
         tuner = self._settings.tuner
-        memory = job_memory(self._changes.engine, self._settings, self._facts.world_size)
+        memory = open_history(self._changes.engine, self._settings, self._facts.world_size)
         controller = Controller(
             self._hands,
             self._watch.snapshot,
             lambda: self._facts,
-            Rules(
+            TunerOptions(
                 acts=tuner.mode == "auto",
                 contract=self.contract,
                 allows_rebuild=tuner.rebuild,
@@ -217,8 +217,8 @@ class Tuning(Untuned):
                 total_steps=tuner.total_steps,
                 thresholds=thresholds_of(self._settings),
             ),
-            self._watch.advisor.hand_over(tuner.mode),
-            Known(memory.load(), memory.died_of(), memory),
+            self._watch.advisor.transfer_reporter(tuner.mode),
+            SearchHistory(memory.load(), memory.died_of(), memory),
         )
         logger.info(
             "the tuner is on: mode %s, contract %s; it first looks after %g seconds of training",
@@ -226,7 +226,7 @@ class Tuning(Untuned):
             tuner.contract,
             tuner.observe_seconds,
         )
-        return TunerLead(controller, self._watch.guard, self._stop_file)
+        return RankZeroTuner(controller, self._watch.guard, self._stop_file)
 
     def _stop_file(self) -> Path | None:
         folder = self._watch.run_folder
@@ -245,22 +245,26 @@ class Tuning(Untuned):
 
 
 def new_tuning(
-    loss: Loss, changes: EngineChanges, windows: Windows, agreement: Agreement, sharing: Sharing
-) -> Untuned:
+    loss: Loss,
+    changes: EngineHolder,
+    windows: WindowRunner,
+    agreement: HostGroup,
+    sharing: TrainingData,
+) -> NullTunerSession:
     """Return the tuning of a run, as its settings have it: on all ranks alike or on none."""
     watch = changes.engine.watch
-    own: Tuning | None = None
+    own: TunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
-        rehearsal = Rehearsal(loss, changes, agreement, windows)
-        make = watch.guard("tuner", Tuning)
+        rehearsal = DryRunWindow(loss, changes, agreement, windows)
+        make = watch.guard("tuner", TunerSession)
         own = make(changes, windows, agreement, sharing, rehearsal, watch.settings)
     told = agreement.gather([-1 if own is None else own.contract])
     if own is None:
-        return Untuned()
+        return NullTunerSession()
     if (told != own.contract).any():
         logger.warning("not tuned: ranks differ in whether they are watched, or in tuner.contract")
         own.close()
-        return Untuned()
+        return NullTunerSession()
     return own
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from zerowatch.runtime.engine.compression.collective_steps import run_all
-from zerowatch.runtime.engine.compression.compressed_all_reduce import Exchange
-from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.compressed_all_reduce import CompressedAllReduce
+from zerowatch.runtime.engine.compression.compression_error import CompressionError
 from zerowatch.runtime.engine.compression.formats import FORMATS
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -34,7 +34,7 @@ def arms(values: torch.Tensor) -> dict[str, Arm]:
         return run
 
     def coded(name: str) -> Arm:
-        exchange = Exchange(FORMATS[name], None, ErrorTally())
+        exchange = CompressedAllReduce(FORMATS[name], None, CompressionError())
 
         def run() -> torch.Tensor:
             result = torch.empty_like(values)

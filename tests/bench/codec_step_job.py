@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -63,7 +63,7 @@ def main(width: int, rows: int, rounds: int) -> None:
     report: dict[str, list[float]] = {name: [] for name in ARMS}
     for turn in range(rounds + 1):
         for name, asked in ARMS.items():
-            codec = asked and GradientCodec(asked[0], asynchronous=asked[1])
+            codec = asked and GradientCompressor(asked[0], asynchronous=asked[1])
             undo = codec.attach(engine) if codec else None
             took = seconds(engine, batch)
             if turn:  # the first turn warms up

@@ -12,7 +12,7 @@ import training
 from zerowatch.runtime.cli.demo.corpus import NextByteWindows, standard_library_text
 from zerowatch.runtime.cli.demo.job import ds_config
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
-from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -28,7 +28,7 @@ def train(asked: dict[str, Any], kind: str | None, feedback: bool | None, seed: 
     config = ds_config(steps=asked["steps"], stage=2) | {"managed_gradient_accumulation": False}
     parameters = model.parameters()
     engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
-    codec = GradientCodec(kind, feedback=feedback) if kind else None
+    codec = GradientCompressor(kind, feedback=feedback) if kind else None
     if codec is not None:
         codec.attach(engine)
     windows = NextByteWindows(TEXT, model.config.max_position_embeddings)

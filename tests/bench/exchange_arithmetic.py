@@ -22,15 +22,15 @@ from torch.distributed import TCPStore
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ExchangeSettings
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.wire_bytes import wire_factor
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank import call_report, compare_result
-from zerowatch.runtime.cross_rank.call_report import Pace, Report
-from zerowatch.runtime.cross_rank.coordinator import Convener, blocks_of
-from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, Exchange
-from zerowatch.runtime.cross_rank.local_accounting import Books
+from zerowatch.runtime.cross_rank.call_report import RankReport, StepTimes
+from zerowatch.runtime.cross_rank.coordinator import Coordinator, rank_blocks
+from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, CrossRankThread
+from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
 
 NUM_RANKS, CALLS, SIZES = 1000, 200, 20
 GOAL_MS = 5.0
@@ -39,7 +39,7 @@ ANY_RANK = "any rank: packs its report, unpacks the verdict, matches"
 BLOCK_FIRST = "first of a block: unpacks 64 reports, puts them together, packs"
 GROUP_FIRST = "first of all: unpacks 16 blocks, puts them together, seeks stragglers, packs"
 WITHOUT_BLOCKS = "for comparison, 1000 reports without blocks, unpacked before"
-PACE = Pace(steps=20, step_seconds=0.25, busy=(0.01, 0.05, 0.1, 0.02), deviation=(0.001,) * 4)
+PACE = StepTimes(steps=20, step_seconds=0.25, busy=(0.01, 0.05, 0.1, 0.02), deviation=(0.001,) * 4)
 T = TypeVar("T")
 
 
@@ -74,7 +74,7 @@ class SimulatedGroup:
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.size = len(members)
-        self.circle = Circle(members)
+        self.circle = RankSet(members)
         self.circle.roles = [self.role]
         self._durations_ns = np.random.default_rng().gamma(2, 1e6, CALLS).astype(int).tolist()
 
@@ -86,7 +86,7 @@ class SimulatedGroup:
         for number, duration_ns in enumerate(self._durations_ns):
             group: Any = self
             size = 4096 * (1 + number % SIZES)
-            call = Call(0, group, size, torch.float32, PHASES.index("backward"))
+            call = CollectiveCall(0, group, size, torch.float32, PHASES.index("backward"))
             self.circle.issued += 1
             call.sequence = self.circle.issued
             call.start_ns = self.busy_until_ns
@@ -103,20 +103,20 @@ class Thousand:
         members = tuple(range(NUM_RANKS))
         self._group = SimulatedGroup(members)
         circle = self._group.circle
-        self._blocks = blocks_of(members)
+        self._blocks = rank_blocks(members)
         self._in_block = {
-            first: Convener(circle, {rank: (rank,) for rank in block})
+            first: Coordinator(circle, {rank: (rank,) for rank in block})
             for first, block in self._blocks.items()
         }
-        self._over_blocks = Convener(circle, self._blocks)
-        self._over_all = Convener(circle, {rank: (rank,) for rank in members})
-        self._books = Books(lambda: [circle], Recorder(), lambda: None)
+        self._over_blocks = Coordinator(circle, self._blocks)
+        self._over_all = Coordinator(circle, {rank: (rank,) for rank in members})
+        self._books = LocalAccounting(lambda: [circle], Recorder(), lambda: None)
 
     def exchange(self) -> None:
         """Let all report, and measure what one rank of each kind does about it."""
         self._group.run_calls()
         own = self._spend(ANY_RANK, self._report)
-        texts = [call_report.pack(self._alike(own, rank)) for rank in range(NUM_RANKS)]
+        texts = [call_report.encode(self._alike(own, rank)) for rank in range(NUM_RANKS)]
         told = [{rank: texts[rank] for rank in block} for block in self._blocks.values()]
         merged = [self._spend(BLOCK_FIRST, lambda: self._put_block_together(0, told[0]))]
         merged += map(self._put_block_together, [*self._blocks][1:], told[1:])
@@ -134,10 +134,10 @@ class Thousand:
         self.spent_ms[what].append((time.thread_time_ns() - began) / 1e6)
         return found
 
-    def _report(self) -> Report:
+    def _report(self) -> RankReport:
         sections, names = self._books.take_sections()
-        report = Report(sections=sections, names=names, paces={0: PACE})
-        call_report.pack(report)
+        report = RankReport(sections=sections, names=names, paces={0: PACE})
+        call_report.encode(report)
         return report
 
     def _put_block_together(self, first: int, texts: dict[int, bytes]) -> bytes:
@@ -146,27 +146,27 @@ class Thousand:
             convener.add(rank, report)
         merged = convener.take_report()
         assert merged is not None
-        return call_report.pack(merged)
+        return call_report.encode(merged)
 
-    def _alike(self, own: Report, rank: int) -> Report:
-        return Report(sections=own.sections, names=own.names, paces={rank: PACE})
+    def _alike(self, own: RankReport, rank: int) -> RankReport:
+        return RankReport(sections=own.sections, names=own.names, paces={rank: PACE})
 
     def _match(self, text: bytes) -> None:
-        self._books.match(self._group.circle, compare_result.unpack(text))
+        self._books.match(self._group.circle, compare_result.decode(text))
         self._books.give_up(20.0)
         self._books.publish()
 
 
-def _read(texts: dict[int, bytes]) -> dict[int, Report]:
-    return {rank: call_report.unpack(text) for rank, text in texts.items()}
+def _read(texts: dict[int, bytes]) -> dict[int, RankReport]:
+    return {rank: call_report.decode(text) for rank, text in texts.items()}
 
 
-def _merge_all(convener: Convener, reports: dict[int, Report]) -> bytes:
+def _merge_all(convener: Coordinator, reports: dict[int, RankReport]) -> bytes:
     for rank, report in reports.items():
         convener.add(rank, report)
     found = convener.take_verdict(compares_pace=True)
     assert found is not None and len(found.least) == CALLS and found.reference is not None
-    return compare_result.pack(found)
+    return compare_result.encode(found)
 
 
 def each_second(exchanges: int) -> list[list[float]]:
@@ -176,13 +176,13 @@ def each_second(exchanges: int) -> list[list[float]]:
     now = [1000.0]
     groups = [SimulatedGroup((0, 1)) for _ in range(2)]
     ranks = [
-        Exchange(
+        CrossRankThread(
             connect=server.clone,
             rank=rank,
             host="host",
             circles=lambda group=group: [group.circle],
             recorder=Recorder(),
-            hooks=Hooks(),
+            hooks=FailOpen(),
             seconds=seconds,
             volume_ratio=lambda: None,
             idle_seconds=lambda: 0.0,

@@ -13,9 +13,9 @@ import training
 from torch.distributed import distributed_c10d as c10d
 
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.common.phase_timer import PhaseClock
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 
 CALLS = 200  # a step's worth; fewer than the tap hands over by itself
 WARM_UP_REPEATS = 20
@@ -44,9 +44,9 @@ def main() -> None:
     )
     tensor = torch.ones(1024, device=asked["device"])
     dist.all_reduce = c10d.all_reduce = all_reduce
-    tap = CommTap(Hooks())
+    tap = CollectiveInstrumentation(FailOpen())
     tap.open()
-    tap.notes.connect(PhaseClock(), lambda batch: None)
+    tap.notes.connect(PhaseTimer(), lambda batch: None)
     found = {
         name: added_microseconds(tap, tensor, asynchronous, asked["repeats"])
         for name, asynchronous in (("all_reduce", False), ("all_reduce, async", True))
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def added_microseconds(
-    tap: CommTap, tensor: torch.Tensor, asynchronous: bool, repeats: int
+    tap: CollectiveInstrumentation, tensor: torch.Tensor, asynchronous: bool, repeats: int
 ) -> list[float]:
     """Return wrapped minus plain, per call, of each repeat; the two alternate."""
     added = []
@@ -82,7 +82,7 @@ def per_call(
     return (time.thread_time_ns() - begin) / CALLS / 1000, taken
 
 
-def settle(tap: CommTap, batch: Batch) -> None:
+def settle(tap: CollectiveInstrumentation, batch: Batch) -> None:
     """Do what the watch thread does with a batch, so that its events are used again."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

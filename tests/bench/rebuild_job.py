@@ -16,7 +16,7 @@ import deepspeed
 import torch
 import training
 
-from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.devices.memory.host import HostMemory
 from zerowatch.runtime.engine.rebuild import rebuild as room
 
@@ -31,7 +31,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     _LIBC.mallopt(_MMAP_THRESHOLD, _BYTES)
     training.meet()
-    agreement = Agreement()
+    agreement = HostGroup()
     torch.manual_seed(0)
     model = training.TinyGpt(WIDTH, LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -91,7 +91,7 @@ class Contents:
             elif spec.kind == "gauge":
                 self._recorder.set(spec, self._level(spec, labels), *labels)
             elif spec.kind == "info":
-                self._recorder.inform(spec, *labels)
+                self._recorder.set_info(spec, *labels)
             else:
                 self._observe(spec, labels)
 

@@ -48,7 +48,7 @@ def values_of(label: Label) -> tuple[str, ...]:
 
 def write(recorder: Recorder, spec: MetricSpec, labels: tuple[str, ...]) -> None:
     if spec.kind == "info":
-        recorder.inform(spec, *labels)
+        recorder.set_info(spec, *labels)
     elif spec.kind == "histogram":
         for bound in spec.buckets:
             recorder.observe(spec, bound, *labels)

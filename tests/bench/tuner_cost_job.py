@@ -14,8 +14,8 @@ import torch
 import training
 
 import zerowatch
-from zerowatch.runtime.common.host_group import Agreement
-from zerowatch.runtime.tuner.null_session import Untuned
+from zerowatch.runtime.common.host_group import HostGroup
+from zerowatch.runtime.tuner.null_session import NullTunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
@@ -86,7 +86,7 @@ class Job:
         """Return the longest time of any rank."""
         return self.run.agreement.highest(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float, tuning: Untuned, asides: Callable[[], Any]) -> Told:
+    def metered(self, seconds: float, tuning: NullTunerSession, asides: Callable[[], Any]) -> Told:
         """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
         meter, kind = Meter(), cast(Any, type(tuning))
         own, windows = (self.run._tuning, self.run._windows.asides), self.run._windows
@@ -112,7 +112,7 @@ class Job:
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
         """Return a step's mean seconds with the tuner and without it, pair by pair."""
         tuning, windows = self.run._tuning, self.run._windows
-        arms = {"on": (tuning, windows.asides), "off": (Untuned(), tuple)}
+        arms = {"on": (tuning, windows.asides), "off": (NullTunerSession(), tuple)}
         found = []
         for number in range(pairs):
             taken = {}
@@ -132,7 +132,7 @@ class Job:
 
 def gathers(rounds: int) -> list[list[float]]:
     """Return the seconds of a gather without and with the tuner's two floats, in turns."""
-    agreement = Agreement()
+    agreement = HostGroup()
     found = []
     for _ in range(rounds):
         taken = []
@@ -147,7 +147,7 @@ def gathers(rounds: int) -> list[list[float]]:
 
 def empty_calls(times: int = 100_000) -> float:
     """Return the seconds that a window spends on a tuner that is off."""
-    untuned, asides = Untuned(), tuple
+    untuned, asides = NullTunerSession(), tuple
     began = time.thread_time()
     for _ in range(times):
         untuned.before_window(None)
@@ -166,7 +166,7 @@ def main() -> None:
         found["steps"][str(seconds)] = {
             "metered": job.metered(asked["seconds"], job.run._tuning, job.run._windows.asides),
             # What a meter costs where caches are cold; and a tuner that is off.
-            "empty": job.metered(asked["seconds"] / 3, Untuned(), tuple),
+            "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), tuple),
             "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),
         }
         job.end()

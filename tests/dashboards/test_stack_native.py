@@ -103,7 +103,7 @@ def test_a_run_that_starts_later_is_found_and_its_end_is_told_from_a_crash(stack
     with contextlib.closing(Ranks(stack.folder / "runs")) as ranks:
         found = eventually(lambda: "".join(stack.status()).count(": up, http") == 2, 40, pause=0.2)
         ranks.recorders[0].set(RUN_ACTIVE, 0)
-        ranks.servers[0].linger()
+        ranks.servers[0].wait_for_final_scrape()
     told = eventually(lambda: ": up, http" not in "".join(stack.status()), 40, pause=0.2)
 
     assert any("no folder in" in line for line in before)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.collectives.groups import Circle
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.wire_bytes import wire_factor
 
 MS = 1_000_000
@@ -21,9 +21,9 @@ class FakeGroup:
         members: tuple[int, ...],
         role: str = "dp",
         backend: str = "gloo",
-        circle: Circle | None = None,
+        circle: RankSet | None = None,
     ) -> None:
-        self.circle = circle or Circle(members)
+        self.circle = circle or RankSet(members)
         self.circle.roles = [role]
         self.role, self.backend, self.size = role, backend, len(members)
         self.busy_until_ns = -(2**63)
@@ -32,16 +32,18 @@ class FakeGroup:
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
-    def issue(self, op: str = "all_reduce", size: int = 1000) -> Call:
+    def issue(self, op: str = "all_reduce", size: int = 1000) -> CollectiveCall:
         """Issue a call that is under way."""
-        call = Call(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
+        call = CollectiveCall(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
         if op not in POINT_TO_POINT:
             self.circle.issued += 1
             call.sequence = self.circle.issued
         self.circle.recent.append(call)
         return call
 
-    def settle(self, call: Call, ms: float, exposed_ms: float | None = None) -> Call:
+    def settle(
+        self, call: CollectiveCall, ms: float, exposed_ms: float | None = None
+    ) -> CollectiveCall:
         """End a call `ms` after it began, having blocked training for all of that or less."""
         call.start_ns = self._now_ns
         call.end_ns = self._now_ns = self._now_ns + round(ms * MS)
@@ -55,6 +57,6 @@ class FakeGroup:
         size: int = 1000,
         ms: float = 1.0,
         exposed_ms: float | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         """Issue a call and end it."""
         return self.settle(self.issue(op, size), ms, exposed_ms)

@@ -12,8 +12,8 @@ from fakes.steps import step
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import HangSettings
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.common.phase_timer import PhaseClock
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.cross_rank.hang.evidence import CallLine, Evidence, GroupLine, Peer, Sources
 from zerowatch.runtime.cross_rank.hang.hang_watch import HangWatch
 
@@ -92,7 +92,7 @@ class Rank:
         self.told: list[bool] = []
         self.exits: list[int] = []
         self.recorder = Recorder()
-        self.clock = PhaseClock(lambda: self.now_ns)
+        self.clock = PhaseTimer(lambda: self.now_ns)
         self.hang = HangWatch(
             rank=0,
             settings=HangSettings(abort=abort, enabled=enabled),
@@ -109,7 +109,7 @@ class Rank:
                 tell_others=self.told.append,
             ),
             recorder=self.recorder,
-            hooks=Hooks(),
+            hooks=FailOpen(),
             now_ns=lambda: self.now_ns,
             leave=self.exits.append,
         )

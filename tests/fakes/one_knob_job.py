@@ -8,12 +8,12 @@ from zerowatch.metrics.catalog import training, watching
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts
-from zerowatch.runtime.tuner.policy.options import Rules
+from zerowatch.runtime.tuner.policy.options import TunerOptions
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
-    Contract,
+    Numerics,
     Outcome,
     Proposal,
     StepTime,
@@ -50,10 +50,10 @@ class OneKnobJob:
         self._gain, self._step_seconds = gain, step_seconds
         self._value: Value = OLD
         self._recorder = Recorder()
-        self._recorder.inform(
+        self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "1", "1"
         )
-        rules = Rules(contract=Contract.BITWISE, observe_seconds=observe_seconds)
+        rules = TunerOptions(contract=Numerics.BITWISE, observe_seconds=observe_seconds)
         facts = JobFacts(world_size=1, backend="gloo", gradient_bytes=1, parameter_bytes=1)
         self.controller = Controller(self, self._recorder.snapshot, lambda: facts, rules, self)
 
@@ -105,7 +105,7 @@ class OneKnobJob:
     def configured(self, configuration: Configuration) -> None:
         pass
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
         pass
 
     def tries(self, proposal: Proposal, configuration: Configuration) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
-from zerowatch.runtime.memory.oom.evidence import Evidence, Foresight, Limit, RunFacts, Sources
-from zerowatch.runtime.memory.oom.parse_error import OutOfMemory
-from zerowatch.runtime.memory.oom.would_fit import Layout, Planned
+from zerowatch.runtime.memory.oom.evidence import Evidence, Foresight, Limit, OomContext, RunFacts
+from zerowatch.runtime.memory.oom.parse_error import OomError
+from zerowatch.runtime.memory.oom.would_fit import Layout, LayoutBytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,7 +28,7 @@ ON_CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 536870912 bytes. Error code 12 (Cannot allocate memory)"
 )
-SAID = OutOfMemory(kind="host allocator", device="cpu", requested_bytes=512.0 * MIB, message=ON_CPU)
+SAID = OomError(kind="host allocator", device="cpu", requested_bytes=512.0 * MIB, message=ON_CPU)
 CATEGORIES = {
     "parameters": 100.0 * MIB,
     "gradients": 100.0 * MIB,
@@ -84,7 +84,7 @@ def evidence(**changes: Any) -> Evidence:
     return replace(facts, **changes)
 
 
-def sources(folder: Path | None, **changes: Callable[..., Any]) -> Sources:
+def sources(folder: Path | None, **changes: Callable[..., Any]) -> OomContext:
     """Return the sources of the same evidence; give others by their names."""
     known = evidence()
     facts: Mapping[str, Callable[..., Any]] = {
@@ -101,9 +101,9 @@ def sources(folder: Path | None, **changes: Callable[..., Any]) -> Sources:
         "facts": lambda: known.facts,
         "predicted": lambda device, shape: 450.0 * MIB + 70_000.0 * shape.samples * shape.length,
         "planned": lambda: {
-            Layout(1): Planned(device_bytes=300.0 * MIB, host_bytes=0.0),
-            Layout(2): Planned(device_bytes=225.0 * MIB, host_bytes=0.0),
-            Layout(3): Planned(device_bytes=150.0 * MIB, host_bytes=0.0),
+            Layout(1): LayoutBytes(device_bytes=300.0 * MIB, host_bytes=0.0),
+            Layout(2): LayoutBytes(device_bytes=225.0 * MIB, host_bytes=0.0),
+            Layout(3): LayoutBytes(device_bytes=150.0 * MIB, host_bytes=0.0),
         },
     }
-    return Sources(**{**facts, **changes})
+    return OomContext(**{**facts, **changes})

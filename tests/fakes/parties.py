@@ -13,9 +13,9 @@ from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, Exchange
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, CrossRankThread
 from zerowatch.runtime.cross_rank.step_times import LEAST_STEPS, WARM_UP_STEPS
 
 SECONDS = 5.0
@@ -39,9 +39,9 @@ class Party:
         self.rank = rank
         self.groups = list(groups)
         self.recorder = Recorder()
-        self.hooks = Hooks()
+        self.hooks = FailOpen()
         self.idle_seconds = 0.0
-        self.exchange = Exchange(
+        self.exchange = CrossRankThread(
             connect=connect,
             rank=rank,
             host=f"host-{rank}",
@@ -63,7 +63,7 @@ class Party:
     def look(self) -> None:
         self.exchange._look()
 
-    def run(self, ms: float = 1.0, op: str = "all_reduce", size: int = 1000) -> Call:
+    def run(self, ms: float = 1.0, op: str = "all_reduce", size: int = 1000) -> CollectiveCall:
         return self.groups[0].run(op, size, ms)
 
     def step(self, **milliseconds: float) -> None:

@@ -11,8 +11,8 @@ from fakes.clock import FakeClock
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.cross_rank.compare_result import Verdict
-from zerowatch.runtime.cross_rank.local_accounting import Books
+from zerowatch.runtime.cross_rank.compare_result import CompareResult
+from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
 
 PATIENCE = 20.0
 
@@ -28,7 +28,7 @@ class Rank:
         self.recorder = Recorder()
         self.clock = FakeClock()
         self.compares = True
-        self.books = Books(
+        self.books = LocalAccounting(
             lambda: [group.circle],
             self.recorder,
             lambda: volume_ratio,
@@ -41,7 +41,7 @@ class Rank:
 
     def learn(self, first: int, *milliseconds: float) -> None:
         least = np.array(milliseconds, np.float32) / 1000
-        self.books.match(self.group.circle, Verdict(first=first, least=least))
+        self.books.match(self.group.circle, CompareResult(first=first, least=least))
 
     def value(self, spec: MetricSpec, *labels: str) -> float:
         """Publish, and return one value in milliseconds."""

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.collectives.totals import StepComm
+from zerowatch.runtime.collectives.comm_time import CommTimeCounter
+from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.collectives.wire_bytes import wire_factor
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 
 MS = 1_000_000
 
@@ -27,7 +27,7 @@ class StandInGroup:
         self.role, self.backend, self.size = role, backend, 4
         self.busy_until_ns = -(2**63)
         self.recorded = 0
-        self.circle = Circle(tuple(range(4)))
+        self.circle = RankSet(tuple(range(4)))
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
@@ -100,25 +100,25 @@ class SleepingCollectives:
 
 def tap_over(
     monkeypatch: Any, all_reduce: Callable[..., Any], clock: HandClock, backend: str
-) -> CommTap:
+) -> CollectiveInstrumentation:
     """Return an open tap around a stand-in for all_reduce, on a group of four ranks."""
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "all_reduce", all_reduce)
     monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
     for module in ("recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
-    tap = CommTap(Hooks())
+    tap = CollectiveInstrumentation(FailOpen())
     monkeypatch.setattr(tap.notes, "groups", StandInGroups(StandInGroup(backend=backend)))
     tap.open()
     return tap
 
 
-def add_up(batches: Iterable[Batch], tap: CommTap) -> list[StepComm]:
+def add_up(batches: Iterable[Batch], tap: CollectiveInstrumentation) -> list[StepCommTotals]:
     """Add up each step's calls, all of which have ended, as the watch thread does."""
-    measuring, steps = CommClock(), []
+    measuring, steps = CommTimeCounter(), []
     for batch in batches:
         assert batch.settled()
         batch.resolve(tap.notes.events)
-        steps.append(StepComm())
+        steps.append(StepCommTotals())
         steps[-1].add(batch.calls, measuring.measure(batch))
     return steps

@@ -8,14 +8,14 @@ from zerowatch.metrics.catalog import communication, training, watching
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
-from zerowatch.runtime.tuner.policy.history_file import Remembered
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts
-from zerowatch.runtime.tuner.policy.options import Rules
-from zerowatch.runtime.tuner.policy.search_history import Known
+from zerowatch.runtime.tuner.policy.options import TunerOptions
+from zerowatch.runtime.tuner.policy.search_history import SearchHistory
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
-    Contract,
+    Numerics,
     Order,
     Outcome,
     Proposal,
@@ -61,25 +61,25 @@ class Job:
         self.now = dict(START)
         self.states: list[str] = []
         self.conclusions: list[Conclusion] = []
-        self.kept: dict[str, Remembered] = dict(after.kept) if after else {}
+        self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
         self.answer: Callable[[Order], Outcome] = lambda _: DONE
         self._recorder, self._steps = Recorder(), 0
-        self._recorder.inform(
+        self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
         )
         facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
-        rules = Rules(
-            contract=Contract.STATISTICAL,
+        rules = TunerOptions(
+            contract=Numerics.STATISTICAL,
             acts=acts,
             observe_seconds=4.0,
             soak_steps=5,
             total_steps=total_steps,
         )
-        known = Known(self.kept, after.trials if after else (), self)
+        known = SearchHistory(self.kept, after.trials if after else (), self)
         self.controller = Controller(
             self, self._recorder.snapshot, lambda: facts, rules, self, known
         )
@@ -134,7 +134,7 @@ class Job:
             )
         )
 
-    def remember(self, context: str, remembered: Remembered) -> None:
+    def remember(self, context: str, remembered: HistoryEntry) -> None:
         self.kept[context] = remembered
 
     def on_trial(self, changes: Configuration) -> None:
@@ -161,7 +161,7 @@ class Job:
     def configured(self, configuration: Configuration) -> None:
         pass
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
         pass
 
     def tries(self, proposal: Proposal, configuration: Configuration) -> None:

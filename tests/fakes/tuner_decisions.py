@@ -9,14 +9,14 @@ from typing import Any
 from zerowatch.runtime.tuner.policy.decision import Change, Decision
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts
-from zerowatch.runtime.tuner.policy.proposals import Situation, propose
+from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
 from zerowatch.runtime.tuner.policy.trial import Trial
 from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
-from zerowatch.runtime.tuner.policy.types import Contract, Symptom
+from zerowatch.runtime.tuner.policy.types import Numerics, Symptom
 
-SLOW_LINK = Reading(
+SLOW_LINK = MetricsDelta(
     seconds=30.0,
     steps=40.0,
     phase_ratios={"forward": 0.2, "backward": 0.78, "optimizer": 0.02},
@@ -47,13 +47,13 @@ OPTIONS = {
 }
 
 
-def situation(**changes: Any) -> Situation:
+def situation(**changes: Any) -> TunerInput:
     """Return a job whose window is 16 samples a rank, in 4 micro-batches."""
-    usual = Situation(
+    usual = TunerInput(
         configuration=CONFIGURATION,
         options=OPTIONS,
         facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=40 * 2**20, parameter_bytes=1),
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         allows_rebuild=False,
         symptoms=diagnose(SLOW_LINK),
         reading=SLOW_LINK,
@@ -97,7 +97,7 @@ def decision(changes: Sequence[Change] | None = None, **others: Any) -> Decision
         "step": 41,
         "symptom": Symptom(name="comm_bandwidth", ratio=0.4, evidence={"comm_exposed_ratio": 0.68}),
         "changes": changes or (Change(knob="micro_batch_samples", before=4, after=16),),
-        "contract": Contract.REASSOCIATION,
+        "contract": Numerics.REASSOCIATION,
         "predicted_gain": 1.2,
         "gain": 1.31,
         "lower": 1.27,

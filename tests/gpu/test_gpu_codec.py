@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.compression_error import CompressionError
 from zerowatch.runtime.engine.compression.formats import BLOCK, FORMATS
 from zerowatch.runtime.engine.compression.kernels import decode, encode
 
@@ -49,7 +49,7 @@ def test_inf_and_nan_stay_what_they_are(name: str, bad: float) -> None:
 
 
 def test_the_error_ratio_is_not_waited_for() -> None:
-    tally = ErrorTally()
+    tally = CompressionError()
     torch.cuda._sleep(10**9)
 
     tally.will_send(torch.full((4,), 2.0, device="cuda"))

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.runtime.collectives.events import allow_queries_while_capturing
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
-hooks = Hooks()
-tap = CommTap(hooks)
+hooks = FailOpen()
+tap = CollectiveInstrumentation(hooks)
 tap.open()
 dist.init_process_group("nccl")
 x = torch.ones(1 << 20, device="cuda")

@@ -21,10 +21,10 @@ os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.totals import StepComm
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.comm_time import CommTimeCounter
+from zerowatch.runtime.collectives.totals import StepCommTotals
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
 dist.init_process_group("nccl")
 x = torch.ones(8, device="cuda")
@@ -69,8 +69,8 @@ def all_reduce(tensor, op=None, group=None, async_op=False):
 
 dist.all_reduce = c10d.all_reduce = all_reduce
 dist.Work.wait = lambda work: torch.cuda.current_stream().wait_event(work.done)
-hooks = Hooks()
-tap = CommTap(hooks)
+hooks = FailOpen()
+tap = CollectiveInstrumentation(hooks)
 tap.open()
 tap.notes.connect(None, None)
 compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -80,8 +80,8 @@ def expect(exposed_ms, comm_ms):
     while not batch.settled():  # a synchronisation would be a wait that counts
         time.sleep(0.001)
     batch.resolve(tap.notes.events)
-    step = StepComm()
-    step.add(batch.calls, CommClock().measure(batch))
+    step = StepCommTotals()
+    step.add(batch.calls, CommTimeCounter().measure(batch))
     found = step.exposed_seconds * 1e3, step.seconds * 1e3
     assert not hooks.failures, hooks.failures
     assert abs(found[0] - exposed_ms) <= 0.03 * comm_ms, found
@@ -94,13 +94,13 @@ os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR=
                   MASTER_PORT="29657")
 import torch
 import torch.distributed as dist
-from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.totals import StepComm
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.comm_time import CommTimeCounter
+from zerowatch.runtime.collectives.totals import StepCommTotals
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
-hooks = Hooks()
-tap = CommTap(hooks)
+hooks = FailOpen()
+tap = CollectiveInstrumentation(hooks)
 tap.open()
 dist.init_process_group("gloo")
 tap.notes.connect(None, None)
@@ -119,8 +119,8 @@ batch = tap.notes.take()
 batch.calls.pop()  # the barrier
 assert batch.settled()
 batch.resolve(tap.notes.events)
-step = StepComm()
-step.add(batch.calls, CommClock().measure(batch))
+step = StepCommTotals()
+step.add(batch.calls, CommTimeCounter().measure(batch))
 assert not hooks.failures, hooks.failures
 assert batch.calls[0].group.backend == "gloo"
 if dist.get_rank() == 0:

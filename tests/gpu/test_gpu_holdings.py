@@ -13,7 +13,7 @@ import torch
 from scripts.launching import SCRIPTS
 
 from zerowatch.runtime.devices.memory.cuda import cuda_memory
-from zerowatch.runtime.devices.memory.shared_peak_counters import KeptPeaks
+from zerowatch.runtime.devices.memory.shared_peak_counters import SharedPeakCounters
 
 MIB = 2**20
 pytestmark = [
@@ -49,7 +49,7 @@ def test_each_reading_has_the_peak_since_the_last_and_torch_goes_on_telling_its_
 def test_statistics_but_for_ours_are_as_without_us() -> None:
     held = block(64 * MIB)
     before = torch.cuda.memory_stats_as_nested_dict(0)
-    peaks = KeptPeaks(torch._C)
+    peaks = SharedPeakCounters(torch._C)
     try:
         peaks.take(0)
 

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 zero, trace = json.loads(sys.argv[1]), sys.argv[2]
@@ -52,7 +52,7 @@ def train(steps):
     torch.cuda.synchronize()
 
 train(2)
-hooks = Hooks()
+hooks = FailOpen()
 traffic = OffloadTraffic(engine, hooks, EventPool())
 with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
     train(2)

@@ -30,14 +30,14 @@ def test_a_rank_that_was_never_scraped_does_not_linger(make_server, recorder):
     server.start()
     recorder.set(RUN_ACTIVE, 0)
 
-    assert seconds_of(server.linger) < 1
+    assert seconds_of(server.wait_for_final_scrape) < 1
 
 
 def test_a_rank_that_is_still_training_does_not_linger(make_server):
     server = make_server()
     scrape(server.start())
 
-    assert seconds_of(server.linger) < 1
+    assert seconds_of(server.wait_for_final_scrape) < 1
 
 
 def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, recorder):
@@ -48,7 +48,7 @@ def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, record
     last_scrape = threading.Timer(0.3, get, [address])
     last_scrape.start()
 
-    lingered = seconds_of(server.linger)
+    lingered = seconds_of(server.wait_for_final_scrape)
     last_scrape.join()
 
     assert 0.2 < lingered < 5
@@ -62,7 +62,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
     visit = threading.Timer(0.1, get, [address, "/healthz"])
     visit.start()
 
-    lingered = seconds_of(server.linger)
+    lingered = seconds_of(server.wait_for_final_scrape)
     visit.join()
 
     assert lingered >= 0.6
@@ -150,6 +150,6 @@ def test_a_server_tells_its_clients_apart(make_server, recorder):
     recorder.set(RUN_ACTIVE, 0)
     get(address, **{"User-Agent": "first"})
 
-    lingered = seconds_of(server.linger)
+    lingered = seconds_of(server.wait_for_final_scrape)
 
     assert lingered > 0.4  # for the second, which never came: 1.2 intervals

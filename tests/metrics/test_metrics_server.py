@@ -166,7 +166,7 @@ def test_after_close_nobody_listens_and_closing_again_is_fine(make_server):
 def test_a_server_that_never_started_can_be_closed(make_server):
     server = make_server()
 
-    server.linger()
+    server.wait_for_final_scrape()
     server.close()
 
 

@@ -19,8 +19,8 @@ from zerowatch.metrics.catalog.training import LOSS, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.otel_environment import is_standard_endpoint, resource_attributes
 from zerowatch.metrics.exporters.otlp import Otlp
 from zerowatch.metrics.exporters.otlp_families import unit_of
-from zerowatch.metrics.exporters.outbox import Outbox
-from zerowatch.metrics.exporters.own_log_lines import OwnLogLines, log_line
+from zerowatch.metrics.exporters.outbox import OtlpQueue
+from zerowatch.metrics.exporters.own_log_lines import LogCapture, log_line
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
@@ -53,7 +53,7 @@ def make_outbox(collector, environment):
         settings = OtelSettings(endpoint=collector.endpoint, metrics=True, **settings)
         otlp = Otlp(settings.endpoint, settings.timeout_seconds)
         opened.append(otlp)
-        return Outbox(
+        return OtlpQueue(
             recorder,
             otlp,
             settings,
@@ -76,7 +76,7 @@ def recorder_of_everything() -> Recorder:
                 recorder.observe(spec, 0.02, *labels)
                 recorder.observe(spec, 700.0, *labels)
             elif spec.kind == "info":
-                recorder.inform(spec, *labels)
+                recorder.set_info(spec, *labels)
             else:
                 recorder.set(spec, 2.5, *labels)
     return recorder
@@ -283,7 +283,7 @@ def test_a_histogram_that_has_nothing_like_it_names_no_trace():
     recorder.observe(STEP_SECONDS, 0.03)
 
     exemplar = Exemplar(labels={"trace_id": "1"}, value=0.3, unix_seconds=1.0)
-    recorder.exemplify(STEP_SECONDS, exemplar=exemplar)
+    recorder.add_exemplar(STEP_SECONDS, exemplar=exemplar)
 
     assert not any(exemplars(recorder))
 
@@ -304,7 +304,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
 ):
     outbox = make_outbox(Recorder())
     ids = (TRACE_ID, SPAN_ID)
-    lines = OwnLogLines(lambda record: outbox.add_line(log_line(record, 3, ids)))
+    lines = LogCapture(lambda record: outbox.add_line(log_line(record, 3, ids)))
     lines.open()
 
     logging.getLogger("zerowatch.runtime.monitor.watch").warning("took %d s", 7)
@@ -325,7 +325,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
 
 def test_a_log_line_outside_of_any_trace_has_no_ids_but_its_exception(collector, make_outbox):
     outbox = make_outbox(Recorder())
-    lines = OwnLogLines(lambda record: outbox.add_line(log_line(record, 0, None)))
+    lines = LogCapture(lambda record: outbox.add_line(log_line(record, 0, None)))
     lines.open()
 
     try:

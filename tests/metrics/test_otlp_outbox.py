@@ -9,8 +9,8 @@ from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog.training import LOSS
 from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
-from zerowatch.metrics.exporters.circuit import Circuit
-from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, Outbox
+from zerowatch.metrics.exporters.circuit import CircuitBreaker
+from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, OtlpQueue
 from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
@@ -53,7 +53,7 @@ def sender():
 @pytest.fixture
 def make_outbox(sender):
     def make(recorder=None, *, rank=0, now=None, metrics=False):
-        return Outbox(
+        return OtlpQueue(
             recorder or Recorder(),
             sender,
             OtelSettings(endpoint="http://collector:4318", metrics=metrics),
@@ -68,7 +68,7 @@ def make_outbox(sender):
 
 def test_after_three_failures_it_waits_longer_and_longer():
     clock = FakeClock()
-    circuit = Circuit(clock)
+    circuit = CircuitBreaker(clock)
 
     pauses = []
     for _ in range(7):
@@ -82,7 +82,7 @@ def test_after_three_failures_it_waits_longer_and_longer():
 
 
 def test_one_success_forgets_the_failures():
-    circuit = Circuit(FakeClock())
+    circuit = CircuitBreaker(FakeClock())
 
     circuit.failed()
     circuit.failed()

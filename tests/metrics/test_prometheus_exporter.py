@@ -32,7 +32,7 @@ def recorder_of_everything() -> Recorder:
         if spec.kind == "histogram":
             recorder.observe(spec, 0.02, *labels, exemplar={"trace_id": TRACE_ID})
         elif spec.kind == "info":
-            recorder.inform(spec, *labels)
+            recorder.set_info(spec, *labels)
         else:
             recorder.set(spec, 2.5, *labels)
     return recorder
@@ -99,7 +99,7 @@ def test_metrics_without_a_value_are_left_out():
 
 def test_the_facts_of_the_run_are_a_series_of_value_one():
     recorder = Recorder()
-    recorder.inform(RUN_INFO, "night-7", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "8")
+    recorder.set_info(RUN_INFO, "night-7", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "8")
 
     [info] = parse_classic(classic_text(recorder))
 

@@ -95,7 +95,7 @@ def test_lingering_lets_prometheus_learn_that_the_run_is_over(prometheus, run):
     recorders[1].set(RUN_ACTIVE, 0)
 
     begun = time.monotonic()
-    servers[1].linger()
+    servers[1].wait_for_final_scrape()
     lingered = time.monotonic() - begun
     servers[1].close()
 

@@ -45,8 +45,8 @@ def test_series_of_one_metric_are_told_apart_by_their_labels():
 def test_new_facts_replace_the_old_ones():
     recorder = Recorder()
 
-    recorder.inform(RUN_INFO, *FACTS)
-    recorder.inform(RUN_INFO, "run-2", *FACTS[1:])
+    recorder.set_info(RUN_INFO, *FACTS)
+    recorder.set_info(RUN_INFO, "run-2", *FACTS[1:])
 
     assert dict(recorder.snapshot().values[RUN_INFO]) == {("run-2", *FACTS[1:]): 1.0}
 

@@ -28,9 +28,9 @@ import zerowatch
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.engine.compression import compressed_all_reduce
 from zerowatch.runtime.engine.compression.collective_steps import run_all
-from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.compression_error import CompressionError
 from zerowatch.runtime.engine.compression.formats import FORMATS
-from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 from zerowatch.runtime.trainer.oom_recovery.abort import abort_window
 
 STEPS = 4
@@ -60,7 +60,7 @@ def compare(name: str) -> dict[str, Any]:
     thorough = name in THOROUGH and dist.get_world_size() == 2
     found: dict[str, Any] = {"moved": relative(reference, before)}
     for kind in THOROUGH[name] if thorough else ("int8",):
-        engine, codec = make_engine(name), GradientCodec(kind)
+        engine, codec = make_engine(name), GradientCompressor(kind)
         codec.attach(engine)
         train(engine, codec, range(STEPS))
         trained = weights(engine)
@@ -81,7 +81,7 @@ def undone(name: str, reference: torch.Tensor) -> dict[str, bool]:
     engine = make_engine(name)
     owner = owner_of_the_reductions(engine)
     before = dict(vars(owner))
-    undo = GradientCodec("int8").attach(engine)
+    undo = GradientCompressor("int8").attach(engine)
     undo()
     undo()
     after = dict(vars(owner))
@@ -94,10 +94,10 @@ def undone(name: str, reference: torch.Tensor) -> dict[str, bool]:
 
 def again(name: str) -> dict[str, bool]:
     """Abort a window and run it anew; stop, and go on with a saved codec."""
-    engine, codec = make_engine(name), GradientCodec("int8")
+    engine, codec = make_engine(name), GradientCompressor("int8")
     undo = codec.attach(engine)
     train(engine, codec, range(2))
-    second, other = make_engine(name), GradientCodec("int8")
+    second, other = make_engine(name), GradientCompressor("int8")
     other.attach(second)
     train(second, other, range(2))
     other.begin_window()
@@ -107,7 +107,7 @@ def again(name: str) -> dict[str, bool]:
     train(second, other, range(2, STEPS))
     saved = codec.state_dict()
     undo()
-    resumed = GradientCodec("int8")
+    resumed = GradientCompressor("int8")
     resumed.load_state_dict(saved)
     resumed.attach(engine)
     train(engine, resumed, range(2, STEPS))
@@ -125,7 +125,7 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
     found = {}
     for kind in ("plain", "int8"):
         engine = make_engine(name)
-        codec = GradientCodec(kind, asynchronous=True)
+        codec = GradientCompressor(kind, asynchronous=True)
         if codec.refusal(engine) is not None:
             return {}
         codec.attach(engine)
@@ -136,7 +136,7 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
         codec.abort_window()
         train(engine, codec, range(2, STEPS))
         if kind == "int8":
-            waiting, synchronous = make_engine(name), GradientCodec(kind)
+            waiting, synchronous = make_engine(name), GradientCompressor(kind)
             synchronous.attach(waiting)
             train(waiting, synchronous, range(STEPS))
             reference = weights(waiting)
@@ -146,7 +146,7 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
 
 def non_finite(name: str) -> dict[str, Any]:
     """Let one rank's loss be infinite."""
-    engine, codec = make_engine(name), GradientCodec("int8")
+    engine, codec = make_engine(name), GradientCompressor("int8")
     codec.attach(engine)
     train(engine, codec, range(1))
     codec.begin_window()
@@ -166,7 +166,7 @@ def loss_scaling() -> list[Any]:
     for kind in (None, "int8"):
         fp16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         engine = make_engine("stage 2", **fp16)
-        codec = GradientCodec(kind) if kind else None
+        codec = GradientCompressor(kind) if kind else None
         if codec is not None:
             codec.attach(engine)
         for step in range(12):
@@ -190,7 +190,7 @@ def conserved() -> dict[str, float]:
     world, rank = dist.get_world_size(), dist.get_rank()
     worst: dict[str, float] = {}
     for kind, total in itertools.product(KINDS, (5, 700, 10_001)):
-        one = compressed_all_reduce.Exchange(FORMATS[kind], None, ErrorTally())
+        one = compressed_all_reduce.CompressedAllReduce(FORMATS[kind], None, CompressionError())
         values = torch.randn(total, generator=torch.Generator().manual_seed(rank))
         expected = values.double()
         dist.all_reduce(expected)
@@ -228,7 +228,7 @@ def seen_by_the_tap() -> dict[str, float]:
             "zero_optimization": {"stage": 0},
         },
     )[0]
-    GradientCodec("int8").attach(engine)
+    GradientCompressor("int8").attach(engine)
     engine.backward(engine(torch.ones(2, 640)).square().mean())
     engine.step()
     engine.watch.close()

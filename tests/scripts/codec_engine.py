@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -79,7 +79,7 @@ def backward(engine: Any, step: int, scale: float = 1.0) -> None:
         engine.backward(loss * scale, scale_wrt_gas=False)
 
 
-def train(engine: Any, codec: GradientCodec | None, steps: Iterable[int]) -> None:
+def train(engine: Any, codec: GradientCompressor | None, steps: Iterable[int]) -> None:
     for step in steps:
         if codec is not None:
             codec.begin_window()

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from deepspeed.utils import groups, safe_get_local_fp32_param
 from holdings_cases import CASES, Case, Net
 
-from zerowatch.runtime.memory.engine_memory import engine_holdings
+from zerowatch.runtime.memory.engine_memory import bytes_by_category
 from zerowatch.runtime.memory.engine_tensors import engine_tensors
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -65,7 +65,7 @@ def of_the_optimizer(engine) -> list[torch.Tensor]:
 
 
 def look(engine, foreign: Storages) -> dict:
-    told = {device: dict(held) for device, held in engine_holdings(engine).items()}
+    told = {device: dict(held) for device, held in bytes_by_category(engine).items()}
     module = engine.module
     parameters = storages(
         tensor

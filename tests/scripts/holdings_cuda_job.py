@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from holdings_rss_job import TOKENS, VOCABULARY, make_engine
 
-from zerowatch.runtime.memory.engine_memory import engine_holdings
+from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 if __name__ == "__main__":
     deepspeed.init_distributed(verbose=False)
@@ -19,6 +19,6 @@ if __name__ == "__main__":
     for _ in range(3):
         engine.backward(engine(torch.randint(0, VOCABULARY, (4, TOKENS), device="cuda")))
         engine.step()
-        told = sum(engine_holdings(engine)["cuda:0"].values())
+        told = sum(bytes_by_category(engine)["cuda:0"].values())
         looks.append({"told": told, "allocated": torch.cuda.memory_allocated(0)})
     Path(sys.argv[1]).write_text(json.dumps(looks))

@@ -19,7 +19,7 @@ from holdings_cases import CASES
 from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
 from zerowatch.runtime.devices.memory.host import HostMemory
 from zerowatch.runtime.memory.category_sums import baseline, categories_at_peak
-from zerowatch.runtime.memory.engine_memory import engine_holdings
+from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -63,9 +63,9 @@ def step(engine, host: HostMemory) -> tuple:
     host.read()
     engine.backward(engine(ids))
     peak = host.read()["peak_allocated"]
-    before = engine_holdings(engine)["cpu"]
+    before = bytes_by_category(engine)["cpu"]
     engine.step()
-    return before, engine_holdings(engine)["cpu"], in_use(host), peak
+    return before, bytes_by_category(engine)["cpu"], in_use(host), peak
 
 
 def in_use(host: HostMemory) -> float:
@@ -76,7 +76,7 @@ def in_use(host: HostMemory) -> float:
 def main(folder: Path, name: str, steps: int) -> None:
     engine = make_engine(name, folder)
     host = HostMemory(reset_peak=True)
-    beside = baseline("cpu", in_use(host), engine_holdings(engine)["cpu"])
+    beside = baseline("cpu", in_use(host), bytes_by_category(engine)["cpu"])
     report = []
     for _ in range(steps):
         before, after, floor, peak = step(engine, host)

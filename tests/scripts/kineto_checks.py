@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zerowatch
-from zerowatch.runtime.collectives.comm_time import CommClock
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.collectives.totals import StepComm
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.comm_time import CommTimeCounter
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.collectives.totals import StepCommTotals
+from zerowatch.runtime.common.fail_open import FailOpen
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -148,23 +148,23 @@ class Stopwatch:
         self.blocked += (time.perf_counter_ns() - began) / 1e9
 
 
-def waited_for_at_once(watch: Stopwatch, tap: CommTap) -> None:
+def waited_for_at_once(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     watch.wait(watch.issue(async_op=True))
 
 
-def waited_for_halfway(watch: Stopwatch, tap: CommTap) -> None:
+def waited_for_halfway(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     time.sleep(LATE_SECONDS / 2)
     watch.wait(work)
 
 
-def waited_for_when_done(watch: Stopwatch, tap: CommTap) -> None:
+def waited_for_when_done(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     time.sleep(2 * LATE_SECONDS)
     watch.wait(work)
 
 
-def hidden_behind_matmul(watch: Stopwatch, tap: CommTap) -> None:
+def hidden_behind_matmul(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     matrix, until = torch.ones(256, 256), time.perf_counter() + LATE_SECONDS / 2
     while time.perf_counter() < until:
@@ -172,7 +172,7 @@ def hidden_behind_matmul(watch: Stopwatch, tap: CommTap) -> None:
     watch.wait(work)
 
 
-def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CommTap) -> None:
+def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     first = watch.issue(async_op=True)
     second = watch.issue(async_op=True)
     time.sleep(LATE_SECONDS / 2)
@@ -180,23 +180,23 @@ def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CommTap) -> None:
     watch.wait(first)
 
 
-def waited_for_in_the_next_step(watch: Stopwatch, tap: CommTap) -> None:
+def waited_for_in_the_next_step(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     BATCHES.append(tap.notes.take())
     time.sleep(LATE_SECONDS / 2)
     watch.wait(work)
 
 
-def never_waited_for(watch: Stopwatch, tap: CommTap) -> None:
+def never_waited_for(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     watch.issue(async_op=True)
     time.sleep(2 * LATE_SECONDS)
 
 
-def synchronous(watch: Stopwatch, tap: CommTap) -> None:
+def synchronous(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
     watch.issue()
 
 
-CASES: tuple[Callable[[Stopwatch, CommTap], None], ...] = (
+CASES: tuple[Callable[[Stopwatch, CollectiveInstrumentation], None], ...] = (
     waited_for_at_once,
     waited_for_halfway,
     waited_for_when_done,
@@ -210,7 +210,7 @@ BATCHES: list[Any] = []  # closed while their calls were under way
 
 
 def compare_blocked() -> dict[str, dict[str, float]]:
-    tap = CommTap(Hooks())
+    tap = CollectiveInstrumentation(FailOpen())
     tap.open()
     tap.notes.connect(None, None)
     compared = {case.__name__: compare_case(case, tap) for case in CASES}
@@ -218,7 +218,9 @@ def compare_blocked() -> dict[str, dict[str, float]]:
     return compared
 
 
-def compare_case(case: Callable[[Stopwatch, CommTap], None], tap: CommTap) -> dict[str, float]:
+def compare_case(
+    case: Callable[[Stopwatch, CollectiveInstrumentation], None], tap: CollectiveInstrumentation
+) -> dict[str, float]:
     """Return what the tap and this script say of one case, rank 1 being late."""
     dist.barrier()
     tap.notes.take()
@@ -230,7 +232,7 @@ def compare_case(case: Callable[[Stopwatch, CommTap], None], tap: CommTap) -> di
     dist.barrier()
     BATCHES.append(tap.notes.take())
     BATCHES[-1].calls.pop()  # the barrier
-    comm, clock = StepComm(), CommClock()
+    comm, clock = StepCommTotals(), CommTimeCounter()
     for batch in BATCHES:
         assert batch.settled()
         comm.add(batch.calls, clock.measure(batch))

@@ -19,7 +19,7 @@ from offload_oracle import SeparateMemories, TwoMemories, held_on_host
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -109,7 +109,7 @@ def check(name: str) -> dict[str, Any]:
     plain.destroy()
     engine = make_engine(zero, accumulation, others)
     before = attributes(engine)
-    traffic = OffloadTraffic(engine, hooks := Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, hooks := FailOpen(), EventPool())
     memories = TwoMemories(lambda: held_on_host(engine.optimizer) if len(zero) > 1 else ())
     with SeparateMemories(memories) if separate else nullcontext(), memories:
         train(engine, accumulation)
@@ -147,7 +147,7 @@ def attributes(engine: Any) -> list[tuple[str, int]]:
 def move_states() -> dict[str, Any]:
     """Send the states of stage 2 to the host and back, of an engine that offloads nothing."""
     engine = make_engine({"stage": 2}, 1, {})
-    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
     train(engine, 1, steps=1)
     quiet = published(traffic)
     expected = states(engine)

@@ -20,7 +20,7 @@ from offload_job import attributes, held_on_host, published, weights
 from offload_oracle import SeparateMemories, TwoMemories
 
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -79,7 +79,7 @@ def check(folder: Path, params: bool, pipeline: bool) -> dict[str, Any]:
     plain.destroy()
     engine = make_engine(folder / "watched", params, pipeline)
     before, handles = attributes(engine), handles_of(engine)
-    traffic = OffloadTraffic(engine, hooks := Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, hooks := FailOpen(), EventPool())
     memories = TwoMemories(lambda: held_on_host(engine.optimizer))
     source, per_step, written, read = data(), [], disk("write_bytes"), disk("read_bytes")
     with SeparateMemories(memories), memories:

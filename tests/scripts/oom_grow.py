@@ -16,15 +16,15 @@ from fakes.steps import step
 
 from zerowatch.metrics.settings import RunLogSettings
 from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.memory.oom.liveness_file import LifeFile
-from zerowatch.runtime.monitor.step_log import RunLog
+from zerowatch.runtime.memory.oom.liveness_file import LivenessFile
+from zerowatch.runtime.monitor.step_log import StepLog
 
 for cgroup in sys.argv[4:]:
     Path(cgroup, "cgroup.procs").write_text("0")
 runs, host, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 folder = runs / "one"
-LifeFile(folder, 0, host).open()
-log = RunLog(folder, {"rank": 0}, RunLogSettings())
+LivenessFile(folder, 0, host).open()
+log = StepLog(folder, {"rank": 0}, RunLogSettings())
 memory, held = HostMemory(reset_peak=True), []
 for number in range(1, steps + 1):
     held.append(os.urandom(8 * 2**20))

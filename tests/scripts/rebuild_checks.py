@@ -21,7 +21,7 @@ from rebuild_cases import CASES, Case
 from rebuild_faults import check_faults
 from rebuild_training import Run
 
-from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.layout import layout_of
 from zerowatch.runtime.engine.rebuild.rebuild import rebuild
 
@@ -43,7 +43,7 @@ def undisturbed(case: Case, known: dict[str, Course]) -> Course:
     return known[key]
 
 
-def check(case: Case, agreement: Agreement, known: dict[str, Course]) -> dict:
+def check(case: Case, agreement: HostGroup, known: dict[str, Course]) -> dict:
     expected_losses, expected = undisturbed(case, known)
     run = Run(case)
     losses = run.steps(BEFORE)
@@ -86,7 +86,7 @@ def check(case: Case, agreement: Agreement, known: dict[str, Course]) -> dict:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    agreement = Agreement()
+    agreement = HostGroup()
     known: dict[str, Course] = {}
     results = {}
     for name in names:

@@ -16,7 +16,7 @@ from rebuild_training import EPSILON, Run
 
 from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import CATALOG, communication, training, watching
-from zerowatch.runtime.common.host_group import Agreement
+from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.rebuild import UndoneRebuildError, rebuild
 from zerowatch.runtime.initialize import watch
 
@@ -55,7 +55,7 @@ def failing_factory() -> Callable[[list[torch.nn.Parameter]], Any]:
     return make
 
 
-def fail(case: Case, agreement: Agreement, *, when: str) -> dict[str, Any]:
+def fail(case: Case, agreement: HostGroup, *, when: str) -> dict[str, Any]:
     """Let a rebuild fail, and tell whether training went on as if nothing had been."""
     expected_run = Run(case)
     expected = expected_run.steps(BEFORE + AFTER), expected_run.weights()
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Engine, dict[str, Any]]] = {
 }
 
 
-def refuse(agreement: Agreement) -> dict[str, Any]:
+def refuse(agreement: HostGroup) -> dict[str, Any]:
     """Ask for what cannot be rebuilt, and tell what was said and whether training went on."""
     case = Case(old=PLAIN[1], new=PLAIN[1])
     expected_run = Run(case)
@@ -121,7 +121,7 @@ def refuse(agreement: Agreement) -> dict[str, Any]:
     return {"said": said, "alone": alone, "equal": losses == expected}
 
 
-def _said(run: Run, config: dict[str, Any], agreement: Agreement) -> str:
+def _said(run: Run, config: dict[str, Any], agreement: HostGroup) -> str:
     try:
         rebuild(run.engine, config, make_engine=run.make_engine, agreement=agreement)
     except RebuildError as error:
@@ -129,7 +129,7 @@ def _said(run: Run, config: dict[str, Any], agreement: Agreement) -> str:
     return "nothing"
 
 
-def watched(agreement: Agreement) -> dict[str, Any]:
+def watched(agreement: HostGroup) -> dict[str, Any]:
     """Rebuild under a watch, and tell what its counters did."""
     case = Case(old=PLAIN[1], new=PLAIN[3])
     run = Run(case)
@@ -185,7 +185,7 @@ def _fallen(before: Any, after: Any) -> list[str]:
     ]
 
 
-def check_faults(agreement: Agreement) -> dict[str, Any]:
+def check_faults(agreement: HostGroup) -> dict[str, Any]:
     """Run them all; `deepspeed` is as it was before."""
     assert deepspeed.comm.is_initialized()
     return {

@@ -21,8 +21,8 @@ from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
-from zerowatch.runtime.trainer.oom_recovery.guard_schedule import Arming
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans
+from zerowatch.runtime.trainer.oom_recovery.guard_schedule import GuardSchedule
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -31,9 +31,9 @@ TWO_ON_ALL = Fault("forward", 1, 1, 2, "all", is_real=False)
 TWO_ON_ONE = Fault("forward", 1, 1, 2, "one", is_real=False)
 
 
-def unarmed() -> Plans:
-    plans = Plans()
-    plans.arming, plans._wanted = Arming(windows_left=0, longest=2**40), 2**40
+def unarmed() -> MicroBatchPlanner:
+    plans = MicroBatchPlanner()
+    plans.arming, plans._wanted = GuardSchedule(windows_left=0, longest=2**40), 2**40
     return plans
 
 
@@ -48,7 +48,7 @@ def gives_up(name: str) -> dict[str, Any]:
     except RuntimeError as raised:
         error = raised
     told = {"type": type(error).__name__, "text": str(error), "steps": trained.run.steps}
-    trained.replay.plans = Plans()
+    trained.replay.plans = MicroBatchPlanner()
     trained.train(2, None)
     weights = trained.close()
 

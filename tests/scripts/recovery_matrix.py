@@ -38,7 +38,7 @@ from recovery_cases import (
 )
 
 import zerowatch
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -145,7 +145,7 @@ def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict,
         trained.train(window, None)
     window = WARM_UP
     for fault in faults:
-        trained.replay.plans = Plans()  # as if nothing had been learnt yet
+        trained.replay.plans = MicroBatchPlanner()  # as if nothing had been learnt yet
         began = time.perf_counter()
         result = trained.train(window, fault)
         told["windows"].append(

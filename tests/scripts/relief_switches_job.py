@@ -28,7 +28,7 @@ from relief_engines import (
 )
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from zerowatch.runtime.common.undo import Undo, together
+from zerowatch.runtime.common.undo import Undo, chain
 from zerowatch.runtime.engine.live_settings import (
     activation_checkpointing,
     memory_savings,
@@ -47,8 +47,12 @@ class Case:
 
 def every_rung(engine) -> Undo:
     """Take all rungs that this engine has; on a CPU the optimizer does not sleep."""
-    return together(
-        [rung.apply(engine) for rung in memory_savings.ladder() if rung.unavailable(engine) is None]
+    return chain(
+        [
+            rung.apply(engine)
+            for rung in memory_savings.memory_savings()
+            if rung.unavailable(engine) is None
+        ]
     )
 
 
@@ -64,10 +68,19 @@ CASES = [
         name="checkpointing of transformers, stage 3", stage=3, apply=BY_DEFAULT, transformers=True
     ),
     *(
-        Case(name=f"sleep, stage {stage}", stage=stage, apply=optimizer_state_offload.Sleep)
+        Case(
+            name=f"sleep, stage {stage}",
+            stage=stage,
+            apply=optimizer_state_offload.OptimizerStateOffload,
+        )
         for stage in range(4)
     ),
-    Case(name="sleep, BF16_Optimizer", stage=1, apply=optimizer_state_offload.Sleep, bf16=True),
+    Case(
+        name="sleep, BF16_Optimizer",
+        stage=1,
+        apply=optimizer_state_offload.OptimizerStateOffload,
+        bf16=True,
+    ),
     Case(name="every rung, stage 3", stage=3, apply=every_rung),
 ]
 

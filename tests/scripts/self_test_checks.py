@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import training
-from zerowatch.runtime.trainer.oom_recovery.fit import Measured
-from zerowatch.runtime.tuner.bitwise_check import exact_knobs
-from zerowatch.runtime.tuner.dry_run_window import Rehearsal
-from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
+from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements
+from zerowatch.runtime.tuner.bitwise_check import bitwise_invariant_knobs
+from zerowatch.runtime.tuner.dry_run_window import DryRunWindow
+from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -106,18 +106,18 @@ class Job:
             loss=loss,
             settings=QUIET,
         )
-        self.hands = RunHands(
+        self.hands = RunKnobs(
             run._changes,
             run._windows,
             run.agreement,
-            measured=lambda: Measured(peaks=(), limit_bytes=None),
+            measured=lambda: MemoryMeasurements(peaks=(), limit_bytes=None),
             largest_share=lambda: SAMPLES,
         )
-        self.rehearsal = Rehearsal(loss, run._changes, run.agreement, run._windows)
+        self.rehearsal = DryRunWindow(loss, run._changes, run.agreement, run._windows)
 
     def test(self, batch: Any, knobs: Mapping[str, list[Any]]) -> list[str]:
         passes = partial(self.rehearsal.checksum, batch)
-        return sorted(exact_knobs(passes, self.hands, self.run.agreement, knobs))
+        return sorted(bitwise_invariant_knobs(passes, self.hands, self.run.agreement, knobs))
 
     def end(self) -> dict[str, Any]:
         """End the run; tell what must not move."""

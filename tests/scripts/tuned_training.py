@@ -134,7 +134,7 @@ class Trained:
     def is_on_trial(self) -> bool:
         """Whether rank 0 has the run work with what is not known to be good."""
         lead = self.run._tuning._lead
-        return lead is not None and lead._is_astray
+        return lead is not None and lead._needs_rollback
 
     def agreed(self, question: Callable[[], bool]) -> bool:
         return bool(self.run.agreement.highest(int(question())))

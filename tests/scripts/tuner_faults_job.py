@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
-from zerowatch.runtime.tuner.policy.transaction import meet
+from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
+from zerowatch.runtime.tuner.policy.transaction import exchange_order
 from zerowatch.runtime.tuner.policy.types import Order
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
 Told = dict[str, Any]
-Fault = Callable[[Any, RunHands], Any]  # to a patch that is on while the ranks meet
+Fault = Callable[[Any, RunKnobs], Any]  # to a patch that is on while the ranks meet
 
 
 def fails(error: BaseException) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def patch(owner: Any, name: str, value: Any) -> Any:
     return mock.patch.object(owner, name, value)
 
 
-def once_failing(hands: RunHands) -> Callable[[], Any]:
+def once_failing(hands: RunKnobs) -> Callable[[], Any]:
     """Return `values` that fails the first time."""
     calls, values = [], hands.values
 
@@ -110,7 +110,7 @@ def once_no_engine(run: Any) -> Callable[..., Any]:
     return made
 
 
-def target_of(hands: RunHands, *, rebuild: bool) -> dict[str, Any]:
+def target_of(hands: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
     """Return a configuration that differs in each kind of knob."""
     now = dict(hands.values())
     stage = {0: 2, 1: 3, 2: 3, 3: 1}[now["zero_stage"]] if rebuild else now["zero_stage"]
@@ -126,7 +126,7 @@ def target_of(hands: RunHands, *, rebuild: bool) -> dict[str, Any]:
     }
 
 
-def state(run: Any, hands: RunHands) -> Told:
+def state(run: Any, hands: RunKnobs) -> Told:
     """Return what must be as before after an order that failed."""
     plans = run._windows.replay.plans
     return {
@@ -150,7 +150,7 @@ def matrix(stage: int) -> Told:
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
                 patches.enter_context(fault(run, hands))
-            met = meet(run.agreement, hands, order)
+            met = exchange_order(run.agreement, hands, order)
         assert met is not None
         told[name] = {
             "done": met[1].done,
@@ -178,7 +178,7 @@ def death(stage: int, when: str) -> Told:
     began = time.monotonic()
     order = Order(target=target_of(hands, rebuild=when == "rebuilt"), why="a death")
     try:
-        met = meet(run.agreement, hands, order)
+        met = exchange_order(run.agreement, hands, order)
         raised = f"none: {met}"
     except RuntimeError as error:
         raised = type(error).__name__
@@ -191,7 +191,7 @@ def death(stage: int, when: str) -> Told:
     }
 
 
-def die_at(hands: RunHands, when: str) -> None:
+def die_at(hands: RunKnobs, when: str) -> None:
     """Leave without a word: before apply's vote, or before verify's."""
     apply = hands.apply
 

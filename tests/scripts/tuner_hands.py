@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zerowatch
-from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
+from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -69,8 +69,8 @@ def make_run(stage: int, **zero: Any) -> zerowatch.TrainingRun:
     return run
 
 
-def hands_of(run: zerowatch.TrainingRun) -> RunHands:
-    return RunHands(
+def hands_of(run: zerowatch.TrainingRun) -> RunKnobs:
+    return RunKnobs(
         run._changes,
         run._windows,
         run.agreement,

@@ -18,9 +18,9 @@ from tuner_hands import end, hands_of, make_run, train, untouched, weights
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
 
-from zerowatch.runtime.tuner.knobs.engine_knobs import EngineHands
-from zerowatch.runtime.tuner.knobs.run_knobs import RunHands
-from zerowatch.runtime.tuner.policy.transaction import meet
+from zerowatch.runtime.tuner.knobs.engine_knobs import EngineKnobs
+from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
+from zerowatch.runtime.tuner.policy.transaction import exchange_order
 from zerowatch.runtime.tuner.policy.types import Configuration, Order
 
 Told = dict[str, Any]
@@ -35,10 +35,10 @@ INEXACT = {
 }
 
 
-def order(run: Any, hands: RunHands, target: Configuration, *, checked: bool = True) -> Told:
+def order(run: Any, hands: RunKnobs, target: Configuration, *, checked: bool = True) -> Told:
     """Let all ranks meet for an order; tell how it ended."""
     wanted = Order(target=target, why="a test", checked=checked)
-    met = meet(run.agreement, hands, wanted if run.agreement.rank == 0 else None)
+    met = exchange_order(run.agreement, hands, wanted if run.agreement.rank == 0 else None)
     assert met is not None
     return {"done": met[1].done, "reason": met[1].reason, "undone": met[1].undone}
 
@@ -69,7 +69,7 @@ def every_knob(stage: int, only: str = "", **zero: Any) -> Told:
             "same": hands.values() == before,
         }
     windows, came_out = run.steps, weights(run)
-    read_only, values = EngineHands(run.engine, 2).values(), hands.values()
+    read_only, values = EngineKnobs(run.engine, 2).values(), hands.values()
     hands.close()
     end(run)
     return {

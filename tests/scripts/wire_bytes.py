@@ -64,12 +64,12 @@ def be_rank(rank: int, ranks: int, folder: Path, barrier: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from zerowatch.runtime.collectives.instrument import CommTap
-    from zerowatch.runtime.common.fail_open import Hooks
+    from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+    from zerowatch.runtime.common.fail_open import FailOpen
 
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    tap = CommTap(Hooks())
+    tap = CollectiveInstrumentation(FailOpen())
     tap.open()
     found = {}
     for name, operation in operations(torch, dist, ranks).items():

@@ -66,7 +66,7 @@ def explain(
     Example: zerowatch explain ds.json --world 8 --model my_project.model:build
     """
     from ...estimator.options import stage_of
-    from .micro_batch import Asked, batch_plan
+    from .micro_batch import BatchOptions, batch_plan
     from .model import model_of
 
     config = _read_config(config_file)
@@ -75,7 +75,7 @@ def explain(
     model = model_of(size, model_name)
     topology = _topology(config, world, tp, pp, backend)
     plans = _plans(config, model[0], topology, stage, config_file)
-    asked = Asked(sequence=sequence, micro_batch=micro_batch, memory=memory)
+    asked = BatchOptions(sequence=sequence, micro_batch=micro_batch, memory=memory)
     batch = batch_plan(asked, config, model, topology, config_file)
     if as_json:
         click.echo(json.dumps(_as_json(plans, model[0], topology, batch), indent=2))

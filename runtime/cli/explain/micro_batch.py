@@ -27,7 +27,7 @@ _IN_PARTS = "not planned with tensor or pipeline parallelism"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BatchOptions:
     """The options about memory, as they were given."""
 
     sequence: int | None = None
@@ -76,7 +76,7 @@ class BatchPlan:
 
 
 def batch_plan(
-    asked: Asked,
+    asked: BatchOptions,
     config: Mapping[str, Any],
     model: tuple[ModelShape, nn.Module | None],
     topology: Topology,
@@ -105,7 +105,7 @@ def batch_plan(
     )
 
 
-def _check(asked: Asked) -> int | None:
+def _check(asked: BatchOptions) -> int | None:
     for option, value in (("--sequence", asked.sequence), ("--micro-batch", asked.micro_batch)):
         if value is not None and value < 1:
             raise CommandLineError(f"{option} is {value}; give 1 or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from ....metrics.catalog.labels import PHASES
-from ...common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseClock
+from ...common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseTimer
 from .evidence import GroupLine, Peer, Sources
 from .stacks import END, PROMPT, excuse
 
@@ -23,13 +23,13 @@ HEARD_SECONDS = 15.0
 STILL_SECONDS = 2.0
 
 
-class Pauses:
+class ExpectedPauses:
     """The pauses of one rank, made on the thread that trains; any thread may ask.
 
     All questions are asked with the seconds since the last progress, and with the limit.
     """
 
-    def __init__(self, clock: PhaseClock, sources: Sources) -> None:
+    def __init__(self, clock: PhaseTimer, sources: Sources) -> None:
         self._clock = clock
         self._sources = sources
         self._training_thread = threading.get_ident()

@@ -20,19 +20,19 @@ from ....metrics.catalog.labels import PHASES
 from ....metrics.recorder import Recorder
 from ....metrics.settings import HangSettings
 from ....metrics.step_record import StepRecord
-from ...common.fail_open import Hooks
-from ...common.phase_timer import PhaseClock
+from ...common.fail_open import FailOpen
+from ...common.phase_timer import PhaseTimer
 from .detector import Detector, Look, State
 from .evidence import Evidence, Sources
-from .expected_pauses import Pauses
-from .missing_ranks import verdict
+from .expected_pauses import ExpectedPauses
+from .missing_ranks import summary
 from .report import write_report
 from .stacks import place
 
 logger = logging.getLogger(__name__)
 
 ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
-LAST_WORDS_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 
 
 class HangWatch:
@@ -43,10 +43,10 @@ class HangWatch:
         *,
         rank: int,
         settings: HangSettings,
-        clock: PhaseClock,
+        clock: PhaseTimer,
         sources: Sources,
         recorder: Recorder,
-        hooks: Hooks,
+        hooks: FailOpen,
         now_ns: Callable[[], int] = perf_counter_ns,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -60,7 +60,7 @@ class HangWatch:
         self._training_thread = threading.get_ident()
         self._detector = Detector(settings.seconds)
         self._limit_seconds = settings.seconds  # as of the last look, for other threads
-        self._pauses = Pauses(clock, sources)
+        self._pauses = ExpectedPauses(clock, sources)
         self._step = 0
         self._told = False
         self._report = hooks.guard("hang report", self._write_and_say)
@@ -162,7 +162,7 @@ class HangWatch:
             except OSError as error:
                 trouble = f"it cannot be written: {error}"
         where = f"report: {path}" if path is not None else f"no report, as {trouble}"
-        logger.error("training hangs: %s (%s)", verdict(evidence), where)
+        logger.error("training hangs: %s (%s)", summary(evidence), where)
 
     def _end_process(self) -> None:
         """End the process at once; neither log nor output may hold that up."""
@@ -182,7 +182,7 @@ class HangWatch:
             sys.stderr.flush()
 
         self.close()
-        _aside("zerowatch-abort", last_words).join(LAST_WORDS_SECONDS)
+        _aside("zerowatch-abort", last_words).join(FLUSH_SECONDS)
         self._leave(ABORT_EXIT_CODE)
 
 

@@ -20,7 +20,7 @@ class Missing:
     call: str
 
 
-def verdict(evidence: Evidence) -> str:
+def summary(evidence: Evidence) -> str:
     """Say in one line where this rank stands, and whom it waits for, or who for it."""
     said = [_of_open_calls(evidence) or _of_this_rank(evidence)]
     if evidence.divergence is not None:

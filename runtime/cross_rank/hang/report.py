@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ...common.report_files import create_first, create_private, utc_text
+from ...common.report_files import create_first_free, create_private, utc_text
 from .evidence import CallLine, Evidence, Peer
-from .missing_ranks import missing, named_ranks, size_of, verdict, waiting
+from .missing_ranks import missing, named_ranks, size_of, summary, waiting
 
 MAX_REPORTS = 5
 MAX_PEERS = 64
@@ -20,7 +20,7 @@ MAX_CALLS = 32
 
 def report_text(evidence: Evidence) -> str:
     """Write all of a report but the stacks; line 1 is the verdict."""
-    lines = [verdict(evidence), "", *_moment(evidence), ""]
+    lines = [summary(evidence), "", *_moment(evidence), ""]
     lines += [*_absences(evidence), *_peers(evidence), "", *_calls(evidence), "", *_threads()]
     return "\n".join(lines) + "\n"
 
@@ -40,7 +40,7 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = (f"hang-rank-{evidence.rank}-{number}.txt" for number in range(1, MAX_REPORTS + 1))
-    created = create_first(folder / name for name in names)
+    created = create_first_free(folder / name for name in names)
     if created is None:
         return None
     path, descriptor = created

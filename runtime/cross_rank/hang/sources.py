@@ -9,16 +9,16 @@ from time import perf_counter_ns
 from ....metrics.catalog.labels import OPS, PHASES
 from ....metrics.recorder import Recorder
 from ....metrics.settings import HangSettings
-from ...collectives.call import Call
-from ...collectives.groups import Circle, Group
-from ...common.fail_open import Hooks
-from ...common.phase_timer import PhaseClock
-from ..cross_rank_thread import Exchange
+from ...collectives.call import CollectiveCall
+from ...collectives.groups import Group, RankSet
+from ...common.fail_open import FailOpen
+from ...common.phase_timer import PhaseTimer
+from ..cross_rank_thread import CrossRankThread
 from .evidence import CallLine, GroupLine, Peer, Sources
 from .flight_recorder import flight_dump
 from .hang_watch import HangWatch
 
-Circles = Callable[[], list[Circle]]
+Circles = Callable[[], list[RankSet]]
 
 CALLS_PER_CIRCLE = 64
 
@@ -27,12 +27,12 @@ def watch_for_hangs(
     *,
     rank: int,
     settings: HangSettings,
-    clock: PhaseClock,
+    clock: PhaseTimer,
     circles: Circles,
-    exchange: Exchange,
+    exchange: CrossRankThread,
     folder: Callable[[], Path | None],
     recorder: Recorder,
-    hooks: Hooks,
+    hooks: FailOpen,
     training: Callable[[], bool] = lambda: True,
 ) -> HangWatch:
     """Make the watch on the calling thread, which is the one that trains.
@@ -60,9 +60,9 @@ def hang_sources(
     *,
     rank: int,
     circles: Circles,
-    exchange: Exchange,
+    exchange: CrossRankThread,
     folder: Callable[[], Path | None],
-    hooks: Hooks,
+    hooks: FailOpen,
     training: Callable[[], bool] = lambda: True,
 ) -> Sources:
     """Put together what a hang watch needs; a source that fails is dropped, and the others stay."""
@@ -102,7 +102,7 @@ class Activity:
         return self._changed_ns
 
 
-def _progress(circle: Circle) -> tuple[int, bool, bool]:
+def _progress(circle: RankSet) -> tuple[int, bool, bool]:
     """Tell the last call from others, and whether it has returned and ended."""
     if not circle.recent:
         return (0, True, True)
@@ -110,7 +110,7 @@ def _progress(circle: Circle) -> tuple[int, bool, bool]:
     return (id(last), last.start_ns != 0, last.end_ns != 0)
 
 
-def _peers(exchange: Exchange, rank: int) -> Mapping[int, Peer] | None:
+def _peers(exchange: CrossRankThread, rank: int) -> Mapping[int, Peer] | None:
     return {
         beat.rank: Peer(
             rank=beat.rank,
@@ -124,7 +124,7 @@ def _peers(exchange: Exchange, rank: int) -> Mapping[int, Peer] | None:
     } or None
 
 
-def _group_line(circle: Circle) -> GroupLine:
+def _group_line(circle: RankSet) -> GroupLine:
     numbered = (call for call in reversed(list(circle.recent)) if call.sequence)
     last = next(numbered, None)
     return GroupLine(
@@ -136,7 +136,7 @@ def _group_line(circle: Circle) -> GroupLine:
     )
 
 
-def _last_calls(circles: list[Circle]) -> Iterator[CallLine]:
+def _last_calls(circles: list[RankSet]) -> Iterator[CallLine]:
     """Yield the last calls among each circle of ranks, and all that are under way."""
     now_ns = perf_counter_ns()
     for circle in circles:
@@ -151,7 +151,7 @@ def _last_calls(circles: list[Circle]) -> Iterator[CallLine]:
         yield from reversed(lines)
 
 
-def _is_under_way(call: Call) -> bool:
+def _is_under_way(call: CollectiveCall) -> bool:
     """Whether a call that has returned goes on; False where its end cannot be had."""
     read = call.settled and call.timed  # then its events may serve other calls by now
     if call.end_event is not None and not read:
@@ -159,7 +159,7 @@ def _is_under_way(call: Call) -> bool:
     return call.timed and not call.settled and (call.start_event is not None or not call.end_ns)
 
 
-def _call_line(call: Call, now_ns: int, *, under_way: bool) -> CallLine:
+def _call_line(call: CollectiveCall, now_ns: int, *, under_way: bool) -> CallLine:
     seconds = None
     if call.settled:
         seconds = call.duration_ns / 1e9 if call.timed else None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .shared_peak_counters import STATS, KeptPeaks
+from .shared_peak_counters import STATS, SharedPeakCounters
 
 _LIMIT_SECONDS = 10.0  # mem_get_info asks the driver, which takes longer than all the rest
 _STATES = (
@@ -53,7 +53,7 @@ class CudaMemory:
         device_index: int,
         cuda: CudaMemoryStats,
         clock: Callable[[], float] = time.monotonic,
-        peaks: KeptPeaks | None = None,
+        peaks: SharedPeakCounters | None = None,
     ) -> None:
         """Describe the probe.
 
@@ -120,4 +120,6 @@ def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
 
     # A build of torch without CUDA has nothing to reset.
     resets = reset_peak and hasattr(torch._C, STATS)
-    return CudaMemory(device_index, torch.cuda, peaks=KeptPeaks(torch._C) if resets else None)
+    return CudaMemory(
+        device_index, torch.cuda, peaks=SharedPeakCounters(torch._C) if resets else None
+    )

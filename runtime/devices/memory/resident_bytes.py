@@ -14,7 +14,7 @@ _PAGE = mmap.PAGESIZE
 _WORTH_ASKING = 2**20  # smaller ones lie in the heap, among others
 
 
-def touched_bytes(address: int, size: int) -> int:
+def resident_bytes(address: int, size: int) -> int:
     """Return how many of `size` bytes from `address` on are backed by memory.
 
     Buckets are filled from the front, so that the end of what is written is found by halving: some

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 
 STATS, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
 ACCELERATOR_STATS, ACCELERATOR_RESET = "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"
@@ -24,7 +24,7 @@ Stats = dict[Any, Any]
 _PEAK = "peak"
 
 
-class KeptPeaks:
+class SharedPeakCounters:
     """Wraps the functions of an owner from construction until `restore`.
 
     Both views hold, by device, the peaks that the other's resets have taken away from them. A peak
@@ -51,7 +51,9 @@ class KeptPeaks:
             ACCELERATOR_RESET: self._reset_by_script,
         }
         self._wraps = [
-            Wrap(owner, name, make) for name, make in makers.items() if hasattr(owner, name)
+            AttributePatch(owner, name, make)
+            for name, make in makers.items()
+            if hasattr(owner, name)
         ]
 
     def take(self, device: int) -> Stats:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .collective_steps import Departed
-from .reduction_patch import Wraps
+from .collective_steps import InFlightReduction
+from .reduction_patch import PatchSet
 
 # Each that is under way holds the memory of a bucket, however little is in it: a gradient that fits
 # no more sends off what is there.
@@ -24,7 +24,7 @@ MOST_UNDER_WAY = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class PutAside:
+class InFlightBucket:
     """A bucket between the halves of its reduction.
 
     Attributes:
@@ -39,10 +39,10 @@ class PutAside:
     buffer: torch.Tensor
     large: Any
     num_behind: int = 0
-    travelling: list[Departed] = field(default_factory=list)
+    travelling: list[InFlightReduction] = field(default_factory=list)
 
 
-class Departures:
+class AsyncBucketReducer:
     """The buckets under way, in the order in which they left.
 
     Attributes:
@@ -50,7 +50,7 @@ class Departures:
     """
 
     def __init__(
-        self, optimizer: Any, wraps: Wraps, note: Callable[[Iterable[torch.dtype]], None]
+        self, optimizer: Any, wraps: PatchSet, note: Callable[[Iterable[torch.dtype]], None]
     ) -> None:
         """Take the place of the optimizer's own method.
 
@@ -62,14 +62,14 @@ class Departures:
         self.open = False
         self._optimizer = optimizer
         self._note = note
-        self._under_way: deque[PutAside] = deque()
-        self._leaving: list[Departed] = []
+        self._under_way: deque[InFlightBucket] = deque()
+        self._leaving: list[InFlightReduction] = []
         self._spare: list[torch.Tensor] = []
         self._arriving = False
         wraps.replace("average_tensor", self._average)
         wraps.replace("reduce_ipg_grads", self._reduce)
 
-    def add(self, departed: Departed) -> None:
+    def add(self, departed: InFlightReduction) -> None:
         """Take along sums of the bucket that is leaving."""
         self._leaving.append(departed)
 
@@ -96,22 +96,22 @@ class Departures:
             buckets = self._optimizer.ipg_buckets
             for dtype in list(buckets) if comm_dtype is None else [comm_dtype]:
                 if buckets[dtype].params:
-                    self._leave(dtype)
-            while self._under_way and (comm_dtype is None or self._is_late()):
+                    self._launch(dtype)
+            while self._under_way and (comm_dtype is None or self._must_complete()):
                 oldest = self._under_way[0].dtype
                 if buckets[oldest].params:  # of several dtypes, another than the one that is full
-                    self._leave(oldest)
-                self._arrive(self._under_way.popleft(), original)
+                    self._launch(oldest)
+                self._complete(self._under_way.popleft(), original)
             if comm_dtype is None:  # the end of a backward
                 self._spare.clear()
 
         return reduce
 
-    def _leave(self, dtype: torch.dtype) -> None:
+    def _launch(self, dtype: torch.dtype) -> None:
         """Start the sums of a bucket, put it aside, and leave an empty one."""
         optimizer, bucket = self._optimizer, self._optimizer.ipg_buckets[dtype]
         self._note([dtype])
-        aside = PutAside(
+        aside = InFlightBucket(
             dtype=dtype,
             params=list(bucket.params),
             gradients=list(bucket.grads),
@@ -130,10 +130,10 @@ class Departures:
         if aside.large is None:
             bucket.buffer[bucket.index] = self._empty_like(aside.buffer)
         for earlier in self._under_way:
-            self._follow(earlier, aside.num_elements)
+            self._age(earlier, aside.num_elements)
         self._under_way.append(aside)
 
-    def _follow(self, earlier: PutAside, num_elements: int) -> None:
+    def _age(self, earlier: InFlightBucket, num_elements: int) -> None:
         """Note what has left after a bucket, and let its second shot go when it is time."""
         before, bucketful = earlier.num_behind, self._optimizer.reduce_bucket_size
         earlier.num_behind += num_elements
@@ -141,7 +141,7 @@ class Departures:
             for departed in earlier.travelling:
                 departed.advance()
 
-    def _is_late(self) -> bool:
+    def _must_complete(self) -> bool:
         """Whether the oldest bucket must arrive now; the same on all ranks."""
         oldest = self._under_way[0]
         return (
@@ -152,7 +152,7 @@ class Departures:
     def _empty_like(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._spare.pop() if self._spare else torch.empty_like(buffer)
 
-    def _arrive(self, aside: PutAside, original: Callable[..., None]) -> None:
+    def _complete(self, aside: InFlightBucket, original: Callable[..., None]) -> None:
         """Wait for a bucket's sums, and let DeepSpeed take them over."""
         for departed in aside.travelling:
             departed.arrive()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-Steps = Generator[Any, None, None]
+CollectiveSteps = Generator[Any, None, None]
 
 
-class Flight:
+class InFlightExchange:
     """One exchange on its way."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: CollectiveSteps) -> None:
         """Start it."""
         self._steps = steps
         self._work = next(steps, None)
@@ -36,28 +36,28 @@ class Flight:
         self._steps.close()
 
 
-def run_all(exchanges: Iterable[Steps]) -> None:
+def run_all(exchanges: Iterable[CollectiveSteps]) -> None:
     """Run exchanges to their ends, each started before those before it are waited for."""
-    flights: list[Flight] = []
+    flights: list[InFlightExchange] = []
     for steps in exchanges:
-        newest = Flight(steps)
+        newest = InFlightExchange(steps)
         flights = [flight for flight in flights if flight.advance()]
         flights.append(newest)
     while flights:
         flights = [flight for flight in flights if flight.advance()]
 
 
-class Departed:
+class InFlightReduction:
     """The exchanges of one bucket, started together and ended later."""
 
-    def __init__(self, exchanges: Iterable[Steps], finish: Callable[[], None]) -> None:
+    def __init__(self, exchanges: Iterable[CollectiveSteps], finish: Callable[[], None]) -> None:
         """Start them.
 
         Args:
             exchanges: What travels.
             finish: Called once all have arrived.
         """
-        self._flights = [Flight(steps) for steps in exchanges]
+        self._flights = [InFlightExchange(steps) for steps in exchanges]
         self._finish = finish
 
     def advance(self) -> None:

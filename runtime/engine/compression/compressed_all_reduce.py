@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from .collective_steps import Steps
-from .compression_error import ErrorTally
+from .collective_steps import CollectiveSteps
+from .compression_error import CompressionError
 from .formats import Format
 from .kernels import decode, decode_onto, encode
-from .shards import PIECE_VALUES, Span, even_sizes, pieces
+from .shards import PIECE_VALUES, Span, chunks, even_sizes
 
 
-class Exchange:
+class CompressedAllReduce:
     """Sums values over one group of ranks."""
 
-    def __init__(self, form: Format, group: Any, tally: ErrorTally) -> None:
+    def __init__(self, form: Format, group: Any, tally: CompressionError) -> None:
         self._form = form
         self._group = group
         self._tally = tally
         self._rank = dist.get_rank(group=group)
         self.num_ranks = dist.get_world_size(group=group)
 
-    def scatter(self, values: torch.Tensor, sizes: Sequence[int]) -> Iterator[Steps]:
+    def scatter(self, values: torch.Tensor, sizes: Sequence[int]) -> Iterator[CollectiveSteps]:
         """Yield the exchanges after which this rank's part of `values` is the sum over the ranks.
 
         The other parts end as the errors of what was sent.
@@ -41,21 +41,21 @@ class Exchange:
             values: float32, one dimension; the ranks' parts one after the other.
             sizes: How long they are, the same on all ranks.
         """
-        for spans in pieces(sizes, _most(values)):
-            yield self._first_shot(values, spans)
+        for spans in chunks(sizes, _most(values)):
+            yield self._reduce_scatter_phase(values, spans)
 
-    def sum_for_all(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[Steps]:
+    def sum_for_all(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[CollectiveSteps]:
         """Yield the exchanges after which `result` is the sum over the ranks, on all of them.
 
         `values` end as the errors of what this rank sent: its own values, and of its share the sum.
         """
-        for spans in pieces(even_sizes(len(values), self.num_ranks), _most(values)):
-            yield self._both_shots(values, result, spans)
+        for spans in chunks(even_sizes(len(values), self.num_ranks), _most(values)):
+            yield self._two_phase(values, result, spans)
 
-    def _both_shots(
+    def _two_phase(
         self, values: torch.Tensor, result: torch.Tensor, spans: Sequence[Span]
-    ) -> Steps:
-        yield from self._first_shot(values, spans)
+    ) -> CollectiveSteps:
+        yield from self._reduce_scatter_phase(values, spans)
         lengths = [self._form.wire_bytes(size) for _, size in spans]
         longest = max(lengths)
         own = torch.zeros(longest, dtype=torch.uint8, device=values.device)
@@ -65,7 +65,7 @@ class Exchange:
         for wire, span, length in zip(everybodys.split(longest), spans, lengths, strict=True):
             decode(self._form, wire[:length], result.narrow(0, *span))
 
-    def _first_shot(self, values: torch.Tensor, spans: Sequence[Span]) -> Steps:
+    def _reduce_scatter_phase(self, values: torch.Tensor, spans: Sequence[Span]) -> CollectiveSteps:
         lengths = [self._form.wire_bytes(size) for _, size in spans]
         own_length, lengths[self._rank] = lengths[self._rank], 0  # nobody sends to itself
         sent = torch.empty(sum(lengths), dtype=torch.uint8, device=values.device)

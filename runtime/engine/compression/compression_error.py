@@ -9,7 +9,7 @@ import torch
 from ...common.device_scalar import Number, number, read
 
 
-class ErrorTally:
+class CompressionError:
     """Adds up squares of what was sent and what was lost of it, on the device."""
 
     def __init__(self) -> None:

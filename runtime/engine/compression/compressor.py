@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .compressed_all_reduce import Exchange
-from .compression_error import ErrorTally
+from .compressed_all_reduce import CompressedAllReduce
+from .compression_error import CompressionError
 from .formats import Format
-from .parameter_index import Place
+from .parameter_index import GradientSpan
 from .residuals import Residuals
 
 
@@ -21,19 +21,22 @@ class Compressor:
         unit: What the gradients of this window are multiplied by; errors are kept without it.
     """
 
-    def __init__(self, form: Format, residuals: Residuals | None, tally: ErrorTally) -> None:
+    def __init__(self, form: Format, residuals: Residuals | None, tally: CompressionError) -> None:
         """`residuals`: what was lost before; None to let errors be."""
         self._form = form
         self._residuals = residuals
         self._tally = tally
         self.unit = 1.0
 
-    def exchange(self, group: Any) -> Exchange:
+    def exchange(self, group: Any) -> CompressedAllReduce:
         """Return an exchange between the ranks of a group."""
-        return Exchange(self._form, group, self._tally)
+        return CompressedAllReduce(self._form, group, self._tally)
 
     def load(
-        self, gradients: Sequence[torch.Tensor], places: Sequence[Sequence[Place]], divisor: float
+        self,
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[Sequence[GradientSpan]],
+        divisor: float,
     ) -> torch.Tensor:
         """Return gradients over divisor, float32 and flat, with what earlier ones lost.
 
@@ -53,7 +56,7 @@ class Compressor:
             part.add_(residual, alpha=self.unit)
         return values
 
-    def keep(self, errors: torch.Tensor, places: Sequence[Sequence[Place]]) -> None:
+    def keep(self, errors: torch.Tensor, places: Sequence[Sequence[GradientSpan]]) -> None:
         """Keep errors for the next time; those that are not finite are none."""
         if self._residuals is None:
             return
@@ -62,7 +65,7 @@ class Compressor:
             torch.mul(part, 1.0 / self.unit, out=residual)
 
     def _stretches(
-        self, values: torch.Tensor, places: Sequence[Sequence[Place]]
+        self, values: torch.Tensor, places: Sequence[Sequence[GradientSpan]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each stretch of the values with what is kept of it."""
         if self._residuals is None:

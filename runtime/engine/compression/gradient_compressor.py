@@ -10,15 +10,15 @@ import torch
 from deepspeed import comm as dist
 
 from ...common.deepspeed_internals import ZERO_1_AND_2, ZERO_3
-from .compression_error import ErrorTally
+from .compression_error import CompressionError
 from .compressor import Compressor
 from .formats import FORMATS
-from .reduction_patch import Seam, names_of
+from .reduction_patch import ReductionPatch, names_of
 from .residuals import Residuals
 from .stage_0 import Stage0
 from .stage_1_and_2 import Stage1And2
 from .stage_3 import Stage3
-from .unsupported import place_of, refusal
+from .unsupported import place_of, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ PLAIN = "plain"
 KINDS = (PLAIN, *FORMATS)
 
 
-class GradientCodec:
+class GradientCompressor:
     """Compresses gradients as the ranks sum them, and sends what was lost along the next time.
 
     On every rank alike, between two windows. Only gradients are touched: not weights, norms or
@@ -56,17 +56,17 @@ class GradientCodec:
         self.asynchronous = asynchronous
         form = FORMATS.get(kind)
         wanted = form is not None and (form.feedback if feedback is None else feedback)
-        self._tally = ErrorTally()
+        self._tally = CompressionError()
         self._residuals = Residuals(residual_dtype) if wanted else None
         self._compressor: Compressor | None = None
         if form is not None:
             self._compressor = Compressor(form, self._residuals, self._tally)
         self._engine: Any = None
-        self._seam: Seam | None = None
+        self._seam: ReductionPatch | None = None
 
     def refusal(self, engine: Any) -> str | None:
         """Return why this codec cannot be attached to an engine; None if it can."""
-        return refusal(engine, asynchronous=self.asynchronous)
+        return unsupported_reason(engine, asynchronous=self.asynchronous)
 
     def attach(self, engine: Any) -> Undo:
         """Let an engine's gradients go through the codec, until the returned function is called.
@@ -97,7 +97,7 @@ class GradientCodec:
 
         return undo
 
-    def _made(self, engine: Any) -> Seam | None:
+    def _made(self, engine: Any) -> ReductionPatch | None:
         names, place = names_of(engine.module), place_of(engine)
         if place == ZERO_1_AND_2:
             return Stage1And2(

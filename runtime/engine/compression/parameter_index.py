@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 
-class Place(NamedTuple):
+class GradientSpan(NamedTuple):
     """A stretch of one parameter's gradient.
 
     Attributes:
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     length: int
 
 
-class Places:
+class ParameterIndex:
     """Knows the gradients that are about to be reduced."""
 
     def __init__(self, gradients: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
@@ -38,7 +38,7 @@ class Places:
         self._addresses = [address for address, *_ in known]
         self._known = known
 
-    def of(self, piece: torch.Tensor) -> list[Place]:
+    def of(self, piece: torch.Tensor) -> list[GradientSpan]:
         """Return what a contiguous piece consists of, in its order.
 
         Raises:
@@ -53,7 +53,7 @@ class Places:
             length = min(left, size - start)
             if at < 0 or length <= 0:
                 raise LookupError("a gradient is reduced that is in no bucket of this reduction")
-            found.append(Place(name, size, start, length))
+            found.append(GradientSpan(name, size, start, length))
             address += length * piece.element_size()
             left -= length
         return found

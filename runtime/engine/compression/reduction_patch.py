@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 
 Names = dict[int, str]
 """A parameter's name by its id()."""
@@ -18,7 +18,7 @@ def names_of(module: torch.nn.Module) -> Names:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-class Seam(Protocol):
+class ReductionPatch(Protocol):
     """Where one kind of engine reduces its gradients."""
 
     def close(self) -> None:
@@ -28,12 +28,12 @@ class Seam(Protocol):
         """Forget the reductions that are under way."""
 
 
-class Wraps:
+class PatchSet:
     """Methods of one object in whose place others are called, until closed."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._wraps: list[Wrap] = []
+        self._wraps: list[AttributePatch] = []
         self._closed = False
 
     def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -47,7 +47,7 @@ class Wraps:
 
             return call
 
-        self._wraps.append(Wrap(self._owner, name, made))
+        self._wraps.append(AttributePatch(self._owner, name, made))
 
     def close(self) -> None:
         """Put the originals back; where somebody wrapped over ours, it passes calls on."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from .collective_steps import Steps
+from .collective_steps import CollectiveSteps
 from .compressor import Compressor
-from .parameter_index import Places
-from .shards import straight_is_cheaper
+from .parameter_index import ParameterIndex
+from .shards import direct_is_cheaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
+class ReductionRequest:
     """What is to be summed, and how.
 
     Attributes:
@@ -73,17 +73,17 @@ class Errand:
             one.target.copy_(rounded.view(one.target.shape))
 
 
-Travel = tuple[Iterable[Steps], Callable[[], None]]
+ReductionSteps = tuple[Iterable[CollectiveSteps], Callable[[], None]]
 """What is to travel, and what is to be done when it has arrived."""
 
 
-def as_deepspeed_does(errand: Errand) -> Travel:
+def plain_reduction(errand: ReductionRequest) -> ReductionSteps:
     """Sum up by DeepSpeed's own collective."""
     flat = torch.cat([one.source.reshape(-1).to(errand.dtype) for one in errand.slices])
     if errand.divisor != 1.0:
         flat.div_(errand.divisor)
 
-    def steps() -> Steps:
+    def steps() -> CollectiveSteps:
         if errand.root is None:
             yield dist.all_reduce(flat, group=errand.group, async_op=True)
         else:
@@ -93,7 +93,9 @@ def as_deepspeed_does(errand: Errand) -> Travel:
     return [steps()], lambda: errand.deliver(flat)
 
 
-def compressed(errand: Errand, compressor: Compressor, known: Places) -> Travel:
+def compressed(
+    errand: ReductionRequest, compressor: Compressor, known: ParameterIndex
+) -> ReductionSteps:
     """Sum up in a codec's form: straight to the owners where that is cheaper, else by all ranks."""
     exchange = compressor.exchange(errand.group)
     ordered = sorted(errand.slices, key=lambda one: -1 if one.owner is None else one.owner)
@@ -102,7 +104,7 @@ def compressed(errand: Errand, compressor: Compressor, known: Places) -> Travel:
     places = [known.of(source) for source in sources]
     values = compressor.load(sources, places, errand.divisor)
     sizes = _sizes_of_owners(errand, exchange.num_ranks)
-    if sizes is None or not straight_is_cheaper(sizes):
+    if sizes is None or not direct_is_cheaper(sizes):
         result = torch.empty_like(values)
 
         def finish() -> None:
@@ -122,7 +124,7 @@ def compressed(errand: Errand, compressor: Compressor, known: Places) -> Travel:
     return exchange.scatter(values, sizes), finish_straight
 
 
-def _sizes_of_owners(errand: Errand, num_ranks: int) -> list[int] | None:
+def _sizes_of_owners(errand: ReductionRequest, num_ranks: int) -> list[int] | None:
     """Return how many values each rank owns; None where some slice is everybody's."""
     sizes = [0] * num_ranks
     for one, length in zip(errand.slices, errand.lengths, strict=True):

@@ -22,7 +22,7 @@ def even_sizes(num_values: int, num_ranks: int) -> list[int]:
     return [min(share, rest) for rest in left]
 
 
-def straight_is_cheaper(sizes: Sequence[int]) -> bool:
+def direct_is_cheaper(sizes: Sequence[int]) -> bool:
     """Whether each rank's values should go straight to it, rather than in two even shots.
 
     Straight, a rank receives its part from all others: cheap where parts are alike, dear where one
@@ -36,7 +36,7 @@ def straight_is_cheaper(sizes: Sequence[int]) -> bool:
     return straight <= 2 * (num_ranks - 1) * total / num_ranks
 
 
-def pieces(sizes: Sequence[int], most: int | None) -> Iterator[list[Span]]:
+def chunks(sizes: Sequence[int], most: int | None) -> Iterator[list[Span]]:
     """Yield the spans of all ranks, cut alike, that go in one message.
 
     Args:

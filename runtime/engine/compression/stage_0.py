@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 
 from .collective_steps import run_all
 from .compressor import Compressor
-from .parameter_index import Places
-from .reduction_patch import Names, Wraps, trainable
+from .parameter_index import ParameterIndex
+from .reduction_patch import Names, PatchSet, trainable
 
 
 class Stage0:
@@ -21,8 +21,8 @@ class Stage0:
         self._engine = engine
         self._compressor = compressor
         self._names = names
-        self._places = Places()
-        self._wraps = Wraps(engine)
+        self._places = ParameterIndex()
+        self._wraps = PatchSet(engine)
         self._wraps.replace("_reduce_non_expert_gradients", self._noted)
         self._wraps.replace("allreduce_bucket", self._reduced)
 
@@ -36,11 +36,11 @@ class Stage0:
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(gradients: Sequence[torch.Tensor], elements_per_buffer: int) -> None:
             if hasattr(self._engine.optimizer, "fp32_groups_gradients_flat"):
-                self._places = Places(self._in_flat_groups(self._engine.optimizer))
+                self._places = ParameterIndex(self._in_flat_groups(self._engine.optimizer))
             else:
                 reduced = trainable(self._engine.module.parameters())
                 names = [self._names[id(parameter)] for parameter in reduced]
-                self._places = Places(zip(names, gradients, strict=True))
+                self._places = ParameterIndex(zip(names, gradients, strict=True))
             original(gradients, elements_per_buffer)
 
         return reduce

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from .async_reducer import Departures
-from .collective_steps import Departed, run_all
+from .async_reducer import AsyncBucketReducer
+from .collective_steps import InFlightReduction, run_all
 from .compressor import Compressor
-from .parameter_index import Places
-from .reduction_patch import Names, Wraps
-from .reduction_request import Errand, Slice, Travel, as_deepspeed_does, compressed
+from .parameter_index import ParameterIndex
+from .reduction_patch import Names, PatchSet
+from .reduction_request import ReductionRequest, ReductionSteps, Slice, compressed, plain_reduction
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,16 +37,16 @@ class Stage1And2:
         self._optimizer = optimizer
         self._compressor = compressor
         self._names = names
-        self._places = Places()
-        self._departures: Departures | None = None
-        self._wraps = Wraps(optimizer)
+        self._places = ParameterIndex()
+        self._departures: AsyncBucketReducer | None = None
+        self._wraps = PatchSet(optimizer)
         self._wraps.replace("allreduce_and_copy_with_multiple_ranks", self._to_owners)
         if compressor is not None:
             self._wraps.replace("allreduce_bucket", self._bucket)
             self._wraps.replace("gradient_reduction_w_predivide", self._whole)
         if asynchronous:
             self._wraps.replace("allreduce_and_copy", self._to_one)
-            self._departures = Departures(optimizer, self._wraps, self._note)
+            self._departures = AsyncBucketReducer(optimizer, self._wraps, self._note)
         else:
             self._wraps.replace("reduce_ipg_grads", self._noted)
 
@@ -69,7 +69,7 @@ class Stage1And2:
     def _note(self, dtypes: Iterable[torch.dtype]) -> None:
         """Learn where the gradients of the buckets lie."""
         groups = self._optimizer.bit16_groups
-        self._places = Places(
+        self._places = ParameterIndex(
             (self._names[id(groups[group][index])], gradient)
             for bucket in (self._optimizer.ipg_buckets[dtype] for dtype in dtypes)
             for (group, index, _), gradient in zip(bucket.params, bucket.grads, strict=True)
@@ -156,10 +156,10 @@ class Stage1And2:
         group: Any,
         divide: bool,
         root: int | None = None,
-    ) -> Errand:
+    ) -> ReductionRequest:
         group = group or self._optimizer.dp_process_group
         averaged = divide and self._optimizer.gradient_average
-        return Errand(
+        return ReductionRequest(
             slices=slices,
             group=group,
             dtype=dtype,
@@ -167,21 +167,21 @@ class Stage1And2:
             root=root,
         )
 
-    def _send(self, errand: Errand) -> None:
+    def _send(self, errand: ReductionRequest) -> None:
         """Sum up, or begin to."""
         if self._departures is not None and self._departures.open:
-            self._departures.add(Departed(*self._travel(errand)))
+            self._departures.add(InFlightReduction(*self._travel(errand)))
         else:
             self._run(errand)
 
-    def _run(self, errand: Errand) -> None:
+    def _run(self, errand: ReductionRequest) -> None:
         steps, finish = self._travel(errand)
         run_all(steps)
         finish()
 
-    def _travel(self, errand: Errand) -> Travel:
+    def _travel(self, errand: ReductionRequest) -> ReductionSteps:
         if self._compressor is None:
-            return as_deepspeed_does(errand)
+            return plain_reduction(errand)
         return compressed(errand, self._compressor, self._places)
 
 

@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 
 from .collective_steps import run_all
 from .compressor import Compressor
-from .parameter_index import Place
-from .reduction_patch import Names, Wraps
+from .parameter_index import GradientSpan
+from .reduction_patch import Names, PatchSet
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
@@ -25,7 +25,7 @@ class Stage3:
         self._optimizer = optimizer
         self._compressor = compressor
         self._names = names
-        self._wraps = Wraps(optimizer)
+        self._wraps = PatchSet(optimizer)
         self._wraps.replace(_SCATTER, self._scatter_grads)
         self._wraps.replace(_SCATTER_BUCKET, self._scatter_bucket)
 
@@ -87,8 +87,8 @@ class Stage3:
         self._compressor.keep(values, whose)
         return list(parts.split(lengths[rank * each : (rank + 1) * each]))
 
-    def _part(self, parameter: Any, rank: int, num_ranks: int) -> Place:
+    def _part(self, parameter: Any, rank: int, num_ranks: int) -> GradientSpan:
         size = parameter.grad.numel()
         share = math.ceil(size / num_ranks)
         start = min(rank * share, size)
-        return Place(self._names[id(parameter)], size, start, min(share, size - start))
+        return GradientSpan(self._names[id(parameter)], size, start, min(share, size - start))

@@ -17,7 +17,7 @@ def place_of(engine: Any) -> str:
     return {0: ENGINE, 3: ZERO_3}.get(stage, ZERO_1_AND_2)
 
 
-def refusal(engine: Any, *, asynchronous: bool) -> str | None:
+def unsupported_reason(engine: Any, *, asynchronous: bool) -> str | None:
     """Return why the codec cannot be attached; None if it can."""
     place = place_of(engine)
     owner = engine if place == ENGINE else engine.optimizer

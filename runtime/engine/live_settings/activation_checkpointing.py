@@ -12,16 +12,16 @@ from typing import Any
 
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals import forget_releases
-from ...common.undo import Once, Undo, together
+from ...common.undo import Undo, UndoOnce, chain
 from .checkpointed_forward import checkpoint_forward
-from .choose_modules import Chosen, choose_modules
+from .choose_modules import ModuleSelector, choose_modules
 from .transformers_checkpointing import enable, has_own_switch, is_on
 from .zero_optimizer import of_stage_3, wait_for_device
 
 logger = logging.getLogger(__name__)
 
 
-def unavailable(engine: Any, chosen: Chosen = None) -> str | None:
+def unavailable(engine: Any, chosen: ModuleSelector = None) -> str | None:
     """Say why it cannot be switched on for these modules; None where it can."""
     if getattr(engine, "pipeline_parallelism", False):
         return "a pipeline engine checkpoints by activation_checkpoint_interval"
@@ -34,7 +34,7 @@ def unavailable(engine: Any, chosen: Chosen = None) -> str | None:
     return None
 
 
-def apply(engine: Any, chosen: Chosen = None) -> Undo:
+def apply(engine: Any, chosen: ModuleSelector = None) -> Undo:
     """Switch it on, and return what puts the very forwards and flags back.
 
     Args:
@@ -53,13 +53,13 @@ def apply(engine: Any, chosen: Chosen = None) -> Undo:
     if of_stage_3(engine) is None:
         return undo
     forget_releases()
-    return Once(together([forget_releases, undo]))
+    return UndoOnce(chain([forget_releases, undo]))
 
 
-def _switch_on(engine: Any, chosen: Chosen) -> Undo:
+def _switch_on(engine: Any, chosen: ModuleSelector) -> Undo:
     if chosen is None and has_own_switch(engine.module):
         logger.info("activation checkpointing on, by the model's own switch")
         return enable(engine.module)
     modules = choose_modules(engine.module, chosen)
     logger.info("activation checkpointing on, of %s", ", ".join(modules))
-    return together([checkpoint_forward(module) for module in modules.values()])
+    return chain([checkpoint_forward(module) for module in modules.values()])

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...common.deepspeed_internals import PARAMETER_OFFLOAD, ZERO_1_AND_2, ZERO_3, attribute
 from ...common.deepspeed_internals_live_settings import missing
-from ...common.undo import Undo, set_attributes, together
+from ...common.undo import Undo, chain, set_attributes
 from .knob import Knob, Value
 from .reduce_bucket import element_bytes, num_buffers, resize_buffers
 from .zero_optimizer import coordinator, of_stage_3, of_stages_1_and_2
@@ -76,7 +76,7 @@ def _change_contiguous(engine: Any, value: Value) -> Undo:
     undo_flag = set_attributes(zero_3, contiguous_gradients=value)
     size = engine.optimizer.reduce_bucket_size if value else None
     # The buffers come back once the flag is back, which says whether there are any.
-    return together([resize_buffers(zero_3, size), undo_flag])
+    return chain([resize_buffers(zero_3, size), undo_flag])
 
 
 def _contiguous_holds(engine: Any, value: Value) -> bool:
@@ -134,7 +134,7 @@ def _change_overlap(engine: Any, value: Value) -> Undo:
     accelerator = get_accelerator()
     reducing = accelerator.Stream() if value else accelerator.default_stream()
     fetching = accelerator.Stream() if value else accelerator.default_stream()
-    return together(
+    return chain(
         [
             set_attributes(zero_3, reduce_and_partition_stream=reducing),
             set_attributes(zero_3.parameter_offload, **{_ALLGATHER_STREAM: fetching}),

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from ...common.undo import Once, Undo, own_attributes, put_attributes
+from ...common.undo import Undo, UndoOnce, own_attributes, restore_attributes
 
 
 def checkpoint_forward(module: nn.Module) -> Undo:
@@ -43,9 +43,9 @@ def checkpoint_forward(module: nn.Module) -> Undo:
         nonlocal is_on
         is_on = False  # where somebody wrapped over it since
         if vars(module).get("forward") is ours:
-            put_attributes(module, before)
+            restore_attributes(module, before)
 
-    return Once(undo)
+    return UndoOnce(undo)
 
 
 def _contexts(

@@ -13,13 +13,13 @@ from .zero_optimizer import total_elements
 
 # A class, its name, a pattern of module names as `blocks.*`, or several of these; None: the
 # repeated block.
-Chosen = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
+ModuleSelector = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 _SHOWN = 5  # close names in a message
 
 
-def choose_modules(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
+def choose_modules(model: nn.Module, chosen: ModuleSelector) -> dict[str, nn.Module]:
     """Return the chosen modules by name; none of them lies within another.
 
     Raises:

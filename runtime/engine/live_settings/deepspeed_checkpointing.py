@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals_live_settings import CHECKPOINTING, missing
-from ...common.undo import Once, Undo
+from ...common.undo import Undo, UndoOnce
 from .zero_optimizer import wait_for_device
 
 
@@ -50,7 +50,7 @@ def keep_inputs_on_host() -> Undo:
         wait_for_device()
         module.CPU_CHECKPOINT = False
 
-    return Once(undo)
+    return UndoOnce(undo)
 
 
 def _checkpointing() -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....errors import ZerowatchError
-from ...common.undo import Once, Undo, together
+from ...common.undo import Undo, UndoOnce, chain
 from .zero_optimizer import wait_for_device
 
 Value = int | bool
@@ -57,7 +57,7 @@ class Knob:
         if reason is not None:
             raise ZerowatchError(f"{self.name} cannot be set to {value!r}: {reason}")
         wait_for_device()
-        return Once(together([self.change(engine, value), wait_for_device]))
+        return UndoOnce(chain([self.change(engine, value), wait_for_device]))
 
     def verify(self, engine: Any, value: Value) -> bool:
         """Whether the engine really works with this value; False where it has no such knob."""

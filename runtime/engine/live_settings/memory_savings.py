@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...common.undo import Undo, together
+from ...common.undo import Undo, chain
 from . import activation_checkpointing, optimizer_state_offload
-from .choose_modules import Chosen
+from .choose_modules import ModuleSelector
 from .knob import Knob
 from .prefetch import (
     MAX_LIVE_PARAMETERS,
@@ -33,7 +33,7 @@ LEAST_FETCHING: Mapping[Knob, int] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class MemorySaving:
     """One thing to do about too little memory; the ranks take it all or none.
 
     Attributes:
@@ -47,24 +47,24 @@ class Rung:
     apply: Callable[[Any], Undo]
 
 
-def ladder(chosen: Chosen = None) -> tuple[Rung, ...]:
+def memory_savings(chosen: ModuleSelector = None) -> tuple[MemorySaving, ...]:
     """Return the rungs in the order in which they are tried.
 
     Args:
         chosen: What activation checkpointing is to wrap, as in `activation_checkpointing.apply`.
     """
     return (
-        Rung(
+        MemorySaving(
             name="activation checkpointing on",
             unavailable=partial(activation_checkpointing.unavailable, chosen=chosen),
             apply=partial(activation_checkpointing.apply, chosen=chosen),
         ),
-        Rung(
+        MemorySaving(
             name="smaller buckets and less prefetching",
             unavailable=_all_is_least,
-            apply=_lower_all,
+            apply=_minimise_buckets,
         ),
-        Rung(
+        MemorySaving(
             name="optimizer states asleep on the host",
             unavailable=optimizer_state_offload.unavailable,
             apply=optimizer_state_offload.apply,
@@ -93,5 +93,5 @@ def _all_is_least(engine: Any) -> str | None:
     return None if _to_lower(engine) else "each is at its least already"
 
 
-def _lower_all(engine: Any) -> Undo:
-    return together([knob.apply(engine, least) for knob, least in _to_lower(engine)])
+def _minimise_buckets(engine: Any) -> Undo:
+    return chain([knob.apply(engine, least) for knob, least in _to_lower(engine)])

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals import ENGINE
 from ...common.deepspeed_internals_live_settings import missing
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 
 # Master weights, by the optimizer that has them: ZeRO 1 and 2, ZeRO 3, BF16_Optimizer, FP16's.
 MASTER_WEIGHTS = (
@@ -38,10 +38,10 @@ def unavailable(engine: Any) -> str | None:
     """Say why the optimizer's states cannot sleep, or would free nothing; None where they can."""
     if get_accelerator().device_name() == "cpu":
         return "the device's memory is the host's own, so nothing would be given back"
-    return refusal(engine)
+    return unsupported_reason(engine)
 
 
-def refusal(engine: Any) -> str | None:
+def unsupported_reason(engine: Any) -> str | None:
     """Say why this engine's states cannot be moved, whatever the device."""
     gone = missing(engine, ENGINE, "basic_optimizer")
     if gone is not None:
@@ -63,7 +63,7 @@ def memory_bytes(engine: Any) -> int | None:
     return -sum(storage.nbytes() for storage in _storages(engine))
 
 
-def apply(engine: Any) -> Sleep:
+def apply(engine: Any) -> OptimizerStateOffload:
     """Let the states sleep but for each update; what is returned is the undo.
 
     Raises:
@@ -72,10 +72,10 @@ def apply(engine: Any) -> Sleep:
     reason = unavailable(engine)
     if reason is not None:
         raise ZerowatchError(f"the optimizer cannot sleep: {reason}")
-    return Sleep(engine)
+    return OptimizerStateOffload(engine)
 
 
-class Sleep:
+class OptimizerStateOffload:
     """Moves the states to and fro until it is called, which wakes them for good.
 
     Works on any device; on a CPU it only costs time.
@@ -83,10 +83,10 @@ class Sleep:
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        self._beds: dict[int, _Bed] = {}
+        self._beds: dict[int, _HostBuffer] = {}
         self._is_over = False
         self.lie_down()  # first: where that fails nothing is wrapped
-        self._wrap = Wrap(engine.optimizer, "step", self._around_update)
+        self._wrap = AttributePatch(engine.optimizer, "step", self._around_update)
 
     def __call__(self) -> None:
         """Wake them, and restore the optimizer's `step`. Safe to call twice."""
@@ -101,7 +101,7 @@ class Sleep:
         An out-of-memory error on the way leaves it to be called again.
         """
         for bed in self._beds.values():
-            bed.get_up()
+            bed.reload()
 
     def _around_update(self, original: Any) -> Any:
         def step(*given: Any, **named: Any) -> Any:
@@ -119,7 +119,9 @@ class Sleep:
             return
         found = {id(storage): storage for storage in _storages(engine)}
         # States that a loaded checkpoint replaced leave their beds.
-        self._beds = {key: self._beds.get(key) or _Bed(storage) for key, storage in found.items()}
+        self._beds = {
+            key: self._beds.get(key) or _HostBuffer(storage) for key, storage in found.items()
+        }
         for bed in self._beds.values():
             bed.fill()
         get_accelerator().synchronize()
@@ -127,7 +129,7 @@ class Sleep:
             bed.lie_down()
 
 
-class _Bed:
+class _HostBuffer:
     """The place on the host for one storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -143,7 +145,7 @@ class _Bed:
     def lie_down(self) -> None:
         self._storage.resize_(0)
 
-    def get_up(self) -> None:
+    def reload(self) -> None:
         if not self._storage.nbytes():
             self._storage.resize_(self._host.numel())
             _bytes_of(self._storage).copy_(self._host, non_blocking=True)

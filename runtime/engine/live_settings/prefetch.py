@@ -21,7 +21,7 @@ from ...common.deepspeed_internals import (
     remembered_releases,
 )
 from ...common.deepspeed_internals_live_settings import missing
-from ...common.undo import Undo, own_attributes, put_attributes, set_attributes, together
+from ...common.undo import Undo, chain, own_attributes, restore_attributes, set_attributes
 from .knob import Knob, Value
 from .zero_optimizer import coordinator, num_elements, of_stage_3, total_elements
 
@@ -60,7 +60,7 @@ def _change(name: str, engine: Any, value: Value) -> Undo:
         coordinator(engine.optimizer), **{attribute(COORDINATOR, name): int(value)}
     )
     forget_releases()
-    return together([forget_releases, undo])
+    return chain([forget_releases, undo])
 
 
 def _always(_: Any, __: Value) -> bool:
@@ -116,14 +116,14 @@ def _change_persistence(engine: Any, value: Value) -> Undo:
         for reference, before in flags:
             parameter = reference()
             if parameter is not None:
-                put_attributes(parameter, before)
+                restore_attributes(parameter, before)
         forget_releases()
 
     for parameter in parameters:
         parameter.ds_persist = False
     kept = offload.mark_persistent_parameters(int(value), offload.model_persistence_threshold)
     forget_releases()
-    return together(
+    return chain(
         [
             undo_flags,
             set_attributes(

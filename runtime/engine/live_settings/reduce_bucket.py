@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...common.deepspeed_internals import ENGINE, ZERO_1_AND_2, ZERO_3
 from ...common.deepspeed_internals_live_settings import missing
-from ...common.undo import Undo, set_attributes, together
+from ...common.undo import Undo, chain, set_attributes
 from . import stage_0_bucket
 from .knob import Knob, Value
 from .zero_optimizer import of_stage_3, of_stages_1_and_2, total_elements
@@ -47,7 +47,7 @@ def _change(engine: Any, value: Value) -> Undo:
     undo_size = set_attributes(engine.optimizer, reduce_bucket_size=value)
     if of_stage_3(engine) is None:
         return undo_size
-    return together([undo_size, resize_buffers(engine.optimizer, value)])
+    return chain([undo_size, resize_buffers(engine.optimizer, value)])
 
 
 def resize_buffers(zero_3: Any, elements: int | None) -> Undo:

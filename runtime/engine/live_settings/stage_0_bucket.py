@@ -11,14 +11,14 @@ from typing import Any
 
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
-from ...common.patching import Wrap
-from ...common.undo import Once, Undo
+from ...common.patching import AttributePatch
+from ...common.undo import Undo, UndoOnce
 
 
 class _Reduction:
     """In place of `engine.allreduce_gradients`; inert without a size.
 
-    Slots, since `Wrap` copies the original's attributes over those of what it puts there.
+    Slots, since `AttributePatch` copies the original's attributes over those of what it puts there.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_original", "elements")
@@ -47,13 +47,13 @@ def change(engine: Any, elements: int) -> Undo:
         made.append(_Reduction(original, elements))
         return made[0]
 
-    wrap = Wrap(engine, "allreduce_gradients", make)
+    wrap = AttributePatch(engine, "allreduce_gradients", make)
 
     def undo() -> None:
         made[0].elements = None  # where somebody wrapped over it since
         wrap.restore()
 
-    return Once(undo)
+    return UndoOnce(undo)
 
 
 def _ours(engine: Any) -> Iterator[_Reduction]:

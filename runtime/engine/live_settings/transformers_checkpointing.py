@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...common.undo import Once, Undo, own_attributes, put_attributes
+from ...common.undo import Undo, UndoOnce, own_attributes, restore_attributes
 
 _KEPT = {"use_reentrant": False}
 _FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func")
@@ -38,11 +38,11 @@ def enable(model: Any) -> Undo:
     def undo() -> None:
         for hook in added:
             hook.remove()
-        put_attributes(model, hooks)
+        restore_attributes(model, hooks)
         for module, before in flags:
-            put_attributes(module, before)
+            restore_attributes(module, before)
 
-    return Once(undo)
+    return UndoOnce(undo)
 
 
 def _hooks(attributes: dict[str, object], besides: tuple[Any, ...] = ()) -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ def stage_of(config: Mapping[str, Any]) -> int:
     return int(zero_block(config).get("stage", 0))
 
 
-def why_not(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Return why an engine cannot be rebuilt with another ds config; None if it can, by all signs.
 
     Args:

@@ -14,7 +14,7 @@ _OVERRIDES = ("custom_loss_scaler", "external_loss_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class EngineCounters:
     """Counters of an engine, and the states of its LR scheduler and loss scalers."""
 
     counters: Mapping[str, int]
@@ -24,10 +24,10 @@ class Account:
     autocast_scale: Mapping[str, Any] | None
 
 
-def take_account(engine: Any) -> Account:
+def take_account(engine: Any) -> EngineCounters:
     """Copy an engine's account."""
     scheduler, scaler = engine.lr_scheduler, _autocast_scaler(engine)
-    return Account(
+    return EngineCounters(
         counters={name: getattr(engine, name) for name in _COUNTERS},
         scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
         scale=_present(_scale_keeper(engine.optimizer), _SCALE),
@@ -36,7 +36,7 @@ def take_account(engine: Any) -> Account:
     )
 
 
-def give_account(account: Account, engine: Any) -> None:
+def give_account(account: EngineCounters, engine: Any) -> None:
     """Let an engine go on counting from an account."""
     for name, value in account.counters.items():
         setattr(engine, name, value)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .engine_counters import give_account
-from .layout import Holder, Piece, base_optimizer, group_members, layout_of
-from .ranks import Attempt, Mover
-from .snapshot import Kept, Slice, Snapshot
+from .layout import OptimizerTensor, ParamSlice, base_optimizer, group_members, layout_of
+from .ranks import Attempt, HostSum
+from .snapshot import ParamSnapshot, Slice, TrainingStateSnapshot
 
 # Where a new engine's optimizer is of another class, as DeepSpeed's own on the host, what it counts
 # its updates in may be a number or a tensor.
@@ -19,7 +19,7 @@ _OWN_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 ADAMS = frozenset({*_OWN_ADAMS, "Adam", "AdamW"})
 
 
-def fill(engine: Any, snapshot: Snapshot, mover: Mover, attempt: Attempt) -> None:
+def fill(engine: Any, snapshot: TrainingStateSnapshot, mover: HostSum, attempt: Attempt) -> None:
     """Give an engine all the state of another; all ranks at the same time.
 
     Raises:
@@ -29,11 +29,11 @@ def fill(engine: Any, snapshot: Snapshot, mover: Mover, attempt: Attempt) -> Non
     layout = layout_of(engine)
     _check(engine, snapshot)
     _make_states(layout, snapshot)
-    places: dict[str, list[tuple[Holder, Piece]]] = {}
+    places: dict[str, list[tuple[OptimizerTensor, ParamSlice]]] = {}
     for holder in layout:
         for piece in holder.pieces:
             places.setdefault(piece.name, []).append((holder, piece))
-    put = _Putter(mover, attempt)
+    put = StateRestorer(mover, attempt)
     parameters = dict(engine.module.named_parameters())
     for name, kept in snapshot.parameters.items():
         if kept.updated:
@@ -45,17 +45,19 @@ def fill(engine: Any, snapshot: Snapshot, mover: Mover, attempt: Attempt) -> Non
     give_account(snapshot.account, engine)
 
 
-class _Putter:
+class StateRestorer:
     """Puts one parameter after another into place."""
 
-    def __init__(self, mover: Mover, attempt: Attempt) -> None:
+    def __init__(self, mover: HostSum, attempt: Attempt) -> None:
         self._mover = mover
         self._attempt = attempt
 
-    def updated(self, kept: Kept, places: list[tuple[Holder, Piece]], parameter: Any) -> None:
+    def updated(
+        self, kept: ParamSnapshot, places: list[tuple[OptimizerTensor, ParamSlice]], parameter: Any
+    ) -> None:
         """Put what the optimizer has of a parameter where this rank's optimizer has it."""
 
-        def into(tensor_of: Callable[[Holder], torch.Tensor], whole: torch.Tensor) -> None:
+        def into(tensor_of: Callable[[OptimizerTensor], torch.Tensor], whole: torch.Tensor) -> None:
             for holder, piece in places:
                 _write(tensor_of(holder), piece, whole[piece.start : piece.start + piece.length])
 
@@ -69,7 +71,7 @@ class _Putter:
                 self._whole(kept, kept.parts.get(key), dtype),
             )
 
-    def weights(self, kept: Kept, parameter: Any) -> None:
+    def weights(self, kept: ParamSnapshot, parameter: Any) -> None:
         """Put the weights of a parameter that no optimizer updates."""
         whole = self._whole(kept, kept.master, kept.dtype)
         partition = getattr(parameter, "ds_tensor", None)
@@ -82,7 +84,7 @@ class _Putter:
         partition.data[:length].copy_(whole[start : start + length])
         parameter.ds_secondary_tensor = None  # made of what was there before
 
-    def _whole(self, kept: Kept, mine: Slice | None, dtype: torch.dtype) -> torch.Tensor:
+    def _whole(self, kept: ParamSnapshot, mine: Slice | None, dtype: torch.dtype) -> torch.Tensor:
         """Put the ranks' parts together: one whole parameter, on the host."""
         whole = torch.zeros(kept.shape.numel(), dtype=dtype)
         if mine is not None:
@@ -92,7 +94,7 @@ class _Putter:
         return whole
 
 
-def _write(tensor: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
+def _write(tensor: torch.Tensor, piece: ParamSlice, values: torch.Tensor) -> None:
     with torch.no_grad():
         if tensor.dim() == 1:
             tensor[piece.offset : piece.offset + piece.length].copy_(values)
@@ -100,7 +102,7 @@ def _write(tensor: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
             tensor.copy_(values.view(tensor.shape))
 
 
-def _check(engine: Any, snapshot: Snapshot) -> None:
+def _check(engine: Any, snapshot: TrainingStateSnapshot) -> None:
     made, before = type(base_optimizer(engine.optimizer)), snapshot.optimizer
     if made is not before and not {made.__name__, before.__name__} <= ADAMS:
         raise ValueError(f"its optimizer is {made.__name__}, and was {before.__name__}")
@@ -119,7 +121,7 @@ def _check(engine: Any, snapshot: Snapshot) -> None:
         )
 
 
-def _make_states(layout: list[Holder], snapshot: Snapshot) -> None:
+def _make_states(layout: list[OptimizerTensor], snapshot: TrainingStateSnapshot) -> None:
     """Make the states that an optimizer makes at its first update, of zeros."""
     for holder in layout:
         members = [snapshot.parameters[name] for name in holder.members]
@@ -142,7 +144,7 @@ def _let_partitions_follow(optimizer: Any) -> None:
         optimizer.invalidate_secondary_tensor()
 
 
-def _give_options(optimizer: Any, snapshot: Snapshot) -> None:
+def _give_options(optimizer: Any, snapshot: TrainingStateSnapshot) -> None:
     base = base_optimizer(optimizer)
     same = type(base) is snapshot.optimizer
     others = [getattr(optimizer, "backup_optimizer", None)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ParamSlice:
     """A stretch of one flattened parameter: `length` elements from `start` on.
 
     `offset` is where it begins in the tensor that holds it.
@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class OptimizerTensor:
     """A tensor that the base optimizer updates on this rank.
 
     `members` names the parameters that share it on any rank, `pieces` says what this rank has of
@@ -40,12 +40,12 @@ class Holder:
     state: MutableMapping[Any, dict[str, Any]]
     group: int
     members: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParamSlice, ...]
     replicated: bool
 
 
 Names = Mapping[int, str]
-Layout = list[Holder]
+Layout = list[OptimizerTensor]
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
@@ -89,7 +89,7 @@ def group_members(engine: Any) -> list[tuple[str, ...]]:
     return members
 
 
-def _plain(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _plain(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 0 in fp32: the model's own parameters."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -97,7 +97,7 @@ def _plain(optimizer: Any, names: Names) -> Iterator[Holder]:
                 yield _whole(optimizer, index, parameter, names[id(parameter)])
 
 
-def _unfused(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _unfused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 0 in 16 bits: an fp32 copy of each parameter."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     for index, (parameters, masters) in enumerate(groups):
@@ -105,14 +105,14 @@ def _unfused(optimizer: Any, names: Names) -> Iterator[Holder]:
             yield _whole(optimizer.optimizer, index, master, names[id(parameter)])
 
 
-def _fused(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _fused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 0 in 16 bits with a fused optimizer: one fp32 copy for each group."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
     for index, (parameters, flat) in enumerate(groups):
         yield _flat(optimizer, index, flat, _in_a_row(parameters, names), (0, flat.numel()), True)
 
 
-def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
         rank = dist.get_rank(optimizer.real_dp_process_group[index])
         size = int(optimizer.partition_size[index])
@@ -127,7 +127,7 @@ def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[Holder]:
         yield _flat(optimizer, index, flat, rows, (rank * size, size), False)
 
 
-def _bf16(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _bf16(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 1 in bf16 with gradients in fp32."""
     for index, flat in enumerate(optimizer.fp32_groups_flat_partition):
         rank, size = dist.get_rank(optimizer.real_dp_process_group[index]), flat.numel()
@@ -135,7 +135,7 @@ def _bf16(optimizer: Any, names: Names) -> Iterator[Holder]:
         yield _flat(optimizer, index, flat, rows, (rank * size, size), False)
 
 
-def _stage_3(optimizer: Any, names: Names) -> Iterator[Holder]:
+def _stage_3(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     for number, parameters in enumerate(optimizer.fp16_groups):
         pieces, offset = [], 0
         for parameter in parameters:
@@ -144,9 +144,9 @@ def _stage_3(optimizer: Any, names: Names) -> Iterator[Holder]:
             length = min(size, parameter.ds_numel - start)
             if length > 0:
                 name = names[id(parameter)]
-                pieces.append(Piece(name=name, start=start, length=length, offset=offset))
+                pieces.append(ParamSlice(name=name, start=start, length=length, offset=offset))
             offset += size
-        yield Holder(
+        yield OptimizerTensor(
             tensor=optimizer.fp32_partitioned_groups_flat[number],
             state=_stage_3_optimizer(optimizer, number).state,
             group=optimizer.sub_group_to_group_id[number],
@@ -163,7 +163,7 @@ def _stage_3_optimizer(optimizer: Any, number: int) -> Any:
     return optimizer.optimizer if on_host else optimizer.backup_optimizer
 
 
-_LAYOUTS: Mapping[str, Callable[[Any, Names], Iterator[Holder]]] = {
+_LAYOUTS: Mapping[str, Callable[[Any, Names], Iterator[OptimizerTensor]]] = {
     "FP16_UnfusedOptimizer": _unfused,
     "FP16_Optimizer": _fused,
     "DeepSpeedZeroOptimizer": _stage_1_and_2,
@@ -172,9 +172,9 @@ _LAYOUTS: Mapping[str, Callable[[Any, Names], Iterator[Holder]]] = {
 }
 
 
-def _whole(base: Any, group: int, tensor: torch.Tensor, name: str) -> Holder:
-    piece = Piece(name=name, start=0, length=tensor.numel(), offset=0)
-    return Holder(
+def _whole(base: Any, group: int, tensor: torch.Tensor, name: str) -> OptimizerTensor:
+    piece = ParamSlice(name=name, start=0, length=tensor.numel(), offset=0)
+    return OptimizerTensor(
         tensor=tensor,
         state=base.state,
         group=group,
@@ -199,7 +199,7 @@ def _flat(
     rows: Sequence[tuple[str, int, int]],
     window: tuple[int, int],
     replicated: bool,
-) -> Holder:
+) -> OptimizerTensor:
     """Describe the stretch of a flattened group that lies on this rank.
 
     Args:
@@ -215,11 +215,11 @@ def _flat(
     for name, offset, numel in rows:
         first, last = max(offset, begin), min(offset + numel, begin + size)
         if first < last:
-            piece = Piece(
+            piece = ParamSlice(
                 name=name, start=first - offset, length=last - first, offset=first - begin
             )
             pieces.append(piece)
-    return Holder(
+    return OptimizerTensor(
         tensor=flat,
         state=optimizer.optimizer.state,
         group=group,
@@ -229,7 +229,7 @@ def _flat(
     )
 
 
-def share(length: int, rank: int, world_size: int) -> tuple[int, int]:
+def rank_share(length: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return start and length of a rank's part of something that all ranks have."""
     part = math.ceil(length / world_size)
     start = min(part * rank, length)

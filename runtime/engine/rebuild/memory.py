@@ -10,11 +10,11 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from ...common.host_collectives import Agreed
-from .snapshot import Kept
+from ...common.host_collectives import HostCollectives
+from .snapshot import ParamSnapshot
 
 
-def agree_on_ids(agreement: Agreed) -> None:
+def agree_on_ids(agreement: HostCollectives) -> None:
     """Let all ranks number modules and parameters from the same number on.
 
     DeepSpeed numbers them through all engines of a process, and refuses to train where ranks
@@ -25,7 +25,7 @@ def agree_on_ids(agreement: Agreed) -> None:
     count[0] = agreement.highest(count[0])
 
 
-class _Alone(torch.nn.Module):
+class _SingleRankGroup(torch.nn.Module):
     """Holds one parameter, as the way to partition parameters one at a time."""
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
@@ -33,9 +33,9 @@ class _Alone(torch.nn.Module):
         self.parameter = parameter
 
 
-def give_memory(
+def allocate_parameters(
     module: torch.nn.Module,
-    parameters: Mapping[str, Kept],
+    parameters: Mapping[str, ParamSnapshot],
     config: Mapping[str, Any],
     *,
     partitioned: bool,
@@ -55,6 +55,8 @@ def give_memory(
             continue
         if first is None:
             first = parameter
-            Init(module=_Alone(parameter), config_dict_or_path=copy.deepcopy(dict(config)))
+            Init(
+                module=_SingleRankGroup(parameter), config_dict_or_path=copy.deepcopy(dict(config))
+            )
         else:
             first.convert_to_zero_parameters([parameter])

@@ -12,8 +12,8 @@ import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
-from ...common.host_collectives import Agreed
-from ...common.patching import Wrap
+from ...common.host_collectives import HostCollectives
+from ...common.patching import AttributePatch
 
 # What DeepSpeed calls while it makes an engine; each is entered by all ranks or by none.
 _COLLECTIVES = (
@@ -53,7 +53,7 @@ class Attempt:
         error: What ended the attempt on this rank; `PeerFailedError` where another's did.
     """
 
-    def __init__(self, agreement: Agreed) -> None:
+    def __init__(self, agreement: HostCollectives) -> None:
         self.error: Exception | None = None
         self._agreement = agreement
 
@@ -106,7 +106,9 @@ def guarded_collectives(attempt: Attempt) -> Iterator[None]:
 
         return call
 
-    wraps = [Wrap(backend, name, guarded) for name in _COLLECTIVES if hasattr(backend, name)]
+    wraps = [
+        AttributePatch(backend, name, guarded) for name in _COLLECTIVES if hasattr(backend, name)
+    ]
     try:
         yield
     finally:
@@ -114,7 +116,7 @@ def guarded_collectives(attempt: Attempt) -> Iterator[None]:
             wrap.restore()
 
 
-class Mover:
+class HostSum:
     """Puts the ranks' parts of one tensor together on the host; `close` when all are moved.
 
     It has a gloo group of its own, for the collectives on it are no communication of the training.

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ....errors import RebuildError
-from ...common.host_collectives import Agreed
-from .check import device_of, stage_of, why_not
+from ...common.host_collectives import HostCollectives
+from .check import device_of, stage_of, unsupported_reason
 from .fill import fill
-from .memory import agree_on_ids, give_memory
-from .ranks import Attempt, Mover, PeerFailedError, guarded_collectives
-from .snapshot import Snapshot, take_snapshot, unequal_members
-from .strip import mark_hooks, strip
+from .memory import agree_on_ids, allocate_parameters
+from .ranks import Attempt, HostSum, PeerFailedError, guarded_collectives
+from .snapshot import TrainingStateSnapshot, take_snapshot, unequal_members
+from .strip import mark_hooks, strip_module
 from .teardown import forget, let_go, teardown
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ class UndoneRebuildError(RebuildError):
         self.engine = engine
 
 
-def rebuild(engine: Any, config: Config, *, make_engine: MakeEngine, agreement: Agreed) -> Any:
+def rebuild(
+    engine: Any, config: Config, *, make_engine: MakeEngine, agreement: HostCollectives
+) -> Any:
     """Return a new engine with another ds config in the place of one that runs.
 
     All ranks call it at the same time, between two windows, with the same config. The module and
@@ -66,7 +68,7 @@ def rebuild(engine: Any, config: Config, *, make_engine: MakeEngine, agreement: 
     if look.error is not None:
         raise _refused(look.error)
     began, device = perf_counter(), device_of(engine)
-    with closing(Mover(agreement.world_size)) as mover, _random_state_kept(device):
+    with closing(HostSum(agreement.world_size)) as mover, _random_state_kept(device):
         builder = _Builder(engine, snapshot, make_engine, mover, agreement)
         made, error = builder.replace(engine, config)
         if error is not None:
@@ -82,10 +84,10 @@ class _Builder:
     def __init__(
         self,
         engine: Any,
-        snapshot: Snapshot,
+        snapshot: TrainingStateSnapshot,
         make_engine: MakeEngine,
-        mover: Mover,
-        agreement: Agreed,
+        mover: HostSum,
+        agreement: HostCollectives,
     ) -> None:
         self._module: torch.nn.Module = engine.module
         self._client = engine.client_optimizer
@@ -98,7 +100,7 @@ class _Builder:
         """End an engine and build another; return as `build` does."""
         with Attempt(self._agreement) as ending:
             teardown(engine)
-            strip(self._module)
+            strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
@@ -109,7 +111,7 @@ class _Builder:
         with Attempt(self._agreement) as attempt, guarded_collectives(attempt):
             parameters = self._snapshot.parameters
             partitioned = stage_of(config) == 3
-            give_memory(self._module, parameters, config, partitioned=partitioned)
+            allocate_parameters(self._module, parameters, config, partitioned=partitioned)
             self._give_back_parameters()
             made.append(self._make_engine(self._module, copy.deepcopy(dict(config))))
             fill(made[0], self._snapshot, self._mover, attempt)
@@ -120,7 +122,7 @@ class _Builder:
         undo_hooks()
         if self._client is not None:
             let_go(self._client)
-        strip(self._module)
+        strip_module(self._module)
         forget(self._module)
         return None, attempt.error
 
@@ -137,9 +139,11 @@ class _Builder:
         ]
 
 
-def _look(engine: Any, old: Config, config: Config, agreement: Agreed) -> Snapshot:
+def _look(
+    engine: Any, old: Config, config: Config, agreement: HostCollectives
+) -> TrainingStateSnapshot:
     """Check all that can be checked, and copy the state; the engine stays as it is."""
-    problem = why_not(engine, old, config)
+    problem = unsupported_reason(engine, old, config)
     if problem is not None:
         raise RebuildError(problem)
     try:

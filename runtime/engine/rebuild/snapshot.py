@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .engine_counters import Account, take_account
-from .layout import Holder, Piece, group_members, layout_of, share
+from .engine_counters import EngineCounters, take_account
+from .layout import OptimizerTensor, ParamSlice, group_members, layout_of, rank_share
 
 # What a torch-like optimizer counts its updates in; in a parameter of one element nothing else
 # tells it from a state of one number per weight.
@@ -26,7 +26,7 @@ class Slice:
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class ParamSnapshot:
     """One parameter.
 
     `master` is this rank's part of what the optimizer updates, or of the weights themselves where
@@ -48,17 +48,17 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class TrainingStateSnapshot:
     """What a new engine needs to go on.
 
     `options` and `members` are those of the optimizer's parameter groups.
     """
 
-    parameters: Mapping[str, Kept]
+    parameters: Mapping[str, ParamSnapshot]
     options: tuple[Mapping[str, Any], ...]
     members: tuple[tuple[str, ...], ...]
     optimizer: type
-    account: Account
+    account: EngineCounters
 
     @property
     def num_bytes(self) -> int:
@@ -66,13 +66,13 @@ class Snapshot:
         return sum(one.values.nbytes for kept in self.parameters.values() for one in _slices(kept))
 
 
-def _slices(kept: Kept) -> Iterator[Slice]:
+def _slices(kept: ParamSnapshot) -> Iterator[Slice]:
     if kept.master is not None:
         yield kept.master
     yield from kept.parts.values()
 
 
-def take_snapshot(engine: Any, rank: int, world_size: int) -> Snapshot:
+def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnapshot:
     """Copy an engine's training state to the host; changes nothing, and talks to no other rank.
 
     Raises:
@@ -87,7 +87,7 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> Snapshot:
         _keep(holder, parameters, rank, world_size)
     _keep_weights(engine.module, parameters, rank, world_size)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    return Snapshot(
+    return TrainingStateSnapshot(
         parameters=parameters,
         options=tuple(
             copy.deepcopy({key: value for key, value in group.items() if key != "params"})
@@ -99,10 +99,10 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> Snapshot:
     )
 
 
-def _describe(parameter: Any) -> Kept:
+def _describe(parameter: Any) -> ParamSnapshot:
     shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
     partitioned = hasattr(parameter, "ds_shape")
-    return Kept(
+    return ParamSnapshot(
         shape=shape,
         stride=torch.empty(shape, device="meta").stride() if partitioned else parameter.stride(),
         dtype=parameter.dtype,
@@ -110,7 +110,9 @@ def _describe(parameter: Any) -> Kept:
     )
 
 
-def _keep(holder: Holder, parameters: Mapping[str, Kept], rank: int, world_size: int) -> None:
+def _keep(
+    holder: OptimizerTensor, parameters: Mapping[str, ParamSnapshot], rank: int, world_size: int
+) -> None:
     tensors, scalars = split_state(holder)
     for name in holder.members:
         kept = parameters[name]
@@ -127,7 +129,7 @@ def _keep(holder: Holder, parameters: Mapping[str, Kept], rank: int, world_size:
             kept.parts = {key: _copy(tensor, cut) for key, tensor in tensors.items()}
 
 
-def split_state(holder: Holder) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_state(holder: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return what the optimizer keeps of a tensor: one number per weight, and all else.
 
     Raises:
@@ -150,7 +152,7 @@ def split_state(holder: Holder) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 
 
 def _keep_weights(
-    module: torch.nn.Module, parameters: Mapping[str, Kept], rank: int, world_size: int
+    module: torch.nn.Module, parameters: Mapping[str, ParamSnapshot], rank: int, world_size: int
 ) -> None:
     """Keep the weights that no optimizer updates, in their own precision."""
     for name, parameter in module.named_parameters():
@@ -160,19 +162,19 @@ def _keep_weights(
         kept.master_dtype = kept.dtype
         partition = getattr(parameter, "ds_tensor", None)
         if partition is None:
-            start, length = share(parameter.numel(), rank, world_size)
-            piece = Piece(name=name, start=start, length=length, offset=start)
+            start, length = rank_share(parameter.numel(), rank, world_size)
+            piece = ParamSlice(name=name, start=start, length=length, offset=start)
             kept.master = _copy(parameter, piece) if length else None
         else:
             start = partition.ds_numel * rank
             length = min(partition.ds_numel, kept.shape.numel() - start)
-            piece = Piece(name=name, start=start, length=length, offset=0)
+            piece = ParamSlice(name=name, start=start, length=length, offset=0)
             kept.master = _copy(partition, piece) if length > 0 else None
 
 
-def _part(piece: Piece, rank: int, world_size: int) -> Piece:
-    start, length = share(piece.length, rank, world_size)
-    return Piece(
+def _part(piece: ParamSlice, rank: int, world_size: int) -> ParamSlice:
+    start, length = rank_share(piece.length, rank, world_size)
+    return ParamSlice(
         name=piece.name,
         start=piece.start + start,
         length=length,
@@ -180,13 +182,13 @@ def _part(piece: Piece, rank: int, world_size: int) -> Piece:
     )
 
 
-def _copy(tensor: torch.Tensor, piece: Piece) -> Slice:
+def _copy(tensor: torch.Tensor, piece: ParamSlice) -> Slice:
     flat = tensor.detach().reshape(-1)
     values = flat[piece.offset : piece.offset + piece.length]
     return Slice(piece.start, values.to("cpu", copy=True))
 
 
-def unequal_members(snapshot: Snapshot) -> str | None:
+def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
     """Name a parameter that has taken other steps than the rest of its group; None if none has.
 
     Where weights are flattened together they share what the optimizer counts.

@@ -64,7 +64,7 @@ _HOOKS = (
 )
 
 
-def strip(module: torch.nn.Module) -> None:
+def strip_module(module: torch.nn.Module) -> None:
     """Make a module of an engine that was torn down a plain one; parameters stay the same objects.
 
     A partitioned parameter has its shape back and no memory: its weights read as zeros until it is

@@ -19,7 +19,7 @@ def teardown(engine: Any) -> None:
     """Take an engine's hooks off its module and free its tensors, whoever still holds the engine.
 
     What is left of the engine has its module and its counters, and cannot train. The module is not
-    plain yet: `strip` makes it so.
+    plain yet: `strip_module` makes it so.
     """
     optimizer, module = engine.optimizer, engine.module
     engine.destroy()

@@ -29,7 +29,7 @@ _NORMALS, _QUANTILES = np.array(_NORMAL_BODY), np.array(_NORMAL_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class ErrorTail:
     """The distribution of errors of prediction (what came minus what was predicted), in bytes.
 
     Attributes:
@@ -65,11 +65,11 @@ class Tail:
         survival = np.where(rooms >= self.errors[-1], tail, body)
         return np.clip(survival, LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
 
-    def widened(self, noise: float) -> Tail:
+    def widened(self, noise: float) -> ErrorTail:
         """Return the distribution of the sum with other noise of this deviation, in bytes."""
         factor = float(np.hypot(self.width, noise)) / self.width
         middle = self.errors[_MIDDLE]
-        return Tail(
+        return ErrorTail(
             errors=tuple(middle + factor * (error - middle) for error in self.errors),
             ranks=self.ranks,
             scale=self.scale * factor,
@@ -87,7 +87,7 @@ class Tail:
         return self.ranks[above - 1] + part * (self.ranks[above] - self.ranks[above - 1])
 
 
-def fit_tail(errors: Sequence[float] | Array, *, expected: float, least: float) -> Tail:
+def fit_tail(errors: Sequence[float] | Array, *, expected: float, least: float) -> ErrorTail:
     """Fit the distribution of errors.
 
     Args:
@@ -107,7 +107,7 @@ def fit_tail(errors: Sequence[float] | Array, *, expected: float, least: float) 
         body = np.where(_NORMALS < 0, np.minimum(found, narrowest), np.maximum(found, narrowest))
     threshold = float(body[-1])
     scale, shape = _excesses(known[known > threshold] - threshold, 0.4 * width)
-    return Tail(
+    return ErrorTail(
         errors=tuple(np.maximum.accumulate(body).tolist()),
         ranks=_NORMAL_RANKS,
         scale=max(scale, 0.4 * least),

@@ -9,11 +9,11 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from .error_tail import Tail, fit_tail
-from .memory_forecast import Outlook
+from .error_tail import ErrorTail, fit_tail
+from .memory_forecast import MemoryForecast
 from .peak_model import PeakModel, fit_peaks
-from .prediction_errors import KEPT, Misses, median_ratio
-from .recent_batches import brought_forward, recent_peaks, with_larger
+from .prediction_errors import KEPT, PredictionErrors, median_ratio
+from .recent_batches import brought_forward, recent_batches, with_larger
 from .risk import Growth, combine, growing_weight, risk_ahead
 from .series import PeakPoint
 from .trend import Trend, fit_trend
@@ -44,7 +44,7 @@ class Forecaster:
         self._since_fit = 0
         self._warm_up = WARM_UP_POINTS
         self._model: PeakModel | None = None
-        self._misses: Misses | None = None  # by this model
+        self._misses: PredictionErrors | None = None  # by this model
         self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
         self._reservable = inf
         self._since_refusal = 0
@@ -81,7 +81,7 @@ class Forecaster:
         else:
             self._reservable = max(self._reservable, point.reserved_bytes)
 
-    def outlook(self) -> Outlook | None:
+    def outlook(self) -> MemoryForecast | None:
         """Forecast from all that was taken in; None while too little is known."""
         count = len(self._points)
         due = max(min(REFIT_AFTER, count // 4), REFIT_SHARE * count, 1)
@@ -122,18 +122,18 @@ class Forecaster:
             self._take(fitted)
 
     def _take(self, model: PeakModel) -> None:
-        self._model, self._misses = model, Misses(model, self._last(KEPT + 1))
+        self._model, self._misses = model, PredictionErrors(model, self._last(KEPT + 1))
 
     def _last(self, count: int) -> list[PeakPoint]:
         return list(islice(self._points, max(0, len(self._points) - count), None))
 
-    def _look_ahead(self, model: PeakModel, misses: Misses) -> Outlook:
+    def _look_ahead(self, model: PeakModel, misses: PredictionErrors) -> MemoryForecast:
         last, recent = self._points[-1], self._last(RECENT_POINTS)
         need = last.peak_bytes + last.unusable_bytes
         least = max(LEAST_WIDTH_BYTES, LEAST_WIDTH_RATIO * need)
         rows = self._rows[max(0, self._num_rows - KEPT_POINTS) : self._num_rows]
         self._look_at_trends(rows, least)
-        found = recent_peaks(model, recent, self._floor.level)
+        found = recent_batches(model, recent, self._floor.level)
         steps = rows[-len(recent) :, _STEP]
         shapes = fit_trend(steps, found.peaks, least) if np.ptp(found.peaks) else Trend(level=0.0)
         tail = fit_tail(np.array(misses.errors), expected=EXPECTED_WIDTH_RATIO * need, least=least)
@@ -146,7 +146,7 @@ class Forecaster:
         peaks = found.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
             peaks = brought_forward(steps, peaks, shapes)
-        return Outlook(
+        return MemoryForecast(
             step=last.step,
             predicted_peak_bytes=predicted,
             headroom_bytes=headroom,
@@ -179,8 +179,8 @@ class Forecaster:
         limit: float,
         peaks: Array,
         growth: Growth,
-        tail: Tail,
-        misses: Misses,
+        tail: ErrorTail,
+        misses: PredictionErrors,
         per_reading: float,
     ) -> float:
         if limit == inf:

@@ -10,7 +10,7 @@ Floats = npt.NDArray[np.float64]
 _SIDE = 16
 
 
-def deepest_valley(floors: Floats, peaks: Floats) -> float:
+def heap_floor(floors: Floats, peaks: Floats) -> float:
     """Return by how much the peaks stood above a floor between them, on both sides of it, at most.
 
     A heap can give back only what a step has freed, so a step takes this at least. What was freed

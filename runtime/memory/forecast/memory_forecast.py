@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from .error_tail import Tail
+from .error_tail import ErrorTail
 from .peak_model import PeakModel
 from .series import Shape
 
@@ -15,7 +15,7 @@ EXTRAPOLATION_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class MemoryForecast:
     """A forecast; its methods are cheap enough for the training thread, and touch no device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Outlook:
     model: PeakModel
     floor_bytes: float
     unusable_bytes: float
-    tail: Tail
+    tail: ErrorTail
 
     def predicted(self, shape: Shape) -> float:
         """Return the median peak of a step of this micro-batch, in bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .heap_floor import deepest_valley
+from .heap_floor import heap_floor
 from .peak_features import TOO_SMALL_TO_SEE, Features, read_features
 from .peak_regression import fit_branches
 from .series import PeakPoint, Shape
@@ -93,5 +93,5 @@ def _by_tokens(constant: float, features: Features) -> tuple[float, float]:
     if not tokens:
         return constant, 0.0
     floors = features.floors
-    taken = deepest_valley(floors, floors + features.rises)
+    taken = heap_floor(floors, floors + features.rises)
     return constant - taken, taken / tokens

@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 KEPT = 192
 
 
-class Misses:
+class PredictionErrors:
     """The last readings by one model: what it said, and what came.
 
     Attributes:

@@ -32,7 +32,9 @@ class RecentPeaks:
     largest: tuple[Shape, ...]
 
 
-def recent_peaks(model: PeakModel, points: Sequence[PeakPoint], floor_bytes: float) -> RecentPeaks:
+def recent_batches(
+    model: PeakModel, points: Sequence[PeakPoint], floor_bytes: float
+) -> RecentPeaks:
     """Predict each reading anew; each kind only once, as there may be few."""
     known: dict[tuple[Shape, ...], float] = {}
     for point in points:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .error_tail import Tail
+from .error_tail import ErrorTail
 from .trend import Trend
 
 Array = npt.NDArray[np.float64]
@@ -79,7 +79,7 @@ def combine(trends: Sequence[Trend], need: float, per_reading: float) -> Growth:
 def risk_ahead(
     rooms: Array,
     shares: Array,
-    tail: Tail,
+    tail: ErrorTail,
     growth: Growth,
     *,
     per_reading: float,
@@ -110,7 +110,7 @@ def risk_ahead(
     return TRUST * ((1 - growth.weight) * still + growth.weight * mean)
 
 
-def _passed(rooms: Array, shares: Array, tail: Tail, grown: Array, readings: float) -> Array:
+def _passed(rooms: Array, shares: Array, tail: ErrorTail, grown: Array, readings: float) -> Array:
     """Return, for each row of growth over the horizon, the probability that a peak passes."""
     left = rooms[None, None, :] - grown[:, :, None]
     each = np.minimum(tail.all_passed(left) @ shares, MOST_RISK)

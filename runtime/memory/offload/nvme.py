@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 from .transfer_sizes import NOTHING, Moves
 
 OPTIMIZER_HANDLES = ("aio_handle", "read_aio_handle", "write_aio_handle")
@@ -74,7 +74,7 @@ class NvmeHandle:
                 self._meter.end_io()
 
 
-def wrap_handles(optimizer: Any, meter: Meter) -> list[Wrap]:
+def wrap_handles(optimizer: Any, meter: Meter) -> list[AttributePatch]:
     """Put stand-ins in the place of every handle through which this engine swaps."""
     stand_ins: dict[int, NvmeHandle] = {}
 
@@ -82,7 +82,7 @@ def wrap_handles(optimizer: Any, meter: Meter) -> list[Wrap]:
         # One for each handle, under whatever names it stands: a wait is for all that is pending.
         return stand_ins.setdefault(id(handle), NvmeHandle(handle, meter))
 
-    return [Wrap(owner, name, stand_in) for owner, name in _places(optimizer)]
+    return [AttributePatch(owner, name, stand_in) for owner, name in _places(optimizer)]
 
 
 def _places(optimizer: Any) -> Iterator[tuple[Any, str]]:

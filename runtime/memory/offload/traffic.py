@@ -30,8 +30,8 @@ import torch
 from ....metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from ....metrics.recorder import Recorder
 from ...collectives.events import EventPool
-from ...common.fail_open import Hooks
-from ...common.patching import Wrap
+from ...common.fail_open import FailOpen
+from ...common.patching import AttributePatch
 from . import transfer_sizes as moves_of
 from .clock import DIRECTIONS, OffloadClock
 from .nvme import wrap_handles
@@ -72,7 +72,7 @@ class OffloadTraffic:
         cost_ns: Nanoseconds the hooks took on the training thread.
     """
 
-    def __init__(self, engine: Any, hooks: Hooks, events: EventPool) -> None:
+    def __init__(self, engine: Any, hooks: FailOpen, events: EventPool) -> None:
         """Wrap. Nothing but the calls that move states is wrapped where nothing is offloaded.
 
         Args:
@@ -84,7 +84,7 @@ class OffloadTraffic:
         self._open = True
         self._returning = False
         self._directions: set[str] = set()
-        self._wraps: list[Wrap] = []
+        self._wraps: list[AttributePatch] = []
         on_cuda = torch.device(engine.device).type == "cuda"
         self._clock = OffloadClock(events if on_cuda else None)
         self._returned = partial(self._of_optimizer, moves_of.stage_2_updated)
@@ -148,8 +148,8 @@ class OffloadTraffic:
             if any(optimizer._use_compact_grad_partition_buffer(i) for i in groups):
                 self._wrap_methods(optimizer, COMPACT_METHODS)
             self._wraps += [
-                Wrap(optimizer, UPDATE, self._around_update),
-                Wrap(optimizer, RELEASE, self._around_release),
+                AttributePatch(optimizer, UPDATE, self._around_update),
+                AttributePatch(optimizer, RELEASE, self._around_release),
             ]
         if kind == STAGE_3 and (optimizer.offload_optimizer or optimizer.offload_param):
             self._directions |= {"to_host", "to_device"}
@@ -183,7 +183,7 @@ class OffloadTraffic:
             self._wrap_one(param, "all_gather_coalesced", tell)
 
     def _wrap_one(self, owner: Any, name: str, tell: Teller, timed: bool = True) -> None:
-        self._wraps.append(Wrap(owner, name, partial(self._around, tell, timed)))
+        self._wraps.append(AttributePatch(owner, name, partial(self._around, tell, timed)))
 
     def _of_optimizer(self, teller: Teller, *args: Any, **kwargs: Any) -> Moves:
         return teller(self._optimizer(), *args, **kwargs)

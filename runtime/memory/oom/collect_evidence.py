@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from .evidence import Evidence, Limit, Sources
+from .evidence import Evidence, Limit, OomContext
 from .formatting import in_use_bytes, largest_tokens, use_bytes
 from .limit_name import host_limit_name
-from .parse_error import OutOfMemory
-from .would_fit import Remedy, Shortage, remedies
+from .parse_error import OomError
+from .would_fit import OomCase, Remedy, remedies
 
 Readings = Mapping[str, Mapping[str, float]]
 
 
-def gather(rank: int, host: str, said: OutOfMemory, sources: Sources) -> Evidence:
+def collect_evidence(rank: int, host: str, said: OomError, sources: OomContext) -> Evidence:
     """Put together what is known of this error, on the thread that raised it."""
     readings = sources.readings() or {}
     device = device_of(said, readings)
@@ -44,7 +44,7 @@ def gather(rank: int, host: str, said: OutOfMemory, sources: Sources) -> Evidenc
     return replace(evidence, remedies=_remedies(evidence, readings, sources))
 
 
-def device_of(said: OutOfMemory, readings: Readings) -> str:
+def device_of(said: OomError, readings: Readings) -> str:
     """Complete the name of a device whose number the error does not tell: this rank has one."""
     if said.device in readings or said.device == "cpu":
         return said.device
@@ -53,7 +53,7 @@ def device_of(said: OutOfMemory, readings: Readings) -> str:
 
 
 def _limit_of(
-    device: str, said: OutOfMemory, states: Mapping[str, float], sources: Sources
+    device: str, said: OomError, states: Mapping[str, float], sources: OomContext
 ) -> Limit | None:
     allowed = said.told_bytes.get("allowed")
     if allowed is not None:
@@ -68,14 +68,14 @@ def _limit_of(
     return Limit(num_bytes=limit, name=name)
 
 
-def _remedies(evidence: Evidence, readings: Readings, sources: Sources) -> list[Remedy] | None:
+def _remedies(evidence: Evidence, readings: Readings, sources: OomContext) -> list[Remedy] | None:
     """Work out what would have fitted; None where use or limit are not known."""
     in_use, limit, facts = in_use_bytes(evidence), evidence.limit, evidence.facts
     if in_use is None or limit is None or not math.isfinite(limit.num_bytes):
         return None
     device, host = evidence.device, readings.get("cpu", {})
     return remedies(
-        Shortage(
+        OomCase(
             device=device,
             in_use_bytes=in_use,
             requested_bytes=evidence.out_of_memory.requested_bytes or 0.0,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..forecast.series import PeakPoint, Shape
-from .parse_error import OutOfMemory
-from .would_fit import Layout, Planned, Remedy
+from .parse_error import OomError
+from .would_fit import Layout, LayoutBytes, Remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Evidence:
     at_unix_seconds: float
     step: int
     phase: str
-    out_of_memory: OutOfMemory
+    out_of_memory: OomError
     device: str
     micro_batch: int | None = None
     readings: Mapping[str, float] | None = None
@@ -108,7 +108,7 @@ def _unknown(*_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class OomContext:
     """Where the facts come from. Asked on the training thread; none may block or log.
 
     None means that a fact cannot be had, and is left out. Those that take a text take the name of
@@ -149,5 +149,5 @@ class Sources:
     growth: Callable[[str], float | None] = _unknown
     facts: Callable[[], RunFacts | None] = _unknown
     predicted: Callable[[str, Shape], float | None] = _unknown
-    planned: Callable[[], Mapping[Layout, Planned] | None] = _unknown
+    planned: Callable[[], Mapping[Layout, LayoutBytes] | None] = _unknown
     snapshot: Callable[[str, Path], bool | None] = _unknown

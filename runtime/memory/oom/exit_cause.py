@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ....metrics.thresholds import OOM_RISK_HIGH
-from .liveness_file import Kills, Life
+from .liveness_file import Kills, ProcessMarker
 
 # A last reading so near its limit makes it likely that the next step passed it.
 NEAR_LIMIT_RATIO = 0.9
 
 
-class Verdict(Enum):
+class ExitCause(Enum):
     """What ended it."""
 
     OOM_KILLER = "was killed by the kernel's OOM killer"
@@ -25,22 +25,22 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ExitFinding:
     """A verdict and what it rests on, in words."""
 
-    verdict: Verdict
+    verdict: ExitCause
     why: str
 
 
-def judge(
-    life: Life,
+def classify_exit(
+    life: ProcessMarker,
     *,
     same_boot: bool,
     now: Kills,
     died_together: int = 1,
     limit_ratio: float | None = None,
     risk_ratio: float | None = None,
-) -> Finding:
+) -> ExitFinding:
     """Judge from the kernel's counters, and where they cannot tell from the last readings.
 
     Args:
@@ -60,33 +60,35 @@ def judge(
         return _by_cgroup(cgroup, host, died_together)
     if host:
         why = f"it has killed {host} process(es) on this host since, of which cgroup is not known"
-        return Finding(verdict=Verdict.PROBABLY, why=why)
+        return ExitFinding(verdict=ExitCause.PROBABLY, why=why)
     if host == 0:
         why = "it has killed nobody on this host since"
-        return Finding(verdict=Verdict.OTHERWISE, why=why)
+        return ExitFinding(verdict=ExitCause.OTHERWISE, why=why)
     return _by_readings("the kernel does not count", limit_ratio, risk_ratio)
 
 
-def _by_cgroup(kills: int, on_host: int | None, died_together: int) -> Finding:
+def _by_cgroup(kills: int, on_host: int | None, died_together: int) -> ExitFinding:
     said = f"it has killed {kills} process(es) of this rank's memory cgroup since"
     if kills >= died_together:
-        return Finding(verdict=Verdict.OOM_KILLER, why=said)
+        return ExitFinding(verdict=ExitCause.OOM_KILLER, why=said)
     if kills:
         why = f"{said}, and {died_together} ranks ended together: this one or another"
-        return Finding(verdict=Verdict.PROBABLY, why=why)
+        return ExitFinding(verdict=ExitCause.PROBABLY, why=why)
     elsewhere = f", but {on_host} elsewhere on this host" if on_host else ""
     why = f"it has killed nobody in this rank's memory cgroup since{elsewhere}"
-    return Finding(verdict=Verdict.OTHERWISE, why=why)
+    return ExitFinding(verdict=ExitCause.OTHERWISE, why=why)
 
 
-def _by_readings(reason: str, limit_ratio: float | None, risk_ratio: float | None) -> Finding:
+def _by_readings(reason: str, limit_ratio: float | None, risk_ratio: float | None) -> ExitFinding:
     signs = []
     if limit_ratio is not None and limit_ratio >= NEAR_LIMIT_RATIO:
         signs.append(f"its last peak was {100 * limit_ratio:.0f} % of the limit")
     if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH:
         signs.append(f"its last risk was {100 * risk_ratio:.0f} %")
-    verdict = Verdict.PROBABLY if signs else Verdict.UNKNOWN
-    return Finding(verdict=verdict, why=f"{reason}; " + (" and ".join(signs) or "no sign of it"))
+    verdict = ExitCause.PROBABLY if signs else ExitCause.UNKNOWN
+    return ExitFinding(
+        verdict=verdict, why=f"{reason}; " + (" and ".join(signs) or "no sign of it")
+    )
 
 
 def _rise(then: int | None, now: int | None) -> int | None:

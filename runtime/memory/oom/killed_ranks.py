@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from ...common.report_files import create_first
-from .exit_cause import Finding, Verdict, judge
+from ...common.report_files import create_first_free
+from .exit_cause import ExitCause, ExitFinding, classify_exit
 from .killed_report import headline, report_text
 from .last_records import LastRecord, last_records, latest
-from .liveness_file import ROOT, SUFFIX, Life, boot_id, count_kills_in, is_over, read_life
+from .liveness_file import ROOT, SUFFIX, ProcessMarker, boot_id, count_kills_in, is_over, read_life
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ LAUNCH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Killed:
+class KilledRank:
     """A rank that ended without a word.
 
     Attributes:
@@ -40,18 +40,18 @@ class Killed:
     """
 
     folder: Path
-    life: Life
-    finding: Finding
+    life: ProcessMarker
+    finding: ExitFinding
     records: tuple[LastRecord, ...]
     report: Path | None
 
     @property
     def by_oom_killer(self) -> bool:
         """Whether the kernel's OOM killer did it, for certain or probably."""
-        return self.finding.verdict in (Verdict.OOM_KILLER, Verdict.PROBABLY)
+        return self.finding.verdict in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
 
 
-def find_killed(runs: Path, host: str, *, root: Path = ROOT) -> list[Killed]:
+def detect_killed_ranks(runs: Path, host: str, *, root: Path = ROOT) -> list[KilledRank]:
     """Find, report and log those that have not been told of yet.
 
     To be called before this process writes a life file of its own, off the training thread: it
@@ -82,27 +82,29 @@ def _newest(runs: Path) -> list[Path]:
     return [Path(entry.path) for entry in folders[:MAX_RUNS]]
 
 
-def _lives(folder: Path) -> Iterator[tuple[Path, Life]]:
+def _lives(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
     for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
         life = read_life(path)
         if life is not None:
             yield path, life
 
 
-def _told(folder: Path) -> list[Life]:
+def _told(folder: Path) -> list[ProcessMarker]:
     """Return those that another rank has just told of, or that were told of long ago."""
     lives = map(read_life, (folder / "oom").glob(f"rank-*{TOLD_SUFFIX}"))
     return [life for life in lives if life is not None]
 
 
-def _has_ended(path: Path, life: Life, host: str, root: Path) -> bool:
+def _has_ended(path: Path, life: ProcessMarker, host: str, root: Path) -> bool:
     try:
         return life.host == host and is_over(life, path, root)
     except OSError:  # another rank has moved it, or the kernel does not tell
         return False
 
 
-def _tell(folder: Path, path: Path, life: Life, together: Set[Life], root: Path) -> Killed | None:
+def _tell(
+    folder: Path, path: Path, life: ProcessMarker, together: Set[ProcessMarker], root: Path
+) -> KilledRank | None:
     """Take the life file away, judge, write and log; None if another rank was faster."""
     records = last_records(folder, life.rank, life.started_at_unix_seconds)
     try:
@@ -113,7 +115,7 @@ def _tell(folder: Path, path: Path, life: Life, together: Set[Life], root: Path)
         if not isinstance(error, FileNotFoundError):
             logger.info("%s cannot be moved, so it is told of again: %s", path, error)
         return None
-    finding = judge(
+    finding = classify_exit(
         life,
         same_boot=same_boot,
         now=count_kills_in(life.kills.cgroup_file, root),
@@ -123,13 +125,15 @@ def _tell(folder: Path, path: Path, life: Life, together: Set[Life], root: Path)
     )
     report = _write(folder / "oom", life.rank, report_text(life, finding, records))
     # The rule is an end by a signal, and launchers send them: that is no news.
-    level = logging.INFO if finding.verdict is Verdict.OTHERWISE else logging.WARNING
+    level = logging.INFO if finding.verdict is ExitCause.OTHERWISE else logging.WARNING
     where = f"report: {report}" if report else "no report could be written"
     logger.log(level, "run %s: %s (%s)", folder.name, headline(life, finding, records), where)
-    return Killed(folder=folder, life=life, finding=finding, records=tuple(records), report=report)
+    return KilledRank(
+        folder=folder, life=life, finding=finding, records=tuple(records), report=report
+    )
 
 
-def _of_one_launch(life: Life, other: Life) -> bool:
+def _of_one_launch(life: ProcessMarker, other: ProcessMarker) -> bool:
     apart = abs(life.started_at_unix_seconds - other.started_at_unix_seconds)
     same = (life.boot_id, life.kills.cgroup_inode) == (other.boot_id, other.kills.cgroup_inode)
     return same and apart < LAUNCH_SECONDS
@@ -138,7 +142,9 @@ def _of_one_launch(life: Life, other: Life) -> bool:
 def _write(folder: Path, rank: int, text: str) -> Path | None:
     endings = chain([""], (f"-{number}" for number in count(2)))
     try:
-        created = create_first(folder / f"rank-{rank}-killed{ending}.txt" for ending in endings)
+        created = create_first_free(
+            folder / f"rank-{rank}-killed{ending}.txt" for ending in endings
+        )
         if created is None:
             return None
         path, descriptor = created

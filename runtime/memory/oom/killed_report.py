@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from ...common.report_files import utc_text
 from ...common.units import format_bytes
-from .exit_cause import Finding, Verdict
+from .exit_cause import ExitCause, ExitFinding
 from .formatting import percent, shapes_words
 from .last_records import LastRecord, latest
-from .liveness_file import Life
+from .liveness_file import ProcessMarker
 
 _OUT_OF_MEMORY = (
     "Let the host hold less: fewer or leaner data loader workers, less offloading to cpu, a "
@@ -17,23 +17,23 @@ _OUT_OF_MEMORY = (
     "The kernel's log has the list of what every process held then (dmesg, or journalctl -k).",
 )
 _ADVICE = {
-    Verdict.OOM_KILLER: _OUT_OF_MEMORY,
-    Verdict.PROBABLY: (*_OUT_OF_MEMORY, "Look there whether it names this process's id."),
-    Verdict.UNKNOWN: ("Look into the logs of the machine and of the scheduler at that time.",),
-    Verdict.OTHERWISE: (
+    ExitCause.OOM_KILLER: _OUT_OF_MEMORY,
+    ExitCause.PROBABLY: (*_OUT_OF_MEMORY, "Look there whether it names this process's id."),
+    ExitCause.UNKNOWN: ("Look into the logs of the machine and of the scheduler at that time.",),
+    ExitCause.OTHERWISE: (
         "Look at the launcher's and the scheduler's logs for a signal (time limit, preemption, "
         "another rank's end), and for a core dump.",
     ),
 }
 
 
-def headline(life: Life, finding: Finding, records: Sequence[LastRecord]) -> str:
+def headline(life: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]) -> str:
     """Say in one line what became of the rank, and how its memory stood."""
     step = f"after step {records[-1].step}" if records else "before its first record"
     return f"rank {life.rank} {finding.verdict.value}, {step}{_memory(records)}"
 
 
-def report_text(life: Life, finding: Finding, records: Sequence[LastRecord]) -> str:
+def report_text(life: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]) -> str:
     """Write the whole report; line 1 is the headline."""
     started = utc_text(life.started_at_unix_seconds)
     lines = [headline(life, finding, records), ""]

@@ -42,7 +42,7 @@ class Kills:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class ProcessMarker:
     """One process of a run.
 
     `start_ticks` and `boot_id` tell it from a later process with the same id; `pid_namespace` says
@@ -59,7 +59,7 @@ class Life:
     kills: Kills
 
 
-class LifeFile:
+class LivenessFile:
     """`rank-<r>.alive.json` of this process. Never raises for a disk's sake."""
 
     def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
@@ -95,10 +95,10 @@ class LifeFile:
             os.close(descriptor)
 
 
-def this_life(rank: int, host: str, root: Path = ROOT) -> Life | None:
+def this_life(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | None:
     """Describe this process; None where the kernel does not tell."""
     try:
-        return Life(
+        return ProcessMarker(
             rank=rank,
             host=host,
             pid=os.getpid(),
@@ -112,16 +112,16 @@ def this_life(rank: int, host: str, root: Path = ROOT) -> Life | None:
         return None
 
 
-def read_life(path: Path) -> Life | None:
+def read_life(path: Path) -> ProcessMarker | None:
     """Read a life file; None if it is gone, half written, or of another version."""
     try:
         fields = json.loads(path.read_bytes())
-        return Life(**{**fields, "kills": Kills(**fields["kills"])})
+        return ProcessMarker(**{**fields, "kills": Kills(**fields["kills"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def is_over(life: Life, path: Path, root: Path = ROOT) -> bool:
+def is_over(life: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
     """Whether a process of this host has ended. Its own id tells, or its lock in other namespaces.
 
     Raises:

@@ -52,7 +52,7 @@ _TOLD = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
+class OomError:
     """An error that says that memory ran out.
 
     Attributes:
@@ -73,9 +73,9 @@ class OutOfMemory:
     worker: str | None = None
 
 
-def out_of_memory(error: BaseException) -> OutOfMemory | None:
+def out_of_memory(error: BaseException) -> OomError | None:
     """Say what ran out if this error, or one that it wraps or answers, is out-of-memory."""
-    found = find(error)
+    found = parse_oom_error(error)
     return None if found is None else found[1]
 
 
@@ -89,7 +89,7 @@ def ends_by_memory(error: BaseException) -> bool:
     return False
 
 
-def find(error: BaseException) -> tuple[BaseException, OutOfMemory] | None:
+def parse_oom_error(error: BaseException) -> tuple[BaseException, OomError] | None:
     """Return the error in the chain that is out-of-memory, and what it says."""
     for link in _chain(error):
         said = _read(link)
@@ -113,7 +113,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting.append(link.__context__)
 
 
-def _read(error: BaseException) -> OutOfMemory | None:
+def _read(error: BaseException) -> OomError | None:
     if isinstance(error, MemoryError):
         return _read_text(str(error)) or _on_host("python", "MemoryError", None)
     if isinstance(error, OSError):
@@ -123,7 +123,7 @@ def _read(error: BaseException) -> OutOfMemory | None:
         return None
     said = _read_text(str(error)[:MAX_TEXT])
     if said is None and type(error).__name__ == "OutOfMemoryError":
-        return OutOfMemory(
+        return OomError(
             kind="device allocator",
             device="cuda",
             requested_bytes=None,
@@ -132,14 +132,14 @@ def _read(error: BaseException) -> OutOfMemory | None:
     return said
 
 
-def _read_text(text: str) -> OutOfMemory | None:
+def _read_text(text: str) -> OomError | None:
     """Read the text of an error, which may hold the whole stack of another process's."""
     worker = _WORKER.match(text)
     # Of a stack that came along, the last line is the error; the lines before are source code.
     said = _read_line(text.rstrip().rpartition("\n")[2] if worker else text)
     if said is None or worker is None:
         return said
-    return OutOfMemory(
+    return OomError(
         kind=said.kind,
         device=said.device,
         requested_bytes=said.requested_bytes,
@@ -149,7 +149,7 @@ def _read_text(text: str) -> OutOfMemory | None:
     )
 
 
-def _read_line(text: str) -> OutOfMemory | None:
+def _read_line(text: str) -> OomError | None:
     if match := _DEVICE_ALLOCATOR.search(text):
         # The rest may go on for some lines, by the script or by the launcher.
         rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
@@ -174,11 +174,11 @@ def _line_of(match: re.Match[str]) -> str:
     return text[text.rfind("\n", 0, match.start()) + 1 : end if end >= 0 else len(text)]
 
 
-def _on_device(kind: Kind, maker: str, text: str) -> OutOfMemory:
+def _on_device(kind: Kind, maker: str, text: str) -> OomError:
     request, index = _REQUEST.search(text), _INDEX.search(text)
     name = "cuda" if maker == "HIP" else maker.lower()  # torch calls AMD's devices so too
     told = {what: pattern.search(text) for what, pattern in _TOLD.items()}
-    return OutOfMemory(
+    return OomError(
         kind=kind,
         device=f"{name}:{index[1]}" if index else name,
         requested_bytes=_bytes(request[1], request[2]) if request else None,
@@ -187,8 +187,8 @@ def _on_device(kind: Kind, maker: str, text: str) -> OutOfMemory:
     )
 
 
-def _on_host(kind: Kind, text: str, requested_bytes: float | None) -> OutOfMemory:
-    return OutOfMemory(
+def _on_host(kind: Kind, text: str, requested_bytes: float | None) -> OomError:
+    return OomError(
         kind=kind,
         device="cpu",
         requested_bytes=requested_bytes,

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from .collect_evidence import device_of, gather
-from .evidence import Evidence, Sources
-from .parse_error import OutOfMemory, find
+from .collect_evidence import collect_evidence, device_of
+from .evidence import Evidence, OomContext
+from .parse_error import OomError, parse_oom_error
 from .report import MAX_REPORTS, headline, write_report
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class PostMortem:
     It does not raise for want of memory or disk; what else may go wrong is for `hooks.guard`.
     """
 
-    def __init__(self, rank: int, sources: Sources) -> None:
+    def __init__(self, rank: int, sources: OomContext) -> None:
         self._rank = rank
         self._sources = sources
         self._host = socket.gethostname()
@@ -40,7 +40,7 @@ class PostMortem:
         # The last error, its traceback and that one's innermost link, by their addresses.
         self._last = (0, 0, 0)
 
-    def on_error(self, error: BaseException, *, is_end: bool = False) -> OutOfMemory | None:
+    def on_error(self, error: BaseException, *, is_end: bool = False) -> OomError | None:
         """Report an error if it is out-of-memory and was not reported on its way up.
 
         Args:
@@ -50,7 +50,7 @@ class PostMortem:
         Returns:
             What it says, to be counted; None for any other error, and for one known already.
         """
-        found = find(error)
+        found = parse_oom_error(error)
         if found is None or self._is_known(found[0], error, is_end=is_end):
             return None
         said = found[1]
@@ -82,10 +82,10 @@ class PostMortem:
         inner = links[1:] if passing is error else links
         return any(id(link) == known_head for link in inner)
 
-    def _report_least(self, said: OutOfMemory) -> OutOfMemory:
+    def _report_least(self, said: OomError) -> OomError:
         """Report what costs no memory to find out; the planner's tables, for one, may not fit."""
         known = self._sources
-        least = Sources(
+        least = OomContext(
             folder=known.folder, step=known.step, phase=known.phase, readings=lambda: None
         )
         try:
@@ -94,9 +94,9 @@ class PostMortem:
             logger.error("out of memory: %s (too little is left for a report)", said.message)
             return said
 
-    def _report(self, said: OutOfMemory, sources: Sources) -> OutOfMemory:
+    def _report(self, said: OomError, sources: OomContext) -> OomError:
         """Write and log; return what is said, with the device's whole name."""
-        evidence = gather(self._rank, self._host, said, sources)
+        evidence = collect_evidence(self._rank, self._host, said, sources)
         path, trouble = None, "no run folder is written"
         folder = self._sources.folder()
         if folder is not None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...common.report_files import create_first, utc_text
+from ...common.report_files import create_first_free, utc_text
 from ...common.units import format_bytes
 from .advice import advice
 from .evidence import Evidence, RunFacts
@@ -84,7 +84,7 @@ def write_report(
     folder = folder / "oom"
     folder.mkdir(parents=True, exist_ok=True)
     names = (f"rank-{evidence.rank}-{number}.txt" for number in range(1, MAX_REPORTS + 1))
-    created = create_first(folder / name for name in names)
+    created = create_first_free(folder / name for name in names)
     if created is None:
         return None
     path, descriptor = created

@@ -32,7 +32,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class LayoutBytes:
     """Model states of one rank under a layout, in bytes, as planned."""
 
     device_bytes: float
@@ -59,7 +59,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
+class OomCase:
     """A step that did not fit.
 
     Attributes:
@@ -93,7 +93,7 @@ class Shortage:
     predicted: Callable[[Shape], float | None] = lambda shape: None
     categories: Mapping[str, float] | None = None
     layout: Layout | None = None
-    planned: Mapping[Layout, Planned] | None = None
+    planned: Mapping[Layout, LayoutBytes] | None = None
     world_size: int = 1
     accumulation: int | None = None
     checkpointing: bool | None = None
@@ -144,7 +144,7 @@ class Shortage:
         return on_host + (planned.device_bytes if self.trains_here else 0.0)
 
 
-def remedies(shortage: Shortage) -> list[Remedy]:
+def remedies(shortage: OomCase) -> list[Remedy]:
     """List what would have helped, the cheapest for training first."""
     found = [
         *_without_fragmentation(shortage),
@@ -173,7 +173,7 @@ def _tokens(shape: Shape) -> int:
     return shape.samples * shape.length
 
 
-def _remedy(shortage: Shortage, words: str, need_bytes: float, kind: Kind = "forecast") -> Remedy:
+def _remedy(shortage: OomCase, words: str, need_bytes: float, kind: Kind = "forecast") -> Remedy:
     fits: Fits = "yes"
     if kind == "unknown":
         fits = "perhaps"
@@ -186,7 +186,7 @@ def _remedy(shortage: Shortage, words: str, need_bytes: float, kind: Kind = "for
     return Remedy(words=words, need_bytes=need_bytes, fits=fits, kind=kind)
 
 
-def _without_fragmentation(shortage: Shortage) -> Iterator[Remedy]:
+def _without_fragmentation(shortage: OomCase) -> Iterator[Remedy]:
     """Say so where the pieces that are of no use would have served the request together."""
     if not shortage.device.startswith("cuda") or not shortage.unusable_bytes:
         return
@@ -195,14 +195,14 @@ def _without_fragmentation(shortage: Shortage) -> Iterator[Remedy]:
     yield _remedy(shortage, words, need)
 
 
-def _smaller_buckets(shortage: Shortage) -> Iterator[Remedy]:
+def _smaller_buckets(shortage: OomCase) -> Iterator[Remedy]:
     buffers = (shortage.categories or {}).get("comm_buffers", 0.0)
     if 0.75 * buffers >= MARGIN_RATIO * shortage.need_bytes:  # less would be lost in the errors
         words = "a quarter of reduce_bucket_size (more and smaller collectives)"
         yield _remedy(shortage, words, shortage.need_bytes - 0.75 * buffers)
 
 
-def _smaller_micro_batches(shortage: Shortage) -> Iterator[Remedy]:
+def _smaller_micro_batches(shortage: OomCase) -> Iterator[Remedy]:
     shape = shortage.shape
     for part, name in ((2, "half"), (4, "a quarter")):
         if shape is None or shape.samples < part:
@@ -218,7 +218,7 @@ def _smaller_micro_batches(shortage: Shortage) -> Iterator[Remedy]:
         yield _remedy(shortage, f"{words} (the global batch stays)", need, kind)
 
 
-def _checkpointing(shortage: Shortage) -> Iterator[Remedy]:
+def _checkpointing(shortage: OomCase) -> Iterator[Remedy]:
     """Give the bound only: how little remains depends on where the model is cut."""
     if shortage.checkpointing or not shortage.activations_bytes:
         return
@@ -226,7 +226,7 @@ def _checkpointing(shortage: Shortage) -> Iterator[Remedy]:
     yield _remedy(shortage, words, shortage.need_bytes - shortage.activations_bytes, "bound")
 
 
-def _other_stages(shortage: Shortage, *, upto: int = 3, beyond: int = 0) -> Iterator[Remedy]:
+def _other_stages(shortage: OomCase, *, upto: int = 3, beyond: int = 0) -> Iterator[Remedy]:
     layout = shortage.layout
     if layout is None or shortage.world_size < 2:
         return
@@ -236,7 +236,7 @@ def _other_stages(shortage: Shortage, *, upto: int = 3, beyond: int = 0) -> Iter
         yield from _moved(shortage, instead, f"ZeRO stage {stage}{more}")
 
 
-def _offloads(shortage: Shortage) -> Iterator[Remedy]:
+def _offloads(shortage: OomCase) -> Iterator[Remedy]:
     layout = shortage.layout
     if layout is None:
         return
@@ -253,7 +253,7 @@ def _offloads(shortage: Shortage) -> Iterator[Remedy]:
 _PRICE = {"cpu": "its step runs on the host", "nvme": "each step reads and writes it"}
 
 
-def _moved(shortage: Shortage, layout: Layout, words: str) -> Iterator[Remedy]:
+def _moved(shortage: OomCase, layout: Layout, words: str) -> Iterator[Remedy]:
     """Compare what is planned for two layouts: the plans' common faults cancel out."""
     now, then = shortage.states_bytes(shortage.layout), shortage.states_bytes(layout)
     if now is None or then is None or not shortage.planned or not shortage.layout:
@@ -266,7 +266,7 @@ def _moved(shortage: Shortage, layout: Layout, words: str) -> Iterator[Remedy]:
         yield _remedy(shortage, words, need)
 
 
-def _shorter(shortage: Shortage) -> Iterator[Remedy]:
+def _shorter(shortage: OomCase) -> Iterator[Remedy]:
     """Find the greatest length that fits; by halving, as a peak grows with the length."""
     shape, goal = shortage.shape, shortage.limit_bytes * (1 - MARGIN_RATIO)
     if shape is None or shape.length <= LENGTH_MULTIPLE:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 from .manifest import EngineFacts
 from .rank_file import refused
 
@@ -33,7 +33,7 @@ def engine_facts(engine: Any) -> EngineFacts:
     )
 
 
-def leads(engine: Any) -> bool:
+def is_writer_rank(engine: Any) -> bool:
     """Whether this rank tends the folder: one rank, or one of each node with a disk of its own."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return int(rank) == 0
@@ -58,7 +58,7 @@ def write_engine(engine: Any, folder: Path, name: str) -> None:
     with ExitStack() as undo:
         for owner, method in ((engine.checkpoint_engine, "save"), (engine, _COPY)):
             if hasattr(owner, method):
-                wrap = Wrap(owner, method, lambda original: _kept(original, failures))
+                wrap = AttributePatch(owner, method, lambda original: _kept(original, failures))
                 undo.callback(wrap.restore)
         engine.save_checkpoint(str(folder), tag=name, save_latest=False)
     if failures:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import CheckpointError
-from ....metrics.whole_file import sync, write_whole
+from ....metrics.whole_file import atomic_write, sync
 from .manifest import read_manifest
 
 LATEST = "latest"
@@ -55,7 +55,7 @@ class SaveFolder:
         """Whether there is a save of that name, all of it."""
         return _WHOLE.fullmatch(name) is not None and self.manifest(name).is_file()
 
-    def serials(self) -> dict[str, int]:
+    def save_numbers(self) -> dict[str, int]:
         """Return the serial number of each whole save; one that cannot be read is left out."""
         found = {}
         for name in self.saves():
@@ -78,7 +78,7 @@ class SaveFolder:
         """Return where a save says what it holds."""
         return self.path / name / MANIFEST
 
-    def repeats(self, steps: int) -> int:
+    def is_duplicate(self, steps: int) -> int:
         """Return the first number from which on no save of that step has one; earlier may be free.
 
         Of several saves of one step the first are deleted first, so that a count would not do.
@@ -96,9 +96,9 @@ class SaveFolder:
         Raises:
             OSError: The disk refuses; the save that was the latest still is.
         """
-        (self.path / partial(name)).rename(self.path / name)
+        (self.path / partial_name(name)).rename(self.path / name)
         sync(self.path)
-        write_whole(self.path / LATEST, name, durable=True)
+        atomic_write(self.path / LATEST, name, durable=True)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete saves; one that is interrupted leaves nothing that looks whole.
@@ -107,7 +107,7 @@ class SaveFolder:
             OSError: The disk refuses.
         """
         for name in names:
-            half = self.path / partial(name)
+            half = self.path / partial_name(name)
             (self.path / name).rename(half)
             shutil.rmtree(half)
 
@@ -117,6 +117,6 @@ def save_name(steps: int, repeat: int) -> str:
     return f"step-{steps:08d}" + (f"-{repeat + 1}" if repeat else "")
 
 
-def partial(name: str) -> str:
+def partial_name(name: str) -> str:
     """Name a save while it is being written."""
     return f".partial-{name}"

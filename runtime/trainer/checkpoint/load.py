@@ -11,10 +11,10 @@ import numpy as np
 
 from ....errors import CheckpointError
 from ...common.all_or_none import together
-from ...common.host_collectives import Agreed
+from ...common.host_collectives import HostCollectives
 from .engine_files import engine_facts, read_engine
 from .folder import LATEST, SaveFolder
-from .manifest import Manifest, check_engine, check_files, read_manifest, way_out
+from .manifest import Manifest, check_engine, check_files, read_manifest, recovery_hint
 from .rank_file import read_rank
 from .state import RunState
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 NOTHING_DONE = "Nothing was loaded"
 
 
-def load_run(folder: str | Path, engine: Any, agreement: Agreed) -> RunState | None:
+def load_run(folder: str | Path, engine: Any, agreement: HostCollectives) -> RunState | None:
     """Load the last save of a run into an engine; all ranks must call it.
 
     Weights, optimizer, schedule and the engine's counts are loaded; the clipping of gradients stays
@@ -58,7 +58,7 @@ def load_run(folder: str | Path, engine: Any, agreement: Agreed) -> RunState | N
     return state
 
 
-def saved_config(folder: str | Path, agreement: Agreed) -> Mapping[str, Any] | None:
+def saved_config(folder: str | Path, agreement: HostCollectives) -> Mapping[str, Any] | None:
     """Return the configuration that `load_run` needs, where an engine was rebuilt before the save.
 
     Args:
@@ -81,7 +81,7 @@ def saved_config(folder: str | Path, agreement: Agreed) -> Mapping[str, Any] | N
     return manifest.config if manifest.rebuilt else None
 
 
-def _agreed_name(saves: SaveFolder, agreement: Agreed) -> str | None:
+def _agreed_name(saves: SaveFolder, agreement: HostCollectives) -> str | None:
     """Return the save that all ranks have; of disks that a crash left one save apart, the earlier.
 
     Raises:
@@ -113,13 +113,13 @@ def _serial(saves: SaveFolder, name: str) -> int:
     if not saves.is_whole(name):
         raise CheckpointError(
             f"{saves.path / LATEST} names {name!r}, which is no whole save of a TrainingRun. "
-            f"{way_out(saves.path / name)}"
+            f"{recovery_hint(saves.path / name)}"
         )
     return read_manifest(saves.manifest(name)).serial
 
 
 def _name_of(saves: SaveFolder, serial: int) -> str:
-    for name, found in saves.serials().items():
+    for name, found in saves.save_numbers().items():
         if found == serial:
             return name
     raise CheckpointError(
@@ -146,5 +146,5 @@ def _check_parts(save: Path, manifest: Manifest, state: RunState) -> None:
     if (state.steps, state.samples) != (manifest.steps, manifest.samples):
         raise CheckpointError(
             f"{save} is put together from several saves: this rank's state is of step "
-            f"{state.steps}, the rest of step {manifest.steps}. {way_out(save)}"
+            f"{state.steps}, the rest of step {manifest.steps}. {recovery_hint(save)}"
         )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import RebuildError
-from ...common.host_group import Agreement
+from ...common.host_group import HostGroup
 from ...common.process_info import this_process
-from ..data.data_source import Sharing
-from ..engine_holder import EngineChanges
-from ..oom_recovery.sizing import Sizing
+from ..data.data_source import TrainingData
+from ..engine_holder import EngineHolder
+from ..oom_recovery.sizing import MicroBatchLimits
 from ..window.rng import RngState
-from ..window_runner import Windows
+from ..window_runner import WindowRunner
 from .load import load_run, saved_config
 from .plan_file import PlanFile
 from .save import save_run
@@ -25,7 +25,7 @@ from .state import RunState
 logger = logging.getLogger(__name__)
 
 
-class Saving:
+class CheckpointManager:
     """Saves and loads a run; writes its plan as soon as that changes.
 
     Args:
@@ -37,10 +37,10 @@ class Saving:
 
     def __init__(
         self,
-        changes: EngineChanges,
-        windows: Windows,
-        sharing: Sharing,
-        agreement: Agreement,
+        changes: EngineHolder,
+        windows: WindowRunner,
+        sharing: TrainingData,
+        agreement: HostGroup,
     ) -> None:
         self._changes, self._windows, self._sharing = changes, windows, sharing
         self._agreement = agreement
@@ -63,13 +63,13 @@ class Saving:
             codec=self._changes.codec.state_dict() if self._changes.codec else None,
             client=client,
         )
-        with self._changes.awake():
+        with self._changes.optimizer_states_on_device():
             return save_run(folder, self._changes.engine, self._agreement, state, keep)
 
     def load(self, folder: str | Path) -> RunState | None:
         """Load the last save, if there is one, and what was learned of memory since."""
         self._take_config(saved_config(folder, self._agreement))
-        with self._changes.awake():
+        with self._changes.optimizer_states_on_device():
             state = load_run(folder, self._changes.engine, self._agreement)
         if state is not None:
             windows = self._windows
@@ -123,7 +123,7 @@ class Saving:
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         self._windows.micro_batch_samples = plan["micro_batch_samples"]
-        self._windows.replay.plans.sizing = Sizing(**plan["sizing"])
+        self._windows.replay.plans.sizing = MicroBatchLimits(**plan["sizing"])
 
     def _heed_plan_file(self) -> None:
         """Keep to what an earlier life of this run learned after its last save, or died of."""

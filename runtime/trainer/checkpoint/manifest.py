@@ -87,7 +87,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}), so that what stands beside it is no whole save of "
-            f"a TrainingRun. {way_out(path.parent)}"
+            f"a TrainingRun. {recovery_hint(path.parent)}"
         ) from error
     raise CheckpointError(
         f"{path} is of format {written}, and this version of zerowatch reads format {FORMAT}; "
@@ -103,7 +103,7 @@ def check_files(folder: Path, files: Mapping[str, int]) -> None:
     """
     wrong = "; ".join(_wrong_files(folder, files))
     if wrong:
-        raise CheckpointError(f"the save {folder} is damaged: {wrong}. {way_out(folder)}")
+        raise CheckpointError(f"the save {folder} is damaged: {wrong}. {recovery_hint(folder)}")
 
 
 def check_engine(folder: Path, saved: EngineFacts, now: EngineFacts) -> None:
@@ -143,7 +143,7 @@ _SAME_CONFIG = (
 )
 
 
-def way_out(save: Path) -> str:
+def recovery_hint(save: Path) -> str:
     """Say what to do where a save cannot be used."""
     return (
         f"To go on from an earlier one, write its name into {save.parent / 'latest'}; to begin "

@@ -18,7 +18,7 @@ _ARRAY = "zerowatch.array"  # the key under which an array stands as a tensor
 _NUMERIC = "biuf"
 
 
-def to_plain(node: Any, place: str) -> Any:
+def to_serializable(node: Any, place: str) -> Any:
     """Return a copy, on the host, that `torch.load(weights_only=True)` reads back.
 
     Args:
@@ -31,27 +31,30 @@ def to_plain(node: Any, place: str) -> Any:
     if isinstance(node, torch.Tensor):
         return node.detach().cpu().clone()  # of a view the whole storage would be written
     if isinstance(node, np.generic):
-        return to_plain(node.item(), place)
+        return to_serializable(node.item(), place)
     if isinstance(node, np.ndarray) and node.dtype.kind in _NUMERIC:
         return {_ARRAY: torch.from_numpy(np.ascontiguousarray(node).reshape(node.shape).copy())}
     if isinstance(node, Mapping):
-        return {_key(key, place): to_plain(child, f"{place}.{key}") for key, child in node.items()}
+        return {
+            _key(key, place): to_serializable(child, f"{place}.{key}")
+            for key, child in node.items()
+        }
     if type(node) in (list, tuple, torch.Size):
         kind = list if isinstance(node, list) else tuple
-        return kind(to_plain(child, f"{place}[{index}]") for index, child in enumerate(node))
+        return kind(to_serializable(child, f"{place}[{index}]") for index, child in enumerate(node))
     if type(node) in _LEAVES:
         return node
     raise CheckpointError(_refusal(place, node))
 
 
-def from_plain(node: Any) -> Any:
+def from_serializable(node: Any) -> Any:
     """Return the tree as it was given, arrays as arrays."""
     if isinstance(node, dict):
         if node.keys() == {_ARRAY}:
             return node[_ARRAY].numpy()
-        return {key: from_plain(child) for key, child in node.items()}
+        return {key: from_serializable(child) for key, child in node.items()}
     if isinstance(node, list | tuple):
-        return type(node)(from_plain(child) for child in node)
+        return type(node)(from_serializable(child) for child in node)
     return node
 
 

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ....metrics.whole_file import write_whole
+from ....metrics.whole_file import atomic_write
 from ...common.all_or_none import texts
-from ...common.host_collectives import Agreed
+from ...common.host_collectives import HostCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class PlanFile:
         self._worked_in: frozenset[Failure] = frozenset()
         self._warned = False
 
-    def read(self, agreement: Agreed) -> PersistedPlan | None:
+    def read(self, agreement: HostCollectives) -> PersistedPlan | None:
         """Return the newest plan of any rank, with all failures; the same on all ranks.
 
         Plans that are written from now on are taken to heed those failures.
@@ -144,7 +144,7 @@ class PlanFile:
         if self._folder is None:
             return
         try:
-            write_whole(self._folder / NAME, _to_text(plan), durable=True)
+            atomic_write(self._folder / NAME, _to_text(plan), durable=True)
         except (OSError, TypeError) as error:  # TypeError: a config that JSON has no words for
             if not self._warned:
                 self._warned = True

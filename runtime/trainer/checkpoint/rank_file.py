@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 import torch
 
 from ....errors import CheckpointError
-from .manifest import way_out
+from .manifest import recovery_hint
 from .state import RunState
 
 
@@ -49,7 +49,7 @@ def read_rank(save: Path, rank: int) -> RunState:
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a rank's state ({type(error).__name__}): it is damaged, or "
-            f"of another program. {way_out(save)}"
+            f"of another program. {recovery_hint(save)}"
         ) from error
     try:
         return RunState.from_plain(values)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError
-from ....metrics.whole_file import sync, write_whole
+from ....metrics.whole_file import atomic_write, sync
 from ...common.all_or_none import together
-from ...common.host_collectives import Agreed
-from .engine_files import engine_facts, leads, write_engine
-from .folder import SaveFolder, partial, save_name
+from ...common.host_collectives import HostCollectives
+from .engine_files import engine_facts, is_writer_rank, write_engine
+from .folder import SaveFolder, partial_name, save_name
 from .manifest import Manifest
 from .rank_file import write_rank
 from .state import RunState
@@ -25,7 +25,7 @@ UNHARMED = "Earlier saves are as they were, and training may go on"
 
 
 def save_run(
-    folder: str | Path, engine: Any, agreement: Agreed, state: RunState, keep: int = 2
+    folder: str | Path, engine: Any, agreement: HostCollectives, state: RunState, keep: int = 2
 ) -> Path:
     """Save a run between two windows, and return the save's folder; all ranks must call it.
 
@@ -43,9 +43,9 @@ def save_run(
     """
     saves = SaveFolder(Path(folder).absolute())
     what = f"save step {state.steps} to {saves.path}"
-    leading = leads(engine)
+    leading = is_writer_rank(engine)
     serial, name = _number(saves, agreement, state.steps, what, leading=leading)
-    half = saves.path / partial(name)
+    half = saves.path / partial_name(name)
     try:
         with together(agreement, what, UNHARMED):
             write_rank(half, agreement.rank, state)
@@ -66,15 +66,15 @@ def save_run(
 
 
 def _number(
-    saves: SaveFolder, agreement: Agreed, steps: int, what: str, *, leading: bool
+    saves: SaveFolder, agreement: HostCollectives, steps: int, what: str, *, leading: bool
 ) -> tuple[int, str]:
     """Tidy the folder up, and agree on the number and the name of the next save."""
     serial = repeats = 0
     with together(agreement, what, UNHARMED):
         if leading:
             saves.prepare()
-            serial = 1 + max(saves.serials().values(), default=0)
-            repeats = saves.repeats(steps)
+            serial = 1 + max(saves.save_numbers().values(), default=0)
+            repeats = saves.is_duplicate(steps)
     serial, repeats = map(int, agreement.gather([serial, repeats]).max(axis=0))
     return serial, save_name(steps, repeats)
 
@@ -104,7 +104,7 @@ def _manifest(half: Path, engine: Any, serial: int, state: RunState) -> Manifest
 
 
 def _commit(saves: SaveFolder, half: Path, name: str, manifest: Manifest) -> None:
-    write_whole(saves.manifest(half.name), manifest.to_json(), durable=True)
+    atomic_write(saves.manifest(half.name), manifest.to_json(), durable=True)
     for folder in {path.parent for path in _files(half)}:
         sync(folder)
     saves.commit(name)
@@ -113,7 +113,7 @@ def _commit(saves: SaveFolder, half: Path, name: str, manifest: Manifest) -> Non
 
 def _prune(saves: SaveFolder, keep: int) -> None:
     """Delete the oldest saves; that one cannot be deleted is no reason to stop."""
-    serials = saves.serials()
+    serials = saves.save_numbers()
     oldest_first = sorted(serials, key=lambda name: serials[name])
     try:
         saves.remove(oldest_first[: -max(1, keep)])

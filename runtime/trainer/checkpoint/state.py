@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ....errors import CheckpointError
-from .plain import from_plain, to_plain
+from .plain import from_serializable, to_serializable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RunState:
         Raises:
             CheckpointError: Something in it is no plain data.
         """
-        return {name: to_plain(getattr(self, name), name) for name in _NAMES}
+        return {name: to_serializable(getattr(self, name), name) for name in _NAMES}
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> RunState:
@@ -61,7 +61,7 @@ class RunState:
                 f"it was written by another version of zerowatch, which differs in {odd}; "
                 "load it with that version"
             )
-        return RunState(**{name: from_plain(values[name]) for name in _NAMES})
+        return RunState(**{name: from_serializable(values[name]) for name in _NAMES})
 
 
 _NAMES = tuple(each.name for each in fields(RunState))

@@ -10,7 +10,7 @@ from typing import Any
 
 from .busy_time import BusyTime
 from .schedule import ShareSchedule
-from .share_trial import Trial
+from .share_trial import ShareTrial
 from .shares import Shares, even_shares, fitting_shares, gain
 
 EVERY_WINDOWS = 8  # one exchange of four numbers; a median of fewer windows says little
@@ -61,7 +61,7 @@ class Balancer:
         self._seconds: list[float] = []
         self._measured = math.nan  # holds until there is something newer
         self._sample_seconds: tuple[float, ...] = ()
-        self._trial = Trial()
+        self._trial = ShareTrial()
 
     def measure(self, window: EndedWindow) -> None:
         """Take a window's time, and nothing more."""
@@ -97,7 +97,7 @@ class Balancer:
 
     def forget_times(self) -> None:
         """Take it that windows are no longer comparable with those before."""
-        self._seconds, self._trial = [], Trial()
+        self._seconds, self._trial = [], ShareTrial()
 
     def window_ended(self, window: EndedWindow) -> Shares | None:
         """Take a window; return the new shares where some were agreed on."""
@@ -124,7 +124,7 @@ class Balancer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved schedule, or evenly where it was one of other ranks or batches."""
-        self._trial = Trial()
+        self._trial = ShareTrial()
         if self.schedule.load_state_dict(state):
             self._sample_seconds = tuple(state["sample_seconds"])
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 MAX_CUTS = 64
 
 
-class Cut(NamedTuple):
+class BatchStart(NamedTuple):
     """Where a batch begins: its index, its epoch, the samples of that before it; and its size."""
 
     batch: int
@@ -24,7 +24,7 @@ class Cut(NamedTuple):
     samples: int
 
 
-class BatchOrder:
+class GlobalBatchSampler:
     """The samples of each global batch, by its index over all epochs.
 
     Its size can change on the way: the next batch begins behind the last sample of the one before.
@@ -49,7 +49,7 @@ class BatchOrder:
         self.num_samples, self.batch_samples = num_samples, batch_samples
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.next_index = 0
-        self._cuts = [Cut(0, 0, 0, batch_samples)]
+        self._cuts = [BatchStart(0, 0, 0, batch_samples)]
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.arange(num_samples)
 
@@ -84,15 +84,15 @@ class BatchOrder:
         samples: list[int] = self._order[first : first + size].tolist()
         return samples
 
-    def place(self, index: int) -> Cut:
+    def place(self, index: int) -> BatchStart:
         """Return where a batch begins, and its size; an epoch's last one may fall short of it."""
         cut = self._cuts[max(0, bisect_right(self._cuts, index, key=itemgetter(0)) - 1)]
         number, size = index - cut.batch, cut.samples
         in_this_epoch = self._batches_in(self.num_samples - cut.first, size)
         if number < in_this_epoch:
-            return Cut(index, cut.epoch, cut.first + number * size, size)
+            return BatchStart(index, cut.epoch, cut.first + number * size, size)
         further, number = divmod(number - in_this_epoch, self._batches_in(self.num_samples, size))
-        return Cut(index, cut.epoch + 1 + further, number * size, size)
+        return BatchStart(index, cut.epoch + 1 + further, number * size, size)
 
     def resize(self, from_index: int, batch_samples: int) -> None:
         """Make batches of another size from one on, which begins where it would have begun.
@@ -120,7 +120,7 @@ class BatchOrder:
 
     def load_state_dict(self, state: Iterable[Iterable[int]], position: int) -> None:
         """Go on with these sizes; nothing from that position on was made yet."""
-        self._cuts = [Cut(*map(int, each)) for each in state]
+        self._cuts = [BatchStart(*map(int, each)) for each in state]
         self.next_index = position
 
     def _batches_in(self, num_samples: int, size: int) -> int:

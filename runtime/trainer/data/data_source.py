@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ....metrics.step_record import StepRecord
-from ...common.host_group import Agreement
-from ..engine_holder import EngineChanges
+from ...common.host_group import HostGroup
+from ..engine_holder import EngineHolder
 from .balancer import Balancer, EndedWindow
 from .busy_time import BusyTime
 from .learning_rate import exponent_of, follow_batch
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 RATE = "learning rate of another batch"
 
 
-class Sharing:
+class TrainingData:
     """Makes the run's loader, balances its shares, and keeps the place of both.
 
     Args:
@@ -43,7 +43,7 @@ class Sharing:
     taken back, while the others wait for it.
     """
 
-    def __init__(self, agreement: Agreement, changes: EngineChanges, *, balance: bool) -> None:
+    def __init__(self, agreement: HostGroup, changes: EngineHolder, *, balance: bool) -> None:
         self._agreement, self._changes = agreement, changes
         self.batch_samples = 0
         self.balances = balance and agreement.world_size > 1
@@ -185,8 +185,8 @@ class Sharing:
 
     def _scale_rate(self, loader: ResumableLoader) -> None:
         """Have the learning rate go with the batch, on engines to come as well."""
-        if loader.is_resized and self._changes.borne(RATE) is None:
-            self._changes.bear(RATE, partial(follow_batch, ratio=self._batch_ratio))
+        if loader.is_resized and self._changes.attached(RATE) is None:
+            self._changes.attach(RATE, partial(follow_batch, ratio=self._batch_ratio))
 
     def _batch_ratio(self) -> float:
         return self._loader.batch_ratio if isinstance(self._loader, ResumableLoader) else 1.0

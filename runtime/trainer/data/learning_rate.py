@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...common.patching import Wrap
+from ...common.patching import AttributePatch
 
 Undo = Callable[[], None]
 
@@ -57,7 +57,7 @@ def follow_batch(engine: Any, ratio: Callable[[], float]) -> Undo:
 
         return scaled
 
-    wrap = Wrap(optimizer, "step", make)
+    wrap = AttributePatch(optimizer, "step", make)
 
     def undo() -> None:
         nonlocal is_on

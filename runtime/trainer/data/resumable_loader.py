@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ....errors import CheckpointError
-from .batch_sampler import BatchOrder
+from .batch_sampler import GlobalBatchSampler
 from .shares import even_shares, resized
 from .stream_loader import StreamLoader
 
@@ -30,7 +30,7 @@ _TORCHS_OPTIONS = (
 )
 BATCH_MULTIPLES = (1, 2, 4)  # beyond, no rule for the learning rate is known to hold
 # What the order of the samples depends on: a position means nothing where one of these differs.
-_OF_THE_ORDER = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
+_ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
 
 
 def resumable_loader(
@@ -87,7 +87,7 @@ class ResumableLoader:
     def __init__(
         self,
         make_loader: Callable[..., Any],
-        order: BatchOrder,
+        order: GlobalBatchSampler,
         shares_at: SharesAt,
         rank: int,
     ) -> None:
@@ -201,11 +201,11 @@ class ResumableLoader:
         return batches
 
     def _facts(self) -> dict[str, Any]:
-        return {name: getattr(self._order, name) for name in _OF_THE_ORDER}
+        return {name: getattr(self._order, name) for name in _ORDER_KEYS}
 
 
 def _of_rank(
-    rank: int, order: BatchOrder, shares_at: SharesAt, first_index: int
+    rank: int, order: GlobalBatchSampler, shares_at: SharesAt, first_index: int
 ) -> Iterator[list[int]]:
     """Yield the places in the dataset of a rank's samples, batch by batch."""
     for index in count(first_index):
@@ -255,16 +255,18 @@ def _stream(
 
 def _order(
     dataset: Any, batch_samples: int, seed: int, shuffle: bool, drop_last: bool
-) -> BatchOrder:
+) -> GlobalBatchSampler:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"a dataset has __len__ and __getitem__, or is an IterableDataset; got "
             f"{type(dataset).__name__}"
         )
-    return BatchOrder(len(dataset), batch_samples, seed=seed, shuffle=shuffle, drop_last=drop_last)
+    return GlobalBatchSampler(
+        len(dataset), batch_samples, seed=seed, shuffle=shuffle, drop_last=drop_last
+    )
 
 
-def _check_order(order: BatchOrder, world_size: int) -> None:
+def _check_order(order: GlobalBatchSampler, world_size: int) -> None:
     if not order.batches_per_epoch:
         raise ValueError(
             f"the dataset has {order.num_samples} samples, less than one batch of "

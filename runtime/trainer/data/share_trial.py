@@ -9,7 +9,7 @@ FIRST_REST = 16  # exchanges without a change after one that did not help; doubl
 LONGEST_REST = 1024
 
 
-class Trial:
+class ShareTrial:
     """Watches one change at a time, on all ranks by the same figures.
 
     Attributes:

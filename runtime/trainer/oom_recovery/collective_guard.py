@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ...common.host_collectives import Agreed
-from ...common.patching import Wrap
+from ...common.host_collectives import HostCollectives
+from ...common.patching import AttributePatch
 from ...memory.oom.parse_error import ends_by_memory
-from .probe_workspace import reserve_scratch
+from .probe_workspace import probe_workspace
 
 # Methods of DeepSpeed's backend object. Point-to-point calls are not symmetric, and not guarded.
 GUARDED = (
@@ -68,13 +68,13 @@ class CollectiveGuard:
         vote_seconds: What they took, waiting for the slowest rank included.
     """
 
-    def __init__(self, votes: Agreed) -> None:
+    def __init__(self, votes: HostCollectives) -> None:
         self.armed = False
         self.num_votes = 0
         self.vote_seconds = 0.0
         self._votes = votes
         self._alone = votes.world_size == 1
-        self._wraps: list[Wrap] = []
+        self._wraps: list[AttributePatch] = []
         self._inside = _Inside()
         self._window_thread: int | None = None
         self._handled: BaseException | None = None
@@ -85,7 +85,9 @@ class CollectiveGuard:
         if self._wraps or self._alone:
             return
         self._wraps = [
-            Wrap(backend, name, self._wrapper) for name in GUARDED if hasattr(backend, name)
+            AttributePatch(backend, name, self._wrapper)
+            for name in GUARDED
+            if hasattr(backend, name)
         ]
 
     def close(self) -> None:
@@ -141,7 +143,7 @@ class CollectiveGuard:
         unwinds = raised is not None and raised is not self._handled and ends_by_memory(raised)
         if self._is_lost or unwinds:
             raise PeerOutOfMemory(_GIVEN_UP)
-        reserve_scratch(args, kwargs)
+        probe_workspace(args, kwargs)
         self._vote()
 
     def _is_guarded(self) -> bool:

@@ -11,7 +11,7 @@ SAFETY_RATIO = 0.95  # of the limit: a prediction is never exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PeakSample:
     """What was needed at most while micro-batches of a size ran.
 
     Attributes:
@@ -26,14 +26,16 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MemoryMeasurements:
     """What a rank knows of its memory: peaks so far, and its limit in bytes, None without one."""
 
-    peaks: Sequence[Peak]
+    peaks: Sequence[PeakSample]
     limit_bytes: float | None
 
 
-def smaller(failing: int, peaks: Sequence[Peak], limit_bytes: float | None) -> int | None:
+def smaller_size(
+    failing: int, peaks: Sequence[PeakSample], limit_bytes: float | None
+) -> int | None:
     """Return the size to try after one that ran out; None if that was a single sample.
 
     Peaks of two sizes or more give a line, and the largest size under the limit; else the half,
@@ -47,7 +49,7 @@ def smaller(failing: int, peaks: Sequence[Peak], limit_bytes: float | None) -> i
     return max(1, fitting)
 
 
-def largest_fitting(peaks: Sequence[Peak], limit_bytes: float) -> int | None:
+def largest_fitting(peaks: Sequence[PeakSample], limit_bytes: float) -> int | None:
     """Return the largest size with a + b * size under the limit; None where no line can be drawn.
 
     The line is the least squares one, lifted to lie on or above every measured peak; 0 if not even

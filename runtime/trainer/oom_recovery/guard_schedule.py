@@ -12,7 +12,7 @@ LOW_HEADROOM_RATIO = 0.08  # of the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arming:
+class GuardSchedule:
     """Whether the next window is guarded, and what that depends on.
 
     A new one, as after a start or restart, is armed: nothing is known yet of what fits.
@@ -30,7 +30,7 @@ class Arming:
         """Whether to vote before each collective of the window."""
         return self.windows_left > 0
 
-    def before(self, *, longest: int, asked: bool) -> Arming:
+    def before(self, *, longest: int, asked: bool) -> GuardSchedule:
         """Return what holds for a window about to begin.
 
         Args:
@@ -41,13 +41,13 @@ class Arming:
             return replace(self, windows_left=CLEAN_WINDOWS)
         return self
 
-    def after_clean(self, *, longest: int) -> Arming:
+    def after_clean(self, *, longest: int) -> GuardSchedule:
         """Return what holds after a window in which nobody ran out."""
-        return Arming(
+        return GuardSchedule(
             windows_left=max(0, self.windows_left - 1), longest=max(self.longest, longest)
         )
 
-    def after_change(self) -> Arming:
+    def after_change(self) -> GuardSchedule:
         """Return what holds after another size of micro-batches, or anything that takes memory."""
         return replace(self, windows_left=CLEAN_WINDOWS)
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .fit import Measured, smaller
-from .guard_schedule import Arming
-from .sizing import Sizing, bucket_of
+from .fit import MemoryMeasurements, smaller_size
+from .guard_schedule import GuardSchedule
+from .sizing import MicroBatchLimits, bucket_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class BatchShares:
     """What all ranks know of a window.
 
     Attributes:
@@ -32,7 +32,7 @@ class Share:
         return [-(-samples // micro_batches) for samples in self.samples]
 
 
-class Plans:
+class MicroBatchPlanner:
     """How large micro-batches are by length of batch, and when the guard is armed.
 
     Attributes:
@@ -40,11 +40,11 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self.sizing = Sizing()
-        self.arming = Arming()
+        self.sizing = MicroBatchLimits()
+        self.arming = GuardSchedule()
         self._wanted = 0
 
-    def begin(self, share: Share, *, asked: bool) -> bool:
+    def begin(self, share: BatchShares, *, asked: bool) -> bool:
         """Whether a window about to begin is guarded; `asked` if any rank asks for it."""
         wants_more, self._wanted = max(share.wanted) > self._wanted, max(share.wanted)
         # Lengths of one bucket differ in memory: where a size ever ran out, another may.
@@ -52,13 +52,13 @@ class Plans:
         self.arming = self.arming.before(longest=share.length, asked=asked or wants_more)
         return self.arming.is_armed
 
-    def micro_batches(self, share: Share) -> int:
+    def micro_batches(self, share: BatchShares) -> int:
         """Return into how many micro-batches every rank cuts its share."""
         bound = self.sizing.bound(share.length)
         pairs = zip(share.samples, share.wanted, strict=True)
         return max(-(-samples // min(wanted, bound)) for samples, wanted in pairs)
 
-    def came_to_its_end(self, share: Share, micro_batches: int) -> None:
+    def on_success(self, share: BatchShares, micro_batches: int) -> None:
         """Learn that a window fitted on all ranks."""
         before = self.sizing.bound(share.length)
         self.sizing = self.sizing.after_clean(share.length, max(share.largest(micro_batches)))
@@ -66,7 +66,7 @@ class Plans:
         if self.sizing.bound(share.length) > before:
             self.arming = self.arming.after_change()
 
-    def ran_out(self, share: Share, failing: int, suggested: int) -> None:
+    def ran_out(self, share: BatchShares, failing: int, suggested: int) -> None:
         """Learn that a size ran out on some rank, and what was suggested instead."""
         self.sizing = self.sizing.after_out_of_memory(share.length, failing, suggested)
         self.arming = self.arming.after_change()
@@ -77,8 +77,8 @@ class Plans:
         self.arming = self.arming.after_change()
 
 
-def suggested(share: Share, failing: int, measured: Measured) -> int | None:
+def suggest_size(share: BatchShares, failing: int, measured: MemoryMeasurements) -> int | None:
     """Return what a rank that ran out would try next; None if that was a single sample."""
     bucket = bucket_of(share.length)
     alike = [peak for peak in measured.peaks if bucket_of(peak.length) == bucket]
-    return smaller(failing, alike, measured.limit_bytes)
+    return smaller_size(failing, alike, measured.limit_bytes)

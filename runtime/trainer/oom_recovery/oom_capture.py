@@ -12,7 +12,7 @@ from .collective_guard import PeerOutOfMemory
 Whose = Literal["own", "peer"]
 
 
-class Trouble:
+class OomCapture:
     """A `with` block that want of memory ends as if it had come to its end; other errors pass.
 
     Attributes:
@@ -24,7 +24,7 @@ class Trouble:
         self.error: BaseException | None = None
         self.whose: Whose | None = None
 
-    def __enter__(self) -> Trouble:
+    def __enter__(self) -> OomCapture:
         """Begin the block."""
         return self
 
@@ -36,7 +36,7 @@ class Trouble:
             self.whose, self.error = whose_memory(error)
         return self.whose is not None
 
-    def let_go(self) -> None:
+    def clear_frames(self) -> None:
         """Free what the frames of the error hold; its lines stay readable."""
         for link in _links(self.error):
             traceback.clear_frames(link.__traceback__)

@@ -14,7 +14,7 @@ _POLL_SECONDS = 0.02
 _PREFIX = "zerowatch/out_of_memory"
 
 
-def all_ran_out(
+def all_ranks_oom(
     store: Any, attempt: int, *, rank: int, world_size: int, wait_seconds: float = WAIT_SECONDS
 ) -> bool:
     """Tell the others by the c10d store, and wait for them to say the same.

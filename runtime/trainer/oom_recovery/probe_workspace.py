@@ -14,7 +14,7 @@ import torch
 _COPIES = 2  # a copy of the tensor itself, and the segments of gloo's ring beside it
 
 
-def reserve_scratch(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Allocate what a call on these tensors may need, and let go of it at once.
 
     On devices nothing is done: NCCL has its buffers since its first call.

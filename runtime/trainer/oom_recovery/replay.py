@@ -17,14 +17,14 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...common.host_collectives import Agreed
+from ...common.host_collectives import HostCollectives
 from .abort import abort_window, can_abort
 from .collective_guard import CollectiveGuard, PeerOutOfMemory
 from .escalation import Ladder
-from .fit import Measured
-from .micro_batch_planner import Plans, Share, suggested
-from .oom_capture import Trouble
-from .oom_consensus import all_ran_out
+from .fit import MemoryMeasurements
+from .micro_batch_planner import BatchShares, MicroBatchPlanner, suggest_size
+from .oom_capture import OomCapture
+from .oom_consensus import all_ranks_oom
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed(Generic[T]):
+class ReplayResult(Generic[T]):
     """A window that came to its end.
 
     Attributes:
@@ -48,7 +48,7 @@ class Replayed(Generic[T]):
     lost_seconds: float
 
 
-class Replay:
+class OomReplay:
     """Decides with all ranks how a window is cut, runs it, and runs it again.
 
     Args:
@@ -71,12 +71,12 @@ class Replay:
         self,
         *,
         engine: Callable[[], Any],
-        agreement: Agreed,
+        agreement: HostCollectives,
         guard: CollectiveGuard,
-        plans: Plans,
+        plans: MicroBatchPlanner,
         capture_rng: Callable[[], Callable[[], None]],
         ladder: Ladder | None = None,
-        measured: Callable[[], Measured] | None = None,
+        measured: Callable[[], MemoryMeasurements] | None = None,
     ) -> None:
         self.plans = plans
         self.on_window_abort: list[Callable[[], None]] = []
@@ -87,8 +87,8 @@ class Replay:
         self._num_attempts = 0
 
     def run(
-        self, share: Share, attempt: Callable[[int], T], *, asks_for_guard: bool = False
-    ) -> Replayed[T]:
+        self, share: BatchShares, attempt: Callable[[int], T], *, asks_for_guard: bool = False
+    ) -> ReplayResult[T]:
         """Run a window's attempts until one comes to its end on all ranks.
 
         Args:
@@ -109,8 +109,8 @@ class Replay:
             count = self.plans.micro_batches(share)
             trouble, outcomes = self._run_once(attempt, count)
             if trouble.whose is None:
-                self.plans.came_to_its_end(share, count)
-                return Replayed(
+                self.plans.on_success(share, count)
+                return ReplayResult(
                     outcome=outcomes[0],
                     micro_batches=count,
                     replays=replays,
@@ -135,13 +135,13 @@ class Replay:
         if not self._guard.armed:
             return step()
         made: list[T] = []
-        with Trouble() as trouble, self._guard.window():
+        with OomCapture() as trouble, self._guard.window():
             made.append(step())
         if trouble.whose is None:
             return made[0]
         if trouble.whose == "own":
             self._guard.report()
-        trouble.let_go()
+        trouble.clear_frames()
         _give_up(
             trouble.error,
             "out of memory within engine.step(), which cannot be done again once weights were "
@@ -171,24 +171,24 @@ class Replay:
             self._leave(trouble)
         return None
 
-    def _run_once(self, attempt: Callable[[int], T], count: int) -> tuple[Trouble, list[T]]:
+    def _run_once(self, attempt: Callable[[int], T], count: int) -> tuple[OomCapture, list[T]]:
         """Run one attempt; returns its outcome in a list, empty where it was given up."""
         self._num_attempts += 1
         outcomes: list[T] = []
-        with Trouble() as trouble, self._guard.window():
+        with OomCapture() as trouble, self._guard.window():
             outcomes.append(attempt(count))
         if trouble.whose is not None:
             outcomes.clear()
         return trouble, outcomes
 
-    def _leave(self, trouble: Trouble) -> None:
+    def _leave(self, trouble: OomCapture) -> None:
         """Let the other ranks know, and give back what the attempt held.
 
         Raises:
             RuntimeError: This rank's own error, or PeerOutOfMemory: it cannot be left.
         """
         engine = self._engine()
-        trouble.let_go()
+        trouble.clear_frames()
         why_not = can_abort(engine)
         if trouble.whose == "own" and trouble.error is not None:
             for tell in self.on_error:
@@ -208,7 +208,7 @@ class Replay:
             return None
         store = dist.distributed_c10d._get_default_store()
         agreement = self._agreement
-        if agreement.world_size == 1 or all_ran_out(
+        if agreement.world_size == 1 or all_ranks_oom(
             store, self._num_attempts, rank=agreement.rank, world_size=agreement.world_size
         ):
             return None
@@ -218,7 +218,7 @@ class Replay:
         )
 
     def _plan_anew(
-        self, share: Share, count: int, *, is_own: bool, own_error: BaseException | None
+        self, share: BatchShares, count: int, *, is_own: bool, own_error: BaseException | None
     ) -> None:
         """Agree on what is different the next time.
 
@@ -227,7 +227,7 @@ class Replay:
                 PeerOutOfMemory.
         """
         ran = share.largest(count)[self._agreement.rank]
-        size = suggested(share, ran, self._known()) if is_own else None
+        size = suggest_size(share, ran, self._known()) if is_own else None
         told = self._agreement.gather([is_own, ran, size or 0])
         failed = told[told[:, 0] > 0]
         failing, size = int(failed[:, 1].min()), int(failed[:, 2].min())
@@ -247,8 +247,10 @@ class Replay:
         if self._agreement.rank == 0:
             logger.warning("%s: the window is run again, with %s", what, now)
 
-    def _known(self) -> Measured:
-        return self._measured() if self._measured else Measured(peaks=(), limit_bytes=None)
+    def _known(self) -> MemoryMeasurements:
+        return (
+            self._measured() if self._measured else MemoryMeasurements(peaks=(), limit_bytes=None)
+        )
 
 
 def _empty_cache() -> None:

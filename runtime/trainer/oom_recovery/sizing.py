@@ -15,7 +15,7 @@ ByBucket = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
+class MicroBatchLimits:
     """What is known of the sizes that fit, in samples of a micro-batch, by length of batch.
 
     A length stands for all of its bucket, up to the next power of two. What failed at one length is
@@ -37,7 +37,7 @@ class Sizing:
         """Return the samples that a micro-batch of this length may hold; UNBOUND if unknown."""
         return min(_up_to(self.bounds, bucket_of(length)), default=UNBOUND)
 
-    def after_out_of_memory(self, length: int, failing: int, suggested: int) -> Sizing:
+    def after_out_of_memory(self, length: int, failing: int, suggested: int) -> MicroBatchLimits:
         """Return what is known after a size ran out.
 
         The bound is the suggested size, or a larger one that fitted before.
@@ -48,14 +48,14 @@ class Sizing:
             for each, size in self.proven.items()
         }
         fitted = [size for each, size in proven.items() if bucket <= each]
-        return Sizing(
+        return MicroBatchLimits(
             bounds={**self.bounds, bucket: max(1, suggested, *fitted)},
             failing={**self.failing, bucket: min(failing, self.failing.get(bucket, failing))},
             proven=proven,
             clean={**self.clean, bucket: 0},
         )
 
-    def after_clean(self, length: int, ran: int) -> Sizing:
+    def after_clean(self, length: int, ran: int) -> MicroBatchLimits:
         """Return what is known after a window came to its end: now and then a larger bound.
 
         Args:
@@ -76,9 +76,9 @@ class Sizing:
         }
         return replace(known, bounds=bounds, clean={**self.clean, bucket: 0})
 
-    def forgotten(self) -> Sizing:
+    def forgotten(self) -> MicroBatchLimits:
         """Return what is known after a change that matters to memory: the bounds, to grow from."""
-        return Sizing(bounds=self.bounds)
+        return MicroBatchLimits(bounds=self.bounds)
 
     def _larger(self, length: int) -> int:
         """Return half the way up to what failed, or twice the bound where nothing did."""

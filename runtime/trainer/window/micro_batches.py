@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .samples import on_device, rows
+from .samples import on_device, slice_batch
 from .sums import Sums
 
 # A mean loss of one element, or (mean loss, weight).
@@ -125,7 +125,7 @@ class _Taken:
 
 def _micro_batch(engine: Any, batch: Any, start: int, size: int) -> Any:
     first = start if size else 0
-    return on_device(rows(batch, first, first + max(size, 1)), engine.device)
+    return on_device(slice_batch(batch, first, first + max(size, 1)), engine.device)
 
 
 def _told(given: Any) -> str:

@@ -42,14 +42,14 @@ def num_samples(batch: Any) -> int:
     return length
 
 
-def longest(batch: Any) -> int:
+def max_length(batch: Any) -> int:
     """Return the largest second dimension: of token ids, the padded length; 1 without one."""
     return max(
         (int(leaf.shape[1]) for _, leaf in _leaves(batch, "") if len(leaf.shape) > 1), default=1
     )
 
 
-def rows(batch: Any, start: int, stop: int) -> Any:
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Return rows `start` to `stop` of every leaf, as views, in the same tree."""
     return _mapped(batch, lambda leaf: leaf[start:stop])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ....errors import BatchError, NonFiniteLossError
-from ...common.host_group import Agreement
+from ...common.host_group import HostGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Sums:
         """The weighted mean."""
         return self.weighted_loss / self.weight
 
-    def over_ranks(self, agreement: Agreement) -> Sums:
+    def over_ranks(self, agreement: HostGroup) -> Sums:
         """Return the sums of all ranks; every one must call this.
 
         Raises:

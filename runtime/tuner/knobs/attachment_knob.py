@@ -8,12 +8,12 @@ from typing import Any
 
 from ....errors import ZerowatchError
 from ...engine.live_settings import activation_checkpointing, optimizer_state_offload
-from ...engine.live_settings.choose_modules import Chosen
-from ...trainer.engine_holder import CHECKPOINTING, SLEEP, EngineChanges
+from ...engine.live_settings.choose_modules import ModuleSelector
+from ...trainer.engine_holder import CHECKPOINTING, SLEEP, EngineHolder
 from ..policy.types import Undo, Value
 
 
-class LaidOnHand:
+class AttachmentKnob:
     """A switch for one thing that an engine can bear; a rebuild takes it along.
 
     Args:
@@ -27,7 +27,7 @@ class LaidOnHand:
     def __init__(
         self,
         name: str,
-        changes: EngineChanges,
+        changes: EngineHolder,
         place: str,
         apply: Callable[[Any], Undo],
         refusal: Callable[[Any], str | None],
@@ -42,7 +42,7 @@ class LaidOnHand:
 
     def get(self) -> bool:
         """Return whether it is on."""
-        return self._changes.borne(self._place) is not None
+        return self._changes.attached(self._place) is not None
 
     def options(self) -> Sequence[Value]:
         """Return both."""
@@ -56,9 +56,9 @@ class LaidOnHand:
         """
         if not isinstance(value, bool):
             raise ZerowatchError(f"{self.name} is True or False, got {value!r}")
-        before = self._changes.borne(self._place)
+        before = self._changes.attached(self._place)
         if value != (before is not None):
-            self._changes.bear(self._place, self._apply if value else None)
+            self._changes.attach(self._place, self._apply if value else None)
         return lambda: self._put_back(before)
 
     def holds(self, value: Value) -> bool:
@@ -70,13 +70,13 @@ class LaidOnHand:
         return None
 
     def _put_back(self, before: Callable[[Any], Undo] | None) -> None:
-        if self._changes.borne(self._place) is not before:
-            self._changes.bear(self._place, before)
+        if self._changes.attached(self._place) is not before:
+            self._changes.attach(self._place, before)
 
 
-def checkpointing_hand(changes: EngineChanges, chosen: Chosen) -> LaidOnHand:
+def checkpointing_knob(changes: EngineHolder, chosen: ModuleSelector) -> AttachmentKnob:
     """Return hands on activation checkpointing, of the modules that the caller chose."""
-    return LaidOnHand(
+    return AttachmentKnob(
         "activation_checkpointing",
         changes,
         CHECKPOINTING,
@@ -85,9 +85,9 @@ def checkpointing_hand(changes: EngineChanges, chosen: Chosen) -> LaidOnHand:
     )
 
 
-def sleep_hand(changes: EngineChanges) -> LaidOnHand:
+def optimizer_offload_knob(changes: EngineHolder) -> AttachmentKnob:
     """Return hands on the optimizer's sleep."""
-    return LaidOnHand(
+    return AttachmentKnob(
         "optimizer_sleep",
         changes,
         SLEEP,

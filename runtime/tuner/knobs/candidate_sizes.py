@@ -19,7 +19,7 @@ def powers_of_two(whole: int, now: int, *, with_zero: bool = False) -> tuple[int
     return tuple(sorted(sizes | {0} if with_zero else sizes))
 
 
-def cuts(share: int, now: int) -> tuple[int, ...]:
+def micro_batch_sizes(share: int, now: int) -> tuple[int, ...]:
     """Return sizes of micro-batches that cut a share into 1, 2, 4 and so on of them, ascending.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...engine.compression.gradient_compressor import PLAIN, GradientCodec
-from ...engine.compression.unsupported import refusal
+from ...engine.compression.gradient_compressor import PLAIN, GradientCompressor
+from ...engine.compression.unsupported import unsupported_reason
 from ...engine.live_settings.zero_optimizer import of_stages_1_and_2, total_elements
-from ...trainer.engine_holder import EngineChanges
+from ...trainer.engine_holder import EngineHolder
 from ..policy.types import Undo, Value
 
 KINDS = ("bf16", "int8", "fp8")
@@ -17,35 +17,35 @@ _RESIDUAL_BYTES = 8  # a parameter, on every rank; see codec/residuals.py
 ALONE = "one rank by itself sends nothing"
 
 
-class Form(NamedTuple):
+class CodecConfig(NamedTuple):
     """What a codec does; of neither there is none."""
 
     kind: Value
     asynchronous: Value
 
 
-def form_of(codec: GradientCodec | None) -> Form:
+def codec_config(codec: GradientCompressor | None) -> CodecConfig:
     """Return what this codec does."""
     if codec is None:
-        return Form(None, False)
-    return Form(None if codec.kind == PLAIN else codec.kind, codec.asynchronous)
+        return CodecConfig(None, False)
+    return CodecConfig(None if codec.kind == PLAIN else codec.kind, codec.asynchronous)
 
 
-def put_aside(changes: EngineChanges) -> Undo:
+def detach_codec(changes: EngineHolder) -> Undo:
     """Take the codec off, so that what it leans on can change below it."""
     codec = changes.codec
     changes.send_through(None)
     return lambda: changes.send_through(codec)
 
 
-def send_as(changes: EngineChanges, form: Form, codec: GradientCodec | None) -> Undo:
+def set_codec(changes: EngineHolder, form: CodecConfig, codec: GradientCompressor | None) -> Undo:
     """Let gradients travel in a form: through the given codec if it does that.
 
     Raises:
         ValueError: This engine's gradients cannot; the codec is what it was.
     """
     before = changes.codec
-    if form == form_of(codec):
+    if form == codec_config(codec):
         changes.send_through(codec)  # what it owes is sent yet
     else:
         kind = None if form.kind is None else str(form.kind)
@@ -53,23 +53,27 @@ def send_as(changes: EngineChanges, form: Form, codec: GradientCodec | None) -> 
     return lambda: changes.send_through(before)
 
 
-class CompressionDial:
+class CompressionKnob:
     """The form in which gradients travel."""
 
     name = "gradient_compression"
 
-    def __init__(self, changes: EngineChanges, world_size: int) -> None:
+    def __init__(self, changes: EngineHolder, world_size: int) -> None:
         self._changes, self._world_size = changes, world_size
 
     def unavailable(self) -> str | None:
         """Say why gradients only go as DeepSpeed sends them."""
         if self._changes.codec is not None:
             return None
-        return ALONE if self._world_size == 1 else refusal(self._changes.engine, asynchronous=False)
+        return (
+            ALONE
+            if self._world_size == 1
+            else unsupported_reason(self._changes.engine, asynchronous=False)
+        )
 
     def get(self) -> Value:
         """Return the form, None for DeepSpeed's own."""
-        return form_of(self._changes.codec).kind
+        return codec_config(self._changes.codec).kind
 
     def options(self) -> Sequence[Value]:
         """Return all forms, and the present one where that is another."""
@@ -87,12 +91,12 @@ class CompressionDial:
         return more * _RESIDUAL_BYTES * flat
 
 
-class AsynchronyDial:
+class AsyncReductionKnob:
     """Whether ZeRO 1 and 2 go on with backward while gradients travel."""
 
     name = "asynchronous_reduction"
 
-    def __init__(self, changes: EngineChanges, world_size: int) -> None:
+    def __init__(self, changes: EngineHolder, world_size: int) -> None:
         self._changes, self._world_size = changes, world_size
 
     def unavailable(self) -> str | None:
@@ -101,15 +105,15 @@ class AsynchronyDial:
             return ALONE
         if of_stages_1_and_2(self._changes.engine) is None:
             return "only ZeRO 1 and 2 reduce buckets that can be waited for later"
-        return refusal(self._changes.engine, asynchronous=False)
+        return unsupported_reason(self._changes.engine, asynchronous=False)
 
     def get(self) -> Value:
         """Return whether they do."""
-        return form_of(self._changes.codec).asynchronous
+        return codec_config(self._changes.codec).asynchronous
 
     def options(self) -> Sequence[Value]:
         """Return both, or no: other knobs may stand in the way, such as overlap_comm."""
-        can = self.get() or refusal(self._changes.engine, asynchronous=True) is None
+        can = self.get() or unsupported_reason(self._changes.engine, asynchronous=True) is None
         return (False, True) if can else (False,)
 
     def holds(self, value: Value) -> bool:

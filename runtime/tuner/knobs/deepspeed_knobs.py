@@ -20,7 +20,7 @@ ZERO = "zero_optimization"
 _STAGE_3 = "stage3_"  # DeepSpeed takes its keys with and without
 
 
-class LiveHand:
+class DeepSpeedKnob:
     """A knob of `relief`, whose engine may be another one after a rebuild.
 
     Args:
@@ -103,9 +103,9 @@ class LiveHand:
         self._turned.append((before, self._knob.apply(self._engine(), value)))
 
 
-def live_hands(engine: Callable[[], Any]) -> list[LiveHand]:
+def deepspeed_knobs(engine: Callable[[], Any]) -> list[DeepSpeedKnob]:
     """Return hands on all of the engine's values that the tuner may turn."""
-    return [LiveHand(knob, engine) for knob in KNOBS if knob.name in SPECS]
+    return [DeepSpeedKnob(knob, engine) for knob in KNOBS if knob.name in SPECS]
 
 
 def with_knob(config: Mapping[str, Any], name: str, value: Value) -> dict[str, Any]:

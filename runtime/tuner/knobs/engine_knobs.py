@@ -9,17 +9,17 @@ from typing import Any
 from ....errors import ZerowatchError
 from ...engine.live_settings import activation_checkpointing
 from ..policy.types import Configuration, Undo, Value
-from .candidate_sizes import cuts
-from .deepspeed_knobs import live_hands
-from .gc_knob import GarbageHand
-from .knob import Dial
-from .layout_knob import LAYOUT, LayoutDial, Layouts
-from .readable_knobs import read_options, read_values, verified
+from .candidate_sizes import micro_batch_sizes
+from .deepspeed_knobs import deepspeed_knobs
+from .gc_knob import GcKnob
+from .knob import ReadableKnob
+from .layout_knob import LAYOUT, ZeroLayoutKnob, ZeroLayouts
+from .readable_knobs import all_applied, read_options, read_values
 
 NOT_OURS = "the training loop is the script's own; only a TrainingRun turns knobs"
 
 
-class EngineHands:
+class EngineKnobs:
     """Reads what a live engine is set to, and says what it could be set to.
 
     Args:
@@ -36,13 +36,13 @@ class EngineHands:
                 raise ZerowatchError("the engine is gone")
             return alive
 
-        layouts = Layouts(found, lambda: _config_of(found()), dict, world_size)
-        self._dials: list[Dial] = [
-            _MicroBatchDial(found),
-            *live_hands(found),
-            _CheckpointingDial(found),
-            GarbageHand(),
-            *(LayoutDial(name, layouts) for name in LAYOUT),
+        layouts = ZeroLayouts(found, lambda: _config_of(found()), dict, world_size)
+        self._dials: list[ReadableKnob] = [
+            _MicroBatchKnob(found),
+            *deepspeed_knobs(found),
+            _CheckpointingKnob(found),
+            GcKnob(),
+            *(ZeroLayoutKnob(name, layouts) for name in LAYOUT),
         ]
         self._told: set[str] = set()
 
@@ -68,10 +68,10 @@ class EngineHands:
 
     def verify(self, target: Configuration) -> bool:
         """Whether this rank works with that."""
-        return verified(self._dials, target)
+        return all_applied(self._dials, target)
 
 
-class _MicroBatchDial:
+class _MicroBatchKnob:
     """What the script's loader hands out at once, in a window of DeepSpeed's own."""
 
     name = "micro_batch_samples"
@@ -89,7 +89,7 @@ class _MicroBatchDial:
         """Return the sizes that cut a window evenly, which DeepSpeed asks for."""
         now = self.get()
         window = now * int(self._engine().gradient_accumulation_steps())
-        return [size for size in cuts(window, now) if window % size == 0]
+        return [size for size in micro_batch_sizes(window, now) if window % size == 0]
 
     def holds(self, value: Value) -> bool:
         return value == self.get()
@@ -98,7 +98,7 @@ class _MicroBatchDial:
         return None
 
 
-class _CheckpointingDial:
+class _CheckpointingKnob:
     """Whether a model that has a switch of its own checkpoints activations."""
 
     name = "activation_checkpointing"

@@ -14,7 +14,7 @@ FULL_EVERY_WINDOWS = 100
 _YOUNG, _ALL = 1, 2
 
 
-class GarbageHand:
+class GcKnob:
     """Freezes what is there, so that it is never looked through, and collects the rest itself."""
 
     name = "python_gc"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....errors import ZerowatchError
-from ...trainer.data.data_source import Sharing
+from ...trainer.data.data_source import TrainingData
 from ..policy.types import Undo, Value
 
 
-class BatchHand:
+class GlobalBatchKnob:
     """Changes what the run's loader makes, from where it is; no sample is lost or seen twice by it.
 
     It holds a window later, and behind what workers have loaded ahead.
@@ -20,7 +20,7 @@ class BatchHand:
 
     name = "batch_samples"
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: TrainingData) -> None:
         self._sharing = sharing
 
     def unavailable(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from ..policy.types import Undo, Value
 
 
-class Dial(Protocol):
+class ReadableKnob(Protocol):
     """One knob on this rank, to be read.
 
     Attributes:
@@ -33,7 +33,7 @@ class Dial(Protocol):
         """Return what this value needs more than the present one, less if negative, if known."""
 
 
-class Hand(Dial, Protocol):
+class WritableKnob(ReadableKnob, Protocol):
     """One that is turned by itself."""
 
     def turn(self, value: Value) -> Undo:

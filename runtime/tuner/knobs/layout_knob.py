@@ -11,7 +11,7 @@ from ....errors import DsConfigError
 from ...common.training_config import merged
 from ...common.training_config import zero_stage as stage_of
 from ...engine.live_settings.zero_optimizer import total_elements
-from ...engine.rebuild.check import why_not
+from ...engine.rebuild.check import unsupported_reason
 from ...estimator.layouts import planned_layouts
 from ...memory.oom.would_fit import Layout
 from ..policy.types import Configuration, Value
@@ -23,7 +23,7 @@ _STAGES = (0, 1, 2, 3)
 _SNAPSHOT_BYTES = 12  # a parameter: weights and Adam's two states, in fp32
 
 
-class Layouts:
+class ZeroLayouts:
     """The engines that this run could have.
 
     Args:
@@ -72,7 +72,7 @@ class Layouts:
             zero["stage"] = wanted[STAGE]
         for name in OFFLOADS:
             if wanted[name] != now[name]:
-                zero[name] = self._home(on=bool(wanted[name]))
+                zero[name] = self._offload_block(on=bool(wanted[name]))
         return self._complete(merged(config, {ZERO: zero}))
 
     def refusal(self, target: Configuration) -> str | None:
@@ -108,16 +108,16 @@ class Layouts:
             return str(error)
         if config is None:
             return None
-        return why_not(self._engine(), self._config(), config)
+        return unsupported_reason(self._engine(), self._config(), config)
 
-    def _home(self, *, on: bool) -> dict[str, Any]:
+    def _offload_block(self, *, on: bool) -> dict[str, Any]:
         return {"device": "cpu", "pin_memory": not self.on_host} if on else {"device": "none"}
 
 
-class LayoutDial:
+class ZeroLayoutKnob:
     """One side of the layout."""
 
-    def __init__(self, name: str, layouts: Layouts) -> None:
+    def __init__(self, name: str, layouts: ZeroLayouts) -> None:
         self.name = name
         self._layouts = layouts
 
@@ -154,10 +154,10 @@ def layout_of(config: Mapping[str, Any]) -> dict[str, Value]:
     """Return the layout that a ds config asks for."""
     zero = config.get(ZERO)
     blocks = zero if isinstance(zero, Mapping) else {}
-    return {STAGE: stage_of(config), **{name: _is_away(blocks.get(name)) for name in OFFLOADS}}
+    return {STAGE: stage_of(config), **{name: _is_offloaded(blocks.get(name)) for name in OFFLOADS}}
 
 
-def _is_away(block: object) -> bool:
+def _is_offloaded(block: object) -> bool:
     return isinstance(block, Mapping) and str(block.get("device") or "none") != "none"
 
 

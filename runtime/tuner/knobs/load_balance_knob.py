@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....errors import ZerowatchError
-from ...trainer.data.data_source import Sharing
+from ...trainer.data.data_source import TrainingData
 from ..policy.types import Undo, Value
 
 
-class BalanceHand:
+class LoadBalanceKnob:
     """Switches uneven shares on and off; no sample is lost or seen twice by it.
 
     The shares themselves change a window later, and behind what workers have loaded ahead.
@@ -20,7 +20,7 @@ class BalanceHand:
 
     name = "balance"
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: TrainingData) -> None:
         self._sharing = sharing
 
     def unavailable(self) -> str | None:

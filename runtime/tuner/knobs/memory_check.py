@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.units import format_bytes
-from ...trainer.oom_recovery.fit import SAFETY_RATIO, Measured, Peak, largest_fitting
+from ...trainer.oom_recovery.fit import (
+    SAFETY_RATIO,
+    MemoryMeasurements,
+    PeakSample,
+    largest_fitting,
+)
 from ...trainer.oom_recovery.sizing import bucket_of
 from ..policy.types import Configuration
 
@@ -16,7 +21,7 @@ _RECENT = 20
 ON_HOST = ("optimizer_sleep", "offload_optimizer", "offload_param")
 
 
-def too_much(measured: Measured, *, extra_bytes: int, length: int) -> str | None:
+def exceeds_free(measured: MemoryMeasurements, *, extra_bytes: int, length: int) -> str | None:
     """Say so if a change needs more than is free beside the highest of the last peaks.
 
     Args:
@@ -24,7 +29,7 @@ def too_much(measured: Measured, *, extra_bytes: int, length: int) -> str | None
         extra_bytes: What the change needs; 0 or less is always there.
         length: Of the longest batch so far.
     """
-    peaks = alike(measured.peaks, length)[-_RECENT:]
+    peaks = same_length_bucket(measured.peaks, length)[-_RECENT:]
     if measured.limit_bytes is None or not peaks or extra_bytes <= 0:
         return None
     peak = max(each.peak_bytes for each in peaks)
@@ -34,8 +39,8 @@ def too_much(measured: Measured, *, extra_bytes: int, length: int) -> str | None
     return f"it needs {format_bytes(extra_bytes)} more, and {format_bytes(max(0, free))} are free"
 
 
-def too_large(
-    measured: Measured, *, samples: int, extra_bytes: int, length: int, bound: int
+def exceeds_fit(
+    measured: MemoryMeasurements, *, samples: int, extra_bytes: int, length: int, bound: int
 ) -> str | None:
     """Say so if micro-batches of that size would not fit, as peaks of two sizes or more tell.
 
@@ -51,13 +56,13 @@ def too_large(
     if measured.limit_bytes is None:
         return None
     usable = USED_RATIO * measured.limit_bytes - extra_bytes
-    fitting = largest_fitting(alike(measured.peaks, length), usable / SAFETY_RATIO)
+    fitting = largest_fitting(same_length_bucket(measured.peaks, length), usable / SAFETY_RATIO)
     if fitting is None or samples <= fitting:
         return None
     return f"micro-batches of {samples} are likely to run out of memory, {fitting} would fit"
 
 
-def too_much_for_host(now: Configuration, target: Configuration, host_risk: float) -> str | None:
+def exceeds_host(now: Configuration, target: Configuration, host_risk: float) -> str | None:
     """Say so if a change would move to the host what that has no memory for.
 
     Args:
@@ -71,6 +76,6 @@ def too_much_for_host(now: Configuration, target: Configuration, host_risk: floa
     return f"the host is short of memory itself, at a risk of {host_risk:.0%}"
 
 
-def alike(peaks: Sequence[Peak], length: int) -> list[Peak]:
+def same_length_bucket(peaks: Sequence[PeakSample], length: int) -> list[PeakSample]:
     """Return the peaks of batches about as long."""
     return [peak for peak in peaks if bucket_of(peak.length) == bucket_of(length)]

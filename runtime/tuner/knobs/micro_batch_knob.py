@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....errors import BatchError
-from ...trainer.window_runner import Windows
+from ...trainer.window_runner import WindowRunner
 from ..policy.types import Undo, Value
-from .candidate_sizes import cuts
+from .candidate_sizes import micro_batch_sizes
 
 
-class MicroBatchHand:
+class MicroBatchKnob:
     """Sets what `TrainingRun.set_micro_batch` does; the batch as a whole stays.
 
     Args:
@@ -21,7 +21,7 @@ class MicroBatchHand:
 
     name = "micro_batch_samples"
 
-    def __init__(self, windows: Windows, largest_share: Callable[[], int]) -> None:
+    def __init__(self, windows: WindowRunner, largest_share: Callable[[], int]) -> None:
         self._windows, self._largest_share = windows, largest_share
 
     def unavailable(self) -> str | None:
@@ -37,7 +37,7 @@ class MicroBatchHand:
 
     def options(self) -> Sequence[Value]:
         """Return the sizes that cut the largest share into 1, 2, 4 and so on."""
-        return cuts(self._largest_share(), self.get())
+        return micro_batch_sizes(self._largest_share(), self.get())
 
     def turn(self, value: Value) -> Undo:
         """Set it.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...trainer.oom_recovery.guard_schedule import Arming
-from ...trainer.oom_recovery.micro_batch_planner import Plans
-from ...trainer.oom_recovery.sizing import Sizing
+from ...trainer.oom_recovery.guard_schedule import GuardSchedule
+from ...trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
+from ...trainer.oom_recovery.sizing import MicroBatchLimits
 from ..policy.types import Configuration, Undo
 
 # These change nothing about what fits; sizes of micro-batches are what a plan is about.
-_OF_NO_MATTER = frozenset({"micro_batch_samples", "python_gc", "timers.throughput.synchronized"})
+_MEMORY_NEUTRAL = frozenset({"micro_batch_samples", "python_gc", "timers.throughput.synchronized"})
 MAX_KNOWN = 64
 
 Key = tuple[tuple[str, object], ...]
 
 
-class KnownPlans:
+class PlanCache:
     """Keeps a plan by configuration, the same on all ranks.
 
     A trial goes to and fro. If each change made the plan forget, the guard would be armed in every
@@ -26,9 +26,9 @@ class KnownPlans:
         plans: Returns that of the run.
     """
 
-    def __init__(self, plans: Callable[[], Plans]) -> None:
+    def __init__(self, plans: Callable[[], MicroBatchPlanner]) -> None:
         self._plans = plans
-        self._known: dict[Key, tuple[Sizing, Arming]] = {}
+        self._known: dict[Key, tuple[MicroBatchLimits, GuardSchedule]] = {}
 
     def move(self, before: Configuration, now: Configuration) -> Undo:
         """Go from what is known of one configuration to what is of another."""
@@ -52,4 +52,4 @@ class KnownPlans:
 
 
 def _key(configuration: Configuration) -> Key:
-    return tuple(sorted(item for item in configuration.items() if item[0] not in _OF_NO_MATTER))
+    return tuple(sorted(item for item in configuration.items() if item[0] not in _MEMORY_NEUTRAL))

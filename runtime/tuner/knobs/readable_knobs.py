@@ -6,17 +6,17 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..policy.types import Configuration, Value
-from .knob import Dial
+from .knob import ReadableKnob
 
 logger = logging.getLogger(__name__)
 
 
-def read_values(dials: Iterable[Dial]) -> dict[str, Value]:
+def read_values(dials: Iterable[ReadableKnob]) -> dict[str, Value]:
     """Return the value of each knob that is there."""
     return {dial.name: dial.get() for dial in dials if dial.unavailable() is None}
 
 
-def read_options(dials: Iterable[Dial], told: set[str]) -> Mapping[str, Sequence[Value]]:
+def read_options(dials: Iterable[ReadableKnob], told: set[str]) -> Mapping[str, Sequence[Value]]:
     """Return what each knob could be set to; of one that is absent the log says once why.
 
     Args:
@@ -35,7 +35,7 @@ def read_options(dials: Iterable[Dial], told: set[str]) -> Mapping[str, Sequence
     return found
 
 
-def strange(dials: Sequence[Dial], target: Configuration) -> str | None:
+def unknown_or_missing(dials: Sequence[ReadableKnob], target: Configuration) -> str | None:
     """Say so if a target names a knob that nobody knows, or changes none but what is not there."""
     by_name = {dial.name: dial for dial in dials}
     unknown = target.keys() - by_name.keys()
@@ -49,7 +49,7 @@ def strange(dials: Sequence[Dial], target: Configuration) -> str | None:
     return None
 
 
-def verified(dials: Sequence[Dial], target: Configuration) -> bool:
+def all_applied(dials: Sequence[ReadableKnob], target: Configuration) -> bool:
     """Whether all knobs of a target that are there read back."""
     by_name = {dial.name: dial for dial in dials}
     return all(

@@ -8,36 +8,43 @@ from functools import partial
 from typing import Any
 
 from ....errors import ZerowatchError
-from ...common.host_collectives import Agreed
+from ...common.host_collectives import HostCollectives
 from ...common.training_config import training_config
-from ...engine.live_settings.choose_modules import Chosen
+from ...engine.live_settings.choose_modules import ModuleSelector
 from ...engine.rebuild.ranks import Attempt
-from ...trainer.data.data_source import Sharing
-from ...trainer.engine_holder import EngineChanges
-from ...trainer.oom_recovery.fit import Measured
-from ...trainer.window_runner import Windows
+from ...trainer.data.data_source import TrainingData
+from ...trainer.engine_holder import EngineHolder
+from ...trainer.oom_recovery.fit import MemoryMeasurements
+from ...trainer.window_runner import WindowRunner
 from ..policy.types import Configuration, Undo, Value
-from .attachment_knob import checkpointing_hand, sleep_hand
-from .attachments import restore_borne
-from .compression_knobs import AsynchronyDial, CompressionDial, Form, form_of, put_aside, send_as
-from .deepspeed_knobs import configured, live_hands, with_knob
-from .gc_knob import GarbageHand
-from .global_batch_knob import BatchHand
-from .knob import Dial, Hand
-from .layout_knob import LAYOUT, LayoutDial, Layouts
-from .load_balance_knob import BalanceHand
-from .memory_check import too_large, too_much, too_much_for_host
-from .micro_batch_knob import MicroBatchHand
-from .plan_cache import KnownPlans
-from .readable_knobs import read_options, read_values, strange, verified
-from .undo_stack import Undos
+from .attachment_knob import checkpointing_knob, optimizer_offload_knob
+from .attachments import restore_attachments
+from .compression_knobs import (
+    AsyncReductionKnob,
+    CodecConfig,
+    CompressionKnob,
+    codec_config,
+    detach_codec,
+    set_codec,
+)
+from .deepspeed_knobs import configured, deepspeed_knobs, with_knob
+from .gc_knob import GcKnob
+from .global_batch_knob import GlobalBatchKnob
+from .knob import ReadableKnob, WritableKnob
+from .layout_knob import LAYOUT, ZeroLayoutKnob, ZeroLayouts
+from .load_balance_knob import LoadBalanceKnob
+from .memory_check import exceeds_fit, exceeds_free, exceeds_host
+from .micro_batch_knob import MicroBatchKnob
+from .plan_cache import PlanCache
+from .readable_knobs import all_applied, read_options, read_values, unknown_or_missing
+from .undo_stack import UndoStack
 
 logger = logging.getLogger(__name__)
 
 Turn = Callable[[], Undo]
 
 
-class RunHands:
+class RunKnobs:
     """Turns the knobs of one run; every rank has its own, and calls it alike.
 
     Args:
@@ -55,39 +62,41 @@ class RunHands:
 
     def __init__(
         self,
-        changes: EngineChanges,
-        windows: Windows,
-        agreement: Agreed,
+        changes: EngineHolder,
+        windows: WindowRunner,
+        agreement: HostCollectives,
         *,
-        measured: Callable[[], Measured],
+        measured: Callable[[], MemoryMeasurements],
         largest_share: Callable[[], int],
         host_risk: Callable[[], float] = lambda: 0.0,
-        checkpointed: Chosen = None,
-        sharing: Sharing | None = None,
+        checkpointed: ModuleSelector = None,
+        sharing: TrainingData | None = None,
     ) -> None:
         self._changes, self._windows, self._agreement = changes, windows, agreement
         self._measured, self._largest_share = measured, largest_share
         self._host_risk = host_risk
-        self._layouts = Layouts(
+        self._layouts = ZeroLayouts(
             lambda: changes.engine, lambda: changes.config, training_config, agreement.world_size
         )
-        self._garbage = GarbageHand()
-        self._live = live_hands(lambda: changes.engine)
-        data: list[Hand] = [] if sharing is None else [BalanceHand(sharing), BatchHand(sharing)]
-        self._others: list[Hand] = [
-            checkpointing_hand(changes, checkpointed),
-            sleep_hand(changes),
-            MicroBatchHand(windows, largest_share),
+        self._garbage = GcKnob()
+        self._live = deepspeed_knobs(lambda: changes.engine)
+        data: list[WritableKnob] = (
+            [] if sharing is None else [LoadBalanceKnob(sharing), GlobalBatchKnob(sharing)]
+        )
+        self._others: list[WritableKnob] = [
+            checkpointing_knob(changes, checkpointed),
+            optimizer_offload_knob(changes),
+            MicroBatchKnob(windows, largest_share),
             self._garbage,
             *data,
         ]
-        self._codec: list[Dial] = [
-            CompressionDial(changes, agreement.world_size),
-            AsynchronyDial(changes, agreement.world_size),
+        self._codec: list[ReadableKnob] = [
+            CompressionKnob(changes, agreement.world_size),
+            AsyncReductionKnob(changes, agreement.world_size),
         ]
-        layout = [LayoutDial(name, self._layouts) for name in LAYOUT]
-        self._dials: list[Dial] = [*self._live, *self._others, *self._codec, *layout]
-        self._known = KnownPlans(lambda: windows.replay.plans)
+        layout = [ZeroLayoutKnob(name, self._layouts) for name in LAYOUT]
+        self._dials: list[ReadableKnob] = [*self._live, *self._others, *self._codec, *layout]
+        self._known = PlanCache(lambda: windows.replay.plans)
         self._told: set[str] = set()
         self._given = changes.config
         self._left: frozenset[str] = frozenset()
@@ -103,7 +112,7 @@ class RunHands:
 
     def refusal(self, target: Configuration) -> str | None:
         """Say why this rank should not work with that, such as its memory; None if it may."""
-        reason = strange(self._dials, target) or too_much_for_host(
+        reason = unknown_or_missing(self._dials, target) or exceeds_host(
             self.values(), target, self._host_risk()
         )
         if reason is not None:
@@ -125,7 +134,7 @@ class RunHands:
         """
         before = self.values()
         config = self._layouts.changed(target)
-        undos = Undos()
+        undos = UndoStack()
         self._left = frozenset()
         if config is None:
             undos.do(self._turns(target))
@@ -139,7 +148,7 @@ class RunHands:
     def verify(self, target: Configuration) -> bool:
         """Whether this rank really works with that."""
         meant = {name: target[name] for name in target.keys() - self._left}
-        return verified(self._dials, meant)
+        return all_applied(self._dials, meant)
 
     def window_ended(self) -> None:
         """Do what is to be done between two windows; cheap."""
@@ -160,14 +169,14 @@ class RunHands:
             if not hand.is_ours and hand.name in target and target[hand.name] == now.get(hand.name)
         )
 
-    def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: Undos) -> None:
+    def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: UndoStack) -> None:
         """Have another engine, and turn the rest on it; on all ranks or on none."""
         changes = self._changes
         with Attempt(self._agreement) as ready:
             changes.wake()  # where memory may run out on one rank alone
         if ready.error is not None:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
-        undos.add(restore_borne(changes))
+        undos.add(restore_attachments(changes))
         before = changes.config
         changes.rebuild_as(config)
         undos.add(partial(changes.rebuild_as, before))
@@ -182,31 +191,31 @@ class RunHands:
         codec = self._changes.codec
         if any(self._differing(self._live, target)):
             if codec is not None:
-                yield partial(put_aside, self._changes)
+                yield partial(detach_codec, self._changes)
             for hand, value in self._differing(self._live, target):  # one may bring another back
                 yield partial(hand.turn, value)
             yield self._write
-        form = self._form(target, form_of(codec))
-        if form != form_of(self._changes.codec):
-            yield partial(send_as, self._changes, form, codec)
+        form = self._form(target, codec_config(codec))
+        if form != codec_config(self._changes.codec):
+            yield partial(set_codec, self._changes, form, codec)
         for other, value in self._differing(self._others, target):
             yield partial(other.turn, value)
 
     def _differing(
-        self, hands: Sequence[Hand], target: Configuration
-    ) -> Iterator[tuple[Hand, Value]]:
+        self, hands: Sequence[WritableKnob], target: Configuration
+    ) -> Iterator[tuple[WritableKnob, Value]]:
         for hand in hands:
             is_meant = hand.name in target and hand.unavailable() is None
             if is_meant and target[hand.name] != hand.get():
                 yield hand, target[hand.name]
 
-    def _form(self, target: Configuration, before: Form) -> Form:
+    def _form(self, target: Configuration, before: CodecConfig) -> CodecConfig:
         """Return how gradients shall travel: as before, if the target does not say."""
         wanted = [
             target.get(dial.name, was) if dial.unavailable() is None else plain
-            for dial, was, plain in zip(self._codec, before, Form(None, False), strict=True)
+            for dial, was, plain in zip(self._codec, before, CodecConfig(None, False), strict=True)
         ]
-        return Form(*wanted)
+        return CodecConfig(*wanted)
 
     def _write(self) -> Undo:
         """Let the ds config say what live knobs were turned to, so that a rebuild keeps it.
@@ -235,14 +244,14 @@ class RunHands:
         plans, measured = self._windows.replay.plans, self._measured()
         longest = plans.arming.longest
         extra_bytes += sum(self._needs(target))
-        reason = too_much(measured, extra_bytes=extra_bytes, length=longest)
+        reason = exceeds_free(measured, extra_bytes=extra_bytes, length=longest)
         share = self._largest_share()
         now = self._windows.micro_batch_samples
-        asked = target.get(MicroBatchHand.name, now)
+        asked = target.get(MicroBatchKnob.name, now)
         samples = asked if isinstance(asked, int) else now
         if reason is not None or min(samples, share) <= min(now, share):
             return reason
-        return too_large(
+        return exceeds_fit(
             measured,
             samples=min(samples, share),
             extra_bytes=extra_bytes,

@@ -11,7 +11,7 @@ from ..policy.types import Undo
 logger = logging.getLogger(__name__)
 
 
-class Undos:
+class UndoStack:
     """Takes back what was done, the last first; one that fails does not keep the rest from it."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Undos:
         Raises:
             ZerowatchError: One failed, and those before it were taken back.
         """
-        made = Undos()
+        made = UndoStack()
         try:
             for change in changes:
                 made.add(change())

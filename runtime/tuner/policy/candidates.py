@@ -13,7 +13,7 @@ STEP = 4  # of sizes; half of it moves the time of a step by less than a trial c
 _BATCH_STEP = 2
 
 
-def wanted(
+def candidate_values(
     knob: str,
     trigger: Trigger,
     configuration: Configuration,
@@ -37,7 +37,7 @@ def wanted(
     numbers = sorted(value for value in options if isinstance(value, int))
     if not isinstance(now, int):
         return []
-    most = _most(knob, facts)
+    most = _saturation(knob, facts)
     up = [] if trigger == "down" else _larger(knob, now, numbers, most, samples_per_rank)
     down = [] if trigger == "up" else _smaller(knob, now, numbers, most)
     if trigger == "down" and knob == "reduce_bucket_size" and now > most:
@@ -91,7 +91,7 @@ def _larger(
 ) -> list[Value]:
     larger = [number for number in numbers if number > now]
     if knob == "micro_batch_samples":
-        return [*_fewer_pieces(now, larger, samples_per_rank)]
+        return [*_fewer_micro_batches(now, larger, samples_per_rank)]
     if knob == "zero_stage":
         return [*larger]
     if not larger or now >= most:
@@ -101,7 +101,7 @@ def _larger(
     return [next((number for number in larger if number >= target), larger[-1])]
 
 
-def _fewer_pieces(now: int, larger: Sequence[int], samples: int) -> list[int]:
+def _fewer_micro_batches(now: int, larger: Sequence[int], samples: int) -> list[int]:
     """Return the largest micro-batch first; of those that make as many pieces, the smallest."""
     best: dict[int, int] = {}
     for size in larger:
@@ -119,7 +119,7 @@ def _smaller(knob: str, now: int, numbers: Sequence[int], most: float) -> list[V
     return [*enough] if knob == "micro_batch_samples" else [*enough[:1]]
 
 
-def _most(knob: str, facts: JobFacts) -> float:
+def _saturation(knob: str, facts: JobFacts) -> float:
     """Return the size above which a larger one is the same."""
     parameters = facts.num_parameters
     return {

@@ -37,7 +37,7 @@ class Estimate:
         return self.mean + student_quantile(1 - level, self.freedom) * self.error
 
 
-def estimate(differences: Sequence[float]) -> Estimate:
+def winsorized_mean(differences: Sequence[float]) -> Estimate:
     """Return the winsorised mean of at least two differences."""
     num = len(differences)
     cut = num // ONE_OF if num >= WINSORISED_FROM else 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .types import Configuration, Hands, Order
+from .types import Configuration, KnobSetter, Order
 
 
-class Course:
+class ConfigurationState:
     """Of one run.
 
     Args:
@@ -21,7 +21,7 @@ class Course:
         why: Half a sentence for people.
     """
 
-    def __init__(self, hands: Hands, tell: Callable[[Configuration], object]) -> None:
+    def __init__(self, hands: KnobSetter, tell: Callable[[Configuration], object]) -> None:
         self._hands, self._tell = hands, tell
         self.why = ""
         self.known_good: Configuration

@@ -10,19 +10,19 @@ import logging
 from collections.abc import Callable
 
 from ....metrics.snapshot import Snapshot
-from .configuration_state import Course
+from .configuration_state import ConfigurationState
 from .experiment import Conclusion, Experiment
-from .loss_guard import LossSentinel
-from .memory_relief import Relief
-from .metrics_delta import Reading
+from .loss_guard import LossGuard
+from .memory_relief import MemoryRelief
+from .metrics_delta import MetricsDelta
 from .numerics import JobFacts
-from .options import Listener, Rules
-from .pending_accept import Adoption
-from .proposals import Situation
+from .options import TunerListener, TunerOptions
+from .pending_accept import PendingAccept
+from .proposals import TunerInput
 from .search import Search, is_short_of_memory
-from .search_history import Known
-from .step_time_observer import Observer
-from .types import Hands, Order, Outcome, StepTime
+from .search_history import SearchHistory
+from .step_time_observer import StepTimeObserver
+from .types import KnobSetter, Order, Outcome, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +50,21 @@ class Controller:
 
     def __init__(
         self,
-        hands: Hands,
+        hands: KnobSetter,
         snapshot: Callable[[], Snapshot],
         facts: Callable[[], JobFacts],
-        rules: Rules,
-        listener: Listener,
-        known: Known | None = None,
+        rules: TunerOptions,
+        listener: TunerListener,
+        known: SearchHistory | None = None,
     ) -> None:
-        self._rules, self._listener, self._known = rules, listener, known or Known()
+        self._rules, self._listener, self._known = rules, listener, known or SearchHistory()
         self._search = Search(hands, facts, rules, self._known)
-        self._observer = Observer(snapshot, rules.observe_seconds)
-        self._relief = Relief(self._search, rules)
-        self._sentinel, self.course = LossSentinel(), Course(hands, listener.configured)
+        self._observer = StepTimeObserver(snapshot, rules.observe_seconds)
+        self._relief = MemoryRelief(self._search, rules)
+        self._sentinel, self.course = LossGuard(), ConfigurationState(hands, listener.configured)
         self._experiment: Experiment | None = None
-        self._adoption = Adoption(self.course, self._search, listener)
-        self._situation: Situation | None = None  # from which more may be tried
+        self._adoption = PendingAccept(self.course, self._search, listener)
+        self._situation: TunerInput | None = None  # from which more may be tried
         self._num_failures, self._step_seconds = 0, 1.0
         self._quiet, self._rest = 0, WARMUP_STEPS  # windows: of no use; until anything is done
         self.state = ""
@@ -165,7 +165,7 @@ class Controller:
 
     def _begin_anew(self, speed: str) -> None:
         """Search again, for steps have become other than they were."""
-        self._known.shifted(speed)
+        self._known.on_speed_shift(speed)
         self._rest = 0
         self._watch_anew()
 
@@ -187,7 +187,7 @@ class Controller:
         elif reading is not None:
             self._diagnose(reading, step)
 
-    def _diagnose(self, reading: Reading, step: StepTime) -> None:
+    def _diagnose(self, reading: MetricsDelta, step: StepTime) -> None:
         situation = self._search.situation(reading, step, self.course.known_good)
         self._listener.diagnosed(situation.symptoms, reading)
         if not self._rules.acts:
@@ -196,9 +196,9 @@ class Controller:
         elif not is_short_of_memory(situation):
             self._try_next(situation, step)
 
-    def _try_next(self, situation: Situation, step: StepTime) -> None:
+    def _try_next(self, situation: TunerInput, step: StepTime) -> None:
         """Put the most promising proposal on trial, if there is any."""
-        usual = self._observer.usual
+        usual = self._observer.baseline
         if usual is None:
             return
         self._enter("propose")
@@ -221,11 +221,11 @@ class Controller:
         elif self.course.in_use != experiment.wanted:  # it paused
             self.course.wanted = experiment.wanted
         else:
-            self._search.budget.spend(experiment.add(step, self._observer.usual))
+            self._search.budget.spend(experiment.add(step, self._observer.baseline))
             self._weigh(experiment, step)
 
     def _weigh(self, experiment: Experiment, step: StepTime) -> None:
-        trouble = self._sentinel.trouble(experiment.proposal, step)
+        trouble = self._sentinel.check(experiment.proposal, step)
         if trouble is not None and self.course.is_on_trial:
             self._drop(trouble, failed=True)
         elif experiment.is_overtaken:
@@ -262,7 +262,7 @@ class Controller:
     def _conclude(self, conclusion: Conclusion, *, is_proved: bool = True) -> None:
         """End a trial that changes nothing."""
         self._enter("rollback")
-        (self._known.deny if is_proved else self._known.bar)(conclusion.proposal.changes)
+        (self._known.reject if is_proved else self._known.mark_failed)(conclusion.proposal.changes)
         self._listener.concluded(conclusion)
         self._leave()
         self._situation = conclusion.situation

@@ -8,7 +8,7 @@ from typing import Literal
 
 from .diagnose import context_of
 from .experiment import Conclusion
-from .types import Configuration, Contract, Symptom, Value, Verdict
+from .types import Configuration, Numerics, Symptom, Value, Verdict
 
 SEVERAL = "several"
 
@@ -54,7 +54,7 @@ class Decision:
     step: int
     symptom: Symptom
     changes: Sequence[Change]
-    contract: Contract
+    contract: Numerics
     predicted_gain: float | None
     gain: float | None = None
     lower: float | None = None

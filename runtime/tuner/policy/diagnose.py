@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ....metrics import thresholds as start
 from ....metrics.catalog.labels import CAUSE
-from .metrics_delta import Reading
+from .metrics_delta import MetricsDelta
 from .types import Symptom
 
 LEAST_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
@@ -51,7 +51,9 @@ class Thresholds:
 DEFAULT_THRESHOLDS = Thresholds()
 
 
-def diagnose(reading: Reading, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> tuple[Symptom, ...]:
+def diagnose(
+    reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> tuple[Symptom, ...]:
     """Return what holds the job back, first what may end it, then by share of the time.
 
     What the metrics do not tell is no symptom; a stale reading has none at all.
@@ -67,7 +69,9 @@ def diagnose(reading: Reading, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> t
     return tuple(sorted(found, key=_rank))
 
 
-def exposed_ratio(reading: Reading, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> float | None:
+def exposed_ratio(
+    reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
+) -> float | None:
     """Return the share of waiting for collectives; None where that is not to be believed."""
     if reading.world_size == 1:
         return 0.0
@@ -76,7 +80,7 @@ def exposed_ratio(reading: Reading, thresholds: Thresholds = DEFAULT_THRESHOLDS)
     return reading.exposed_ratio
 
 
-def context_of(reading: Reading, near: Reading | None = None) -> str:
+def context_of(reading: MetricsDelta, near: MetricsDelta | None = None) -> str:
     """Name the surroundings in which a verdict holds, coarsely enough to come back to.
 
     Figures are rounded to powers of two.
@@ -115,7 +119,7 @@ def _rank(symptom: Symptom) -> tuple[int, float]:
     return place, -symptom.ratio
 
 
-def _memory(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _memory(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     evidence = _known(oom_risk_ratio=reading.oom_risk, headroom_ratio=reading.headroom_ratio)
     risk = reading.oom_risk
     low = reading.headroom_ratio is not None and reading.headroom_ratio < thresholds.headroom_low
@@ -128,7 +132,7 @@ def _memory(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
         yield Symptom(name=MEMORY_IDLE, ratio=free, evidence=evidence)
 
 
-def _communication(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     exposed = exposed_ratio(reading, thresholds)
     if exposed is None or exposed <= thresholds.comm_ratio_high:
         return
@@ -146,7 +150,7 @@ def _communication(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom
             yield Symptom(name=f"comm_{cause}", ratio=ratio, evidence=evidence)
 
 
-def _device(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _device(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     busy = _busy_ratio(reading, thresholds)
     if busy is not None and busy < thresholds.device_utilization_low:
         # Of a CPU it is the training thread's computing, and no such metric.
@@ -155,7 +159,7 @@ def _device(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
         yield Symptom(name="device_idle", ratio=1 - busy, evidence=evidence)
 
 
-def _busy_ratio(reading: Reading, thresholds: Thresholds) -> float | None:
+def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     """Return the busy share of the device that trains.
 
     How many of its cores a process keeps busy says little on a CPU: that is as many as its
@@ -170,7 +174,7 @@ def _busy_ratio(reading: Reading, thresholds: Thresholds) -> float | None:
     return computing  # waiting for collectives in it has symptoms of its own
 
 
-def _host(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     """Tell of a job that waits for Python; on a CPU only what is outside all phases shows it."""
     exposed = exposed_ratio(reading, thresholds)
     if exposed is None or exposed > thresholds.comm_ratio_high:
@@ -190,13 +194,13 @@ def _host(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
         yield Symptom(name="host_bound", ratio=ratio, evidence=evidence)
 
 
-def _data(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _data(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     ratio = reading.phase_ratios.get("data")
     if ratio is not None and ratio > thresholds.data_ratio_high:
         yield Symptom(name="data_bound", ratio=ratio, evidence={"data_ratio": ratio})
 
 
-def _straggler(reading: Reading, thresholds: Thresholds) -> Iterator[Symptom]:
+def _straggler(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     """Tell of a slow rank: this one by its score, another by how long this one waits for it."""
     score = reading.straggler_score
     waits = None

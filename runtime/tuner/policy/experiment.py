@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .proposals import Situation
-from .step_time_observer import Usual
+from .proposals import TunerInput
+from .step_time_observer import Baseline
 from .trial import Judgement, Trial
 from .trial_plan import TrialPlan
 from .types import Configuration, Proposal, StepTime, Verdict
@@ -28,7 +28,7 @@ class Conclusion:
     """
 
     proposal: Proposal
-    situation: Situation
+    situation: TunerInput
     verdict: Verdict
     reason: str
     judgement: Judgement | None = None
@@ -54,7 +54,7 @@ class Experiment:
         cost_seconds: What it took so far beyond training as before, changes included.
     """
 
-    def __init__(self, proposal: Proposal, situation: Situation, plan: TrialPlan) -> None:
+    def __init__(self, proposal: Proposal, situation: TunerInput, plan: TrialPlan) -> None:
         self.proposal, self.situation = proposal, situation
         self.cost_seconds = 0.0
         self._plan, self._trial = plan, Trial(plan)
@@ -107,7 +107,7 @@ class Experiment:
         """Let something else come between; the block under way is begun anew after it."""
         self._trial.pause()
 
-    def add(self, step: StepTime, usual: Usual | None) -> float:
+    def add(self, step: StepTime, usual: Baseline | None) -> float:
         """Take the window that was run as wanted; return the seconds that it cost.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from ....metrics.whole_file import write_whole
+from ....metrics.whole_file import atomic_write
 from .types import Configuration, Value
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ Denied = frozenset[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class HistoryEntry:
     """What a job came to in one context.
 
     Attributes:
@@ -46,13 +46,13 @@ def is_within(changes: Configuration, configuration: Configuration) -> bool:
     )
 
 
-def job_key(facts: Mapping[str, object]) -> str:
+def job_fingerprint(facts: Mapping[str, object]) -> str:
     """Return a short name of a job: the same for equal facts, such as shapes, ranks, versions."""
     text = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS, default=str)
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-class JobMemory:
+class HistoryFile:
     """What is kept of one job. A disk that fails costs what is remembered, and never the run.
 
     Args:
@@ -67,7 +67,7 @@ class JobMemory:
     ) -> None:
         self._folder, self._key, self._owner, self._is_gone = folder, key, owner, is_gone
 
-    def load(self) -> Mapping[str, Remembered]:
+    def load(self) -> Mapping[str, HistoryEntry]:
         """Return what is known of the job, by context; nothing where the file is damaged."""
         return self._read(f"{self._key}.json", _remembered) or {}
 
@@ -83,7 +83,7 @@ class JobMemory:
                     path.unlink()
         return found
 
-    def remember(self, context: str, remembered: Remembered) -> None:
+    def remember(self, context: str, remembered: HistoryEntry) -> None:
         """Keep what the job came to in one context, in the place of what was known of it."""
         known = {name: each for name, each in self.load().items() if name != context}
         known[context] = remembered
@@ -103,7 +103,7 @@ class JobMemory:
             return
         path = self._folder / name
         try:
-            write_whole(path, text)
+            atomic_write(path, text)
         except OSError as error:
             logger.warning("cannot remember this job for its next run in %s: %s", path, error)
 
@@ -125,7 +125,7 @@ class JobMemory:
             return None
 
 
-def _text(contexts: Mapping[str, Remembered]) -> str:
+def _text(contexts: Mapping[str, HistoryEntry]) -> str:
     told = {
         name: {"configuration": each.configuration, "denied": sorted(each.denied, key=repr)}
         for name, each in contexts.items()
@@ -137,9 +137,9 @@ def _json(data: object) -> str:
     return orjson.dumps(data, option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
-def _remembered(data: Any) -> dict[str, Remembered]:
+def _remembered(data: Any) -> dict[str, HistoryEntry]:
     return {
-        str(name): Remembered(
+        str(name): HistoryEntry(
             configuration=_configuration(told["configuration"]),
             denied=frozenset((str(knob), _value(each)) for knob, each in told["denied"]),
         )

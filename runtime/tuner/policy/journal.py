@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .decision import Decision
 from .experiment import Conclusion
-from .recorded import line_of
+from .recorded import to_json_line
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Journal:
         if folder is None:
             self.lost += 1
             return
-        line = line_of(decision, conclusion)
+        line = to_json_line(decision, conclusion)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _append(folder / DECISIONS_FILE, line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from .types import Contract, Proposal, StepTime
+from .types import Numerics, Proposal, StepTime
 
 WINDOWS = 50
 LEAST_WINDOWS = 10
@@ -14,7 +14,7 @@ NORMAL = 1.4826  # of a normal distribution, standard deviations in a median dev
 LEAST_SPREAD = 0.01  # of the loss; below it a steady loss would seem to leap
 
 
-class LossSentinel:
+class LossGuard:
     """Knows the losses of the last windows, until something is tried that may move them."""
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class LossSentinel:
         if loss is not None:
             self._losses.append(loss)
 
-    def trouble(self, proposal: Proposal, step: StepTime) -> str | None:
+    def check(self, proposal: Proposal, step: StepTime) -> str | None:
         """Say why a change must not stay, as a window with it shows; None where it may."""
         if step.replays:
             return "memory ran out"
-        if proposal.contract >= Contract.STATISTICAL and self._is_far_off(step.loss):
+        if proposal.contract >= Numerics.STATISTICAL and self._is_far_off(step.loss):
             return f"the loss went up to {step.loss:.4g}"
         return None
 

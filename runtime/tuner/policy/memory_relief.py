@@ -6,7 +6,7 @@ import logging
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from .experiment import Conclusion
-from .options import Rules
+from .options import TunerOptions
 from .search import Search
 from .types import Configuration, StepTime
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 RELIEF_STEPS = 5  # after a change, until its effect can be foreseen
 
 
-class Relief:
+class MemoryRelief:
     """Of one run.
 
     Args:
@@ -23,7 +23,7 @@ class Relief:
         rules: The user's.
     """
 
-    def __init__(self, search: Search, rules: Rules) -> None:
+    def __init__(self, search: Search, rules: TunerOptions) -> None:
         self._search, self._rules = search, rules
         self._rest = 0
 

@@ -21,7 +21,7 @@ _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MetricsDelta:
     """One rank's stretch of training. None where a metric is missing, which is never 0.
 
     Ratios are shares of training time, evaluation and checkpoints left out, unless said otherwise.
@@ -73,7 +73,7 @@ class Reading:
     world_size: int | None = None
 
 
-def reading_of(before: Snapshot, after: Snapshot) -> Reading:
+def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     """Return what happened between two snapshots of one rank.
 
     Exposed communication is told every few seconds only, so a stretch should have some 20 s.
@@ -81,11 +81,11 @@ def reading_of(before: Snapshot, after: Snapshot) -> Reading:
     stretch = _Stretch(before=before, after=after)
     renewed = [one.value(watching.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
     if None in renewed or renewed[0] == renewed[1]:
-        return Reading(stale=True)
+        return MetricsDelta(stale=True)
     phases = {phase: stretch.grown(training.PHASE_SECONDS, phase) for phase in PHASES}
     counted = _known({phase: phases[phase] for phase in PHASES if phase not in NOT_TRAINING})
     seconds = sum(counted.values())
-    reading = Reading(
+    reading = MetricsDelta(
         seconds=seconds or None,
         steps=stretch.grown(training.STEPS),
         phase_ratios=_known({phase: _ratio(each, seconds) for phase, each in counted.items()}),
@@ -96,7 +96,7 @@ def reading_of(before: Snapshot, after: Snapshot) -> Reading:
     return _with_device(_with_communication(reading, stretch), stretch)
 
 
-def _with_communication(reading: Reading, stretch: _Stretch) -> Reading:
+def _with_communication(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
     exposed = stretch.grown_in_all(communication.COMM_EXPOSED_SECONDS)
     comm = stretch.grown_in_all(communication.COMM_SECONDS)
     if exposed == 0 and comm:
@@ -121,7 +121,7 @@ def _with_communication(reading: Reading, stretch: _Stretch) -> Reading:
     )
 
 
-def _with_device(reading: Reading, stretch: _Stretch) -> Reading:
+def _with_device(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
     after = stretch.after
     named = sorted(after.values.get(devices.DEVICE_UTILIZATION, {}))
     names = [label[0] for label in named]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .registry import SPECS
-from .types import Contract
+from .types import Numerics
 
 EXACT_RANKS = 2  # a sum of two is the same in either order
 
@@ -80,7 +80,7 @@ class JobFacts:
         return self.parameter_bytes / self.parameter_width
 
 
-def class_of(knob: str, facts: JobFacts) -> Contract | None:
+def class_of(knob: str, facts: JobFacts) -> Numerics | None:
     """Return the least contract that allows a knob to be turned in this job; None: none does.
 
     Args:
@@ -91,18 +91,18 @@ def class_of(knob: str, facts: JobFacts) -> Contract | None:
     if knob in _CUT_KNOBS and traits.expert_capacity:
         return None
     if knob in facts.exact_knobs:
-        return Contract.BITWISE
+        return Numerics.BITWISE
     if knob in SUM_KNOBS and facts.world_size <= EXACT_RANKS:
-        return Contract.BITWISE
+        return Numerics.BITWISE
     together = traits.dropout or traits.batch_statistics or not traits.loss_decomposable
     if knob in _CUT_KNOBS and together:
-        return Contract.STATISTICAL
+        return Numerics.STATISTICAL
     return SPECS[knob].contract
 
 
-def class_of_all(knobs: Iterable[str], facts: JobFacts) -> Contract | None:
+def class_of_all(knobs: Iterable[str], facts: JobFacts) -> Numerics | None:
     """Return the least contract that allows several knobs to be turned; None: none does."""
-    least = Contract.BITWISE
+    least = Numerics.BITWISE
     for knob in knobs:
         contract = class_of(knob, facts)
         if contract is None:
@@ -111,15 +111,15 @@ def class_of_all(knobs: Iterable[str], facts: JobFacts) -> Contract | None:
     return least
 
 
-def contract_named(text: str) -> Contract:
+def contract_named(text: str) -> Numerics:
     """Return the contract of a name as settings write it, such as "bitwise".
 
     Raises:
         KeyError: There is none of that name.
     """
-    return Contract[text.upper()]
+    return Numerics[text.upper()]
 
 
-def name_of(contract: Contract) -> str:
+def name_of(contract: Numerics) -> str:
     """Return a contract's name as settings write it."""
     return contract.name.lower()

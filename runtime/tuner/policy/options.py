@@ -8,14 +8,14 @@ from typing import Protocol
 
 from .diagnose import Thresholds
 from .experiment import Conclusion
-from .metrics_delta import Reading
-from .types import Configuration, Contract, Proposal, Symptom
+from .metrics_delta import MetricsDelta
+from .types import Configuration, Numerics, Proposal, Symptom
 
 LEAST_SOAK_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class TunerOptions:
     """What the user lets the tuner do.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rules:
         thresholds: From when on something is a symptom.
     """
 
-    contract: Contract
+    contract: Numerics
     acts: bool = True
     allows_rebuild: bool = True
     min_gain: float = 0.01
@@ -48,7 +48,7 @@ class Rules:
         return min(self.soak_steps, max(LEAST_SOAK_STEPS, steps))
 
 
-class Listener(Protocol):
+class TunerListener(Protocol):
     """Who is told."""
 
     def state(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Listener(Protocol):
     def configured(self, configuration: Configuration) -> None:
         """Take what the job works with now."""
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: Reading, /) -> None:
+    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
         """Take what was found."""
 
     def tries(self, proposal: Proposal, configuration: Configuration) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .configuration_state import Course
+from .configuration_state import ConfigurationState
 from .experiment import Conclusion
-from .options import Listener
+from .options import TunerListener
 from .search import Search
 from .types import Verdict
 
 
-class Adoption:
+class PendingAccept:
     """Of one configuration at a time.
 
     Args:
@@ -20,7 +20,7 @@ class Adoption:
         listener: Is told.
     """
 
-    def __init__(self, course: Course, search: Search, listener: Listener) -> None:
+    def __init__(self, course: ConfigurationState, search: Search, listener: TunerListener) -> None:
         self._course, self._search, self._listener = course, search, listener
         self._conclusion: Conclusion | None = None
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .metrics_delta import Reading
+from .metrics_delta import MetricsDelta
 from .numerics import JobFacts
 from .types import Configuration
 
@@ -34,7 +34,7 @@ def predicted_gain(
     then: Configuration,
     facts: JobFacts,
     samples_per_rank: int,
-    reading: Reading,
+    reading: MetricsDelta,
 ) -> float | None:
     """Return what a change gains of throughput; None where the reading or a stage is not known.
 
@@ -75,7 +75,7 @@ def traffic_of(
     stage = configuration.get("zero_stage")
     if stage is None:
         return None
-    step = _Step(configuration=configuration, facts=facts)
+    step = _StepTraffic(configuration=configuration, facts=facts)
     parts = list(step.parts(int(stage), num_micro_batches(configuration, samples_per_rank)))
     return Traffic(
         wire_bytes=sum(part.wire_bytes for part in parts), calls=sum(part.calls for part in parts)
@@ -89,7 +89,7 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class _StepTraffic:
     configuration: Configuration
     facts: JobFacts
 
@@ -196,7 +196,7 @@ class _Step:
         return bool(self.configuration.get(knob, True))
 
 
-def _offloading(now: Configuration, then: Configuration, reading: Reading) -> float:
+def _offloading(now: Configuration, then: Configuration, reading: MetricsDelta) -> float:
     """Return the share of time in offloading that a change does away with."""
     knobs = ("offload_optimizer", "offload_param")
     ends = any(now.get(knob) for knob in knobs) and not any(then.get(knob) for knob in knobs)
@@ -204,7 +204,7 @@ def _offloading(now: Configuration, then: Configuration, reading: Reading) -> fl
 
 
 def _hidden(
-    now: Configuration, then: Configuration, facts: JobFacts, reading: Reading, moved: float
+    now: Configuration, then: Configuration, facts: JobFacts, reading: MetricsDelta, moved: float
 ) -> float:
     """Return the share of time for which bytes will travel while backward computes.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .candidates import in_several_buckets, wanted, with_partners
+from .candidates import candidate_values, in_several_buckets, with_partners
 from .diagnose import (
     COMM_SYMPTOMS,
     DEFAULT_THRESHOLDS,
@@ -19,11 +19,11 @@ from .diagnose import (
     Thresholds,
     exposed_ratio,
 )
-from .metrics_delta import Reading
+from .metrics_delta import MetricsDelta
 from .numerics import SUM_KNOBS, JobFacts, class_of_all
 from .predict import predicted_gain
 from .registry import KNOBS, SPECS, KnobSpec, Trigger
-from .types import Configuration, Contract, Proposal, Symptom, Value
+from .types import Configuration, Numerics, Proposal, Symptom, Value
 
 LEAST_GAIN = 0.01  # below it no trial could tell it from chance
 LEAST_REBUILD_GAIN = 0.05  # a rebuild cannot be tried in turns, and may go wrong
@@ -36,7 +36,7 @@ _PREDICTED = frozenset(("zero_stage", "gradient_compression", "batch_samples"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class TunerInput:
     """All that proposals are made of.
 
     Attributes:
@@ -58,10 +58,10 @@ class Situation:
     configuration: Configuration
     options: Mapping[str, Sequence[Value]]
     facts: JobFacts
-    contract: Contract
+    contract: Numerics
     allows_rebuild: bool
     symptoms: Sequence[Symptom]
-    reading: Reading
+    reading: MetricsDelta
     samples_per_rank: int
     denied: Collection[tuple[str, Value]] = ()
     remembered: Configuration | None = None
@@ -73,7 +73,7 @@ class Situation:
         return next((one for one in self.symptoms if one.name == name), None)
 
 
-def propose(situation: Situation) -> list[Proposal]:
+def propose(situation: TunerInput) -> list[Proposal]:
     """Return what to try, the best first.
 
     While memory is short there is nothing but what gives some back, and that needs no gain.
@@ -82,27 +82,29 @@ def propose(situation: Situation) -> list[Proposal]:
     """
     pressure = situation.symptom(MEMORY_PRESSURE)
     if pressure is not None:
-        return _first_of_each(_against(situation, pressure))
+        return _first_of_each(_for_symptom(situation, pressure))
     found = [
         proposal
         for symptom in _in_their_order(situation)
-        for proposal in _promising(_against(situation, symptom))
+        for proposal in _worth_trying(_for_symptom(situation, symptom))
     ]
-    return _once([*_remembered(situation), *sorted(found, key=_merit), *relaxations(situation)])
+    return _dedupe(
+        [*_from_history(situation), *sorted(found, key=_priority), *relaxations(situation)]
+    )
 
 
-def relaxations(situation: Situation) -> list[Proposal]:
+def relaxations(situation: TunerInput) -> list[Proposal]:
     """Return what takes back a costly change whose reason is gone; it need not gain anything."""
-    return [*_uncompressed(situation), *_with_more_memory(situation)]
+    return [*_drop_compression(situation), *_spend_memory(situation)]
 
 
-def _in_their_order(situation: Situation) -> Iterator[Symptom]:
+def _in_their_order(situation: TunerInput) -> Iterator[Symptom]:
     """Yield the symptoms that may be acted on; memory to spare only to help against another."""
     others = [one for one in situation.symptoms if one.name != MEMORY_IDLE]
     return iter(situation.symptoms if others else ())
 
 
-def _against(situation: Situation, symptom: Symptom) -> Iterator[Proposal]:
+def _for_symptom(situation: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
     """Yield what may help against a symptom, in the registry's order."""
     for spec in KNOBS:
         trigger = spec.triggers.get(symptom.name)
@@ -122,7 +124,7 @@ def _against(situation: Situation, symptom: Symptom) -> Iterator[Proposal]:
                 yield proposal
 
 
-def _remembered(situation: Situation) -> Iterator[Proposal]:
+def _from_history(situation: TunerInput) -> Iterator[Proposal]:
     """Yield the way to what was the best here before, as one change.
 
     That was measured here, or lived with: nothing need be foretold of what can be tried in turns.
@@ -145,7 +147,7 @@ def _remembered(situation: Situation) -> Iterator[Proposal]:
     yield replace(proposal, relaxes=changes == {"gradient_compression": None})
 
 
-def _uncompressed(situation: Situation) -> Iterator[Proposal]:
+def _drop_compression(situation: TunerInput) -> Iterator[Proposal]:
     """Yield gradients as they are, if waiting for them would stay short."""
     knob = "gradient_compression"
     waits = exposed_ratio(situation.reading, situation.thresholds)
@@ -164,15 +166,15 @@ def _uncompressed(situation: Situation) -> Iterator[Proposal]:
         yield replace(proposal, relaxes=True)
 
 
-def _with_more_memory(situation: Situation) -> Iterator[Proposal]:
+def _spend_memory(situation: TunerInput) -> Iterator[Proposal]:
     """Yield what takes memory and saves time."""
     idle = situation.symptom(MEMORY_IDLE)
     if idle is not None and situation.symptom(MEMORY_PRESSURE) is None:
-        yield from _promising(_against(situation, idle))
+        yield from _worth_trying(_for_symptom(situation, idle))
 
 
 def _proposal(
-    situation: Situation, changes: Configuration, symptom: Symptom, why: str
+    situation: TunerInput, changes: Configuration, symptom: Symptom, why: str
 ) -> Proposal | None:
     """Return a proposal; None if it cannot be set here, or is not allowed."""
     whole = with_partners(situation.configuration, changes)
@@ -190,7 +192,7 @@ def _proposal(
     if contract is None:
         return None
     if situation.configuration.get("gradient_compression") and SUM_KNOBS & changes.keys():
-        contract = max(contract, Contract.REASSOCIATION)  # buckets say what is rounded together
+        contract = max(contract, Numerics.REASSOCIATION)  # buckets say what is rounded together
     if contract > situation.contract:
         return None
     if rebuilds and not situation.allows_rebuild:
@@ -205,8 +207,8 @@ def _proposal(
     )
 
 
-def _untried(situation: Situation, spec: KnobSpec, trigger: Trigger) -> list[Value]:
-    values = wanted(
+def _untried(situation: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
+    values = candidate_values(
         spec.name,
         trigger,
         situation.configuration,
@@ -217,7 +219,7 @@ def _untried(situation: Situation, spec: KnobSpec, trigger: Trigger) -> list[Val
     return [value for value in values if (spec.name, value) not in situation.denied]
 
 
-def _gain(situation: Situation, changes: Configuration) -> float | None:
+def _gain(situation: TunerInput, changes: Configuration) -> float | None:
     """Return what a change gains, as far as that can be worked out."""
     reading = situation.reading
     if exposed_ratio(reading, situation.thresholds) is None:
@@ -231,7 +233,7 @@ def _gain(situation: Situation, changes: Configuration) -> float | None:
     )
 
 
-def _promising(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
+def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
     """Yield proposals that are worth a trial, those of which too little is foretold with nothing.
 
     What is foretold of most knobs is a part of what they do.
@@ -250,20 +252,20 @@ def _promising(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
             yield replace(proposal, predicted_gain=None)
 
 
-def _merit(proposal: Proposal) -> tuple[float, bool, Contract]:
+def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
     """Return by what proposals are sorted: gain, then cost and safety; the rest as they come.
 
     A rebuild has to be worth more than what can be done without: it takes memory and time.
     """
     gain = proposal.predicted_gain
     if gain is None:  # in the registry's order
-        return 0.0, proposal.tier == "rebuild", Contract.BITWISE
+        return 0.0, proposal.tier == "rebuild", Numerics.BITWISE
     if proposal.tier == "rebuild":
         gain = (1 + gain) / _WORTH_A_REBUILD - 1
     return -1.0 - math.floor(gain / _ALIKE), proposal.tier == "rebuild", proposal.contract
 
 
-def _once(proposals: Iterable[Proposal]) -> list[Proposal]:
+def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:
     """Return proposals without those that change the same as an earlier one."""
     firsts: dict[frozenset[tuple[str, Value]], Proposal] = {}
     for proposal in proposals:
@@ -279,7 +281,7 @@ def _first_of_each(proposals: Iterable[Proposal]) -> list[Proposal]:
     return [*firsts.values()]
 
 
-def _waiting(situation: Situation) -> Symptom:
+def _waiting(situation: TunerInput) -> Symptom:
     """Return how much bandwidth holds the job back, however little."""
     reading = situation.reading
     waits = exposed_ratio(reading, situation.thresholds)

@@ -15,11 +15,11 @@ import orjson
 from .decision import Change, Decision
 from .diagnose import Thresholds
 from .experiment import Conclusion
-from .metrics_delta import Reading
+from .metrics_delta import MetricsDelta
 from .numerics import JobFacts, ModelTraits
-from .proposals import Situation
+from .proposals import TunerInput
 from .trial_plan import TrialPlan
-from .types import Contract, Symptom
+from .types import Numerics, Symptom
 
 SCHEMA_VERSION = 1
 # What a line that is none may raise as it is taken apart.
@@ -38,12 +38,12 @@ class Recorded:
     """
 
     decision: Decision
-    situation: Situation
+    situation: TunerInput
     plan: TrialPlan | None
     times: Sequence[float | None]
 
 
-def line_of(decision: Decision, conclusion: Conclusion) -> bytes:
+def to_json_line(decision: Decision, conclusion: Conclusion) -> bytes:
     """Write a decision and what it was made from as one line, newline included."""
     known: dict[str, object] = {one.name: getattr(decision, one.name) for one in fields(decision)}
     known["contract"] = decision.contract.name.lower()
@@ -58,7 +58,7 @@ def line_of(decision: Decision, conclusion: Conclusion) -> bytes:
     return orjson.dumps(line, default=_listed) + b"\n"
 
 
-def recorded(line: bytes) -> Recorded:
+def from_json(line: bytes) -> Recorded:
     """Read a line.
 
     Raises:
@@ -87,11 +87,11 @@ def _decision(data: Mapping[str, Any]) -> Decision:
     values = {one.name: data[one.name] for one in fields(Decision)}
     values["symptom"] = Symptom(**data["symptom"])
     values["changes"] = tuple(Change(**change) for change in data["changes"])
-    values["contract"] = Contract[data["contract"].upper()]
+    values["contract"] = Numerics[data["contract"].upper()]
     return Decision(**values)
 
 
-def _situation(data: Mapping[str, Any]) -> Situation:
+def _situation(data: Mapping[str, Any]) -> TunerInput:
     facts = {
         **data["facts"],
         "exact_knobs": frozenset(data["facts"]["exact_knobs"]),
@@ -100,10 +100,10 @@ def _situation(data: Mapping[str, Any]) -> Situation:
     values = {
         **data,
         "facts": JobFacts(**facts),
-        "contract": Contract(data["contract"]),
+        "contract": Numerics(data["contract"]),
         "symptoms": tuple(Symptom(**symptom) for symptom in data["symptoms"]),
-        "reading": Reading(**data["reading"]),
+        "reading": MetricsDelta(**data["reading"]),
         "denied": frozenset((knob, value) for knob, value in data["denied"]),
         "thresholds": Thresholds(**data["thresholds"]),
     }
-    return Situation(**values)
+    return TunerInput(**values)

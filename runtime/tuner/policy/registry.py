@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .types import Contract, Tier, Value
+from .types import Numerics, Tier, Value
 
 # What a symptom wants of a knob: a number that is larger, smaller, or either as the measurement
 # says; or values, the most promising first.
@@ -37,7 +37,7 @@ class KnobSpec:
     """
 
     name: str
-    contract: Contract
+    contract: Numerics
     domain: tuple[Value, ...] | Rule
     triggers: Mapping[str, Trigger]
     what: str
@@ -60,7 +60,7 @@ def _at(trigger: Trigger, *symptoms: str) -> dict[str, Trigger]:
 KNOBS: tuple[KnobSpec, ...] = (
     KnobSpec(
         name="micro_batch_samples",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain="whole numbers from 1",
         triggers={
             **_at("up", *_COMM, "host_bound", "device_idle"),
@@ -71,7 +71,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="activation_checkpointing",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain=(False, True),
         triggers={**_at((True,), "memory_pressure"), **_at((False,), "memory_idle")},
         settle_steps=3,
@@ -79,7 +79,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="reduce_bucket_size",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain="powers of two",
         triggers={
             **_at("either", "comm_bandwidth", "comm_redundancy"),
@@ -91,7 +91,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="prefetch_bucket_size",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={
             **_at("up", "comm_bandwidth", "comm_latency"),
@@ -103,7 +103,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="max_live_parameters",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={
             **_at("up", "comm_bandwidth", "comm_latency"),
@@ -115,7 +115,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="max_reuse_distance",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={**_at("up", *_COMM), **_at("down", "memory_pressure")},
         ds_key=(_ZERO, "stage3_max_reuse_distance"),
@@ -125,7 +125,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     # Larger is not always faster: what stays is gathered after each step, one call each.
     KnobSpec(
         name="param_persistence_threshold",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={**_at("either", "comm_latency"), **_at("down", "memory_pressure")},
         ds_key=(_ZERO, "stage3_param_persistence_threshold"),
@@ -134,7 +134,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="optimizer_sleep",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain=(False, True),
         triggers={**_at((True,), "memory_pressure"), **_at((False,), "memory_idle")},
         device_only=True,
@@ -142,7 +142,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="timers.throughput.synchronized",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain=(False, True),
         triggers=_at((False,), "host_bound", "device_idle"),
         ds_key=("timers", "throughput", "synchronized"),
@@ -151,14 +151,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="python_gc",
-        contract=Contract.BITWISE,
+        contract=Numerics.BITWISE,
         domain=("automatic", "between_steps"),
         triggers=_at(("between_steps",), "host_bound", "comm_imbalance", "straggler"),
         what="when Python looks for garbage",
     ),
     KnobSpec(
         name="use_multi_rank_bucket_allreduce",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers={**_at((False, True), *_BYTES), **_at((True,), "comm_latency")},
         ds_key=(_ZERO, "use_multi_rank_bucket_allreduce"),
@@ -166,7 +166,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="reduce_scatter",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True, False), *_COMM),
         ds_key=(_ZERO, "reduce_scatter"),
@@ -174,7 +174,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="overlap_comm",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers={**_at((True,), *_COMM), **_at((False,), "memory_pressure")},
         ds_key=(_ZERO, "overlap_comm"),
@@ -183,14 +183,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="asynchronous_reduction",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True,), *_COMM),
         what="gradients that travel while backward goes on",
     ),
     KnobSpec(
         name="balance",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True,), "straggler", "comm_imbalance"),
         what="samples shared out by the ranks' measured speeds",
@@ -198,14 +198,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="gradient_compression",
-        contract=Contract.STATISTICAL,
+        contract=Numerics.STATISTICAL,
         domain=(None, "bf16", "int8", "fp8"),
         triggers=_at(("int8", "fp8", "bf16"), *_BYTES),
         what="the form in which gradients travel",
     ),
     KnobSpec(
         name="zero_stage",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(0, 1, 2, 3),
         triggers={**_at("down", *_COMM), **_at("up", "memory_pressure")},
@@ -215,7 +215,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="offload_optimizer",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(False, True),
         triggers={
@@ -227,7 +227,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="offload_param",
-        contract=Contract.REASSOCIATION,
+        contract=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(False, True),
         triggers={
@@ -240,7 +240,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="batch_samples",
-        contract=Contract.FREE,
+        contract=Numerics.FREE,
         domain="whole numbers from 1",
         triggers=_at("up", *_COMM, "host_bound", "device_idle"),
         ds_key=("train_batch_size",),

@@ -8,15 +8,15 @@ from dataclasses import replace
 from .budget import ExplorationBudget, pays_back
 from .diagnose import MEMORY_PRESSURE, diagnose
 from .experiment import Conclusion, Experiment
-from .metrics_delta import Reading
+from .metrics_delta import MetricsDelta
 from .numerics import JobFacts
-from .options import Rules
-from .proposals import Situation, propose
+from .options import TunerOptions
+from .proposals import TunerInput, propose
 from .registry import SPECS
-from .search_history import Known
-from .step_time_observer import Usual
+from .search_history import SearchHistory
+from .step_time_observer import Baseline
 from .trial_plan import TrialPlan, plan_trial
-from .types import Configuration, Hands, Proposal, StepTime, Symptom, Value
+from .types import Configuration, KnobSetter, Proposal, StepTime, Symptom, Value
 
 UNPREDICTED_GAIN = 0.03  # what a change is hoped to bring of which nothing is foretold
 MOST_RELAXED_LOSS = 0.02  # that training may be slower without what is no longer needed
@@ -39,7 +39,11 @@ class Search:
     """
 
     def __init__(
-        self, hands: Hands, facts: Callable[[], JobFacts], rules: Rules, known: Known
+        self,
+        hands: KnobSetter,
+        facts: Callable[[], JobFacts],
+        rules: TunerOptions,
+        known: SearchHistory,
     ) -> None:
         self.budget = ExplorationBudget(rules.exploration_ratio)
         self.num_fruitless = 0
@@ -50,8 +54,8 @@ class Search:
         self._hands, self._facts, self._rules, self._known = hands, facts, rules, known
 
     def situation(
-        self, reading: Reading, step: StepTime, configuration: Configuration
-    ) -> Situation:
+        self, reading: MetricsDelta, step: StepTime, configuration: Configuration
+    ) -> TunerInput:
         """Return what a stretch of training says of the job.
 
         Args:
@@ -64,23 +68,23 @@ class Search:
         symptoms = diagnose(reading, self._rules.thresholds)
         return self._of(reading, symptoms, step, configuration)
 
-    def emergency(self, step: StepTime, configuration: Configuration) -> Situation:
+    def emergency(self, step: StepTime, configuration: Configuration) -> TunerInput:
         """Return the situation of a job some rank of which is about to run out of memory."""
         symptom = Symptom(
             name=MEMORY_PRESSURE, ratio=step.oom_risk, evidence={"oom_risk_ratio": step.oom_risk}
         )
-        reading = Reading(oom_risk=step.oom_risk)
+        reading = MetricsDelta(oom_risk=step.oom_risk)
         found = self._of(reading, (symptom,), step, configuration)
         return replace(found, denied=frozenset(self._failed))
 
-    def reliefs(self, situation: Situation) -> Iterator[Experiment]:
+    def reliefs(self, situation: TunerInput) -> Iterator[Experiment]:
         """Yield what would give memory back, and is possible here; it is not tried, but done."""
         for proposal in propose(situation):
             experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
             if self._hands.refusal(experiment.after) is None:
                 yield experiment
 
-    def advice(self, situation: Situation) -> Iterator[Experiment]:
+    def advice(self, situation: TunerInput) -> Iterator[Experiment]:
         """Yield what would be tried first, if that was not said before and is possible here."""
         for proposal in propose(situation):
             experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
@@ -91,7 +95,7 @@ class Search:
                 return
 
     def experiments(
-        self, situation: Situation, step: StepTime, usual: Usual
+        self, situation: TunerInput, step: StepTime, usual: Baseline
     ) -> Iterator[tuple[Experiment, str | None]]:
         """Yield what to try, the most promising first, with why this rank would not.
 
@@ -117,7 +121,7 @@ class Search:
 
     def failed(self, changes: Configuration) -> None:
         """Take it that a change could not be made; of several knobs the first is at it."""
-        self._known.deny(changes)
+        self._known.reject(changes)
         self._failed.add(next(iter(changes.items())))
 
     def adopted(self, conclusion: Conclusion, configuration: Configuration) -> None:
@@ -131,12 +135,12 @@ class Search:
 
     def _of(
         self,
-        reading: Reading,
+        reading: MetricsDelta,
         symptoms: tuple[Symptom, ...],
         step: StepTime,
         configuration: Configuration,
-    ) -> Situation:
-        return Situation(
+    ) -> TunerInput:
+        return TunerInput(
             configuration=configuration,
             options=self._hands.options(),
             facts=self._facts(),
@@ -152,7 +156,7 @@ class Search:
         )
 
     def _plan(
-        self, proposal: Proposal, step_seconds: float, usual: Usual | None = None
+        self, proposal: Proposal, step_seconds: float, usual: Baseline | None = None
     ) -> TrialPlan:
         plan = plan_trial(
             step_seconds,
@@ -188,6 +192,6 @@ class Search:
         return (is_free or pays_back(gain, remaining, cost)) and self.budget.allows(cost)
 
 
-def is_short_of_memory(situation: Situation) -> bool:
-    """Whether trials lack room; what is done about it waits for a risk, as `Relief`."""
+def is_short_of_memory(situation: TunerInput) -> bool:
+    """Whether trials lack room; what is done about it waits for a risk, as `MemoryRelief`."""
     return situation.symptom(MEMORY_PRESSURE) is not None

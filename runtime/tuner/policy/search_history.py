@@ -7,34 +7,34 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from .diagnose import context_of, contexts_beside
-from .history_file import Denied, Remembered, is_within
-from .metrics_delta import Reading
+from .history_file import Denied, HistoryEntry, is_within
+from .metrics_delta import MetricsDelta
 from .types import Configuration, Value
 
 logger = logging.getLogger(__name__)
 
 
-class Memory(Protocol):
+class HistoryStore(Protocol):
     """What outlives the run."""
 
-    def remember(self, context: str, remembered: Remembered, /) -> None:
+    def remember(self, context: str, remembered: HistoryEntry, /) -> None:
         """Keep what this job came to in some surroundings, in the place of what was known."""
 
     def on_trial(self, changes: Configuration, /) -> None:
         """Keep what is on trial, until told otherwise; nothing if that is empty."""
 
 
-class Forgetful:
+class NullHistoryStore:
     """A memory of nothing."""
 
-    def remember(self, context: str, remembered: Remembered, /) -> None:
+    def remember(self, context: str, remembered: HistoryEntry, /) -> None:
         """Forget it."""
 
     def on_trial(self, changes: Configuration, /) -> None:
         """Forget it."""
 
 
-class Known:
+class SearchHistory:
     """Of one job; one of the surroundings is the present one.
 
     Args:
@@ -48,15 +48,15 @@ class Known:
 
     def __init__(
         self,
-        remembered: Mapping[str, Remembered] | None = None,
+        remembered: Mapping[str, HistoryEntry] | None = None,
         died_of: Sequence[Configuration] = (),
-        memory: Memory | None = None,
+        memory: HistoryStore | None = None,
     ) -> None:
         self.context = ""
-        self._near: Reading | None = None
+        self._near: MetricsDelta | None = None
         self._num_alarms = 0
         self._is_on_trial = False
-        self._memory = memory or Forgetful()
+        self._memory = memory or NullHistoryStore()
         remembered = remembered or {}
         self._best = {
             context: each.configuration
@@ -100,7 +100,7 @@ class Known:
     def _barred_here(self) -> Sequence[Configuration]:
         return [*self._died_of, *self._barred.get(self.context, ())]
 
-    def look_around(self, reading: Reading, configuration: Configuration) -> None:
+    def look_around(self, reading: MetricsDelta, configuration: Configuration) -> None:
         """Tell where the job is, and what it works with.
 
         Where nothing better was found, that is what it comes back to in the surroundings it left.
@@ -122,7 +122,7 @@ class Known:
             self._is_on_trial = False
             self._memory.on_trial({})
 
-    def deny(self, changes: Configuration) -> None:
+    def reject(self, changes: Configuration) -> None:
         """Take it that a change did not help, or did harm.
 
         The first of its knobs is what it is about, and others follow from it; but not if it was
@@ -135,7 +135,7 @@ class Known:
         self._remember()
         self.ends()
 
-    def bar(self, changes: Configuration) -> None:
+    def mark_failed(self, changes: Configuration) -> None:
         """Take it that a change could not be tried; a later run may."""
         self._barred.setdefault(self.context, []).append(changes)
 
@@ -145,7 +145,7 @@ class Known:
         Those that a trial found are not gone back to; what the user chose may be, once.
         """
         if values and is_within(values, self.best or {}):
-            self.deny(values)
+            self.reject(values)
 
     def found(self, configuration: Configuration, instead_of: Mapping[str, Value]) -> None:
         """Take it that a configuration is better than one with other values of some knobs."""
@@ -155,7 +155,7 @@ class Known:
         self._remember()
         self.ends()
 
-    def shifted(self, speed: str) -> None:
+    def on_speed_shift(self, speed: str) -> None:
         """Take it that steps became "slower", say, and that what did not help may help by now.
 
         Steps whose speed comes and goes would have everything tried again and again: without a
@@ -168,7 +168,7 @@ class Known:
             self._barred.pop(self.context, None)
 
     def _remember(self) -> None:
-        now = Remembered(
+        now = HistoryEntry(
             configuration=self._best.get(self.context, {}),
             denied=frozenset(self._denied.get(self.context, ())),
         )

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ....metrics.snapshot import Snapshot
 from .drift import Cusum
-from .metrics_delta import Reading, reading_of
+from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
 
 LEAST_STEPS = 3
@@ -21,7 +21,7 @@ NORMAL = 1.4826  # of a normal distribution, standard deviations in a median dev
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usual:
+class Baseline:
     """What steps took before something was tried.
 
     Attributes:
@@ -40,7 +40,7 @@ class Usual:
         return off > max(FAR, CLEAR_OF_NOISE * self.noise)
 
 
-class Observer:
+class StepTimeObserver:
     """Takes each window; gives a reading of the metrics once a stretch is long enough.
 
     Args:
@@ -57,14 +57,14 @@ class Observer:
         self.begin()
 
     @property
-    def usual(self) -> Usual | None:
+    def baseline(self) -> Baseline | None:
         """What recent steps took; None before the first."""
         if not self._recent:
             return None
         middle = median(self._recent)
         noise = NORMAL * median(abs(log(each / middle)) for each in self._recent)
         lead = list(self._recent)[len(self._recent) - self._num_in_a_row :]
-        return Usual(seconds_per_sample=middle, noise=noise, lead=lead)
+        return Baseline(seconds_per_sample=middle, noise=noise, lead=lead)
 
     def begin(self) -> None:
         """Begin anew, as after a change."""
@@ -83,7 +83,7 @@ class Observer:
         self._before: Snapshot | None = None
         self._steps, self._seconds = 0, 0.0
 
-    def add(self, step: StepTime) -> Reading | None:
+    def add(self, step: StepTime) -> MetricsDelta | None:
         """Take a window; return what the metrics say of the stretch, once it is long enough."""
         if not step.usable or not step.samples:
             self._num_in_a_row = 0
@@ -103,4 +103,4 @@ class Observer:
             return None
         before, after = self._before, self._snapshot()
         self.begin_stretch()
-        return reading_of(before, after)
+        return metrics_between(before, after)

@@ -1,7 +1,7 @@
 """One order carried out by all ranks or by none; who could not is undone together with the rest.
 
 Every step that a rank may fail at ends in a vote, so that no rank goes on where another did not.
-It knows the knobs by `Hands` alone.
+It knows the knobs by `KnobSetter` alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from ....errors import ZerowatchError
-from .types import Agreement, Configuration, Hands, Order, Outcome, Undo
+from .types import Agreement, Configuration, KnobSetter, Order, Outcome, Undo
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class Agreeing(Agreement, Protocol):
         """Return every rank's values, by rank."""
 
 
-def meet(
-    agreement: Agreeing, hands: Hands, order: Order | None, clock: Clock = perf_counter
+def exchange_order(
+    agreement: Agreeing, hands: KnobSetter, order: Order | None, clock: Clock = perf_counter
 ) -> tuple[Order, Outcome] | None:
     """Carry out rank 0's order on all ranks, each of which calls this between the same two windows.
 
@@ -64,15 +64,15 @@ def meet(
     """
     told = agreement.tell(_as_text(order) if agreement.rank == 0 else "")
     meant = _order_of(told)
-    return None if meant is None else (meant, carry_out(meant, hands, agreement, clock))
+    return None if meant is None else (meant, apply_order(meant, hands, agreement, clock))
 
 
-def carry_out(
-    order: Order, hands: Hands, agreement: Agreeing, clock: Clock = perf_counter
+def apply_order(
+    order: Order, hands: KnobSetter, agreement: Agreeing, clock: Clock = perf_counter
 ) -> Outcome:
-    """Do as ordered on all ranks, or leave all as they were; see `meet`."""
+    """Do as ordered on all ranks, or leave all as they were; see `exchange_order`."""
     began = clock()
-    part = _Part(order, hands)
+    part = _RankTransaction(order, hands)
     try:
         reason = _ended_by(part, agreement)
         if reason is None:
@@ -87,10 +87,10 @@ def carry_out(
     return Outcome(done=False, reason=reason, seconds=clock() - began, undone=undone)
 
 
-class _Part:
+class _RankTransaction:
     """One rank's part of it. Nothing is raised here; what went wrong is in `problem`."""
 
-    def __init__(self, order: Order, hands: Hands) -> None:
+    def __init__(self, order: Order, hands: KnobSetter) -> None:
         self.problem: str | None = None
         self._order, self._hands = order, hands
         self._before: Configuration | None = None
@@ -133,7 +133,7 @@ class _Part:
             undo()
         except FAILURES as error:
             self._is_stuck = True
-            logger.error("undoing failed: %s", _words(error))
+            logger.error("undoing failed: %s", _message(error))
 
     @property
     def is_as_before(self) -> bool:
@@ -141,7 +141,7 @@ class _Part:
         try:
             same = self._before is None or dict(self._hands.values()) == self._before
         except FAILURES as error:
-            logger.error("what is set cannot be read: %s", _words(error))
+            logger.error("what is set cannot be read: %s", _message(error))
             return False
         return same and not self._is_stuck
 
@@ -149,21 +149,21 @@ class _Part:
         try:
             do()
         except FAILURES as error:
-            self.problem = _words(error)
+            self.problem = _message(error)
         if self.problem is not None:
             logger.warning("%s: %s: %s", self._order.why, what, self.problem)
 
 
-def _ended_by(part: _Part, agreement: Agreeing) -> str | None:
+def _ended_by(part: _RankTransaction, agreement: Agreeing) -> str | None:
     """Go as far as all ranks come; return why no further, in the words of a rank that failed."""
     for step in (part.look, part.apply, part.verify):
         step()
         if agreement.highest(int(part.problem is not None)):
-            return _told(part.problem or "", agreement)
+            return _gather_reason(part.problem or "", agreement)
     return None
 
 
-def _told(own: str, agreement: Agreeing) -> str:
+def _gather_reason(own: str, agreement: Agreeing) -> str:
     """Return what the first rank that failed says, of all ranks that did not fail with another."""
     letters = own.encode()[:_MOST_LETTERS].ljust(_MOST_LETTERS)
     rows = agreement.gather([float(letter) for letter in letters])
@@ -173,7 +173,7 @@ def _told(own: str, agreement: Agreeing) -> str:
     return next(iter([*own_faults, *said]), "a rank did not say why")
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     words = " ".join(str(error).split())
     return words if isinstance(error, ZerowatchError) else f"{type(error).__name__}: {words}"
 

@@ -12,8 +12,8 @@ from math import expm1, inf, log, log1p
 from statistics import fmean, median_low
 from typing import Literal
 
-from .confidence import estimate
-from .trial_order import Arm, block_order
+from .confidence import winsorized_mean
+from .trial_order import Arm, arm_sequence
 from .trial_plan import TrialPlan
 
 # Harm ends a trial: two pairs whose logs are beyond the first, or so many steps of B in a block
@@ -87,7 +87,7 @@ class Trial:
     def __init__(self, plan: TrialPlan) -> None:
         self.verdict: Judgement | None = None
         self._plan = plan
-        self._order = block_order(starts_with=plan.starts_with, few_switches=plan.few_switches)
+        self._order = arm_sequence(starts_with=plan.starts_with, few_switches=plan.few_switches)
         self.arm: Arm = next(self._order)
         # A has been running; B was only just switched to.
         self._unsettled = plan.settle_steps if self.arm == "B" else 0
@@ -117,7 +117,7 @@ class Trial:
         if self.verdict or self._unsettled:
             return False
         num = len(self._block) + 1
-        return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._runs_away())
+        return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
 
     def pause(self) -> None:
         """Begin the block under way anew, as something else came between."""
@@ -138,18 +138,18 @@ class Trial:
             return
         self._unusable = 0
         self._block.append(seconds_per_sample)
-        if len(self._block) >= RUNAWAY_STEPS and self._runs_away():
+        if len(self._block) >= RUNAWAY_STEPS and self._is_runaway():
             self._end_at_once()
         elif len(self._block) >= self._plan.block_steps:
             self._end_block()
 
-    def _runs_away(self) -> bool:
+    def _is_runaway(self) -> bool:
         """Whether all steps of this block are so slow that it need not be finished."""
         if self.arm == "A" or "A" not in self._last or not self._block:
             return False
-        return log(min(self._block) / max(self._last["A"])) > self._clear(RUNAWAY)
+        return log(min(self._block) / max(self._last["A"])) > self._noise_margin(RUNAWAY)
 
-    def _clear(self, ratio: float) -> float:
+    def _noise_margin(self, ratio: float) -> float:
         """Return the log of a ratio, or what stands out from the noise, if that is more."""
         return max(ratio, CLEAR_OF_NOISE * self._plan.noise)
 
@@ -171,15 +171,15 @@ class Trial:
             self._unsettled = self._plan.settle_steps if self.arm != before else 0
 
     def _look(self) -> None:
-        slower = [pair for pair in self._pairs if pair.difference < -self._clear(HARM)]
+        slower = [pair for pair in self._pairs if pair.difference < -self._noise_margin(HARM)]
         if len(slower) > 1:
             self._judge_by_steps("rolled_back", slower, "two blocks were far slower")
-        elif overwhelming := self._overwhelming():
+        elif overwhelming := self._early_accept():
             self._judge_by_steps("accepted", overwhelming, "each step was far faster")
         elif len(self._pairs) >= self._plan.first_look:
             self._judge_by_bounds()
 
-    def _overwhelming(self) -> Sequence[_Pair]:
+    def _early_accept(self) -> Sequence[_Pair]:
         """Return the pairs that need no statistics, if there are any."""
         plan = self._plan
         if len(self._pairs) > 1:
@@ -188,12 +188,12 @@ class Trial:
             needed, last = plan.overwhelming_at_once, self._pairs
         else:
             return ()
-        far = all(pair.least > 0 and pair.difference > self._clear(needed) for pair in last)
+        far = all(pair.least > 0 and pair.difference > self._noise_margin(needed) for pair in last)
         return last if far else ()
 
     def _judge_by_bounds(self) -> None:
         plan = self._plan
-        found = estimate([pair.difference for pair in self._pairs])
+        found = winsorized_mean([pair.difference for pair in self._pairs])
         lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
         highest = found.upper(FUTILE_LEVEL)
         verdict: Literal["accepted", "rejected", "rolled_back"] = "rejected"

@@ -10,7 +10,7 @@ from typing import Literal
 Arm = Literal["A", "B"]
 
 
-def block_order(*, starts_with: Arm, few_switches: bool) -> Iterator[Arm]:
+def arm_sequence(*, starts_with: Arm, few_switches: bool) -> Iterator[Arm]:
     """Yield the arm of each block, without end; two blocks are a pair, in which both occur.
 
     Turned by Thue and Morse's sequence, neither steady drift nor one that bends favours an arm,

@@ -17,7 +17,7 @@ Tier = Literal["live", "rebuild"]
 Verdict = Literal["accepted", "rolled_back", "rejected", "advised"]
 
 
-class Contract(IntEnum):
+class Numerics(IntEnum):
     """What a change may do to the numbers; each allows what those before it allow."""
 
     BITWISE = 0
@@ -59,7 +59,7 @@ class Proposal:
     changes: Configuration
     symptom: Symptom
     tier: Tier
-    contract: Contract
+    contract: Numerics
     predicted_gain: float | None
     why: str
     relaxes: bool = False
@@ -124,7 +124,7 @@ class Outcome:
     undone: bool = True
 
 
-class Hands(Protocol):
+class KnobSetter(Protocol):
     """What turns the knobs of a job, on each rank. Between two windows only."""
 
     def values(self) -> Configuration:

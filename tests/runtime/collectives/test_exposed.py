@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fakes.sleeping_collectives import MS, HandClock, SleepingCollectives, add_up, tap_over
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.collectives.totals import StepComm
-from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseClock
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.collectives.totals import StepCommTotals
+from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseTimer
 
 
 class Rank:
@@ -22,8 +22,10 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = HandClock()
         self.collectives = SleepingCollectives(self.clock)
-        self.tap: CommTap = tap_over(monkeypatch, self.collectives.all_reduce, self.clock, "gloo")
-        self.phases = PhaseClock(self.clock)
+        self.tap: CollectiveInstrumentation = tap_over(
+            monkeypatch, self.collectives.all_reduce, self.clock, "gloo"
+        )
+        self.phases = PhaseTimer(self.clock)
         self.tap.notes.connect(self.phases, None)
         self.batches = []
 
@@ -39,7 +41,7 @@ class Rank:
     def end_step(self) -> None:
         self.batches.append(self.tap.notes.take())
 
-    def steps(self) -> list[StepComm]:
+    def steps(self) -> list[StepCommTotals]:
         """Close the last step, let all of it end, and add each up."""
         self.end_step()
         self.clock.elapse(1000)

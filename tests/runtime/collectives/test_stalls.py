@@ -11,8 +11,8 @@ from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, tap_over
 
 from zerowatch.metrics.catalog.labels import PHASES
-from zerowatch.runtime.collectives.totals import StepComm
-from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseClock
+from zerowatch.runtime.collectives.totals import StepCommTotals
+from zerowatch.runtime.common.phase_timer import BACKWARD, OPTIMIZER, PhaseTimer
 
 
 class Rank:
@@ -29,7 +29,7 @@ class Rank:
         ]
         self.before = self.standing()
         self.tap = tap_over(monkeypatch, self.cuda.all_reduce, self.host, "nccl")
-        self.phases = PhaseClock(self.host)
+        self.phases = PhaseTimer(self.host)
         self.tap.notes.connect(self.phases, None)
         self.compute, self.side = self.cuda.current, self.cuda.new_stream()
         self.batches = []
@@ -49,7 +49,7 @@ class Rank:
     def end_step(self) -> None:
         self.batches.append(self.tap.notes.take())
 
-    def steps(self) -> list[StepComm]:
+    def steps(self) -> list[StepCommTotals]:
         """Close the last step, let all of it end, and add each up."""
         self.end_step()
         self.host.elapse(1000)

@@ -6,9 +6,9 @@ import pytest
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.collectives.comm_time import CommClock, CommTime, Union
-from zerowatch.runtime.collectives.totals import StepComm, Tally
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.comm_time import CommTime, CommTimeCounter, IntervalUnion
+from zerowatch.runtime.collectives.totals import PeriodTotals, StepCommTotals
 from zerowatch.runtime.collectives.wire_bytes import wire_factor
 
 MS = 1_000_000
@@ -25,19 +25,21 @@ class FourRanks:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
 
-def call(op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None) -> Call:
-    made = Call(OPS.index(op), group or FourRanks(), size, None, PHASES.index("backward"))
+def call(
+    op: str, size: int, start_ms: int, end_ms: int, group: FourRanks | None = None
+) -> CollectiveCall:
+    made = CollectiveCall(OPS.index(op), group or FourRanks(), size, None, PHASES.index("backward"))
     made.start_ns, made.end_ns = start_ms * MS, end_ms * MS
     made.issued_ns = made.end_ns
     return made
 
 
-def comm(calls: list[Call]) -> CommTime:
-    return CommClock().measure(Batch(calls))
+def comm(calls: list[CollectiveCall]) -> CommTime:
+    return CommTimeCounter().measure(Batch(calls))
 
 
 def test_overlapping_intervals_count_once() -> None:
-    union = Union()
+    union = IntervalUnion()
 
     seconds = union.add([(10 * MS, 30 * MS), (0, 20 * MS), (40 * MS, 50 * MS), (41 * MS, 42 * MS)])
 
@@ -45,15 +47,15 @@ def test_overlapping_intervals_count_once() -> None:
 
 
 def test_no_interval_is_no_time() -> None:
-    assert Union().add([]) == 0.0
+    assert IntervalUnion().add([]) == 0.0
 
 
 def test_intervals_may_lie_before_zero() -> None:
-    assert Union().add([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
+    assert IntervalUnion().add([(-30 * MS, -10 * MS), (-20 * MS, -5 * MS)]) == pytest.approx(0.025)
 
 
 def test_an_instant_that_two_batches_cover_counts_once() -> None:
-    clock = CommClock()
+    clock = CommTimeCounter()
 
     first = clock.measure(Batch([call("all_reduce", 1, 0, 10)]))
     second = clock.measure(Batch([call("all_gather", 1, 5, 12)]))
@@ -64,7 +66,7 @@ def test_an_instant_that_two_batches_cover_counts_once() -> None:
 
 
 def test_batches_that_stand_on_anchors_of_their_own_are_not_compared() -> None:
-    clock = CommClock()
+    clock = CommTimeCounter()
     anchor = object()  # an event; resolved times are relative to it
 
     measured = [
@@ -77,7 +79,7 @@ def test_batches_that_stand_on_anchors_of_their_own_are_not_compared() -> None:
 def test_calls_are_summed_by_operation_group_and_phase() -> None:
     dp, world = FourRanks(), FourRanks("world")
 
-    tally = Tally()
+    tally = PeriodTotals()
 
     for calls in (
         [call("all_reduce", 100, 0, 4, dp), call("all_reduce", 20, 2, 6, dp)],
@@ -97,7 +99,7 @@ def test_calls_are_summed_by_operation_group_and_phase() -> None:
 def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
     late = call("all_reduce", 100, 0, 0)
     late.timed = False
-    step = StepComm()
+    step = StepCommTotals()
 
     step.add([late], comm([late]))
 
@@ -107,7 +109,7 @@ def test_a_call_without_an_end_counts_and_is_not_timed() -> None:
 
 
 def test_a_step_adds_up_its_batches() -> None:
-    step = StepComm()
+    step = StepCommTotals()
 
     for calls in (
         [call("all_reduce", 100, 0, 4), call("broadcast", 4, 4, 5)],

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 
 
 def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) -> None:
@@ -10,7 +10,7 @@ def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) ->
         calls.append(value)
         raise KeyError("gone")
 
-    hooks = Hooks()
+    hooks = FailOpen()
     guarded = hooks.guard("mine", broken)
 
     results = [guarded(1), guarded(2)]
@@ -22,7 +22,7 @@ def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) ->
 
 
 def test_a_hook_that_works_returns_what_it_returns() -> None:
-    hooks = Hooks()
+    hooks = FailOpen()
 
     assert hooks.guard("mine", lambda value, more=0: value + more)(1, more=2) == 3
     assert not hooks.failures
@@ -33,7 +33,7 @@ def test_what_ends_a_process_is_not_held_back() -> None:
         raise SystemExit(3)
 
     try:
-        Hooks().guard("mine", leave)()
+        FailOpen().guard("mine", leave)()
     except SystemExit as leaving:
         code = leaving.code
 

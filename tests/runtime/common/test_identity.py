@@ -11,8 +11,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from zerowatch.runtime.common import rank_store
-from zerowatch.runtime.common.process_info import Addresses, Identity, NoticeBoard, share_run_id
-from zerowatch.runtime.common.rank_store import OLDER_TRUSTED_SECONDS, StoreClients
+from zerowatch.runtime.common.process_info import (
+    ProcessInfo,
+    RankStore,
+    TargetDiscovery,
+    share_run_id,
+)
+from zerowatch.runtime.common.rank_store import OLDER_TRUSTED_SECONDS, StoreClientFactory
 
 EPOCH = 1
 
@@ -35,8 +40,10 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def who(rank: int, attempt: int = 0) -> Identity:
-    return Identity(rank=rank, local_rank=rank, world_size=2, host=f"host-{rank}", attempt=attempt)
+def who(rank: int, attempt: int = 0) -> ProcessInfo:
+    return ProcessInfo(
+        rank=rank, local_rank=rank, world_size=2, host=f"host-{rank}", attempt=attempt
+    )
 
 
 class Life:
@@ -48,13 +55,13 @@ class Life:
         self.store, self.monkeypatch, self.attempts = store, monkeypatch, attempts
         self.process = f"{next(self.numbers)}"
 
-    def board(self, rank: int, clock: FakeClock) -> NoticeBoard:
+    def board(self, rank: int, clock: FakeClock) -> RankStore:
         self.monkeypatch.setattr(rank_store, "_THIS_PROCESS", self.process)
-        return NoticeBoard(who(rank, self.attempts[rank]), EPOCH, self.store, clock)
+        return RankStore(who(rank, self.attempts[rank]), EPOCH, self.store, clock)
 
-    def clients(self, rank: int, clock: FakeClock) -> StoreClients:
+    def clients(self, rank: int, clock: FakeClock) -> StoreClientFactory:
         self.monkeypatch.setattr(rank_store, "_THIS_PROCESS", self.process)
-        return StoreClients(rank, self.attempts[rank], EPOCH, lambda: self.store, clock)
+        return StoreClientFactory(rank, self.attempts[rank], EPOCH, lambda: self.store, clock)
 
 
 def test_the_ranks_learn_the_runs_name_and_rank_zero_where_they_serve(store, monkeypatch, clock):
@@ -62,7 +69,7 @@ def test_the_ranks_learn_the_runs_name_and_rank_zero_where_they_serve(store, mon
     boards = [life.board(rank, clock) for rank in (0, 1)]
     unknown = share_run_id(boards[1], who(1), None)
     name = share_run_id(boards[0], who(0), None)
-    addresses = [Addresses(board, who(rank), clock) for rank, board in enumerate(boards)]
+    addresses = [TargetDiscovery(board, who(rank), clock) for rank, board in enumerate(boards)]
     for rank, each in enumerate(addresses):
         each.announce(f"host-{rank}:9464")
 
@@ -78,10 +85,10 @@ def test_the_ranks_learn_the_runs_name_and_rank_zero_where_they_serve(store, mon
 def test_what_was_left_before_rank_zero_came_reaches_it(store, monkeypatch, clock):
     life = Life(store, monkeypatch, 0, 0)
     early = life.board(1, clock)
-    Addresses(early, who(1), clock).announce("host-1:9464")
-    addresses = Addresses(life.board(0, clock), who(0), clock)
+    TargetDiscovery(early, who(1), clock).announce("host-1:9464")
+    addresses = TargetDiscovery(life.board(0, clock), who(0), clock)
     before = addresses.gather()
-    early.look_again()
+    early.poll()
     clock.seconds += 2
 
     assert not before
@@ -122,7 +129,7 @@ class LeavingStore(Store):
 
 
 def test_without_a_store_nothing_is_left_or_found():
-    board = NoticeBoard(who(0), EPOCH)
+    board = RankStore(who(0), EPOCH)
     board.put("run_id", "name")
 
     assert board.get("run_id") is None
@@ -162,10 +169,10 @@ def test_what_a_rank_left_where_an_earlier_life_met_is_left_again_where_this_one
     earlier.board(0, clock)
     life = Life(store, monkeypatch, 1, 0)  # only rank 0's node has counted the restart
     rank_1 = life.board(1, clock)
-    Addresses(rank_1, who(1), clock).announce("host-1:9464")
-    addresses = Addresses(life.board(0, clock), who(0, 1), clock)
+    TargetDiscovery(rank_1, who(1), clock).announce("host-1:9464")
+    addresses = TargetDiscovery(life.board(0, clock), who(0, 1), clock)
     before = addresses.gather()
-    rank_1.look_again()
+    rank_1.poll()
     clock.seconds += 2
 
     assert not before
@@ -205,7 +212,7 @@ def test_a_client_waits_with_one_connection_until_rank_zero_has_come(store, monk
 
 
 def test_watches_of_one_process_do_not_meet(store):
-    first = NoticeBoard(who(0), 1, store)
+    first = RankStore(who(0), 1, store)
     first.put("run_id", "first")
 
-    assert NoticeBoard(who(0), 2, store).get("run_id") is None
+    assert RankStore(who(0), 2, store).get("run_id") is None

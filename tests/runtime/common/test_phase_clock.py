@@ -9,7 +9,7 @@ from zerowatch.runtime.common.phase_timer import (
     FORWARD,
     OPTIMIZER,
     OTHER,
-    PhaseClock,
+    PhaseTimer,
 )
 
 
@@ -33,7 +33,7 @@ def test_the_constants_are_the_places_of_the_labels() -> None:
 
 def test_the_innermost_phase_gets_the_time() -> None:
     time = HandTurned()
-    clock = PhaseClock(time)
+    clock = PhaseTimer(time)
 
     time.ns = 5  # before the first phase no time counts
     clock.enter(FORWARD)
@@ -54,7 +54,7 @@ def test_the_innermost_phase_gets_the_time() -> None:
 
 def test_taking_begins_anew_within_the_phase_under_way() -> None:
     time = HandTurned()
-    clock = PhaseClock(time)
+    clock = PhaseTimer(time)
     clock.enter(BACKWARD)
 
     time.ns = 10

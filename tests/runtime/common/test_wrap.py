@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from zerowatch.runtime.common.patching import Wrap
+from zerowatch.runtime.common.patching import AttributePatch
 
 
 class Engine:
@@ -18,7 +18,7 @@ def doubled(original):
 def test_a_wrapped_method_of_an_instance_leaves_no_trace() -> None:
     engine = Engine()
 
-    wrap = Wrap(engine, "step", doubled)
+    wrap = AttributePatch(engine, "step", doubled)
     during = engine.step()
     wrap.restore()
 
@@ -31,7 +31,7 @@ def test_an_attribute_that_stood_there_is_the_very_same_again() -> None:
     engine = Engine()
     engine.step = own = lambda: "own"
 
-    Wrap(engine, "step", doubled).restore()
+    AttributePatch(engine, "step", doubled).restore()
 
     assert vars(engine)["step"] is own
 
@@ -39,7 +39,7 @@ def test_an_attribute_that_stood_there_is_the_very_same_again() -> None:
 def test_a_class_gets_its_function_back() -> None:
     original = vars(Engine)["step"]
 
-    wrap = Wrap(Engine, "step", lambda function: lambda self: function(self).upper())
+    wrap = AttributePatch(Engine, "step", lambda function: lambda self: function(self).upper())
     during = Engine().step()
     wrap.restore()
 
@@ -49,7 +49,7 @@ def test_a_class_gets_its_function_back() -> None:
 
 def test_a_wrapper_over_ours_is_left_alone() -> None:
     engine = Engine()
-    wrap = Wrap(engine, "step", doubled)
+    wrap = AttributePatch(engine, "step", doubled)
     ours = engine.step
     engine.step = theirs = lambda: ours() + "!"
 
@@ -61,7 +61,7 @@ def test_a_wrapper_over_ours_is_left_alone() -> None:
 
 def test_a_wrap_does_not_keep_its_owner_alive() -> None:
     engine = Engine()
-    wrap = Wrap(engine, "step", doubled)
+    wrap = AttributePatch(engine, "step", doubled)
     gone = weakref.ref(engine)
 
     del engine

@@ -12,8 +12,8 @@ from fakes.rank_books import PATIENCE, Rank
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
 from zerowatch.runtime.cross_rank import call_sequence as courses
-from zerowatch.runtime.cross_rank.call_report import History, signature
-from zerowatch.runtime.cross_rank.call_sequence import Course
+from zerowatch.runtime.cross_rank.call_report import SequenceHash, signature
+from zerowatch.runtime.cross_rank.call_sequence import CallSequence
 from zerowatch.runtime.cross_rank.comm_costs import MOST_MESSAGE_SIZES
 
 
@@ -218,7 +218,7 @@ def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
 def test_calls_from_before_the_watch_are_not_told() -> None:
     group = FakeGroup((0, 1))
     group.run()
-    course = Course(group.circle, from_now=True)
+    course = CallSequence(group.circle, from_now=True)
     group.run(size=8)
 
     section = course.take_section()
@@ -226,7 +226,7 @@ def test_calls_from_before_the_watch_are_not_told() -> None:
     assert (section.first_issued, section.first_timed, section.history) == (
         2,
         2,
-        History(since=2, crc=0),
+        SequenceHash(since=2, crc=0),
     )
     assert course.names_in(section) == {
         signature("all_reduce", "float32", 8): "all_reduce of 8 bytes (float32)"
@@ -235,7 +235,7 @@ def test_calls_from_before_the_watch_are_not_told() -> None:
 
 def test_a_call_under_way_is_told_as_issued_and_later_with_its_duration() -> None:
     group = FakeGroup((0, 1))
-    course = Course(group.circle, from_now=False)
+    course = CallSequence(group.circle, from_now=False)
     group.run(ms=1)
     waiting = group.issue("barrier")
     first = course.take_section()
@@ -305,7 +305,7 @@ def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
 
 def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
     group = FakeGroup((0, 1))
-    course = Course(group.circle, from_now=False)
+    course = CallSequence(group.circle, from_now=False)
     group.issue()
     for _ in range(3):
         for _ in range(RECENT_CALLS // 2):
@@ -322,7 +322,7 @@ def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
 def test_ever_new_sizes_do_not_pile_up_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courses, "MOST_SIGNATURES", 10)
     group = FakeGroup((0, 1))
-    course = Course(group.circle, from_now=False)
+    course = CallSequence(group.circle, from_now=False)
     for size in range(100):
         group.run(size=4 * size)
         section = course.take_section()

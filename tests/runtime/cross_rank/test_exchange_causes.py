@@ -7,10 +7,10 @@ from dataclasses import astuple
 
 import pytest
 
-from zerowatch.runtime.cross_rank.wait_causes import Causes
+from zerowatch.runtime.cross_rank.wait_causes import WaitCauses
 
 
-def split(**changed: float | None) -> Causes:
+def split(**changed: float | None) -> WaitCauses:
     """Split 10 ms exposed of 10 ms, of which 4 were waited and 1 is latency; V = 1.5."""
     facts = {
         "exposed": 0.010,
@@ -19,12 +19,12 @@ def split(**changed: float | None) -> Causes:
         "base_latency": 0.001,
         "volume_ratio": 1.5,
     }
-    causes = Causes()
+    causes = WaitCauses()
     causes.add(**{**facts, **changed})  # type: ignore[arg-type]
     return causes
 
 
-def check(causes: Causes, *expected: float) -> None:
+def check(causes: WaitCauses, *expected: float) -> None:
     assert astuple(causes) == pytest.approx(expected, abs=1e-12)
 
 

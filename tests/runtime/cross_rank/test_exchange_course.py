@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from fakes.circles import FakeGroup
 
-from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
 from zerowatch.runtime.cross_rank import call_sequence as courses
-from zerowatch.runtime.cross_rank.call_sequence import Course
+from zerowatch.runtime.cross_rank.call_sequence import CallSequence
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def group() -> FakeGroup:
 
 
 @pytest.fixture
-def course(group: FakeGroup) -> Course:
-    return Course(group.circle, from_now=False)
+def course(group: FakeGroup) -> CallSequence:
+    return CallSequence(group.circle, from_now=False)
 
 
 def run(group: FakeGroup, num_calls: int) -> None:
@@ -30,7 +30,7 @@ def run(group: FakeGroup, num_calls: int) -> None:
 
 
 def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_between(
-    group: FakeGroup, course: Course
+    group: FakeGroup, course: CallSequence
 ) -> None:
     for _ in range(3):
         run(group, RECENT_CALLS - 1)
@@ -44,7 +44,9 @@ def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_be
     assert (section.first_timed, len(section.durations)) == (1, 3 * RECENT_CALLS - 3)
 
 
-def test_calls_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, course: Course) -> None:
+def test_calls_that_nobody_looked_at_in_time_are_lost(
+    group: FakeGroup, course: CallSequence
+) -> None:
     run(group, RECENT_CALLS + 1)
 
     course.follow()
@@ -52,7 +54,9 @@ def test_calls_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, course: 
     assert course.lost
 
 
-def test_messages_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, course: Course) -> None:
+def test_messages_that_nobody_looked_at_in_time_are_lost(
+    group: FakeGroup, course: CallSequence
+) -> None:
     group.run("send")
     course.follow()
     for _ in range(RECENT_CALLS + 1):
@@ -64,7 +68,7 @@ def test_messages_that_nobody_looked_at_in_time_are_lost(group: FakeGroup, cours
 
 
 def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended(
-    group: FakeGroup, course: Course
+    group: FakeGroup, course: CallSequence
 ) -> None:
     stuck = group.issue()
     for _ in range(2):
@@ -82,7 +86,7 @@ def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended
 
 
 def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
-    group: FakeGroup, course: Course
+    group: FakeGroup, course: CallSequence
 ) -> None:
     message = group.issue("send")
     group.run()
@@ -96,7 +100,7 @@ def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
 
 
 def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
-    group: FakeGroup, course: Course, monkeypatch: pytest.MonkeyPatch
+    group: FakeGroup, course: CallSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(courses, "MOST_VALUES", 10)
     run(group, 12)
@@ -107,7 +111,7 @@ def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
     assert [call.sequence for call in course.alone] == [1, 2]
 
 
-def test_messages_that_never_settle_do_not_pile_up(group: FakeGroup, course: Course) -> None:
+def test_messages_that_never_settle_do_not_pile_up(group: FakeGroup, course: CallSequence) -> None:
     for _ in range(3):
         for _ in range(RECENT_CALLS // 2):
             group.issue("send")
@@ -118,17 +122,17 @@ def test_messages_that_never_settle_do_not_pile_up(group: FakeGroup, course: Cou
 
 
 def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
-    group: FakeGroup, course: Course
+    group: FakeGroup, course: CallSequence
 ) -> None:
-    class BusyRecord(deque[Call]):
-        def __reversed__(self) -> Iterator[Call]:
+    class BusyRecord(deque[CollectiveCall]):
+        def __reversed__(self) -> Iterator[CollectiveCall]:
             calls = super().__reversed__()
             yield next(calls)
             if len(self) == 3:
                 group.run()
             yield from calls
 
-        def copy(self) -> deque[Call]:
+        def copy(self) -> deque[CollectiveCall]:
             return deque(self)
 
     group.circle.recent = BusyRecord(maxlen=RECENT_CALLS)

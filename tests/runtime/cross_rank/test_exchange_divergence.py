@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from zerowatch.runtime.cross_rank.call_report import NO_SECONDS, History, Section
+from zerowatch.runtime.cross_rank.call_report import NO_SECONDS, CallReport, SequenceHash
 from zerowatch.runtime.cross_rank.divergence import (
     LONGEST_CONTEXT,
     Divergence,
-    familiarity,
-    who_diverged,
+    context_match_length,
+    diverged_ranks,
 )
-from zerowatch.runtime.cross_rank.report_merger import Meeting
+from zerowatch.runtime.cross_rank.report_merger import ReportMerger
 
 # A step as ZeRO issues it: alike calls in a row, and some that stand alone.
 STEP = [1, 1, 2, 1, 3, 4, 4, 5]
@@ -22,14 +22,14 @@ NAMES = {number: f"call {number}" for number in range(10)}
 
 def meet(*rows: list[int]) -> Divergence | None:
     """Put what each member issued together, after some steps on which they agreed."""
-    meeting = Meeting({rank: (rank,) for rank in range(len(rows))})
+    meeting = ReportMerger({rank: (rank,) for rank in range(len(rows))})
     for rank, row in enumerate(rows):
-        section = Section(
+        section = CallReport(
             first_timed=1,
             durations=NO_SECONDS,
             first_issued=1,
             signatures=np.array(STEP * STEPS_BEFORE + row, np.uint32),
-            history=History(since=1, crc=0),
+            history=SequenceHash(since=1, crc=0),
         )
         meeting.add(rank, section, NAMES)
     meeting.take()
@@ -91,24 +91,24 @@ def test_of_two_that_do_what_neither_did_before_both_are_named() -> None:
 
 
 def test_the_majority_is_right_even_against_habit() -> None:
-    assert who_diverged({0: 1, 1: 7, 2: 7}, STEP * 3) == (0,)
+    assert diverged_ranks({0: 1, 1: 7, 2: 7}, STEP * 3) == (0,)
 
 
 def test_without_any_history_two_members_cannot_be_told_apart() -> None:
-    assert who_diverged({0: 1, 1: 2}, []) == (0, 1)
+    assert diverged_ranks({0: 1, 1: 2}, []) == (0, 1)
 
 
 def test_the_longest_run_that_was_seen_before_tells_how_familiar_a_call_is() -> None:
     before = [1, 2, 3, 9, 2, 3, 1, 2]
 
-    assert familiarity(before, 3) == 3  # 1, 2, 3; after 9 only 2, 3
-    assert familiarity(before, 9) == 1
-    assert familiarity(before, 7) == 0
-    assert familiarity([5] * 200, 5) == LONGEST_CONTEXT + 1
+    assert context_match_length(before, 3) == 3  # 1, 2, 3; after 9 only 2, 3
+    assert context_match_length(before, 9) == 1
+    assert context_match_length(before, 7) == 0
+    assert context_match_length([5] * 200, 5) == LONGEST_CONTEXT + 1
 
 
 def test_three_that_all_differ_are_judged_by_habit() -> None:
-    assert who_diverged({0: 8, 1: 1, 2: 9}, STEP * 3) == (0, 2)
+    assert diverged_ranks({0: 8, 1: 1, 2: 9}, STEP * 3) == (0, 2)
 
 
 def test_one_that_left_is_named_with_what_the_others_did() -> None:

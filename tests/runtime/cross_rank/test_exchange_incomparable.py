@@ -12,7 +12,7 @@ from fakes.parties import SECONDS, Parties, Party
 from fakes.rank_books import PATIENCE, Rank
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.cross_rank.compare_result import Verdict
+from zerowatch.runtime.cross_rank.compare_result import CompareResult
 from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE
 from zerowatch.runtime.cross_rank.divergence import Divergence
 
@@ -54,7 +54,7 @@ def test_after_a_divergence_calls_are_exposed_unmatched_and_teach_nothing(rank: 
     divergence = Divergence(sequence=3, issued={0: "a", 1: "b"}, named=(0, 1))
     rank.books.match(
         rank.group.circle,
-        Verdict(first=3, least=np.full(4, NAN, np.float32), divergence=divergence),
+        CompareResult(first=3, least=np.full(4, NAN, np.float32), divergence=divergence),
     )
     rank.learn(7, NAN, NAN)
 

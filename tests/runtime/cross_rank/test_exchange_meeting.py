@@ -7,20 +7,25 @@ import math
 import numpy as np
 
 from zerowatch.runtime.cross_rank import report_merger as meetings
-from zerowatch.runtime.cross_rank.call_report import NO_SECONDS, NO_SIGNATURES, History, Section
+from zerowatch.runtime.cross_rank.call_report import (
+    NO_SECONDS,
+    NO_SIGNATURES,
+    CallReport,
+    SequenceHash,
+)
 from zerowatch.runtime.cross_rank.numbered_range import MOST_VALUES
-from zerowatch.runtime.cross_rank.report_merger import Meeting
+from zerowatch.runtime.cross_rank.report_merger import ReportMerger
 
 NAN = math.nan
-START = History(since=1, crc=0)
+START = SequenceHash(since=1, crc=0)
 
 
-def meeting_of(*ranks: int) -> Meeting:
-    return Meeting({rank: (rank,) for rank in ranks})
+def meeting_of(*ranks: int) -> ReportMerger:
+    return ReportMerger({rank: (rank,) for rank in ranks})
 
 
-def timed(first: int, *seconds: float) -> Section:
-    return Section(
+def timed(first: int, *seconds: float) -> CallReport:
+    return CallReport(
         first_timed=first,
         durations=np.array(seconds, np.float32),
         first_issued=1,
@@ -29,8 +34,8 @@ def timed(first: int, *seconds: float) -> Section:
     )
 
 
-def issued(first: int, *signatures: int, history: History | None = START) -> Section:
-    return Section(
+def issued(first: int, *signatures: int, history: SequenceHash | None = START) -> CallReport:
+    return CallReport(
         first_timed=1,
         durations=NO_SECONDS,
         first_issued=first,
@@ -39,8 +44,8 @@ def issued(first: int, *signatures: int, history: History | None = START) -> Sec
     )
 
 
-def history_of(*signatures: int, since: int = 1) -> History:
-    return History(since=since, crc=0).extended(np.array(signatures, np.uint32))
+def history_of(*signatures: int, since: int = 1) -> SequenceHash:
+    return SequenceHash(since=since, crc=0).extended(np.array(signatures, np.uint32))
 
 
 def test_the_least_duration_of_each_call_is_found() -> None:
@@ -227,7 +232,7 @@ def test_a_member_that_lost_calls_claims_nothing() -> None:
 
 
 def test_a_block_that_differs_is_named_rank_by_rank() -> None:
-    meeting = Meeting({0: (0, 1, 2), 3: (3, 4)})
+    meeting = ReportMerger({0: (0, 1, 2), 3: (3, 4)})
     meeting.add(0, issued(1, 5), {5: "a", 6: "b"})
     meeting.add(3, issued(1, 6), {})
     meeting.take()
@@ -241,7 +246,7 @@ def test_merged_reports_give_the_same_as_all_at_once() -> None:
     chance = np.random.default_rng(0)
     rows = chance.random((6, 50)).astype(np.float32)
     blocks = [meeting_of(0, 1, 2), meeting_of(3, 4, 5)]
-    top = Meeting({0: (0, 1, 2), 3: (3, 4, 5)})
+    top = ReportMerger({0: (0, 1, 2), 3: (3, 4, 5)})
     for rank, row in enumerate(rows):
         blocks[rank // 3].add(rank % 3 + 3 * (rank // 3), timed(1, *row.tolist()), {})
     for leader, block in zip((0, 3), blocks, strict=True):
@@ -255,8 +260,8 @@ def test_merged_reports_give_the_same_as_all_at_once() -> None:
     assert np.array_equal(merged.durations, rows.min(axis=0))
 
 
-def both(first: int, seconds: tuple[float, ...], signatures: tuple[int, ...]) -> Section:
-    return Section(
+def both(first: int, seconds: tuple[float, ...], signatures: tuple[int, ...]) -> CallReport:
+    return CallReport(
         first_timed=first,
         durations=np.array(seconds, np.float32),
         first_issued=first,
@@ -283,7 +288,7 @@ def test_from_the_divergence_on_no_durations_are_compared_as_numbers_are_shifted
 def test_a_member_astray_for_long_is_not_compared_in_the_calls_before_it_was_found_out() -> None:
     meeting = meeting_of(0, 1)
     for rank, before in ((0, (5, 6)), (1, (6, 7))):
-        section = Section(
+        section = CallReport(
             first_timed=2,
             durations=np.array([1.0, 1.0], np.float32),
             first_issued=3,
@@ -322,7 +327,7 @@ def test_a_member_that_no_longer_gets_on_does_not_let_the_others_pile_up() -> No
         section = timed(1 + number * len(part), *())
         meeting.add(
             0,
-            Section(
+            CallReport(
                 first_timed=section.first_timed,
                 durations=part,
                 first_issued=1,

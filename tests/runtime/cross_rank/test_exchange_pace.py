@@ -10,8 +10,8 @@ from zerowatch.runtime.cross_rank.step_times import (
     LEAST_STEPS,
     MOST_STEPS,
     WARM_UP_STEPS,
-    PaceKeeper,
-    most_alike,
+    StepTimeSampler,
+    largest_rank_set,
 )
 
 MS = 1_000_000
@@ -22,18 +22,18 @@ def by_phase(**milliseconds: float) -> list[int]:
 
 
 @pytest.fixture
-def keeper() -> PaceKeeper:
-    made = PaceKeeper()
+def keeper() -> StepTimeSampler:
+    made = StepTimeSampler()
     for _ in range(WARM_UP_STEPS):
         made.add(by_phase(forward=9000), by_phase())
     return made
 
 
-def test_the_first_steps_are_passed_over(keeper: PaceKeeper) -> None:
+def test_the_first_steps_are_passed_over(keeper: StepTimeSampler) -> None:
     assert keeper.take() is None
 
 
-def test_a_pace_is_the_median_of_the_steps(keeper: PaceKeeper) -> None:
+def test_a_pace_is_the_median_of_the_steps(keeper: StepTimeSampler) -> None:
     for forward in (10, 12, 500) * 3:
         keeper.add(by_phase(forward=forward, other=1), by_phase())
 
@@ -46,7 +46,7 @@ def test_a_pace_is_the_median_of_the_steps(keeper: PaceKeeper) -> None:
     assert pace.deviation[COMPARED_PHASES.index("forward")] == pytest.approx(0.002)
 
 
-def test_time_blocked_by_collectives_is_not_busy(keeper: PaceKeeper) -> None:
+def test_time_blocked_by_collectives_is_not_busy(keeper: StepTimeSampler) -> None:
     for _ in range(LEAST_STEPS):
         keeper.add(by_phase(backward=10, optimizer=2), by_phase(backward=7, optimizer=3))
 
@@ -57,7 +57,7 @@ def test_time_blocked_by_collectives_is_not_busy(keeper: PaceKeeper) -> None:
     assert pace.step_seconds == pytest.approx(0.012)
 
 
-def test_evaluation_and_checkpoints_are_no_part_of_a_step(keeper: PaceKeeper) -> None:
+def test_evaluation_and_checkpoints_are_no_part_of_a_step(keeper: StepTimeSampler) -> None:
     for _ in range(LEAST_STEPS):
         keeper.add(by_phase(forward=5, eval=1000, checkpoint=500), by_phase())
 
@@ -66,7 +66,7 @@ def test_evaluation_and_checkpoints_are_no_part_of_a_step(keeper: PaceKeeper) ->
     assert pace is not None and pace.step_seconds == pytest.approx(0.005)
 
 
-def test_steps_are_told_once(keeper: PaceKeeper) -> None:
+def test_steps_are_told_once(keeper: StepTimeSampler) -> None:
     for _ in range(LEAST_STEPS):
         keeper.add(by_phase(forward=5), by_phase())
     keeper.take()
@@ -74,7 +74,7 @@ def test_steps_are_told_once(keeper: PaceKeeper) -> None:
     assert keeper.take() is None
 
 
-def test_long_steps_are_kept_until_they_are_enough_for_a_median(keeper: PaceKeeper) -> None:
+def test_long_steps_are_kept_until_they_are_enough_for_a_median(keeper: StepTimeSampler) -> None:
     told = []
     for number in range(2 * LEAST_STEPS):
         keeper.add(by_phase(forward=number), by_phase())
@@ -85,7 +85,7 @@ def test_long_steps_are_kept_until_they_are_enough_for_a_median(keeper: PaceKeep
     assert told[15].step_seconds == pytest.approx(0.0115)
 
 
-def test_of_very_many_steps_the_last_are_kept(keeper: PaceKeeper) -> None:
+def test_of_very_many_steps_the_last_are_kept(keeper: StepTimeSampler) -> None:
     for milliseconds in range(2 * MOST_STEPS):
         keeper.add(by_phase(forward=milliseconds), by_phase())
 
@@ -112,6 +112,6 @@ def test_the_stages_of_a_pipeline_are_not_compared_in_pace(
 ) -> None:
     circles = [FakeGroup((0, 1), role=role).circle for role in roles]
 
-    found = most_alike(circles)
+    found = largest_rank_set(circles)
 
     assert (found and found.role) == compared

@@ -15,7 +15,7 @@ from zerowatch.runtime.cross_rank.heartbeats import (
     NOTICE_SECONDS,
     READINGS_TO_BELIEVE,
     SECONDS_BETWEEN_READINGS,
-    Peers,
+    HeartbeatTable,
 )
 
 STUCK_SECONDS = 30.0
@@ -49,9 +49,9 @@ class Job:
         self.peers = [self.new_peers(rank) for rank in self.ranks]
         self.silent: set[int] = set()
 
-    def new_peers(self, rank: int) -> Peers:
+    def new_peers(self, rank: int) -> HeartbeatTable:
         store = connected(self.store, self.clock)
-        return Peers(store, rank, f"host-{rank}", STUCK_SECONDS, self.clock)
+        return HeartbeatTable(store, rank, f"host-{rank}", STUCK_SECONDS, self.clock)
 
     def look(self, seconds: float, *looking: int) -> None:
         for _ in range(round(seconds / LOOK_SECONDS)):

@@ -10,11 +10,16 @@ from fakes.clock import FakeClock
 from fakes.connections import connected
 from torch.distributed import HashStore
 
-from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.cross_rank.call_report import History, Pace, Report, Section
-from zerowatch.runtime.cross_rank.compare_result import Verdict
-from zerowatch.runtime.cross_rank.coordinator import BLOCK_SIZE, PACES_TO_MISS, Convener, blocks_of
-from zerowatch.runtime.cross_rank.store_channel import Correspondence
+from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.cross_rank.call_report import CallReport, RankReport, SequenceHash, StepTimes
+from zerowatch.runtime.cross_rank.compare_result import CompareResult
+from zerowatch.runtime.cross_rank.coordinator import (
+    BLOCK_SIZE,
+    PACES_TO_MISS,
+    Coordinator,
+    rank_blocks,
+)
+from zerowatch.runtime.cross_rank.store_channel import StoreChannel
 
 NUM_RANKS, CALLS = 200, 30
 PATIENCE = 20.0
@@ -27,14 +32,14 @@ class Ranks:
     def __init__(self, num_ranks: int = NUM_RANKS) -> None:
         self.clock = FakeClock()
         self.store = HashStore()
-        self.circle = Circle(tuple(range(num_ranks)))
+        self.circle = RankSet(tuple(range(num_ranks)))
         self.circle.roles = ["dp"]
         self.failures: list[int] = []
         self.letters = [self.open(rank) for rank in range(num_ranks)]
         self.durations = np.random.default_rng(0).random((num_ranks, CALLS)).astype(np.float32)
 
-    def open(self, rank: int) -> Correspondence:
-        return Correspondence(
+    def open(self, rank: int) -> StoreChannel:
+        return StoreChannel(
             connected(self.store, self.clock),
             rank=rank,
             host="host",
@@ -46,20 +51,22 @@ class Ranks:
 
     def report(self, rank: int, *, skipping: int | None = None, forward: float = 0.1) -> None:
         signatures = [number for number in range(1, CALLS + 1) if number != skipping]
-        section = Section(
+        section = CallReport(
             first_timed=1,
             durations=self.durations[rank],
             first_issued=1,
             signatures=np.array(signatures, np.uint32),
-            history=History(since=1, crc=0),
+            history=SequenceHash(since=1, crc=0),
         )
-        pace = Pace(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
-        report = Report(sections={self.circle.key: section}, names=NAMES, paces={rank: pace})
+        pace = StepTimes(
+            steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4
+        )
+        report = RankReport(sections={self.circle.key: section}, names=NAMES, paces={rank: pace})
         self.letters[rank].report(report)
 
-    def read(self, *silent: int) -> dict[int, list[Verdict]]:
+    def read(self, *silent: int) -> dict[int, list[CompareResult]]:
         """Let all but some look, often enough for news to reach everybody."""
-        heard: dict[int, list[Verdict]] = {rank: [] for rank in range(len(self.letters))}
+        heard: dict[int, list[CompareResult]] = {rank: [] for rank in range(len(self.letters))}
         for _ in range(3):
             for rank, letters in enumerate(self.letters):
                 if rank not in silent:
@@ -68,15 +75,15 @@ class Ranks:
         return heard
 
 
-def durations_in(verdicts: list[Verdict]) -> list[float]:
+def durations_in(verdicts: list[CompareResult]) -> list[float]:
     return [seconds for verdict in verdicts for seconds in verdict.least.tolist()]
 
 
 def test_members_are_put_together_in_blocks_only_where_they_are_many() -> None:
-    assert list(blocks_of(range(200))) == [0, 64, 128, 192]
-    assert [len(block) for block in blocks_of(range(200)).values()] == [64, 64, 64, 8]
-    assert list(blocks_of((3, 5))) == [3, 5]
-    assert len(blocks_of(range(BLOCK_SIZE))) == BLOCK_SIZE
+    assert list(rank_blocks(range(200))) == [0, 64, 128, 192]
+    assert [len(block) for block in rank_blocks(range(200)).values()] == [64, 64, 64, 8]
+    assert list(rank_blocks((3, 5))) == [3, 5]
+    assert len(rank_blocks(range(BLOCK_SIZE))) == BLOCK_SIZE
 
 
 def test_all_of_two_hundred_ranks_learn_the_least_durations() -> None:
@@ -145,7 +152,7 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
     ranks.report(2)
     ranks.read()
 
-    again = Section(
+    again = CallReport(
         first_timed=CALLS + 1,
         durations=np.array([0.5], np.float32),
         first_issued=CALLS + 1,
@@ -156,7 +163,7 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
         section = (
             again
             if rank
-            else Section(
+            else CallReport(
                 first_timed=again.first_timed,
                 durations=np.array([0.75], np.float32),
                 first_issued=again.first_issued,
@@ -164,7 +171,7 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
                 history=None,
             )
         )
-        letters.report(Report(sections={ranks.circle.key: section}))
+        letters.report(RankReport(sections={ranks.circle.key: section}))
     heard = ranks.read()
 
     assert durations_in(heard[2]) == [0.5]
@@ -175,7 +182,7 @@ def test_nobody_is_taken_for_silent_while_there_is_nothing_to_tell() -> None:
     for _ in range(20):
         ranks.clock.seconds += PATIENCE / 4
         for letters in ranks.letters:
-            letters.report(Report(sections={}))
+            letters.report(RankReport(sections={}))
         ranks.read()
 
     assert ranks.failures == []
@@ -224,23 +231,23 @@ def test_durations_of_one_rank_alone_are_no_comparison() -> None:
     assert np.isnan(durations_in(heard[0])).all()
 
 
-def pace(forward: float = 0.1) -> Pace:
-    return Pace(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
+def pace(forward: float = 0.1) -> StepTimes:
+    return StepTimes(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
 
 
 def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
-    circle = Circle((0, 1, 2))
-    convener = Convener(circle, blocks_of(circle.members))
+    circle = RankSet((0, 1, 2))
+    convener = Coordinator(circle, rank_blocks(circle.members))
     verdicts = []
     for rank in circle.members:
-        section = Section(
+        section = CallReport(
             first_timed=1,
             durations=np.empty(0, np.float32),
             first_issued=1,
             signatures=np.empty(0, np.uint32),
             history=None,
         )
-        convener.add(rank, Report(sections={circle.key: section}, paces={rank: pace()}))
+        convener.add(rank, RankReport(sections={circle.key: section}, paces={rank: pace()}))
         verdicts.append(convener.take_verdict(compares_pace=True))
 
     assert verdicts[:2] == [None, None]
@@ -248,20 +255,20 @@ def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
 
 
 def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared() -> None:
-    circle = Circle((0, 1, 2))
-    convener = Convener(circle, blocks_of(circle.members))
+    circle = RankSet((0, 1, 2))
+    convener = Coordinator(circle, rank_blocks(circle.members))
     compared = []
     for _ in range(PACES_TO_MISS + 3):
         for rank in circle.members:
             paces = {} if rank == 2 else {rank: pace()}
-            section = Section(
+            section = CallReport(
                 first_timed=1,
                 durations=np.empty(0, np.float32),
                 first_issued=1,
                 signatures=np.empty(0, np.uint32),
                 history=None,
             )
-            convener.add(rank, Report(sections={circle.key: section}, paces=paces))
+            convener.add(rank, RankReport(sections={circle.key: section}, paces=paces))
         compared.append(convener.take_verdict(compares_pace=True) is not None)
 
     assert compared == [False] * PACES_TO_MISS + [True] * 3

@@ -9,19 +9,19 @@ from collections.abc import Callable
 import pytest
 
 from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
-from zerowatch.runtime.cross_rank.call_report import Pace
-from zerowatch.runtime.cross_rank.step_times import LEAST_STEPS, WARM_UP_STEPS, PaceKeeper
+from zerowatch.runtime.cross_rank.call_report import StepTimes
+from zerowatch.runtime.cross_rank.step_times import LEAST_STEPS, WARM_UP_STEPS, StepTimeSampler
 from zerowatch.runtime.cross_rank.stragglers import Straggler, StragglerWatch, reference_of
 
 STEP_SECONDS = 0.5
 BUSY = {"data": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05}
 
 
-def pace(*, noise: float = 0.0, chance: random.Random | None = None, **slower: float) -> Pace:
+def pace(*, noise: float = 0.0, chance: random.Random | None = None, **slower: float) -> StepTimes:
     """A rank's pace over 20 steps, each with noise; `slower` says by how many seconds it is so."""
     drawn = chance or random.Random(0)
     of_median = 1.253 * noise / math.sqrt(20)
-    return Pace(
+    return StepTimes(
         steps=20,
         step_seconds=STEP_SECONDS,
         busy=tuple(
@@ -32,7 +32,7 @@ def pace(*, noise: float = 0.0, chance: random.Random | None = None, **slower: f
     )
 
 
-def look(watch: StragglerWatch, paces: dict[int, Pace]) -> list[Straggler]:
+def look(watch: StragglerWatch, paces: dict[int, StepTimes]) -> list[Straggler]:
     reference = reference_of(list(paces.values()))
     assert reference is not None
     return watch.look(paces, reference)
@@ -123,7 +123,7 @@ class Simulated:
 
     def __init__(self, num_ranks: int, noise: Callable[[random.Random], dict[str, float]]) -> None:
         self._chance, self._noise = random.Random(7), noise
-        self._keepers = [PaceKeeper() for _ in range(num_ranks)]
+        self._keepers = [StepTimeSampler() for _ in range(num_ranks)]
         self._watch = StragglerWatch()
         self._step(WARM_UP_STEPS, None)
 
@@ -216,7 +216,7 @@ def test_the_median_rank_has_no_score() -> None:
 
 
 def test_nothing_is_compared_where_nothing_was_done() -> None:
-    idle = Pace(steps=1, step_seconds=0.0, busy=(0.0,) * 4, deviation=(0.0,) * 4)
+    idle = StepTimes(steps=1, step_seconds=0.0, busy=(0.0,) * 4, deviation=(0.0,) * 4)
 
     assert reference_of([]) is None
     assert reference_of([idle, idle]) is None

@@ -12,8 +12,8 @@ from fakes.connections import connected
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
-from zerowatch.runtime.cross_rank.store_connection import Connection
-from zerowatch.runtime.cross_rank.store_log import KEPT_TEXTS, Inbox, Outbox
+from zerowatch.runtime.cross_rank.store_connection import StoreConnection
+from zerowatch.runtime.cross_rank.store_log import KEPT_TEXTS, StoreLogReader, StoreLogWriter
 
 PATIENCE = 20.0
 
@@ -28,16 +28,16 @@ def server(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(server: Store) -> Connection:
+def store(server: Store) -> StoreConnection:
     return connected(server)
 
 
-def texts(inbox: Inbox) -> list[bytes]:
+def texts(inbox: StoreLogReader) -> list[bytes]:
     return list(inbox.take(PATIENCE))
 
 
-def test_texts_come_in_order_and_once(store: Connection) -> None:
-    outbox, inbox = Outbox(store, "row"), Inbox(store, "row")
+def test_texts_come_in_order_and_once(store: StoreConnection) -> None:
+    outbox, inbox = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
     for text in (b"one", b"", b"\x00\xff\n"):
         outbox.post(text)
 
@@ -47,15 +47,15 @@ def test_texts_come_in_order_and_once(store: Connection) -> None:
     assert second == []
 
 
-def test_rows_do_not_mix(store: Connection) -> None:
-    Outbox(store, "row/1").post(b"mine")
+def test_rows_do_not_mix(store: StoreConnection) -> None:
+    StoreLogWriter(store, "row/1").post(b"mine")
 
-    assert texts(Inbox(store, "row/10")) == []
+    assert texts(StoreLogReader(store, "row/10")) == []
 
 
-def test_nothing_waits_for_what_is_not_there(store: Connection) -> None:
+def test_nothing_waits_for_what_is_not_there(store: StoreConnection) -> None:
     clock = FakeClock()
-    inbox = Inbox(store, "row", clock)
+    inbox = StoreLogReader(store, "row", clock)
     clock.seconds += 2 * PATIENCE
     began = time.monotonic()
 
@@ -65,8 +65,8 @@ def test_nothing_waits_for_what_is_not_there(store: Connection) -> None:
     assert time.monotonic() - began < 0.5
 
 
-def test_the_number_of_keys_stays_bounded(server: Store, store: Connection) -> None:
-    outbox = Outbox(store, "row")
+def test_the_number_of_keys_stays_bounded(server: Store, store: StoreConnection) -> None:
+    outbox = StoreLogWriter(store, "row")
     counts = []
     for number in range(5 * KEPT_TEXTS):
         outbox.post(str(number).encode())
@@ -75,9 +75,9 @@ def test_the_number_of_keys_stays_bounded(server: Store, store: Connection) -> N
     assert max(counts) == counts[KEPT_TEXTS] == counts[-1]
 
 
-def test_a_reader_that_was_away_too_long_goes_on_at_the_latest_text(store: Connection) -> None:
+def test_a_reader_that_was_away_too_long_goes_on_at_the_latest_text(store: StoreConnection) -> None:
     clock = FakeClock()
-    outbox, inbox = Outbox(store, "row"), Inbox(store, "row", clock)
+    outbox, inbox = StoreLogWriter(store, "row"), StoreLogReader(store, "row", clock)
     for number in range(2 * KEPT_TEXTS):
         outbox.post(str(number).encode())
     lost = texts(inbox)
@@ -89,7 +89,7 @@ def test_a_reader_that_was_away_too_long_goes_on_at_the_latest_text(store: Conne
 
 def test_for_the_latest_text_is_looked_only_now_and_then() -> None:
     clock, store = FakeClock(), CountingStore()
-    inbox = Inbox(connected(store, clock), "row", clock)
+    inbox = StoreLogReader(connected(store, clock), "row", clock)
     for _ in range(10):
         clock.seconds += PATIENCE / 4
         texts(inbox)
@@ -107,9 +107,9 @@ class CountingStore(HashStore):
         return super().check(keys)
 
 
-def test_a_reader_that_is_not_too_far_behind_misses_nothing(store: Connection) -> None:
+def test_a_reader_that_is_not_too_far_behind_misses_nothing(store: StoreConnection) -> None:
     clock = FakeClock()
-    outbox, inbox = Outbox(store, "row"), Inbox(store, "row", clock)
+    outbox, inbox = StoreLogWriter(store, "row"), StoreLogReader(store, "row", clock)
     for number in range(KEPT_TEXTS):
         outbox.post(str(number).encode())
     clock.seconds += 2 * PATIENCE
@@ -121,7 +121,7 @@ def test_a_reader_that_is_not_too_far_behind_misses_nothing(store: Connection) -
 def test_silence_does_not_count_while_the_store_could_not_be_reached(server: Store) -> None:
     clock = FakeClock()
     store = connected(server, clock)
-    inbox = Inbox(store, "row", clock)
+    inbox = StoreLogReader(store, "row", clock)
     clock.seconds += 5
     store.lose()
     clock.seconds += 2 * PATIENCE
@@ -133,7 +133,10 @@ def test_silence_does_not_count_while_the_store_could_not_be_reached(server: Sto
 
 def test_a_row_goes_on_where_the_store_failed_in_between() -> None:
     failing = FailingStore()
-    outbox, inbox = Outbox(connected(failing), "row"), Inbox(connected(failing), "row")
+    outbox, inbox = (
+        StoreLogWriter(connected(failing), "row"),
+        StoreLogReader(connected(failing), "row"),
+    )
     outbox.post(b"one")
     heard = texts(inbox)
     for text, refused in ((b"two", "row/1"), (b"three", "row/latest")):
@@ -156,9 +159,9 @@ class FailingStore(HashStore):
         super().set(key, value)  # type: ignore[arg-type]
 
 
-def test_silence_is_the_time_since_the_last_text(store: Connection) -> None:
+def test_silence_is_the_time_since_the_last_text(store: StoreConnection) -> None:
     clock = FakeClock()
-    outbox, inbox = Outbox(store, "row", clock), Inbox(store, "row", clock)
+    outbox, inbox = StoreLogWriter(store, "row", clock), StoreLogReader(store, "row", clock)
     clock.seconds += 3
     before = inbox.silent_seconds()
     outbox.post(b"text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zerowatch.runtime.cross_rank.numbered_range import MOST_VALUES, Stretch
+from zerowatch.runtime.cross_rank.numbered_range import MOST_VALUES, NumberedRange
 
 
 def piece(*values: int) -> np.ndarray:
@@ -12,7 +12,7 @@ def piece(*values: int) -> np.ndarray:
 
 
 def test_pieces_join() -> None:
-    stretch = Stretch(3, piece(3, 4))
+    stretch = NumberedRange(3, piece(3, 4))
 
     joined = stretch.add(5, piece(5, 6, 7))
 
@@ -22,14 +22,14 @@ def test_pieces_join() -> None:
 
 
 def test_an_empty_piece_changes_nothing() -> None:
-    stretch = Stretch(3, piece(3, 4))
+    stretch = NumberedRange(3, piece(3, 4))
 
     assert stretch.add(5, piece())
     assert stretch.between(3, 5).tolist() == [3, 4]
 
 
 def test_what_is_known_already_is_passed_over() -> None:
-    stretch = Stretch(3, piece(3, 4))
+    stretch = NumberedRange(3, piece(3, 4))
 
     joined = stretch.add(4, piece(99, 5))
 
@@ -38,14 +38,14 @@ def test_what_is_known_already_is_passed_over() -> None:
 
 
 def test_a_piece_that_is_old_as_a_whole_is_passed_over() -> None:
-    stretch = Stretch(10, piece(10))
+    stretch = NumberedRange(10, piece(10))
 
     assert stretch.add(1, piece(1, 2))
     assert (stretch.first, stretch.values.tolist()) == (10, [10])
 
 
 def test_after_a_gap_only_what_follows_is_left() -> None:
-    stretch = Stretch(3, piece(3, 4))
+    stretch = NumberedRange(3, piece(3, 4))
 
     joined = stretch.add(6, piece(6, 7))
 
@@ -54,7 +54,7 @@ def test_after_a_gap_only_what_follows_is_left() -> None:
 
 
 def test_what_was_used_is_forgotten_once() -> None:
-    stretch = Stretch(3, piece(3, 4, 5))
+    stretch = NumberedRange(3, piece(3, 4, 5))
 
     stretch.forget(5)
     stretch.forget(4)
@@ -63,7 +63,7 @@ def test_what_was_used_is_forgotten_once() -> None:
 
 
 def test_a_stretch_that_nobody_uses_does_not_grow_for_ever() -> None:
-    stretch = Stretch(0, piece())
+    stretch = NumberedRange(0, piece())
     part = np.arange(MOST_VALUES // 4, dtype=np.uint32)
 
     for number in range(6):

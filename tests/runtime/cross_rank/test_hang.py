@@ -111,7 +111,7 @@ def test_a_log_that_blocks_holds_up_neither_looks_nor_abort(
 
     handler = Stuck()
     logging.getLogger("zerowatch").addHandler(handler)
-    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_watch.LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_watch.FLUSH_SECONDS", 0.05)
     rank = Rank(tmp_path, abort=True)
     monkeypatch.setattr(rank.hang, "close", lambda: None)
     try:

@@ -14,7 +14,7 @@ import pytest
 from fakes.hangs import AT, KEY, call, evidence, peer
 
 from zerowatch.runtime.cross_rank.hang.evidence import GroupLine
-from zerowatch.runtime.cross_rank.hang.missing_ranks import verdict
+from zerowatch.runtime.cross_rank.hang.missing_ranks import summary
 from zerowatch.runtime.cross_rank.hang.report import report_text, write_report
 
 VERDICTS = {
@@ -94,7 +94,7 @@ VERDICTS = {
 def test_the_verdict_says_who_has_not_arrived_where(case: str) -> None:
     facts, expected = VERDICTS[case]
 
-    assert verdict(facts) == expected
+    assert summary(facts) == expected
 
 
 def test_of_two_groups_the_one_with_a_silent_rank_is_named() -> None:
@@ -105,7 +105,7 @@ def test_of_two_groups_the_one_with_a_silent_rank_is_named() -> None:
         other: GroupLine(key=other, role="tp", members=(0, 1), issued=5),
     }
 
-    said = verdict(replace(facts, groups=groups))
+    said = summary(replace(facts, groups=groups))
 
     assert said.startswith(f"rank 2 has not arrived at {AT}")
 
@@ -116,7 +116,7 @@ def test_a_report_opens_with_the_verdict_and_lists_peers_and_the_last_32_calls()
 
     lines = report_text(facts).splitlines()
 
-    assert lines[0] == verdict(facts)
+    assert lines[0] == summary(facts)
     assert "rank 0 on node-0, 2001-09-09 01:46:40 UTC" in lines
     assert "last step that ended: 77; phase: backward" in lines
     assert "no progress for 33.2 s; limit 30.0 s, pauses left out" in lines

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.collectives.groups import Circle
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.hang.evidence import Peer, Sources
 from zerowatch.runtime.cross_rank.hang.sources import Activity, hang_sources
-from zerowatch.runtime.cross_rank.heartbeats import Beat
+from zerowatch.runtime.cross_rank.heartbeats import Heartbeat
 
 MS = 1_000_000
-KEY = Circle((0, 1)).key
+KEY = RankSet((0, 1)).key
 
 
 class TwoRanks:
@@ -25,12 +25,14 @@ class TwoRanks:
     role = "dp"
     busy_until_ns = -(2**63)
 
-    def __init__(self, circle: Circle | None = None) -> None:
-        self.circle = circle or Circle((0, 1))
+    def __init__(self, circle: RankSet | None = None) -> None:
+        self.circle = circle or RankSet((0, 1))
         self.circle.roles = ["dp"]
 
-    def begin(self) -> Call:
-        call = Call(OPS.index("all_reduce"), self, 4096, torch.float32, PHASES.index("backward"))
+    def begin(self) -> CollectiveCall:
+        call = CollectiveCall(
+            OPS.index("all_reduce"), self, 4096, torch.float32, PHASES.index("backward")
+        )
         self.circle.issued += 1
         call.sequence = self.circle.issued
         self.circle.recent.append(call)
@@ -50,7 +52,7 @@ class DeviceEvent:
 class Peers:
     """What the exchange has heard of the other ranks."""
 
-    def __init__(self, *beats: Beat) -> None:
+    def __init__(self, *beats: Heartbeat) -> None:
         self.peers = {beat.rank: beat for beat in beats}
         self.others_hang = False
         self.told: list[bool] = []
@@ -70,11 +72,11 @@ def sources(group: TwoRanks, exchange: Any = None) -> Sources:
         circles=lambda: [group.circle],
         exchange=exchange or Peers(),
         folder=lambda: None,
-        hooks=Hooks(),
+        hooks=FailOpen(),
     )
 
 
-def returned(call: Call, *, end_ms: int = 7) -> Call:
+def returned(call: CollectiveCall, *, end_ms: int = 7) -> CollectiveCall:
     call.start_ns, call.issued_ns, call.end_ns = 2 * MS, end_ms * MS, end_ms * MS
     return call
 
@@ -187,7 +189,7 @@ def test_activity_is_when_a_call_was_seen_to_begin_or_end(group: TwoRanks) -> No
 
 def test_peers_are_all_others_that_were_heard(group: TwoRanks) -> None:
     beats = [
-        Beat(rank=rank, host="node", age_seconds=3.0, arrived={KEY: 5}, pause="eval")
+        Heartbeat(rank=rank, host="node", age_seconds=3.0, arrived={KEY: 5}, pause="eval")
         for rank in (0, 1)
     ]
 

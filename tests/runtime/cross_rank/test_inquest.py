@@ -7,7 +7,7 @@ from fakes.circles import FakeGroup
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_MISMATCHES
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.cross_rank.error_analyzer import Inquest, find
+from zerowatch.runtime.cross_rank.error_analyzer import CollectiveErrorAnalyzer, attribute_failure
 
 STEP = (("all_reduce", 4), ("all_reduce", 4000), ("all_gather", 96))
 
@@ -29,7 +29,7 @@ def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
         group.run(op, size)
     op, size = calls[skipped + 1]
 
-    finding = find(1, group.issue(op, size))
+    finding = attribute_failure(1, group.issue(op, size))
 
     assert finding is not None
     assert finding.expected == f"{STEP[skipped][0]} of {STEP[skipped][1]} bytes (float32)"
@@ -39,7 +39,7 @@ def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
 def test_a_rank_that_issued_what_it_always_does_accuses_itself_of_nothing():
     group = trained()
 
-    finding = find(1, group.issue(*STEP[0]))
+    finding = attribute_failure(1, group.issue(*STEP[0]))
 
     assert finding is not None
     assert finding.expected is None
@@ -51,7 +51,7 @@ def test_of_two_ranks_the_other_is_named():
     for _ in range(5):
         group.run()
 
-    finding = find(3, group.issue())
+    finding = attribute_failure(3, group.issue())
 
     assert finding is not None
     assert "rank 5 died, or left" in finding.sentence()
@@ -60,7 +60,9 @@ def test_of_two_ranks_the_other_is_named():
 def test_a_call_that_was_never_issued_before_is_nobodys_fault():
     group = trained()
 
-    finding = find(1, group.issue("barrier", 0))  # the first checkpoint, in which a peer dies
+    finding = attribute_failure(
+        1, group.issue("barrier", 0)
+    )  # the first checkpoint, in which a peer dies
 
     assert finding is not None
     assert finding.expected is None
@@ -71,7 +73,7 @@ def test_calls_issued_after_the_one_that_failed_do_not_matter():
     failed = group.issue(*STEP[0])
     group.issue(*STEP[2])
 
-    finding = find(1, failed)
+    finding = attribute_failure(1, failed)
 
     assert finding is not None
     assert (finding.sequence, finding.expected) == (failed.sequence, None)
@@ -80,7 +82,7 @@ def test_calls_issued_after_the_one_that_failed_do_not_matter():
 @pytest.mark.parametrize(("size", "mismatches"), [(4, 0), (4000, 1)])
 def test_only_a_sequence_that_was_left_counts_as_a_mismatch(size, mismatches):
     group, recorder, reported = trained(), Recorder(), []
-    inquest = Inquest(1, recorder, lambda: reported.append(True))
+    inquest = CollectiveErrorAnalyzer(1, recorder, lambda: reported.append(True))
 
     failed = group.issue("all_reduce", size)
     inquest(failed)

@@ -14,7 +14,7 @@ from zerowatch.runtime.devices.memory.shared_peak_counters import (
     ACCELERATOR_STATS,
     RESET,
     STATS,
-    KeptPeaks,
+    SharedPeakCounters,
 )
 
 NAMES = (STATS, RESET, ACCELERATOR_STATS, ACCELERATOR_RESET)
@@ -24,7 +24,7 @@ def peak_for_script(allocator: FakeAllocator) -> int:
     return allocator._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"]
 
 
-def peak_for_us(peaks: KeptPeaks) -> int:
+def peak_for_us(peaks: SharedPeakCounters) -> int:
     return peaks.take(0)["allocated_bytes"]["all"]["peak"]
 
 
@@ -47,7 +47,7 @@ def torch_on(allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeA
 
 
 def test_a_peak_is_read_once_and_the_script_goes_on_seeing_it(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     allocator.use(100)
 
@@ -58,7 +58,7 @@ def test_a_peak_is_read_once_and_the_script_goes_on_seeing_it(allocator: FakeAll
 
 
 def test_a_new_peak_above_the_kept_one_is_seen_at_once(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
 
@@ -69,7 +69,7 @@ def test_a_new_peak_above_the_kept_one_is_seen_at_once(allocator: FakeAllocator)
 
 
 def test_a_reset_by_the_script_takes_no_peak_from_us(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     allocator.use(100)
 
@@ -83,7 +83,7 @@ def test_a_reset_by_the_script_takes_no_peak_from_us(allocator: FakeAllocator) -
 
 
 def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     before = allocator._cuda_memoryStats(0)
 
@@ -93,7 +93,7 @@ def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
 
 
 def test_a_pool_that_is_gone_stays_gone(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
 
@@ -103,7 +103,7 @@ def test_a_pool_that_is_gone_stays_gone(allocator: FakeAllocator) -> None:
 
 
 def test_devices_are_kept_apart(allocator: FakeAllocator) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
     allocator.use(100)
@@ -115,7 +115,7 @@ def test_devices_are_kept_apart(allocator: FakeAllocator) -> None:
 
 def test_the_very_same_functions_come_back(allocator: FakeAllocator) -> None:
     before = [getattr(allocator, name) for name in NAMES]
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     wrapped = [getattr(allocator, name) for name in NAMES]
 
     peaks.restore()
@@ -128,7 +128,7 @@ def test_the_very_same_functions_come_back(allocator: FakeAllocator) -> None:
 def test_what_kept_our_function_gets_the_allocator_s_own_answer_after_restore(
     allocator: FakeAllocator,
 ) -> None:
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     imported_by_value = allocator._cuda_memoryStats
     allocator.use(900)
     peaks.take(0)
@@ -142,7 +142,7 @@ def test_what_kept_our_function_gets_the_allocator_s_own_answer_after_restore(
 
 def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> None:
     del allocator._accelerator_getDeviceStats, allocator._accelerator_resetPeakStats
-    peaks = KeptPeaks(allocator)
+    peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
 
@@ -152,7 +152,7 @@ def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> No
 
 
 def test_all_that_torch_tells_of_peaks_is_as_without_us(torch_on: FakeAllocator) -> None:
-    peaks = KeptPeaks(torch._C)
+    peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
     told = [
         torch.cuda.max_memory_allocated,
@@ -177,7 +177,7 @@ def test_all_that_torch_tells_of_peaks_is_as_without_us(torch_on: FakeAllocator)
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
 def test_torch_s_own_reset_reaches_the_script_s_view(torch_on: FakeAllocator, module) -> None:
-    peaks = KeptPeaks(torch._C)
+    peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
     peaks.take(0)
     torch_on.use(100)
@@ -204,7 +204,7 @@ def test_torch_goes_through_the_names_that_are_wrapped() -> None:
 def test_the_probe_reads_each_step_s_own_peak_until_it_is_closed(allocator: FakeAllocator) -> None:
     original = allocator._cuda_memoryStats
     cuda = FakeCudaMemory(free=30, total=80)
-    probe = CudaMemory(0, cuda, peaks=KeptPeaks(allocator))
+    probe = CudaMemory(0, cuda, peaks=SharedPeakCounters(allocator))
     allocator.use(900)
     allocator.use(100)
 
@@ -219,4 +219,4 @@ def test_a_probe_that_resets_reads_nothing_before_cuda_is_in_use(allocator: Fake
     cuda = FakeCudaMemory(free=30, total=80)
     cuda.initialized = False
 
-    assert CudaMemory(0, cuda, peaks=KeptPeaks(allocator)).read() == {}
+    assert CudaMemory(0, cuda, peaks=SharedPeakCounters(allocator)).read() == {}

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from zerowatch.runtime.common.deepspeed_internals_compression import PRIVATE_NAMES
-from zerowatch.runtime.engine.compression.collective_steps import Departed, run_all
-from zerowatch.runtime.engine.compression.compression_error import ErrorTally
+from zerowatch.runtime.engine.compression.collective_steps import InFlightReduction, run_all
+from zerowatch.runtime.engine.compression.compression_error import CompressionError
 from zerowatch.runtime.engine.compression.formats import BLOCK
-from zerowatch.runtime.engine.compression.gradient_compressor import GradientCodec
-from zerowatch.runtime.engine.compression.parameter_index import Place, Places
+from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
+from zerowatch.runtime.engine.compression.parameter_index import GradientSpan, ParameterIndex
 from zerowatch.runtime.engine.compression.residuals import Residuals
-from zerowatch.runtime.engine.compression.shards import even_sizes, pieces, straight_is_cheaper
+from zerowatch.runtime.engine.compression.shards import chunks, direct_is_cheaper, even_sizes
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def test_even_shares_are_whole_blocks_and_add_up(num_values: int, num_ranks: int
 def test_pieces_cover_each_ranks_values_once_and_in_order(most: int | None) -> None:
     sizes = [250, 0, 999, 1]
 
-    cut = list(pieces(sizes, most))
+    cut = list(chunks(sizes, most))
 
     for rank, size in enumerate(sizes):
         start = sum(sizes[:rank])
@@ -43,21 +43,21 @@ def test_pieces_cover_each_ranks_values_once_and_in_order(most: int | None) -> N
 
 
 def test_values_go_straight_to_their_owners_unless_one_rank_owns_most_of_them() -> None:
-    assert straight_is_cheaper([10, 10, 10, 10])
-    assert not straight_is_cheaper([40, 0, 0, 0])
-    assert straight_is_cheaper([20, 0])  # of two ranks both ways move the same bytes
+    assert direct_is_cheaper([10, 10, 10, 10])
+    assert not direct_is_cheaper([40, 0, 0, 0])
+    assert direct_is_cheaper([20, 0])  # of two ranks both ways move the same bytes
 
 
 def test_a_piece_of_a_bucket_is_found_across_the_borders_of_parameters() -> None:
     bucket = torch.zeros(100)
-    places = Places([("b", bucket[30:70]), ("a", bucket[:30]), ("empty", bucket[:0])])
+    places = ParameterIndex([("b", bucket[30:70]), ("a", bucket[:30]), ("empty", bucket[:0])])
 
-    assert places.of(bucket[20:50]) == [Place("a", 30, 20, 10), Place("b", 40, 0, 20)]
+    assert places.of(bucket[20:50]) == [GradientSpan("a", 30, 20, 10), GradientSpan("b", 40, 0, 20)]
 
 
 def test_memory_that_is_no_gradient_is_an_error() -> None:
     bucket = torch.zeros(100)
-    places = Places([("a", bucket[:30])])
+    places = ParameterIndex([("a", bucket[:30])])
 
     with pytest.raises(LookupError):
         places.of(bucket[20:40])
@@ -96,7 +96,7 @@ def test_loaded_residuals_go_on_where_saved_ones_stood() -> None:
 
 
 def test_the_error_ratio_is_that_of_the_norms() -> None:
-    tally = ErrorTally()
+    tally = CompressionError()
 
     for sent, lost in ((3.0, 0.03), (4.0, 0.04)):
         tally.will_send(torch.tensor([sent]))
@@ -107,7 +107,7 @@ def test_the_error_ratio_is_that_of_the_norms() -> None:
 
 
 def test_gradients_that_are_not_finite_have_no_error_ratio() -> None:
-    tally = ErrorTally()
+    tally = CompressionError()
 
     tally.will_send(torch.tensor([float("inf")]))
     tally.lost(torch.tensor([float("nan")]))
@@ -145,7 +145,7 @@ def test_the_next_exchange_starts_before_the_last_is_waited_for() -> None:
 
 def test_dropped_exchanges_are_waited_for_and_come_to_nothing() -> None:
     log: list[str] = []
-    departed = Departed([two_shots(log, "a")], finish=lambda: log.append("finish"))
+    departed = InFlightReduction([two_shots(log, "a")], finish=lambda: log.append("finish"))
 
     departed.drop()
 
@@ -154,7 +154,7 @@ def test_dropped_exchanges_are_waited_for_and_come_to_nothing() -> None:
 
 def test_a_codec_that_does_not_exist_is_named_with_those_that_do() -> None:
     with pytest.raises(ValueError, match=r"'int4'; it can be plain, fp32, bf16"):
-        GradientCodec("int4")
+        GradientCompressor("int4")
 
 
 def test_private_names_are_listed_once_and_in_order() -> None:

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zerowatch.runtime.engine.rebuild.layout import share
+from zerowatch.runtime.engine.rebuild.layout import rank_share
 from zerowatch.runtime.engine.rebuild.ranks import Attempt, PeerFailedError
-from zerowatch.runtime.engine.rebuild.strip import mark_hooks, release, strip
+from zerowatch.runtime.engine.rebuild.strip import mark_hooks, release, strip_module
 
 
 class Votes:
@@ -29,7 +29,7 @@ class Votes:
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 1000])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_shares_cover_a_tensor_once(length: int, world_size: int) -> None:
-    parts = [share(length, rank, world_size) for rank in range(world_size)]
+    parts = [rank_share(length, rank, world_size) for rank in range(world_size)]
 
     assert sum(count for _, count in parts) == length
     assert all(start + count == after for (start, count), (after, _) in pairwise(parts) if count)
@@ -86,7 +86,7 @@ def test_stripping_leaves_what_the_script_put_on_its_parameters() -> None:
     model.weight.ds_id = 4
     model.weight.partition = print
 
-    strip(model)
+    strip_module(model)
 
     assert vars(model.weight) == {"is_special": True}
 

@@ -7,7 +7,7 @@ import pytest
 from zerowatch.errors import DsConfigError
 from zerowatch.runtime.estimator.batch import micro_batches
 from zerowatch.runtime.estimator.buckets import cut_above, fill_buckets, flatten
-from zerowatch.runtime.estimator.coordinator import Coordinator
+from zerowatch.runtime.estimator.coordinator import Zero3Coordinator
 from zerowatch.runtime.estimator.lower_bound import least_wire_bytes
 from zerowatch.runtime.estimator.options import Options, read_options
 from zerowatch.runtime.estimator.plan import Plan
@@ -136,7 +136,7 @@ def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
 def gathers(options: Options, *, micro_batches: int) -> list[tuple[int, ...]]:
     """Return what the last of some micro-batches gathers, of three layers of ten elements."""
     visits, own = module_visits(chain(10, 10, 10))
-    coordinator = Coordinator(visits, own, [10, 10, 10], [], options)
+    coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
     for _ in range(micro_batches):
         last = coordinator.micro_batch()
         coordinator.end_step([0, 1, 2])

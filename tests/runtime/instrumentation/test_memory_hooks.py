@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from fakes.clock import FakeClock
 
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseClock
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseTimer
 from zerowatch.runtime.instrumentation import memory_hooks
 from zerowatch.runtime.instrumentation.batch_shape import BatchShape
 from zerowatch.runtime.instrumentation.memory_hooks import MemoryHooks
 from zerowatch.runtime.memory.forecast.series import Shape
-from zerowatch.runtime.memory.memory_reader import MemoryMeter
+from zerowatch.runtime.memory.memory_reader import MemoryReader
 
 
 class Engine(SimpleNamespace):
@@ -28,16 +28,16 @@ class Job:
         self.clock = FakeClock()
         monkeypatch.setattr(memory_hooks.time, "monotonic", self.clock)
         self.held = {"cpu": {"gradients": 10}}
-        monkeypatch.setattr(memory_hooks, "engine_holdings", lambda engine: dict(self.held))
+        monkeypatch.setattr(memory_hooks, "bytes_by_category", lambda engine: dict(self.held))
         self.engine = Engine()
         self.peak_bytes = 500.0
         self.judged: list[Shape] = []
-        self.phases = PhaseClock()
+        self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
             self.engine,
-            MemoryMeter({"cpu": self._read}, {}),
+            MemoryReader({"cpu": self._read}, {}),
             self.phases,
-            Hooks(),
+            FailOpen(),
             judge=self.judged.append,
             raised=lambda error: None,
             look_seconds=look_seconds,

@@ -11,8 +11,8 @@ import pytest
 from scripts.peaks import REPLAYS, read_series
 
 from zerowatch.runtime.memory.forecast.forecaster import Forecaster
-from zerowatch.runtime.memory.forecast.heap_floor import deepest_valley
-from zerowatch.runtime.memory.forecast.memory_forecast import Outlook
+from zerowatch.runtime.memory.forecast.heap_floor import heap_floor
+from zerowatch.runtime.memory.forecast.memory_forecast import MemoryForecast
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 
 GIB, MIB = float(1 << 30), float(1 << 20)
@@ -47,7 +47,9 @@ def varied(step: int) -> Shape:
     return Shape(4, 64 + 16 * (step * 7 % 11))
 
 
-def outlook_after(points: Iterable[PeakPoint], forecaster: Forecaster | None = None) -> Outlook:
+def outlook_after(
+    points: Iterable[PeakPoint], forecaster: Forecaster | None = None
+) -> MemoryForecast:
     """Let a forecaster follow, as the watch thread would."""
     forecaster = forecaster or Forecaster()
     found = None
@@ -115,16 +117,16 @@ def test_what_is_freed_for_good_or_leaks_is_not_what_a_step_takes() -> None:
     freed = np.where(np.arange(60) < 30, 900.0, 500.0) * MIB
     leaking = (500.0 + 10 * np.arange(60)) * MIB
 
-    assert deepest_valley(freed, freed) == 0.0
-    assert deepest_valley(leaking, leaking + 3 * MIB) <= 3 * MIB
-    assert deepest_valley(freed[:1], freed[:1]) == 0.0
+    assert heap_floor(freed, freed) == 0.0
+    assert heap_floor(leaking, leaking + 3 * MIB) <= 3 * MIB
+    assert heap_floor(freed[:1], freed[:1]) == 0.0
 
 
 def test_what_is_given_back_and_taken_again_is_what_a_step_takes() -> None:
     floors = (600.0 - 80 * (np.arange(60) % 10 == 5)) * MIB
     peaks = np.full(60, 610.0 * MIB)
 
-    assert deepest_valley(floors, peaks) == 90 * MIB
+    assert heap_floor(floors, peaks) == 90 * MIB
 
 
 def test_a_leak_is_seen_to_pass_the_limit_and_when() -> None:

@@ -13,7 +13,7 @@ from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory import forecast_service as module
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
-from zerowatch.runtime.memory.forecast_service import Forecasts
+from zerowatch.runtime.memory.forecast_service import MemoryForecasts
 
 MIB = 2**20
 GIB = 2**30
@@ -26,7 +26,7 @@ class Run:
         self.clock = clock
         self.limit_bytes = limit_bytes
         self.recorder = Recorder()
-        self.forecasts = Forecasts(self.recorder)
+        self.forecasts = MemoryForecasts(self.recorder)
         self.floor_bytes = 2.0 * GIB
         self.step = 0
         self._noise = random.Random(7)

@@ -12,9 +12,9 @@ import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_CATEGORIES
 from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
-from zerowatch.runtime.devices.memory.resident_bytes import touched_bytes
+from zerowatch.runtime.devices.memory.resident_bytes import resident_bytes
 from zerowatch.runtime.memory.category_sums import baseline, categories_at_peak, larger_of
-from zerowatch.runtime.memory.engine_memory import engine_holdings
+from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 MIB = 2**20
 PAGE = mmap.PAGESIZE
@@ -25,7 +25,7 @@ def engine_of(module: torch.nn.Module, **optimizer: object) -> types.SimpleNames
 
 
 def held(engine: object) -> dict[str, int]:
-    return dict(engine_holdings(engine)["cpu"])
+    return dict(bytes_by_category(engine)["cpu"])
 
 
 def test_under_stage_0_the_optimizer_s_parameters_are_the_model_s() -> None:
@@ -88,7 +88,7 @@ def test_what_was_partitioned_away_counts_nothing() -> None:
 
 
 def test_a_tensor_without_data_counts_nothing() -> None:
-    assert engine_holdings(engine_of(torch.nn.Linear(4, 4, device="meta"))) == {}
+    assert bytes_by_category(engine_of(torch.nn.Linear(4, 4, device="meta"))) == {}
 
 
 def test_an_engine_without_an_optimizer_has_its_parameters() -> None:
@@ -111,7 +111,7 @@ def test_no_property_of_the_optimizer_runs() -> None:
 def test_no_tensor_is_kept_alive() -> None:
     module = torch.nn.Linear(4, 4)
     module.weight.grad = torch.ones(4, 4)
-    engine_holdings(engine_of(module))
+    bytes_by_category(engine_of(module))
     gone = [weakref.ref(module.weight), weakref.ref(module.weight.grad)]
 
     gc.disable()
@@ -126,17 +126,17 @@ def test_pages_of_a_buffer_that_were_never_written_count_nothing() -> None:
     size = 64 * MIB
     buffer = torch.empty(size, dtype=torch.uint8)
 
-    sizes = [touched_bytes(buffer.data_ptr(), size)]
+    sizes = [resident_bytes(buffer.data_ptr(), size)]
     for written in (10 * MIB, 40 * MIB, size):
         buffer[:written] = 1
-        sizes.append(touched_bytes(buffer.data_ptr(), size))
+        sizes.append(resident_bytes(buffer.data_ptr(), size))
 
     # Where huge pages are on, memory comes in pieces of 2 MiB.
     assert sizes == pytest.approx([0, 10 * MIB, 40 * MIB, size], abs=2 * MIB)
 
 
 def test_a_small_buffer_counts_in_full() -> None:
-    assert touched_bytes(0, MIB - 1) == MIB - 1
+    assert resident_bytes(0, MIB - 1) == MIB - 1
 
 
 BEFORE = {"parameters": 100, "gradients": 50, "optimizer": 200, "comm_buffers": 0}

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from zerowatch.runtime.memory.leak_tracer import LeakSites
+from zerowatch.runtime.memory.leak_tracer import LeakTracer
 
 MIB = 2**20
 
 
 def test_the_report_names_the_line_and_the_tensors_that_grow(tmp_path: Path) -> None:
-    sites = LeakSites(3, lambda: tmp_path)
+    sites = LeakTracer(3, lambda: tmp_path)
     sites.start(on_cuda=False)
     kept = [torch.zeros(64, 1024) for _ in range(40)]
 
@@ -27,7 +27,7 @@ def test_the_report_names_the_line_and_the_tensors_that_grow(tmp_path: Path) -> 
 
 def test_a_parameter_that_has_no_shape_yet_is_passed_over(tmp_path: Path) -> None:
     lazy = torch.nn.LazyLinear(4)
-    sites = LeakSites(0, lambda: tmp_path)
+    sites = LeakTracer(0, lambda: tmp_path)
 
     sites.start(on_cuda=False)
     sites.close()
@@ -37,7 +37,7 @@ def test_a_parameter_that_has_no_shape_yet_is_passed_over(tmp_path: Path) -> Non
 
 
 def test_tracing_ends_and_leaves_nothing_running(tmp_path: Path) -> None:
-    sites = LeakSites(0, lambda: tmp_path)
+    sites = LeakTracer(0, lambda: tmp_path)
     sites.start(on_cuda=False)
 
     sites.close()
@@ -49,7 +49,7 @@ def test_tracing_ends_and_leaves_nothing_running(tmp_path: Path) -> None:
 def test_a_script_that_traces_itself_is_left_alone(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
-        sites = LeakSites(0, lambda: tmp_path)
+        sites = LeakTracer(0, lambda: tmp_path)
         sites.start(on_cuda=False)
         sites.close()
 
@@ -60,7 +60,7 @@ def test_a_script_that_traces_itself_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_before_it_had_time_to_show(tmp_path: Path) -> None:
-    sites = LeakSites(0, lambda: tmp_path)
+    sites = LeakTracer(0, lambda: tmp_path)
     sites.start(on_cuda=False)
 
     sites.write_when_due()

@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory import leak_monitor as module
 from zerowatch.runtime.memory.forecast.series import PeakPoint
-from zerowatch.runtime.memory.leak_monitor import LeakWatch
+from zerowatch.runtime.memory.leak_monitor import LeakMonitor
 
 MIB = 2**20
 
@@ -25,7 +25,7 @@ class Run:
     def __init__(self, clock: FakeClock, folder: Path, *, trace_sites: bool = False) -> None:
         self.clock = clock
         self.recorder = Recorder()
-        self.watch = LeakWatch(self.recorder, 0, lambda: folder, trace_sites=trace_sites)
+        self.watch = LeakMonitor(self.recorder, 0, lambda: folder, trace_sites=trace_sites)
         self.step = 0
         self.floor_bytes = 1000.0 * MIB
         self.sizes = {"gradients": 50.0 * MIB, "other": 100.0 * MIB, "activations": 0.0}

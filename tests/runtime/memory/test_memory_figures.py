@@ -7,15 +7,15 @@ import pytest
 from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory.forecast.series import Shape
-from zerowatch.runtime.memory.metrics import MemoryFigures
-from zerowatch.runtime.memory.step_sample import CloseLook, MemoryReading
+from zerowatch.runtime.memory.metrics import MemoryMetrics
+from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample
 
 HELD_BEFORE = {"cpu": {"parameters": 100, "gradients": 80, "optimizer": 300, "comm_buffers": 40}}
 HELD_AFTER = {"cpu": {"parameters": 100, "gradients": 0, "optimizer": 300, "comm_buffers": 40}}
 
 
-def reading(look: CloseLook | None = None, **states: float) -> MemoryReading:
-    return MemoryReading(readings={"cpu": states}, shapes=(Shape(2, 8),), look=look)
+def reading(look: DetailedSample | None = None, **states: float) -> StepMemorySample:
+    return StepMemorySample(readings={"cpu": states}, shapes=(Shape(2, 8),), look=look)
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def figures(recorder: Recorder) -> MemoryFigures:
-    return MemoryFigures(recorder, {"cpu": 1000.0})
+def figures(recorder: Recorder) -> MemoryMetrics:
+    return MemoryMetrics(recorder, {"cpu": 1000.0})
 
 
 def test_what_is_unusable_and_what_was_retried_have_metrics_of_their_own(
-    recorder: Recorder, figures: MemoryFigures
+    recorder: Recorder, figures: MemoryMetrics
 ) -> None:
     figures.publish(reading(allocated=1500.0, unusable=20.0, alloc_retries=3.0))
 
@@ -40,7 +40,7 @@ def test_what_is_unusable_and_what_was_retried_have_metrics_of_their_own(
 
 
 def test_a_peak_shows_until_a_scrape_must_have_read_it(
-    recorder: Recorder, figures: MemoryFigures
+    recorder: Recorder, figures: MemoryMetrics
 ) -> None:
     for peak in (1700.0, 1900.0, 1600.0):
         figures.publish(reading(allocated=1500.0, peak_allocated=peak))
@@ -49,9 +49,9 @@ def test_a_peak_shows_until_a_scrape_must_have_read_it(
 
 
 def test_the_categories_of_a_look_add_up_to_its_peak(
-    recorder: Recorder, figures: MemoryFigures
+    recorder: Recorder, figures: MemoryMetrics
 ) -> None:
-    look = CloseLook(
+    look = DetailedSample(
         phase_peaks={"cpu": {"forward": 1700.0, "backward": 1900.0, "optimizer": 2500.0}},
         held_before=HELD_BEFORE,
         held_after=HELD_AFTER,
@@ -70,7 +70,7 @@ def test_the_categories_of_a_look_add_up_to_its_peak(
 
 
 def test_a_step_that_was_not_looked_at_leaves_categories_as_they_are(
-    recorder: Recorder, figures: MemoryFigures
+    recorder: Recorder, figures: MemoryMetrics
 ) -> None:
     figures.publish(reading(allocated=1500.0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerowatch.runtime.memory.memory_reader import MemoryMeter
+from zerowatch.runtime.memory.memory_reader import MemoryReader
 
 
 class Probe:
@@ -19,7 +19,7 @@ class Probe:
 
 def test_a_peak_read_in_between_is_not_lost() -> None:
     probe = Probe(allocated=100.0, peak_allocated=900.0)
-    meter = MemoryMeter({"cpu": probe}, {})
+    meter = MemoryReader({"cpu": probe}, {})
     meter.read()
     probe.states["peak_allocated"] = 200.0
 
@@ -31,11 +31,11 @@ def test_a_peak_read_in_between_is_not_lost() -> None:
 
 def test_phases_have_peaks_of_their_own_and_the_step_has_the_highest() -> None:
     probe = Probe(allocated=100.0)
-    meter = MemoryMeter({"cpu": probe}, {})
+    meter = MemoryReader({"cpu": probe}, {})
     phases = []
     for peak in (300.0, 900.0, 200.0):
         probe.states["peak_allocated"] = peak
-        phases.append(meter.take_phase()["cpu"]["peak_allocated"])
+        phases.append(meter.sample_phase()["cpu"]["peak_allocated"])
 
     step = meter.take()["cpu"]["peak_allocated"]
 
@@ -47,7 +47,7 @@ def test_a_budget_lowers_the_limit_and_never_raises_it() -> None:
     probe = Probe(allocated=1.0, limit=1000.0)
 
     limits = [
-        MemoryMeter({"cpu": probe}, {"cpu": budget}).take()["cpu"]["limit"]
+        MemoryReader({"cpu": probe}, {"cpu": budget}).take()["cpu"]["limit"]
         for budget in (600.0, 5000.0)
     ]
 
@@ -55,19 +55,19 @@ def test_a_budget_lowers_the_limit_and_never_raises_it() -> None:
 
 
 def test_a_budget_stands_in_where_no_limit_is_known() -> None:
-    meter = MemoryMeter({"cpu": Probe(allocated=1.0)}, {"cpu": 600.0})
+    meter = MemoryReader({"cpu": Probe(allocated=1.0)}, {"cpu": 600.0})
 
     assert meter.take()["cpu"]["limit"] == 600.0
 
 
 def test_a_probe_that_failed_is_left_out() -> None:
-    meter = MemoryMeter({"cpu": Probe(allocated=1.0), "cuda:0": lambda: None}, {})
+    meter = MemoryReader({"cpu": Probe(allocated=1.0), "cuda:0": lambda: None}, {})
 
     assert set(meter.take()) == {"cpu"}
 
 
 def test_the_age_is_that_of_the_last_reading() -> None:
-    meter = MemoryMeter({"cpu": Probe(allocated=1.0)}, {})
+    meter = MemoryReader({"cpu": Probe(allocated=1.0)}, {})
 
     before, _ = meter.age_seconds, meter.read()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from zerowatch.runtime.memory.forecast.series import Shape
-from zerowatch.runtime.memory.step_sample import MemoryReading
+from zerowatch.runtime.memory.step_sample import StepMemorySample
 
 
 def test_a_micro_batch_that_another_exceeds_in_both_ways_is_left_out() -> None:
     shapes = (Shape(4, 16), Shape(2, 64), Shape(4, 32), Shape(2, 8), Shape(1, 64), Shape(1, 128))
 
-    points = MemoryReading(readings={"cpu": {"allocated": 1.0}}, shapes=shapes).points(3)
+    points = StepMemorySample(readings={"cpu": {"allocated": 1.0}}, shapes=shapes).points(3)
 
     assert set(points["cpu"].shapes) == {Shape(4, 32), Shape(2, 64), Shape(1, 128)}
 
@@ -17,7 +17,7 @@ def test_a_micro_batch_that_another_exceeds_in_both_ways_is_left_out() -> None:
 def test_what_a_device_does_not_tell_has_a_plain_stand_in() -> None:
     states = {"allocated": 5.0}
 
-    point = MemoryReading(readings={"cpu": states}, shapes=()).points(3)["cpu"]
+    point = StepMemorySample(readings={"cpu": states}, shapes=()).points(3)["cpu"]
 
     assert (point.step, point.peak_bytes, point.floor_bytes) == (3, 5.0, 5.0)
     assert point.limit_bytes == float("inf")

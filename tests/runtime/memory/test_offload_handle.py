@@ -13,7 +13,7 @@ import torch
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.events import EventPool
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 
@@ -89,7 +89,7 @@ def moved(traffic: OffloadTraffic) -> dict[str, float]:
 
 def test_reads_and_writes_reach_the_handle_unchanged_and_are_counted(engine):
     handle = engine.optimizer.optimizer_swapper.aio_handle
-    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
     stand_in = engine.optimizer.optimizer_swapper.aio_handle
     buffer = torch.zeros(6)
 
@@ -104,7 +104,7 @@ def test_reads_and_writes_reach_the_handle_unchanged_and_are_counted(engine):
 
 
 def test_other_methods_are_the_handle_s_own(engine):
-    OffloadTraffic(engine, Hooks(), EventPool())
+    OffloadTraffic(engine, FailOpen(), EventPool())
 
     assert engine.optimizer.optimizer_swapper.aio_handle.is_pinned(torch.zeros(1))
 
@@ -112,7 +112,7 @@ def test_other_methods_are_the_handle_s_own(engine):
 def test_closing_puts_the_very_handle_back_and_one_held_on_to_passes_on(engine):
     swapper = engine.optimizer.optimizer_swapper
     handle = swapper.aio_handle
-    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
     stand_in = swapper.aio_handle
 
     traffic.restore()
@@ -125,7 +125,7 @@ def test_closing_puts_the_very_handle_back_and_one_held_on_to_passes_on(engine):
 
 
 def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, caplog):
-    hooks = Hooks()
+    hooks = FailOpen()
     traffic = OffloadTraffic(engine, hooks, EventPool())
 
     engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
@@ -137,7 +137,7 @@ def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, capl
 
 def test_an_optimizer_that_is_watched_can_be_collected(engine):
     reference = weakref.ref(engine.optimizer)
-    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
 
     engine.optimizer = None
     gc.collect()
@@ -150,7 +150,7 @@ def test_an_engine_without_a_zero_optimizer_is_left_alone():
     engine = SimpleNamespace(optimizer=None, device=torch.device("cpu"))
     recorder = Recorder()
 
-    traffic = OffloadTraffic(engine, Hooks(), EventPool())
+    traffic = OffloadTraffic(engine, FailOpen(), EventPool())
     traffic.publish(recorder)
     traffic.restore()
 

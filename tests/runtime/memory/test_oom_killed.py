@@ -17,13 +17,13 @@ import pytest
 from scripts.launching import SCRIPTS
 from scripts.oom_cgroup import memory_cgroup
 
-from zerowatch.runtime.memory.oom.exit_cause import Verdict, judge
-from zerowatch.runtime.memory.oom.killed_ranks import find_killed
+from zerowatch.runtime.memory.oom.exit_cause import ExitCause, classify_exit
+from zerowatch.runtime.memory.oom.killed_ranks import detect_killed_ranks
 from zerowatch.runtime.memory.oom.last_records import LastRecord
 from zerowatch.runtime.memory.oom.liveness_file import (
     Kills,
-    Life,
-    LifeFile,
+    LivenessFile,
+    ProcessMarker,
     count_kills,
     is_over,
     read_life,
@@ -35,8 +35,8 @@ HOST = "node-0"
 CGROUP = "/sys/fs/cgroup/memory/job/memory.oom_control"
 
 
-def life(**changes: Any) -> Life:
-    facts = Life(
+def life(**changes: Any) -> ProcessMarker:
+    facts = ProcessMarker(
         rank=0,
         host=HOST,
         pid=2**22 + 1,  # more than Linux gives out
@@ -49,7 +49,7 @@ def life(**changes: Any) -> Life:
     return replace(facts, **changes)
 
 
-def leave(folder: Path, *lives: Life) -> None:
+def leave(folder: Path, *lives: ProcessMarker) -> None:
     """Leave life files in a run folder, as killed ranks do."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in lives:
@@ -60,47 +60,47 @@ def now(**changes: Any) -> Kills:
     return replace(life().kills, **changes)
 
 
-VERDICTS: dict[str, tuple[dict[str, Any], Verdict, str]] = {
+VERDICTS: dict[str, tuple[dict[str, Any], ExitCause, str]] = {
     "its cgroup counts one more": (
         {"now": now(cgroup=2, host=4)},
-        Verdict.OOM_KILLER,
+        ExitCause.OOM_KILLER,
         "it has killed 1 process(es) of this rank's memory cgroup since",
     ),
     "its cgroup counts one more for two ranks": (
         {"now": now(cgroup=2, host=4), "died_together": 2},
-        Verdict.PROBABLY,
+        ExitCause.PROBABLY,
         "it has killed 1 process(es) of this rank's memory cgroup since, and 2 ranks ended "
         "together: this one or another",
     ),
     "another cgroup's process was killed": (
         {"now": now(host=4)},
-        Verdict.OTHERWISE,
+        ExitCause.OTHERWISE,
         "it has killed nobody in this rank's memory cgroup since, but 1 elsewhere on this host",
     ),
     "the cgroup is gone": (
         {"now": now(cgroup=None, cgroup_inode=None, host=5)},
-        Verdict.PROBABLY,
+        ExitCause.PROBABLY,
         "it has killed 2 process(es) on this host since, of which cgroup is not known",
     ),
     "the cgroup was made anew": (
         {"now": now(cgroup=9, cgroup_inode=78)},
-        Verdict.OTHERWISE,
+        ExitCause.OTHERWISE,
         "it has killed nobody on this host since",
     ),
     "another boot": (
         {"now": now(cgroup=9, host=9), "same_boot": False},
-        Verdict.UNKNOWN,
+        ExitCause.UNKNOWN,
         "the machine was started anew since; no sign of it",
     ),
     "another boot, and it was near its limit": (
         {"now": Kills(), "same_boot": False, "limit_ratio": 0.95, "risk_ratio": 0.8},
-        Verdict.PROBABLY,
+        ExitCause.PROBABLY,
         "the machine was started anew since; its last peak was 95 % of the limit and its last "
         "risk was 80 %",
     ),
     "no counters": (
         {"now": Kills(), "limit_ratio": 0.5, "risk_ratio": 0.1},
-        Verdict.UNKNOWN,
+        ExitCause.UNKNOWN,
         "the kernel does not count; no sign of it",
     ),
 }
@@ -112,7 +112,7 @@ def test_the_verdict_rests_on_the_kernel_s_counters_and_else_on_the_last_reading
 ) -> None:
     facts, verdict, why = VERDICTS[case]
 
-    finding = judge(life(), **{"same_boot": True, **facts})
+    finding = classify_exit(life(), **{"same_boot": True, **facts})
 
     assert (finding.verdict, finding.why) == (verdict, why)
 
@@ -150,7 +150,7 @@ def test_where_the_kernel_does_not_count_nothing_is_known(tmp_path: Path) -> Non
 
 
 def test_a_life_file_describes_this_process_and_goes_with_a_clean_end(tmp_path: Path) -> None:
-    file = LifeFile(tmp_path / "one", 3, HOST)
+    file = LivenessFile(tmp_path / "one", 3, HOST)
 
     file.open()
     path = tmp_path / "one" / "rank-3.alive.json"
@@ -166,7 +166,7 @@ def test_a_life_file_describes_this_process_and_goes_with_a_clean_end(tmp_path: 
 
 
 def test_a_forked_child_leaves_the_life_file(tmp_path: Path) -> None:
-    file = LifeFile(tmp_path, 0, HOST)
+    file = LivenessFile(tmp_path, 0, HOST)
     file.open()
     file._pid += 1  # as if this were another process than the one that opened it
 
@@ -177,13 +177,13 @@ def test_a_forked_child_leaves_the_life_file(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    file = LifeFile(tmp_path / "file", 0, HOST)
+    file = LivenessFile(tmp_path / "file", 0, HOST)
 
     file.open()
     file.close()
 
-    assert find_killed(tmp_path / "file", HOST) == []
-    assert find_killed(tmp_path / "missing", HOST) == []
+    assert detect_killed_ranks(tmp_path / "file", HOST) == []
+    assert detect_killed_ranks(tmp_path / "missing", HOST) == []
 
 
 OVER = {
@@ -201,10 +201,10 @@ def test_a_process_is_over_when_its_id_is_gone_or_another_s(case: str, tmp_path:
 
 
 def test_a_living_process_is_not_found(tmp_path: Path) -> None:
-    file = LifeFile(tmp_path / "one", 0, HOST)
+    file = LivenessFile(tmp_path / "one", 0, HOST)
     file.open()
 
-    assert find_killed(tmp_path, HOST) == []
+    assert detect_killed_ranks(tmp_path, HOST) == []
 
     assert (tmp_path / "one" / "rank-0.alive.json").exists()
     file.close()
@@ -222,7 +222,7 @@ def test_a_zombie_is_over(tmp_path: Path) -> None:
 
 def test_in_another_pid_namespace_the_lock_tells_the_living_from_the_dead(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.alive.json"
-    file = LifeFile(tmp_path, 0, HOST)
+    file = LivenessFile(tmp_path, 0, HOST)
     file.open()
     elsewhere = life(pid_namespace="pid:[1]", pid=1)
 
@@ -235,7 +235,7 @@ def test_in_another_pid_namespace_the_lock_tells_the_living_from_the_dead(tmp_pa
 def test_another_host_s_ranks_are_left_to_it(tmp_path: Path) -> None:
     leave(tmp_path / "one", life(host="node-9"))
 
-    assert find_killed(tmp_path, HOST) == []
+    assert detect_killed_ranks(tmp_path, HOST) == []
 
     assert (tmp_path / "one" / "rank-0.alive.json").exists()
 
@@ -244,7 +244,7 @@ def test_ranks_of_any_run_are_told_of_once(tmp_path: Path) -> None:
     leave(tmp_path / "one", life(), life(rank=1))
     leave(tmp_path / "two", life(rank=5))
 
-    first, second = find_killed(tmp_path, HOST), find_killed(tmp_path, HOST)
+    first, second = detect_killed_ranks(tmp_path, HOST), detect_killed_ranks(tmp_path, HOST)
 
     assert {(each.folder.name, each.life.rank) for each in first} == {
         ("one", 0),
@@ -261,10 +261,10 @@ def test_ranks_of_any_run_are_told_of_once(tmp_path: Path) -> None:
 
 def test_a_second_death_in_the_same_run_gets_a_report_of_its_own(tmp_path: Path) -> None:
     leave(tmp_path / "one", life())
-    find_killed(tmp_path, HOST)
+    detect_killed_ranks(tmp_path, HOST)
     leave(tmp_path / "one", life(start_ticks=200))
 
-    (again,) = find_killed(tmp_path, HOST)
+    (again,) = detect_killed_ranks(tmp_path, HOST)
 
     assert again.report == tmp_path / "one" / "oom" / "rank-0-killed-2.txt"
     assert stat.S_IMODE(again.report.stat().st_mode) == 0o600
@@ -274,7 +274,7 @@ def test_a_half_written_life_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "rank-0.alive.json").write_text('{"rank": 0,')
 
-    assert find_killed(tmp_path, HOST) == []
+    assert detect_killed_ranks(tmp_path, HOST) == []
 
 
 def test_only_records_of_that_life_are_told_and_half_a_line_is_passed_over(
@@ -291,7 +291,7 @@ def test_only_records_of_that_life_are_told_and_half_a_line_is_passed_over(
     (tmp_path / "one" / "rank-0.1.jsonl").write_text("\n".join(lines[:35]) + "\n")
     (tmp_path / "one" / "rank-0.jsonl").write_text("\n".join(lines[35:]) + '\n{"step": 40, "en')
 
-    (killed,) = find_killed(tmp_path, HOST)
+    (killed,) = detect_killed_ranks(tmp_path, HOST)
 
     assert [each.step for each in killed.records] == list(range(20, 40))
     assert killed.records[10] == LastRecord(
@@ -328,12 +328,12 @@ def test_a_rank_that_the_kernel_s_oom_killer_killed_is_told_of_at_the_next_start
     with memory_cgroup(300 * MIB) as cgroup:
         child = grown(tmp_path, 100, cgroup)
         steps = child.communicate(timeout=60)[0].split()
-        killed = find_killed(tmp_path, HOST)
+        killed = detect_killed_ranks(tmp_path, HOST)
 
     assert child.returncode == -signal.SIGKILL
     (told,) = killed
     assert told.by_oom_killer
-    assert told.finding.verdict is Verdict.OOM_KILLER
+    assert told.finding.verdict is ExitCause.OOM_KILLER
     assert told.records[-1].step == int(steps[-1])
     assert told.report == tmp_path / "one" / "oom" / "rank-0-killed.txt"
     lines = told.report.read_text().splitlines()
@@ -352,7 +352,7 @@ def test_a_rank_that_the_kernel_s_oom_killer_killed_is_told_of_at_the_next_start
     assert 0.9 < (told.records[-1].limit_ratio or 0) < 1.25
     assert [record.levelname for record in heard.records] == ["WARNING"]
     assert heard.messages[0].startswith(f"run one: {after}")
-    assert find_killed(tmp_path, HOST) == []
+    assert detect_killed_ranks(tmp_path, HOST) == []
 
 
 def test_a_rank_that_was_killed_otherwise_is_not_said_to_have_run_out_of_memory(
@@ -367,10 +367,10 @@ def test_a_rank_that_was_killed_otherwise_is_not_said_to_have_run_out_of_memory(
     child.wait()
     child.stdout.close()
 
-    (told,) = find_killed(tmp_path, HOST)
+    (told,) = detect_killed_ranks(tmp_path, HOST)
 
     assert not told.by_oom_killer
-    assert told.finding.verdict is Verdict.OTHERWISE
+    assert told.finding.verdict is ExitCause.OTHERWISE
     assert told.report is not None
     assert "not by the kernel's OOM killer" in told.report.read_text().splitlines()[0]
     assert [record.levelname for record in heard.records] == ["INFO"]

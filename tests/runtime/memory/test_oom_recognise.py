@@ -13,7 +13,7 @@ import torch
 from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA
 from torch.utils.data import DataLoader
 
-from zerowatch.runtime.memory.oom.parse_error import OutOfMemory, out_of_memory
+from zerowatch.runtime.memory.oom.parse_error import OomError, out_of_memory
 
 HUGE = 2**50  # bytes that no machine grants, whatever it overcommits
 
@@ -269,7 +269,7 @@ def test_errors_that_wrap_or_answer_another_are_looked_through(case: str) -> Non
 def test_the_kernel_s_refusal_is_out_of_memory_and_its_others_are_not() -> None:
     refused = OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    assert out_of_memory(refused) == OutOfMemory(
+    assert out_of_memory(refused) == OomError(
         kind="operating system",
         device="cpu",
         requested_bytes=None,

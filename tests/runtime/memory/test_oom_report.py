@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fakes.ooms import CATEGORIES, GIB, MIB, ON_CPU, ON_CUDA, evidence, sources
 
-from zerowatch.runtime.memory.oom.collect_evidence import gather
+from zerowatch.runtime.memory.oom.collect_evidence import collect_evidence
 from zerowatch.runtime.memory.oom.evidence import Limit
 from zerowatch.runtime.memory.oom.parse_error import out_of_memory
 from zerowatch.runtime.memory.oom.post_mortem import RESERVE_BYTES, PostMortem
@@ -189,7 +189,7 @@ def test_a_report_ends_with_what_to_do_next(case: str) -> None:
 
 
 def test_what_would_have_fitted_is_worked_out_from_the_sources() -> None:
-    facts = gather(0, "node-0", evidence().out_of_memory, sources(None))
+    facts = collect_evidence(0, "node-0", evidence().out_of_memory, sources(None))
 
     text = report_text(facts)
 
@@ -221,7 +221,7 @@ def test_a_report_can_be_made_where_no_source_knows_anything() -> None:
         },
     )
 
-    text = report_text(gather(0, "node-0", evidence().out_of_memory, nothing))
+    text = report_text(collect_evidence(0, "node-0", evidence().out_of_memory, nothing))
 
     assert text.startswith("out of memory on cpu in other of step 1: 512 MiB asked for\n")
     assert "By category: not known" in text
@@ -233,7 +233,7 @@ def test_a_device_that_the_error_does_not_name_is_this_rank_s() -> None:
     failed = said("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
     gpu = sources(None, readings=lambda: {"cpu": {}, "cuda:2": ON_GPU}, limit=lambda device: None)
 
-    facts = gather(0, "node-0", failed, gpu)
+    facts = collect_evidence(0, "node-0", failed, gpu)
     counted = PostMortem(0, gpu).on_error(RuntimeError(failed.message))
 
     assert counted is not None
@@ -393,7 +393,9 @@ def test_where_not_even_a_page_can_be_made_the_line_is_logged_all_the_same(
 
 def test_the_reserve_is_several_times_what_a_report_takes(tmp_path: Path) -> None:
     def report() -> None:
-        write_report(tmp_path, gather(0, "node-0", evidence().out_of_memory, sources(None)))
+        write_report(
+            tmp_path, collect_evidence(0, "node-0", evidence().out_of_memory, sources(None))
+        )
 
     report()  # what is made once is made
 

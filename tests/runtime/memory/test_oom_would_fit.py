@@ -11,9 +11,9 @@ from fakes.ooms import CATEGORIES, GIB, MIB
 from zerowatch.runtime.memory.forecast.series import Shape
 from zerowatch.runtime.memory.oom.would_fit import (
     Layout,
-    Planned,
+    LayoutBytes,
+    OomCase,
     Remedy,
-    Shortage,
     nothing_fits,
     remedies,
 )
@@ -29,9 +29,9 @@ def predicted(shape: Shape) -> float:
     return 100 * MIB + 51200.0 * shape.samples * shape.length
 
 
-def shortage(**changes: Any) -> Shortage:
+def shortage(**changes: Any) -> OomCase:
     """Return a step that needed 900 MiB of 800."""
-    facts = Shortage(
+    facts = OomCase(
         device="cuda:0",
         in_use_bytes=700.0 * MIB,
         requested_bytes=150.0 * MIB,
@@ -44,7 +44,7 @@ def shortage(**changes: Any) -> Shortage:
     return replace(facts, **changes)
 
 
-def found(facts: Shortage, words: str) -> Remedy:
+def found(facts: OomCase, words: str) -> Remedy:
     (remedy,) = [each for each in remedies(facts) if words in each.words]
     return remedy
 
@@ -157,15 +157,15 @@ def test_fragmentation_is_blamed_only_where_the_pieces_would_have_been_enough() 
 
 
 PLANNED = {
-    Layout(1): Planned(device_bytes=500.0 * MIB, host_bytes=0.0),
-    Layout(2): Planned(device_bytes=470.0 * MIB, host_bytes=0.0),
-    Layout(3): Planned(device_bytes=300.0 * MIB, host_bytes=0.0),
-    Layout(1, "cpu"): Planned(device_bytes=250.0 * MIB, host_bytes=1.0 * GIB),
-    Layout(3, "cpu", "cpu"): Planned(device_bytes=50.0 * MIB, host_bytes=2.0 * GIB),
+    Layout(1): LayoutBytes(device_bytes=500.0 * MIB, host_bytes=0.0),
+    Layout(2): LayoutBytes(device_bytes=470.0 * MIB, host_bytes=0.0),
+    Layout(3): LayoutBytes(device_bytes=300.0 * MIB, host_bytes=0.0),
+    Layout(1, "cpu"): LayoutBytes(device_bytes=250.0 * MIB, host_bytes=1.0 * GIB),
+    Layout(3, "cpu", "cpu"): LayoutBytes(device_bytes=50.0 * MIB, host_bytes=2.0 * GIB),
 }
 
 
-def sharded(**changes: Any) -> Shortage:
+def sharded(**changes: Any) -> OomCase:
     return shortage(layout=Layout(1), planned=PLANNED, world_size=4, **changes)
 
 
@@ -210,9 +210,9 @@ def test_a_host_that_offloads_fill_is_emptied_by_sharding_or_nvme() -> None:
         in_use_bytes=1.9 * GIB,
     )
     planned = {
-        now: Planned(device_bytes=1.0 * GIB, host_bytes=1.5 * GIB),
-        Layout(3, "cpu"): Planned(device_bytes=0.5 * GIB, host_bytes=1.4 * GIB),
-        sharing: Planned(device_bytes=1.0 * GIB, host_bytes=0.5 * GIB),
+        now: LayoutBytes(device_bytes=1.0 * GIB, host_bytes=1.5 * GIB),
+        Layout(3, "cpu"): LayoutBytes(device_bytes=0.5 * GIB, host_bytes=1.4 * GIB),
+        sharing: LayoutBytes(device_bytes=1.0 * GIB, host_bytes=0.5 * GIB),
     }
 
     facts = replace(host, layout=now, planned=planned)

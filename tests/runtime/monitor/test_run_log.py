@@ -15,7 +15,7 @@ from zerowatch.metrics.settings import RunLogSettings, Settings
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.monitor.step_log import (
     RETRY_SECONDS,
-    RunLog,
+    StepLog,
     keeps_every_step,
     write_settings,
 )
@@ -51,7 +51,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_a_record_is_on_disk_as_soon_as_it_was_appended(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "run", IDENTITY, RunLogSettings())
+    log = StepLog(tmp_path / "run", IDENTITY, RunLogSettings())
 
     log.append(record(1))
     log.append(record(2))
@@ -63,13 +63,13 @@ def test_a_record_is_on_disk_as_soon_as_it_was_appended(tmp_path: Path) -> None:
 
 
 def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, IDENTITY, RunLogSettings())
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings())
     log.append(record(1))
     log.close()
     with log.path.open("a") as file:
         file.write('{"step": 2, "lo')
 
-    again = RunLog(tmp_path, IDENTITY, RunLogSettings())
+    again = StepLog(tmp_path, IDENTITY, RunLogSettings())
     again.append(record(2))
     again.close()
 
@@ -78,7 +78,7 @@ def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, IDENTITY, RunLogSettings())
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings())
 
     log.append(record(1, loss=float("nan")))
     log.close()
@@ -89,7 +89,7 @@ def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None
 
 
 def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=3))
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=3))
 
     for step in range(60):
         log.append(record(step))
@@ -104,7 +104,7 @@ def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told_once_and_counted(tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("in the way")
-    log = RunLog(tmp_path / "file" / "run", IDENTITY, RunLogSettings())
+    log = StepLog(tmp_path / "file" / "run", IDENTITY, RunLogSettings())
 
     for step in range(3):
         log.append(record(step))
@@ -119,7 +119,7 @@ def test_writing_goes_on_when_the_disk_takes_it_again(tmp_path: Path, caplog) ->
     blocker = tmp_path / "run"
     blocker.write_text("in the way")
     now = [0.0]
-    log = RunLog(blocker, IDENTITY, RunLogSettings(), now=lambda: now[0])
+    log = StepLog(blocker, IDENTITY, RunLogSettings(), now=lambda: now[0])
     log.append(record(1))
 
     blocker.unlink()
@@ -138,9 +138,9 @@ import resource, sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
 from test_run_log import IDENTITY, record
 from zerowatch.metrics.settings import RunLogSettings
-from zerowatch.runtime.monitor.step_log import RunLog
+from zerowatch.runtime.monitor.step_log import StepLog
 from pathlib import Path
-log = RunLog(Path({str(tmp_path)!r}), IDENTITY, RunLogSettings())
+log = StepLog(Path({str(tmp_path)!r}), IDENTITY, RunLogSettings())
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the kernel refuses more, as a full disk
 for step in range(9):
     log.append(record(step))
@@ -158,7 +158,7 @@ print(log.dropped)
 
 
 def test_many_ranks_write_every_tenth_step_but_for_one_a_node(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, IDENTITY, RunLogSettings(), every_step=keeps_every_step(65, 3))
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings(), every_step=keeps_every_step(65, 3))
 
     for step in range(25):
         log.append(record(step))

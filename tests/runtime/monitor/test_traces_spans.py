@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.runtime.collectives.call import Call
+from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.common.phase_timer import (
     BACKWARD,
     CHECKPOINT,
@@ -16,7 +16,7 @@ from zerowatch.runtime.common.phase_timer import (
     FORWARD,
     OPTIMIZER,
     OTHER,
-    PhaseClock,
+    PhaseTimer,
 )
 from zerowatch.runtime.monitor.otel_spans import MAX_CHILDREN, children
 
@@ -25,7 +25,7 @@ ALL_REDUCE, ALL_GATHER = OPS.index("all_reduce"), OPS.index("all_gather")
 
 
 def call(start_ms, end_ms, op=ALL_REDUCE, *, payload=8, role="dp", timed=True):
-    made = Call(op, SimpleNamespace(role=role), payload, None, BACKWARD)
+    made = CollectiveCall(op, SimpleNamespace(role=role), payload, None, BACKWARD)
     made.start_ns, made.end_ns, made.timed = int(start_ms * MS), int(end_ms * MS), timed
     made.exposed_ns = made.end_ns - made.start_ns
     return made
@@ -131,7 +131,7 @@ def test_calls_whose_times_are_not_known_have_no_span():
 
 def test_the_clock_keeps_when_each_phase_had_the_time():
     times = iter([0, 0, 10, 25, 40, 60])
-    clock = PhaseClock(lambda: next(times))
+    clock = PhaseTimer(lambda: next(times))
     clock.keep_intervals()
 
     clock.enter(FORWARD)
@@ -143,7 +143,7 @@ def test_the_clock_keeps_when_each_phase_had_the_time():
 
 
 def test_a_clock_that_nobody_asked_keeps_nothing():
-    clock = PhaseClock()
+    clock = PhaseTimer()
     clock.enter(FORWARD)
     clock.leave()
 

@@ -16,11 +16,11 @@ from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.call import Call
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.common.phase_timer import FORWARD, PhaseClock
-from zerowatch.runtime.common.process_info import Identity
-from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, Telemetry
+from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
+from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, OtelExporter
 from zerowatch.runtime.monitor.otel_sampling import span_id_of, trace_id_of
 from zerowatch.runtime.monitor.step_metrics import Step
 
@@ -38,7 +38,7 @@ class Rank:
         self.run_id = otel.pop("run_id", RUN)
         self.recorder = Recorder()
         self.engine = SimpleNamespace(global_steps=0)
-        identity = Identity(
+        identity = ProcessInfo(
             rank=rank,
             local_rank=rank if local_rank is None else local_rank,
             world_size=world_size,
@@ -51,12 +51,12 @@ class Rank:
             identity=identity,
             epoch=0,
             settings=SimpleNamespace(otel=OtelSettings(**given)),
-            clock=PhaseClock(),
+            clock=PhaseTimer(),
             run_id=lambda: self.run_id,
             recorder=self.recorder,
-            hooks=Hooks(),
+            hooks=FailOpen(),
         )
-        self.telemetry = Telemetry(around, find_gpu)
+        self.telemetry = OtelExporter(around, find_gpu)
 
     def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
         """Publish a step and let it leave a trace."""
@@ -154,7 +154,7 @@ def test_a_root_is_as_long_as_its_step_where_the_earliest_intervals_were_lost(ma
 def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
     one, calls = make_rank(), []
     for event in (None, object()):
-        call = Call(0, SimpleNamespace(role="dp"), 8, None, 0)
+        call = CollectiveCall(0, SimpleNamespace(role="dp"), 8, None, 0)
         call.start_ns, call.end_ns, call.start_event = 1, 2, event
         call.exposed_ns = 0
         calls.append(call)
@@ -296,7 +296,7 @@ def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_after_its_end_it_takes_no_more_log_lines(make_rank, end):
     one = make_rank(logs=True)
-    others = [handler for handler in OWN_LOGGER.handlers if "OwnLogLines" in repr(handler)]
+    others = [handler for handler in OWN_LOGGER.handlers if "LogCapture" in repr(handler)]
 
     getattr(one.telemetry, end)()
 

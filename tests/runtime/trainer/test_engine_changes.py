@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.runtime.trainer import engine_holder
-from zerowatch.runtime.trainer.engine_holder import EngineChanges
+from zerowatch.runtime.trainer.engine_holder import EngineHolder
 
 
 @pytest.fixture
-def changes(monkeypatch: pytest.MonkeyPatch) -> EngineChanges:
+def changes(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     watch = SimpleNamespace(pausing=nullcontext, move_to=lambda engine: None)
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     figures = SimpleNamespace(rebuilt=lambda outcome, seconds: None)
-    return EngineChanges(first, {}, agreement=None, figures=figures, make_engine=None)
+    return EngineHolder(first, {}, agreement=None, figures=figures, make_engine=None)
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])
@@ -29,10 +29,10 @@ def test_what_cannot_be_laid_on_another_engine_is_left_off_and_told_of(changes, 
             raise error("no room for pinned memory")
         return lambda: None
 
-    changes.bear("sleep", apply)
+    changes.attach("sleep", apply)
 
     changes.rebuild_as({"zero_optimization": {"stage": 1}})
 
     assert changes.engine is not first
-    assert changes.borne("sleep") is None
+    assert changes.attached("sleep") is None
     assert "sleep is off on the new engine: no room for pinned memory" in caplog.text

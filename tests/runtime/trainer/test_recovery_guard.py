@@ -10,11 +10,11 @@ import pytest
 import torch
 from fakes.ranks import FakeAgreement, on_ranks
 
-from zerowatch.runtime.collectives.instrument import CommTap
-from zerowatch.runtime.common.fail_open import Hooks
+from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import Trouble
-from zerowatch.runtime.trainer.oom_recovery.probe_workspace import reserve_scratch
+from zerowatch.runtime.trainer.oom_recovery.oom_capture import OomCapture
+from zerowatch.runtime.trainer.oom_recovery.probe_workspace import probe_workspace
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
@@ -186,7 +186,7 @@ def test_it_comes_through_autograd_as_it_is(
 def test_while_a_window_is_left_by_want_of_memory_no_collective_is_issued(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
-    trouble = Trouble()
+    trouble = OomCapture()
 
     with trouble, guard.window(), ExitStack() as parting:
         parting.callback(backend.all_reduce)  # as a context manager of DeepSpeed's might
@@ -214,7 +214,7 @@ def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(f
         backend, guard = Backend(), CollectiveGuard(agreement)
         guard.open(backend)
         guard.armed = True
-        with Trouble() as trouble, guard.window():
+        with OomCapture() as trouble, guard.window():
             for number in range(3):
                 if agreement.rank == 1 and number == fatal:
                     raise RuntimeError(OUT)
@@ -233,7 +233,7 @@ def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(f
 def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
     def train(agreement: FakeAgreement) -> int:
         guard = CollectiveGuard(agreement)
-        with Trouble() as trouble, guard.window():
+        with OomCapture() as trouble, guard.window():
             raise RuntimeError(OUT)
         assert trouble.whose == "own"
         guard.report()
@@ -242,8 +242,8 @@ def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
     assert on_ranks(3, train) == [1, 1, 1]
 
 
-def tapped(backend: Backend) -> CommTap:
-    tap = CommTap(Hooks())
+def tapped(backend: Backend) -> CollectiveInstrumentation:
+    tap = CollectiveInstrumentation(FailOpen())
     tap.open()
     tap.open_backend(backend)
     return tap
@@ -274,9 +274,9 @@ def test_memory_that_a_collective_will_need_is_looked_for_before_it_is_issued() 
     huge = torch.empty(1).expand(2**45)  # bytes that no machine has, in one element
 
     with pytest.raises(RuntimeError, match="allocate memory"):
-        reserve_scratch((huge,), {})
+        probe_workspace((huge,), {})
 
-    reserve_scratch((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
+    probe_workspace((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
 
 
 def test_a_rank_that_runs_out_as_it_leaves_a_lost_window_holds_no_vote_of_its_own():

@@ -5,30 +5,51 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
-from zerowatch.runtime.trainer.oom_recovery.fit import Measured, Peak, largest_fitting, smaller
-from zerowatch.runtime.trainer.oom_recovery.guard_schedule import CLEAN_WINDOWS, Arming, asks
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans, Share, suggested
-from zerowatch.runtime.trainer.oom_recovery.sizing import GROW_AFTER, UNBOUND, Sizing, bucket_of
+from zerowatch.runtime.trainer.oom_recovery.fit import (
+    MemoryMeasurements,
+    PeakSample,
+    largest_fitting,
+    smaller_size,
+)
+from zerowatch.runtime.trainer.oom_recovery.guard_schedule import CLEAN_WINDOWS, GuardSchedule, asks
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    BatchShares,
+    MicroBatchPlanner,
+    suggest_size,
+)
+from zerowatch.runtime.trainer.oom_recovery.sizing import (
+    GROW_AFTER,
+    UNBOUND,
+    MicroBatchLimits,
+    bucket_of,
+)
 
 GIB = 2**30
 LENGTH = 100
-NOTHING = Measured(peaks=(), limit_bytes=None)
+NOTHING = MemoryMeasurements(peaks=(), limit_bytes=None)
 
 
-def line(sizes: list[int], base: float = 10.0, each: float = 2.0) -> list[Peak]:
-    return [Peak(samples=size, length=LENGTH, peak_bytes=base + each * size) for size in sizes]
+def line(sizes: list[int], base: float = 10.0, each: float = 2.0) -> list[PeakSample]:
+    return [
+        PeakSample(samples=size, length=LENGTH, peak_bytes=base + each * size) for size in sizes
+    ]
 
 
 def test_peaks_of_two_sizes_tell_the_largest_that_fits() -> None:
-    assert smaller(12, line([2, 4]), limit_bytes=30 / 0.95) == 10
+    assert smaller_size(12, line([2, 4]), limit_bytes=30 / 0.95) == 10
 
 
 def test_without_peaks_of_two_sizes_it_is_the_half_rounded_up() -> None:
-    assert [smaller(size, line([2, 2]), limit_bytes=30) for size in (9, 8, 3, 2)] == [5, 4, 2, 1]
+    assert [smaller_size(size, line([2, 2]), limit_bytes=30) for size in (9, 8, 3, 2)] == [
+        5,
+        4,
+        2,
+        1,
+    ]
 
 
 def test_a_line_that_claims_the_failing_size_to_fit_is_not_believed() -> None:
-    assert smaller(6, line([2, 4]), limit_bytes=10 * GIB) == 3
+    assert smaller_size(6, line([2, 4]), limit_bytes=10 * GIB) == 3
 
 
 def test_a_line_that_falls_tells_nothing() -> None:
@@ -36,7 +57,7 @@ def test_a_line_that_falls_tells_nothing() -> None:
 
 
 def test_the_line_lies_above_every_peak() -> None:
-    peaks = [*line([2, 4, 8]), Peak(samples=4, length=LENGTH, peak_bytes=28.0)]
+    peaks = [*line([2, 4, 8]), PeakSample(samples=4, length=LENGTH, peak_bytes=28.0)]
 
     fitting = largest_fitting(peaks, limit_bytes=40 / 0.95)
 
@@ -45,18 +66,18 @@ def test_the_line_lies_above_every_peak() -> None:
 
 
 def test_a_single_sample_cannot_be_halved() -> None:
-    assert smaller(1, line([2, 4]), limit_bytes=30) is None
+    assert smaller_size(1, line([2, 4]), limit_bytes=30) is None
 
 
 def test_where_not_even_one_is_expected_to_fit_one_is_tried() -> None:
-    assert smaller(4, line([2, 3]), limit_bytes=5) == 1
+    assert smaller_size(4, line([2, 3]), limit_bytes=5) == 1
 
 
 def test_only_peaks_of_alike_lengths_count() -> None:
-    share = Share(samples=[12], wanted=[12], length=LENGTH)
-    elsewhere = [Peak(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
+    share = BatchShares(samples=[12], wanted=[12], length=LENGTH)
+    elsewhere = [PeakSample(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
 
-    told = suggested(share, 12, Measured(peaks=elsewhere, limit_bytes=30))
+    told = suggest_size(share, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30))
 
     assert told == 6
 
@@ -67,13 +88,13 @@ def test_lengths_up_to_a_power_of_two_share_a_bucket() -> None:
 
 
 def test_what_ran_out_bounds_longer_batches_and_not_shorter_ones() -> None:
-    sizing = Sizing().after_out_of_memory(LENGTH, failing=8, suggested=4)
+    sizing = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
 
     assert [sizing.bound(length) for length in (20, 100, 1000)] == [UNBOUND, 4, 4]
 
 
 def test_a_size_that_fitted_is_preferred_to_a_smaller_guess() -> None:
-    sizing = Sizing().after_clean(LENGTH, ran=6)
+    sizing = MicroBatchLimits().after_clean(LENGTH, ran=6)
 
     sizing = sizing.after_out_of_memory(LENGTH, failing=8, suggested=4)
 
@@ -81,7 +102,7 @@ def test_a_size_that_fitted_is_preferred_to_a_smaller_guess() -> None:
 
 
 def test_what_fitted_once_and_fails_now_is_no_longer_trusted() -> None:
-    sizing = Sizing().after_clean(LENGTH, ran=6)
+    sizing = MicroBatchLimits().after_clean(LENGTH, ran=6)
 
     sizing = sizing.after_out_of_memory(LENGTH, failing=6, suggested=3)
     sizing = sizing.after_out_of_memory(LENGTH, failing=5, suggested=3)
@@ -89,7 +110,7 @@ def test_what_fitted_once_and_fails_now_is_no_longer_trusted() -> None:
     assert sizing.bound(LENGTH) == 4  # of 6, one less may still fit, and then one less again
 
 
-def grown(sizing: Sizing, fits: int, windows: int) -> tuple[Sizing, list[int]]:
+def grown(sizing: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatchLimits, list[int]]:
     """Train on through many windows; returns what ran out on the way."""
     failed = []
     for _ in range(windows):
@@ -103,7 +124,7 @@ def grown(sizing: Sizing, fits: int, windows: int) -> tuple[Sizing, list[int]]:
 
 
 def test_sizes_grow_back_to_what_fits_and_no_failing_size_is_tried_twice() -> None:
-    sizing = Sizing().after_out_of_memory(LENGTH, failing=32, suggested=4)
+    sizing = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, suggested=4)
 
     sizing, failed = grown(sizing, fits=11, windows=20 * GROW_AFTER)
 
@@ -114,7 +135,7 @@ def test_sizes_grow_back_to_what_fits_and_no_failing_size_is_tried_twice() -> No
 
 
 def test_after_a_change_what_failed_is_tried_again() -> None:
-    sizing = Sizing().after_out_of_memory(LENGTH, failing=5, suggested=4)
+    sizing = MicroBatchLimits().after_out_of_memory(LENGTH, failing=5, suggested=4)
     assert grown(sizing, fits=100, windows=5 * GROW_AFTER)[0].bound(LENGTH) == 4
 
     sizing, _ = grown(sizing.forgotten(), fits=100, windows=GROW_AFTER)
@@ -123,7 +144,7 @@ def test_after_a_change_what_failed_is_tried_again() -> None:
 
 
 def test_windows_that_are_small_anyway_prove_nothing_of_the_bound() -> None:
-    sizing = Sizing().after_out_of_memory(LENGTH, failing=8, suggested=4)
+    sizing = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
 
     for _ in range(3 * GROW_AFTER):
         sizing = sizing.after_clean(LENGTH, ran=2)
@@ -132,8 +153,8 @@ def test_windows_that_are_small_anyway_prove_nothing_of_the_bound() -> None:
 
 
 def test_the_rank_that_needs_most_micro_batches_decides() -> None:
-    plans = Plans()
-    share = Share(samples=[15, 1], wanted=[8, 2], length=LENGTH)
+    plans = MicroBatchPlanner()
+    share = BatchShares(samples=[15, 1], wanted=[8, 2], length=LENGTH)
     assert plans.micro_batches(share) == 2
 
     plans.ran_out(share, failing=8, suggested=4)
@@ -143,19 +164,19 @@ def test_the_rank_that_needs_most_micro_batches_decides() -> None:
 
 
 def test_the_guard_is_armed_at_first_and_after_three_clean_windows_no_more() -> None:
-    plans = Plans()
-    share = Share(samples=[8], wanted=[8], length=LENGTH)
+    plans = MicroBatchPlanner()
+    share = BatchShares(samples=[8], wanted=[8], length=LENGTH)
 
     armed = []
     for _ in range(CLEAN_WINDOWS + 2):
         armed.append(plans.begin(share, asked=False))
-        plans.came_to_its_end(share, 1)
+        plans.on_success(share, 1)
 
     assert armed == [True] * CLEAN_WINDOWS + [False, False]
 
 
-def disarmed() -> Arming:
-    return Arming(windows_left=0, longest=LENGTH)
+def disarmed() -> GuardSchedule:
+    return GuardSchedule(windows_left=0, longest=LENGTH)
 
 
 def test_a_longer_batch_a_rank_that_asks_or_a_change_arm_it_again() -> None:
@@ -166,12 +187,15 @@ def test_a_longer_batch_a_rank_that_asks_or_a_change_arm_it_again() -> None:
 
 
 def test_larger_micro_batches_arm_it_and_smaller_ones_do_not() -> None:
-    plans = Plans()
+    plans = MicroBatchPlanner()
     for wanted, expected in ((4, True), (2, False), (8, True)):
-        plans.arming = disarmed() if plans.arming.longest else Arming()
+        plans.arming = disarmed() if plans.arming.longest else GuardSchedule()
 
-        assert plans.begin(Share(samples=[8], wanted=[wanted], length=1), asked=False) == expected
-        plans.came_to_its_end(Share(samples=[8], wanted=[wanted], length=1), 8)
+        assert (
+            plans.begin(BatchShares(samples=[8], wanted=[wanted], length=1), asked=False)
+            == expected
+        )
+        plans.on_success(BatchShares(samples=[8], wanted=[wanted], length=1), 8)
 
 
 @pytest.mark.parametrize(

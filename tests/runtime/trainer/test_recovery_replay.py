@@ -17,11 +17,14 @@ from fakes.ranks import FakeAgreement, on_ranks
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
 from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
-from zerowatch.runtime.trainer.oom_recovery.fit import Measured, Peak
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans, Share
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import Trouble, whose_memory
-from zerowatch.runtime.trainer.oom_recovery.oom_consensus import all_ran_out
-from zerowatch.runtime.trainer.oom_recovery.replay import Replay
+from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements, PeakSample
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    BatchShares,
+    MicroBatchPlanner,
+)
+from zerowatch.runtime.trainer.oom_recovery.oom_capture import OomCapture, whose_memory
+from zerowatch.runtime.trainer.oom_recovery.oom_consensus import all_ranks_oom
+from zerowatch.runtime.trainer.oom_recovery.replay import OomReplay
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
@@ -53,11 +56,11 @@ class Rank:
         self.fits, self.rank = fits, agreement.rank
         self.asked: list[int] = []
         self.drawn: list[float] = []
-        self.replay = Replay(
+        self.replay = OomReplay(
             engine=lambda: engine,
             agreement=agreement,
             guard=CollectiveGuard(agreement),
-            plans=Plans(),
+            plans=MicroBatchPlanner(),
             capture_rng=capture,
             **options,
         )
@@ -75,8 +78,8 @@ def capture() -> Callable[[], None]:
     return lambda: random.setstate(state)
 
 
-def share(world_size: int = 1) -> Share:
-    return Share(samples=[8] * world_size, wanted=[8] * world_size, length=1)
+def share(world_size: int = 1) -> BatchShares:
+    return BatchShares(samples=[8] * world_size, wanted=[8] * world_size, length=1)
 
 
 def alone(**options: Any) -> Rank:
@@ -114,8 +117,10 @@ def test_one_that_does_not_is_halved_until_it_does(
 
 
 def test_peaks_measured_before_tell_the_size_at_once() -> None:
-    peaks = [Peak(samples=size, length=1, peak_bytes=100 + 10 * size) for size in (1, 2)]
-    rank = alone(fits=3, measured=lambda: Measured(peaks=peaks, limit_bytes=130 / 0.95 + 1))
+    peaks = [PeakSample(samples=size, length=1, peak_bytes=100 + 10 * size) for size in (1, 2)]
+    rank = alone(
+        fits=3, measured=lambda: MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
+    )
 
     rank.replay.run(share(), rank.attempt)
 
@@ -300,10 +305,10 @@ def test_trouble_keeps_the_lines_of_an_error_and_not_what_its_frames_held() -> N
         raise RuntimeError(OUT)
 
     seen: list[weakref.ref[torch.Tensor]] = []
-    with Trouble() as trouble:
+    with OomCapture() as trouble:
         run_out()
 
-    trouble.let_go()
+    trouble.clear_frames()
 
     assert seen[0]() is None
     assert trouble.error is not None
@@ -314,7 +319,7 @@ def test_ranks_that_all_ran_out_unguarded_find_each_other() -> None:
     store = torch.distributed.HashStore()
 
     def ask(agreement: FakeAgreement) -> bool:
-        return all_ran_out(store, 7, rank=agreement.rank, world_size=2)
+        return all_ranks_oom(store, 7, rank=agreement.rank, world_size=2)
 
     assert on_ranks(2, ask) == [True, True]
 
@@ -322,4 +327,4 @@ def test_ranks_that_all_ran_out_unguarded_find_each_other() -> None:
 def test_one_that_ran_out_alone_does_not_wait_for_ever() -> None:
     store = torch.distributed.HashStore()
 
-    assert not all_ran_out(store, 7, rank=0, world_size=2, wait_seconds=0.05)
+    assert not all_ranks_oom(store, 7, rank=0, world_size=2, wait_seconds=0.05)

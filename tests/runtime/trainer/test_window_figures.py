@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from zerowatch.metrics.catalog import memory, window
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.trainer.metrics import WindowFigures
+from zerowatch.runtime.trainer.metrics import TrainerMetrics
 
 
 def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
     recorder = Recorder()
 
-    WindowFigures(recorder, rank=0)
+    TrainerMetrics(recorder, rank=0)
 
     values = recorder.snapshot().values
     assert values[window.WINDOW_REPLAYS] == {("committed",): 0, ("gave_up",): 0}
@@ -20,7 +20,7 @@ def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
 
 def test_the_plan_and_the_share_are_each_ranks_own():
     recorder = Recorder()
-    figures = WindowFigures(recorder, rank=1)
+    figures = TrainerMetrics(recorder, rank=1)
 
     figures.planned(micro_batch_samples=3, accumulation_steps=2)
     figures.shared(own_samples=6, global_samples=8)
@@ -33,7 +33,7 @@ def test_the_plan_and_the_share_are_each_ranks_own():
 
 def test_a_window_that_was_replayed_twice_counts_twice():
     recorder = Recorder()
-    figures = WindowFigures(recorder, rank=0)
+    figures = TrainerMetrics(recorder, rank=0)
 
     figures.survived("cpu")
     figures.aborted(seconds=1.5)
@@ -49,7 +49,7 @@ def test_a_window_that_was_replayed_twice_counts_twice():
 
 def test_the_rank_that_ran_out_of_memory_tells_of_it_and_rank_0_of_the_replay():
     recorder = Recorder()
-    figures = WindowFigures(recorder, rank=1)
+    figures = TrainerMetrics(recorder, rank=1)
 
     figures.survived("cpu")
     figures.gave_up()
@@ -60,7 +60,7 @@ def test_the_rank_that_ran_out_of_memory_tells_of_it_and_rank_0_of_the_replay():
 
 def test_a_rebuild_counts_by_what_became_of_it():
     recorder = Recorder()
-    figures = WindowFigures(recorder, rank=0, num_restarts=3)
+    figures = TrainerMetrics(recorder, rank=0, num_restarts=3)
 
     figures.rebuilt("committed", seconds=2)
     figures.rebuilt("refused", seconds=0)
@@ -74,7 +74,7 @@ def test_a_rebuild_counts_by_what_became_of_it():
 
 def test_only_the_codec_in_use_has_an_error():
     recorder = Recorder()
-    figures = WindowFigures(recorder, rank=0)
+    figures = TrainerMetrics(recorder, rank=0)
 
     figures.compressed("bf16", 0.002)
     figures.compressed("int8", 0.01)

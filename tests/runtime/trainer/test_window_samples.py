@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zerowatch.errors import BatchError
-from zerowatch.runtime.trainer.window.samples import longest, num_samples, on_device, rows
+from zerowatch.runtime.trainer.window.samples import max_length, num_samples, on_device, slice_batch
 
 Pair = namedtuple("Pair", "left right")
 
@@ -23,7 +23,7 @@ def test_samples_are_the_rows_that_all_leaves_share():
 def test_what_has_no_rows_belongs_to_the_whole_batch():
     batch = UserDict(ids=torch.arange(4), scale=torch.tensor(2.0), name="train", none=None)
 
-    part = rows(batch, 1, 3)
+    part = slice_batch(batch, 1, 3)
 
     assert num_samples(batch) == 4
     assert part["ids"].tolist() == [1, 2]
@@ -35,7 +35,7 @@ def test_what_has_no_rows_belongs_to_the_whole_batch():
 def test_rows_keep_the_tree_and_share_its_memory():
     batch = Pair(torch.arange(4), (torch.arange(8).reshape(4, 2),))
 
-    part = rows(batch, 2, 4)
+    part = slice_batch(batch, 2, 4)
 
     assert isinstance(part, Pair)
     assert part.left.tolist() == [2, 3]
@@ -51,8 +51,8 @@ def test_arrays_become_tensors_on_the_device():
 
 
 def test_the_padded_length_is_the_largest_second_dimension():
-    assert longest({"ids": torch.zeros(2, 7), "pixels": torch.zeros(2, 3, 9)}) == 7
-    assert longest({"labels": torch.zeros(2)}) == 1
+    assert max_length({"ids": torch.zeros(2, 7), "pixels": torch.zeros(2, 3, 9)}) == 7
+    assert max_length({"labels": torch.zeros(2)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import logging
 import pytest
 from torch import nn
 
-from zerowatch.runtime.tuner.model_traits import scan, warn_of_batch_statistics
+from zerowatch.runtime.tuner.model_traits import model_traits, warn_of_batch_statistics
 from zerowatch.runtime.tuner.policy.numerics import ModelTraits
 
 
@@ -53,7 +53,7 @@ class DropPath(nn.Module):
 def test_a_module_anywhere_in_a_model_shows_its_traits(module, traits):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
 
-    assert scan(model) == traits
+    assert model_traits(model) == traits
 
 
 def test_deepspeeds_own_experts_are_known():
@@ -61,11 +61,11 @@ def test_deepspeeds_own_experts_are_known():
 
     model = nn.Sequential(Experts(nn.Linear(2, 2)))
 
-    assert scan(model).expert_capacity
+    assert model_traits(model).expert_capacity
 
 
 def test_only_the_user_knows_of_a_loss_between_samples():
-    assert not scan(nn.Linear(2, 2), loss_decomposable=False).loss_decomposable
+    assert not model_traits(nn.Linear(2, 2), loss_decomposable=False).loss_decomposable
 
 
 def test_batch_statistics_are_warned_of_by_name(caplog):

@@ -9,7 +9,7 @@ import torch
 from fakes.ranks import FakeAgreement, on_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.tuner.bitwise_check import exact_knobs
+from zerowatch.runtime.tuner.bitwise_check import bitwise_invariant_knobs
 from zerowatch.runtime.tuner.dry_run_window import checksum_of
 from zerowatch.runtime.tuner.policy.types import Configuration, Value
 
@@ -52,7 +52,7 @@ def find(gradients: Callable[[int, Configuration], int | None], refused_on: int 
 
     def test(agreement: FakeAgreement) -> tuple[frozenset[str], Configuration]:
         hands = FakeHands("switch" if agreement.rank == refused_on else None)
-        found = exact_knobs(
+        found = bitwise_invariant_knobs(
             lambda: gradients(agreement.rank, hands.values()), hands, agreement, KNOBS
         )
         return found, hands.values()
@@ -90,7 +90,7 @@ def test_a_knob_whose_passes_fail_is_turned_back():
         return 7
 
     def test(agreement: FakeAgreement) -> None:
-        exact_knobs(gradients, hands, agreement, {"switch": [True]})
+        bitwise_invariant_knobs(gradients, hands, agreement, {"switch": [True]})
 
     with pytest.raises(ValueError):
         on_ranks(1, test)

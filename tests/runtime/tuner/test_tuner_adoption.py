@@ -6,8 +6,8 @@ import pytest
 from fakes.tuned_job import START, Job
 from fakes.tuner_decisions import conclusion
 
-from zerowatch.runtime.tuner.policy.configuration_state import Course
-from zerowatch.runtime.tuner.policy.pending_accept import Adoption
+from zerowatch.runtime.tuner.policy.configuration_state import ConfigurationState
+from zerowatch.runtime.tuner.policy.pending_accept import PendingAccept
 
 
 class Searching:
@@ -29,8 +29,8 @@ def job() -> Job:
 
 
 @pytest.fixture
-def adoption(job: Job) -> Adoption:
-    adoption = Adoption(Course(job, job.configured), Searching(), job)
+def adoption(job: Job) -> PendingAccept:
+    adoption = PendingAccept(ConfigurationState(job, job.configured), Searching(), job)
     adoption.begin(conclusion())
     return adoption
 

@@ -15,14 +15,14 @@ from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, start
 from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import Settings
-from zerowatch.runtime.common.fail_open import Hooks
-from zerowatch.runtime.common.process_info import Identity
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor import advisor as advisor_module
 from zerowatch.runtime.monitor.advisor import LEAST_SECONDS, LEAST_STEPS, WARMUP_STEPS, Advisor
 from zerowatch.runtime.tuner.knobs import engine_knobs
 from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
-from zerowatch.runtime.tuner.policy.recorded import recorded
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.recorded import from_json
 from zerowatch.runtime.tuner.policy.replay import Replayed, replay
 
 
@@ -39,15 +39,15 @@ class Run:
         self.reading, self.options = SLOW_LINK, OPTIONS
         around = SimpleNamespace(
             engine=lambda: self.engine,
-            identity=Identity(rank=rank, local_rank=rank, world_size=2, host="a", attempt=0),
+            identity=ProcessInfo(rank=rank, local_rank=rank, world_size=2, host="a", attempt=0),
             settings=Settings(tuner=settings),
             folder=lambda: folder,
             recorder=self.recorder,
-            hooks=Hooks(),
+            hooks=FailOpen(),
         )
         hands = SimpleNamespace(values=lambda: CONFIGURATION, options=lambda: self.options)
-        monkeypatch.setattr(advisor_module, "reading_of", lambda before, after: self.reading)
-        monkeypatch.setattr(engine_knobs, "EngineHands", lambda engine, world_size: hands)
+        monkeypatch.setattr(advisor_module, "metrics_between", lambda before, after: self.reading)
+        monkeypatch.setattr(engine_knobs, "EngineKnobs", lambda engine, world_size: hands)
         monkeypatch.setattr(advisor_module, "job_facts", lambda engine: situation().facts)
         monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: True)
         self.advisor = Advisor(around, send=lambda span: None, now=self.clock)
@@ -115,7 +115,7 @@ def test_what_holds_the_run_back_is_a_metric(make_run):
 
 def test_a_run_that_nothing_holds_back_gets_no_advice(make_run):
     run = make_run()
-    run.reading = Reading(seconds=30.0, steps=40.0, world_size=2)
+    run.reading = MetricsDelta(seconds=30.0, steps=40.0, world_size=2)
 
     run.later()
 
@@ -171,7 +171,7 @@ def test_a_deepspeed_that_is_another_inside_costs_the_advice_alone(make_run, mon
 def test_who_tunes_the_run_takes_the_voice_over(make_run):
     run = make_run()
 
-    voice = run.advisor.hand_over("auto")
+    voice = run.advisor.transfer_reporter("auto")
     run.later()
     voice.state("warmup")
 
@@ -182,7 +182,7 @@ def test_who_tunes_the_run_takes_the_voice_over(make_run):
 def test_nothing_is_advised_once_it_fell_silent(make_run):
     run = make_run()
 
-    run.advisor.fall_silent()
+    run.advisor.disable()
     run.later()
 
     assert run.advised() == []
@@ -201,7 +201,7 @@ def test_a_script_that_knows_nothing_of_it_is_advised(tmp_path):
 
     assert finished.returncode == 0, finished.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    records = list(map(recorded, (run / DECISIONS_FILE).read_bytes().splitlines()))
+    records = list(map(from_json, (run / DECISIONS_FILE).read_bytes().splitlines()))
     assert {record.decision.verdict for record in records} == {"advised"}
     assert "micro_batch_samples" in {record.decision.knob for record in records}
     assert '+  "train_micro_batch_size_per_gpu": 4,' in finished.stderr

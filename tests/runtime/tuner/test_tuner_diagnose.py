@@ -11,10 +11,10 @@ from zerowatch.metrics.catalog.tuner import SYMPTOMS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.snapshot import Snapshot
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, context_of, diagnose
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading, reading_of
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta, metrics_between
 
 # A rank on a CPU that waits for nothing.
-BUSY = Reading(
+BUSY = MetricsDelta(
     seconds=20.0,
     steps=100.0,
     phase_ratios={"data": 0.01, "forward": 0.3, "backward": 0.6, "optimizer": 0.08, "other": 0.01},
@@ -34,7 +34,7 @@ GPU = replace(BUSY, on_cpu=False, device_utilization=0.95)
 SLOW_LINK = {"bandwidth": 0.3, "redundancy": 0.2, "latency": 0.04, "imbalance": 0.01}
 
 
-def names(reading: Reading, thresholds: Thresholds | None = None) -> list[str]:
+def names(reading: MetricsDelta, thresholds: Thresholds | None = None) -> list[str]:
     return [each.name for each in diagnose(reading, thresholds or Thresholds())]
 
 
@@ -47,8 +47,8 @@ def phases(**seconds: float) -> dict[str, float]:
     [
         pytest.param(BUSY, [], id="nothing holds a busy rank back"),
         pytest.param(GPU, [], id="nor one with a busy GPU"),
-        pytest.param(Reading(), [], id="nothing known, nothing said"),
-        pytest.param(Reading(stale=True), [], id="a watch that stands still is no witness"),
+        pytest.param(MetricsDelta(), [], id="nothing known, nothing said"),
+        pytest.param(MetricsDelta(stale=True), [], id="a watch that stands still is no witness"),
         pytest.param(
             replace(GPU, exposed_ratio=0.55, cause_ratios=SLOW_LINK),
             ["comm_bandwidth", "comm_redundancy", "comm_latency"],
@@ -202,7 +202,9 @@ class Rank:
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self.recorder.inform(training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2")
+        self.recorder.set_info(
+            training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
+        )
         self.unix_seconds = 1000.0
         self.goes_on()
 
@@ -241,7 +243,7 @@ def test_ratios_are_of_what_was_added_in_between(rank):
 
     rank.trains(data=1.0, forward=3.0, backward=6.0).waits(4.0, "bandwidth", under_way=5.0)
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert reading.seconds == pytest.approx(10)
     assert reading.steps == 10
@@ -256,7 +258,7 @@ def test_time_without_training_does_not_make_ratios_smaller(rank):
 
     rank.trains(data=1.0, backward=9.0, eval=50.0, checkpoint=40.0)
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert reading.seconds == pytest.approx(10)
     assert reading.phase_ratios == pytest.approx({"forward": 0, "data": 0.1, "backward": 0.9})
@@ -267,7 +269,7 @@ def test_what_has_no_metric_is_none_and_never_zero(rank):
 
     rank.trains(backward=1.0)
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert (reading.exposed_ratio, reading.coverage, reading.oom_risk) == (None, None, None)
     assert (reading.headroom_ratio, reading.straggler_score) == (None, None)
@@ -280,7 +282,7 @@ def test_values_that_nobody_renewed_say_nothing_at_all(rank):
 
     rank.trains(forward=1.0, backward=9.0)
 
-    assert reading_of(before, rank.snapshot()) == Reading(stale=True)
+    assert metrics_between(before, rank.snapshot()) == MetricsDelta(stale=True)
 
 
 def test_waiting_that_no_exchange_has_told_of_is_not_known(rank):
@@ -289,7 +291,7 @@ def test_waiting_that_no_exchange_has_told_of_is_not_known(rank):
 
     rank.trains(backward=10.0).recorder.add(communication.COMM_SECONDS, 5.0, "dp")
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert (reading.exposed_ratio, reading.comm_ratio) == (None, pytest.approx(0.5))
     assert dict(reading.cause_ratios) == {}
@@ -304,7 +306,7 @@ def test_a_counter_that_began_anew_says_nothing(rank):
     again.unix_seconds += 100
     again.goes_on()
 
-    assert reading_of(before, again.snapshot()).exposed_ratio is None
+    assert metrics_between(before, again.snapshot()).exposed_ratio is None
 
 
 def test_the_lower_coverage_of_both_ends_counts(rank):
@@ -314,7 +316,7 @@ def test_the_lower_coverage_of_both_ends_counts(rank):
     rank.recorder.set(communication.COMM_COVERAGE_RATIO, 1.0)
     rank.goes_on()
 
-    assert reading_of(before, rank.snapshot()).coverage == 0.9
+    assert metrics_between(before, rank.snapshot()).coverage == 0.9
 
 
 def test_a_rank_with_a_gpu_is_judged_by_it(rank):
@@ -328,7 +330,7 @@ def test_a_rank_with_a_gpu_is_judged_by_it(rank):
 
     put.set(devices.DEVICE_UTILIZATION, 0.6, "cuda:0")
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert (reading.on_cpu, reading.device_utilization) == (False, pytest.approx(0.7))
     assert (reading.headroom_ratio, reading.device_headroom_ratio) == (0.05, 0.6)
@@ -345,7 +347,7 @@ def test_the_link_is_that_of_the_group_that_sends_most(rank):
 
     rank.trains(backward=1.0)
     rank.goes_on()
-    reading = reading_of(before, rank.snapshot())
+    reading = metrics_between(before, rank.snapshot())
 
     assert reading.link_bandwidth == 25e6
     assert (reading.step_wire_bytes, reading.step_calls) == pytest.approx((25.5, 2))
@@ -357,4 +359,4 @@ def test_the_slowest_phase_of_a_rank_counts(rank):
     before = rank.snapshot()
     rank.goes_on()
 
-    assert reading_of(before, rank.snapshot()).straggler_score == 0.3
+    assert metrics_between(before, rank.snapshot()).straggler_score == 0.3

@@ -7,14 +7,17 @@ import gc
 import pytest
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.trainer.oom_recovery.fit import Measured, Peak
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import Plans, Share
+from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements, PeakSample
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    BatchShares,
+    MicroBatchPlanner,
+)
 from zerowatch.runtime.trainer.oom_recovery.sizing import UNBOUND
-from zerowatch.runtime.tuner.knobs.candidate_sizes import cuts, powers_of_two
+from zerowatch.runtime.tuner.knobs.candidate_sizes import micro_batch_sizes, powers_of_two
 from zerowatch.runtime.tuner.knobs.deepspeed_knobs import configured, with_knob
-from zerowatch.runtime.tuner.knobs.gc_knob import GarbageHand
-from zerowatch.runtime.tuner.knobs.memory_check import too_large, too_much, too_much_for_host
-from zerowatch.runtime.tuner.knobs.plan_cache import KnownPlans
+from zerowatch.runtime.tuner.knobs.gc_knob import GcKnob
+from zerowatch.runtime.tuner.knobs.memory_check import exceeds_fit, exceeds_free, exceeds_host
+from zerowatch.runtime.tuner.knobs.plan_cache import PlanCache
 
 ONE = {"reduce_bucket_size": 100, "micro_batch_samples": 4}
 OTHER = {"reduce_bucket_size": 200, "micro_batch_samples": 4}
@@ -22,15 +25,15 @@ OTHER = {"reduce_bucket_size": 200, "micro_batch_samples": 4}
 
 @pytest.fixture
 def garbage():
-    hand = GarbageHand()
+    hand = GcKnob()
     yield hand
     hand.close()
     assert gc.isenabled()
 
 
-def peaks_of(*pairs: tuple[int, float], limit: float | None = 1000.0) -> Measured:
-    peaks = [Peak(samples=samples, length=6, peak_bytes=used) for samples, used in pairs]
-    return Measured(peaks=peaks, limit_bytes=limit)
+def peaks_of(*pairs: tuple[int, float], limit: float | None = 1000.0) -> MemoryMeasurements:
+    peaks = [PeakSample(samples=samples, length=6, peak_bytes=used) for samples, used in pairs]
+    return MemoryMeasurements(peaks=peaks, limit_bytes=limit)
 
 
 def test_sizes_are_powers_of_two_up_to_the_whole_with_the_present_one():
@@ -50,75 +53,75 @@ def test_sizes_are_powers_of_two_up_to_the_whole_with_the_present_one():
     ],
 )
 def test_micro_batches_cut_the_largest_share(share, now, sizes):
-    assert cuts(share, now) == sizes
+    assert micro_batch_sizes(share, now) == sizes
 
 
 def test_what_needs_more_than_is_free_is_refused():
     known = peaks_of((2, 700.0))
 
-    assert too_much(known, extra_bytes=200, length=6) is None
-    assert "220 B are free" in (too_much(known, extra_bytes=300, length=6) or "")
-    assert too_much(known, extra_bytes=-5, length=6) is None
+    assert exceeds_free(known, extra_bytes=200, length=6) is None
+    assert "220 B are free" in (exceeds_free(known, extra_bytes=300, length=6) or "")
+    assert exceeds_free(known, extra_bytes=-5, length=6) is None
 
 
 @pytest.mark.parametrize("knob", ["optimizer_sleep", "offload_optimizer", "offload_param"])
 def test_nothing_moves_to_a_host_that_is_short_of_memory_itself(knob):
     here, there = {knob: False}, {knob: True}
 
-    assert "at a risk of 80%" in (too_much_for_host(here, there, host_risk=0.8) or "")
-    assert too_much_for_host(here, there, host_risk=0.1) is None
-    assert too_much_for_host(there, there, host_risk=0.8) is None
-    assert too_much_for_host(there, here, host_risk=0.8) is None
+    assert "at a risk of 80%" in (exceeds_host(here, there, host_risk=0.8) or "")
+    assert exceeds_host(here, there, host_risk=0.1) is None
+    assert exceeds_host(there, there, host_risk=0.8) is None
+    assert exceeds_host(there, here, host_risk=0.8) is None
 
 
 def test_where_no_limit_is_known_nothing_is_refused():
     known = peaks_of((2, 700.0), (4, 900.0), limit=None)
 
-    assert too_much(known, extra_bytes=10**9, length=6) is None
-    assert too_large(known, samples=99, extra_bytes=0, length=6, bound=UNBOUND) is None
+    assert exceeds_free(known, extra_bytes=10**9, length=6) is None
+    assert exceeds_fit(known, samples=99, extra_bytes=0, length=6, bound=UNBOUND) is None
 
 
 def test_a_line_through_two_sizes_says_how_many_samples_fit():
     known = peaks_of((2, 400.0), (4, 600.0))
 
-    assert too_large(known, samples=7, extra_bytes=0, length=6, bound=UNBOUND) is None
+    assert exceeds_fit(known, samples=7, extra_bytes=0, length=6, bound=UNBOUND) is None
     assert "7 would fit" in (
-        too_large(known, samples=8, extra_bytes=0, length=6, bound=UNBOUND) or ""
+        exceeds_fit(known, samples=8, extra_bytes=0, length=6, bound=UNBOUND) or ""
     )
-    assert too_large(known, samples=7, extra_bytes=100, length=6, bound=UNBOUND) is not None
+    assert exceeds_fit(known, samples=7, extra_bytes=100, length=6, bound=UNBOUND) is not None
 
 
 def test_one_size_draws_no_line_and_lengths_are_kept_apart():
-    assert too_large(peaks_of((2, 900.0)), samples=8, extra_bytes=0, length=6, bound=99) is None
-    assert too_much(peaks_of((2, 990.0)), extra_bytes=50, length=600) is None
+    assert exceeds_fit(peaks_of((2, 900.0)), samples=8, extra_bytes=0, length=6, bound=99) is None
+    assert exceeds_free(peaks_of((2, 990.0)), extra_bytes=50, length=600) is None
 
 
 def test_a_size_that_ran_out_is_refused():
-    assert too_large(peaks_of(), samples=4, extra_bytes=0, length=6, bound=3) == (
+    assert exceeds_fit(peaks_of(), samples=4, extra_bytes=0, length=6, bound=3) == (
         "micro-batches of more than 3 ran out of memory before"
     )
 
 
-def a_plan_at_rest() -> Plans:
-    plans = Plans()
-    share = Share(samples=[4], wanted=[4], length=6)
+def a_plan_at_rest() -> MicroBatchPlanner:
+    plans = MicroBatchPlanner()
+    share = BatchShares(samples=[4], wanted=[4], length=6)
     for _ in range(4):
         plans.begin(share, asked=False)
-        plans.came_to_its_end(share, 1)
+        plans.on_success(share, 1)
     return plans
 
 
 def test_a_configuration_that_is_new_arms_the_guard():
     plans = a_plan_at_rest()
 
-    KnownPlans(lambda: plans).move(ONE, OTHER)
+    PlanCache(lambda: plans).move(ONE, OTHER)
 
     assert plans.arming.is_armed
 
 
 def test_going_back_to_a_configuration_brings_its_plan_back():
     plans = a_plan_at_rest()
-    known = KnownPlans(lambda: plans)
+    known = PlanCache(lambda: plans)
     rested = plans.sizing, plans.arming
 
     known.move(ONE, OTHER)
@@ -130,7 +133,7 @@ def test_going_back_to_a_configuration_brings_its_plan_back():
 def test_what_changes_nothing_about_memory_leaves_the_plan_alone():
     plans = a_plan_at_rest()
 
-    KnownPlans(lambda: plans).move(ONE, {**ONE, "micro_batch_samples": 1})
+    PlanCache(lambda: plans).move(ONE, {**ONE, "micro_batch_samples": 1})
 
     assert not plans.arming.is_armed
 
@@ -139,7 +142,7 @@ def test_an_undo_brings_back_what_was_known():
     plans = a_plan_at_rest()
     rested = plans.sizing, plans.arming
 
-    KnownPlans(lambda: plans).move(ONE, OTHER)()
+    PlanCache(lambda: plans).move(ONE, OTHER)()
 
     assert (plans.sizing, plans.arming) == rested
 

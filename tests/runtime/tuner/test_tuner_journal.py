@@ -9,14 +9,19 @@ import pytest
 from fakes.tuner_decisions import conclusion
 
 from zerowatch.runtime.tuner.policy.decision import decide
-from zerowatch.runtime.tuner.policy.history_file import MAX_CONTEXTS, JobMemory, Remembered, job_key
+from zerowatch.runtime.tuner.policy.history_file import (
+    MAX_CONTEXTS,
+    HistoryEntry,
+    HistoryFile,
+    job_fingerprint,
+)
 from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE, Journal
-from zerowatch.runtime.tuner.policy.recorded import DAMAGES, recorded
+from zerowatch.runtime.tuner.policy.recorded import DAMAGES, from_json
 
 CONFIGURATION = {"micro_batch_samples": 16, "gradient_compression": None, "overlap_comm": True}
 DENIED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
 
-NOTHING = Remembered(configuration={}, denied=frozenset())
+NOTHING = HistoryEntry(configuration={}, denied=frozenset())
 
 
 def decided(found, number=1):
@@ -30,7 +35,7 @@ def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_
     Journal(lambda: tmp_path).write(decided(found), found)
 
     (line,) = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
-    read = recorded(line)
+    read = from_json(line)
     assert read.decision == decided(found)
     assert read.plan == found.plan
     assert tuple(read.times) == tuple(found.times)
@@ -85,7 +90,7 @@ def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
     journal.write(decided(conclusion()), conclusion())
 
     _, whole = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
-    assert recorded(whole).decision == decided(conclusion())
+    assert from_json(whole).decision == decided(conclusion())
 
 
 def test_without_a_run_folder_nothing_is_written():
@@ -101,16 +106,19 @@ def test_without_a_run_folder_nothing_is_written():
 )
 def test_a_line_that_is_none_is_one_of_the_known_damages(line):
     with pytest.raises(DAMAGES):
-        recorded(line)
+        from_json(line)
 
 
 def memory(folder, key="job", owner="here-1", gone=()):
-    return JobMemory(folder, key, owner=owner, is_gone=lambda owner: owner in gone)
+    return HistoryFile(folder, key, owner=owner, is_gone=lambda owner: owner in gone)
 
 
 def test_what_proved_best_is_remembered_by_job_and_context(tmp_path):
-    key, other = job_key({"parameters": 1, "world": 2}), job_key({"parameters": 2, "world": 2})
-    found = Remembered(configuration=CONFIGURATION, denied=DENIED)
+    key, other = (
+        job_fingerprint({"parameters": 1, "world": 2}),
+        job_fingerprint({"parameters": 2, "world": 2}),
+    )
+    found = HistoryEntry(configuration=CONFIGURATION, denied=DENIED)
 
     memory(tmp_path / "tuner", key).remember("slow link", found)
     memory(tmp_path / "tuner", key).remember("fast link", NOTHING)
@@ -138,7 +146,9 @@ def test_of_very_many_contexts_the_newest_are_kept(tmp_path):
 
 
 def test_the_order_of_facts_names_no_other_job():
-    assert job_key({"world": 2, "parameters": 1}) == job_key({"parameters": 1, "world": 2})
+    assert job_fingerprint({"world": 2, "parameters": 1}) == job_fingerprint(
+        {"parameters": 1, "world": 2}
+    )
 
 
 def test_what_a_process_died_of_is_told_to_the_next_one_and_no_other(tmp_path):

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zerowatch.runtime.tuner.policy.diagnose import context_of
-from zerowatch.runtime.tuner.policy.history_file import Remembered
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
-from zerowatch.runtime.tuner.policy.search_history import Known
+from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.search_history import SearchHistory
 from zerowatch.runtime.tuner.policy.types import Configuration
 
-FAST, SLOW = (Reading(link_bandwidth=each, world_size=2) for each in (2.5e8, 2.5e7))
+FAST, SLOW = (MetricsDelta(link_bandwidth=each, world_size=2) for each in (2.5e8, 2.5e7))
 NEAR = context_of(FAST)
 PLAIN, COMPRESSED = ({"gradient_compression": kind} for kind in (None, "int8"))
 
 
 def test_where_nothing_was_found_what_was_used_there_is_come_back_to() -> None:
-    known = Known()
+    known = SearchHistory()
     known.look_around(FAST, PLAIN)
     known.look_around(SLOW, PLAIN)
     known.found(COMPRESSED, instead_of=PLAIN)
@@ -28,7 +28,7 @@ def test_where_nothing_was_found_what_was_used_there_is_come_back_to() -> None:
 
 
 def test_what_was_found_somewhere_is_not_lost_by_leaving() -> None:
-    known = Known()
+    known = SearchHistory()
     known.look_around(SLOW, PLAIN)
     known.found(COMPRESSED, instead_of=PLAIN)
     known.look_around(FAST, COMPRESSED)
@@ -39,22 +39,22 @@ def test_what_was_found_somewhere_is_not_lost_by_leaving() -> None:
 
 
 def test_what_failed_there_is_not_come_back_to() -> None:
-    known = Known()
+    known = SearchHistory()
     known.look_around(FAST, PLAIN)
     known.look_around(SLOW, PLAIN)
     known.look_around(FAST, COMPRESSED)
 
-    known.deny(PLAIN)
+    known.reject(PLAIN)
 
     assert known.best is None
 
 
 def test_of_several_knobs_that_were_the_best_together_none_is_blamed_alone() -> None:
     both = {"micro_batch_samples": 8, "gradient_compression": "int8"}
-    known = Known({NEAR: Remembered(configuration=both, denied=frozenset())})
+    known = SearchHistory({NEAR: HistoryEntry(configuration=both, denied=frozenset())})
     known.look_around(FAST, PLAIN)
 
-    known.deny(both)
+    known.reject(both)
 
     assert known.best is None
     assert known.denied == frozenset()
@@ -62,10 +62,12 @@ def test_of_several_knobs_that_were_the_best_together_none_is_blamed_alone() -> 
 
 def test_what_could_not_be_tried_is_not_remembered_as_harmful() -> None:
     memory = Kept()
-    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())}, memory=memory)
+    known = SearchHistory(
+        {NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())}, memory=memory
+    )
     known.look_around(FAST, PLAIN)
 
-    known.bar(COMPRESSED)
+    known.mark_failed(COMPRESSED)
     known.found({"micro_batch_samples": 8}, instead_of={"micro_batch_samples": 4})
 
     assert known.denied == {("gradient_compression", "int8"), ("micro_batch_samples", 4)}
@@ -73,32 +75,34 @@ def test_what_could_not_be_tried_is_not_remembered_as_harmful() -> None:
 
 
 def test_on_a_link_about_as_fast_what_was_best_is_tried_once() -> None:
-    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())})
+    known = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())})
 
     known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
     assert known.best == COMPRESSED
 
-    known.deny(COMPRESSED)
+    known.reject(COMPRESSED)
     known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
     assert known.best is None
 
 
 def test_what_is_only_borrowed_is_not_remembered_as_found_there() -> None:
     memory = Kept()
-    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())}, memory=memory)
+    known = SearchHistory(
+        {NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())}, memory=memory
+    )
     known.look_around(replace(FAST, link_bandwidth=5e8), PLAIN)
 
-    known.deny({"micro_batch_samples": 8})
+    known.reject({"micro_batch_samples": 8})
 
     assert not memory.kept.configuration
 
 
 def test_what_is_known_of_a_link_goes_before_what_is_known_of_another_like_it() -> None:
     faster = replace(FAST, link_bandwidth=5e8)
-    known = Known(
+    known = SearchHistory(
         {
-            NEAR: Remembered(configuration=COMPRESSED, denied=frozenset()),
-            context_of(faster): Remembered(configuration=PLAIN, denied=frozenset()),
+            NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset()),
+            context_of(faster): HistoryEntry(configuration=PLAIN, denied=frozenset()),
         }
     )
 
@@ -108,7 +112,7 @@ def test_what_is_known_of_a_link_goes_before_what_is_known_of_another_like_it() 
 
 
 def test_a_link_far_slower_is_another_matter() -> None:
-    known = Known({NEAR: Remembered(configuration=COMPRESSED, denied=frozenset())})
+    known = SearchHistory({NEAR: HistoryEntry(configuration=COMPRESSED, denied=frozenset())})
 
     known.look_around(SLOW, PLAIN)
 
@@ -116,7 +120,7 @@ def test_a_link_far_slower_is_another_matter() -> None:
 
 
 def test_what_a_run_died_of_is_tried_on_no_link() -> None:
-    known = Known(died_of=[COMPRESSED])
+    known = SearchHistory(died_of=[COMPRESSED])
 
     for reading in (FAST, SLOW):
         known.look_around(reading, PLAIN)
@@ -126,7 +130,7 @@ def test_what_a_run_died_of_is_tried_on_no_link() -> None:
 class Kept:
     """The last that was to be remembered."""
 
-    def remember(self, context: str, remembered: Remembered) -> None:
+    def remember(self, context: str, remembered: HistoryEntry) -> None:
         self.kept = remembered
 
     def on_trial(self, changes: Configuration) -> None:

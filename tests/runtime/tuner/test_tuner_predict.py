@@ -9,13 +9,13 @@ import pytest
 from zerowatch.runtime.estimator.plan import Plan
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.estimator.step import plan_step
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts
 from zerowatch.runtime.tuner.policy.predict import num_micro_batches, predicted_gain, traffic_of
 
 LAYERS, ELEMENTS = 12, 1 << 20
 FP32 = 4
-ONE_CAUSE = Reading(cause_ratios={"bandwidth": 0.4, "redundancy": 0.3, "latency": 0.1})
+ONE_CAUSE = MetricsDelta(cause_ratios={"bandwidth": 0.4, "redundancy": 0.3, "latency": 0.1})
 
 
 def facts(ranks: int = 2, backend: str = "gloo") -> JobFacts:
@@ -149,7 +149,7 @@ def test_a_window_is_cut_into_as_many_pieces_as_it_takes(samples, micro, pieces)
     assert num_micro_batches({"micro_batch_samples": micro}, samples) == pieces
 
 
-def gain(now: dict, then: dict, reading: Reading = ONE_CAUSE, ranks: int = 2) -> float | None:
+def gain(now: dict, then: dict, reading: MetricsDelta = ONE_CAUSE, ranks: int = 2) -> float | None:
     return predicted_gain(now, then, facts(ranks), 16, reading)
 
 
@@ -174,7 +174,7 @@ def test_a_larger_batch_spreads_the_same_bytes_over_more_samples():
 
 
 def test_larger_buckets_make_fewer_calls():
-    only_latency = Reading(cause_ratios={"latency": 0.5})
+    only_latency = MetricsDelta(cause_ratios={"latency": 0.5})
     now = configuration(2, reduce_bucket_size=ELEMENTS)
 
     gained = gain(now, {**now, "reduce_bucket_size": LAYERS * ELEMENTS}, only_latency)
@@ -183,7 +183,7 @@ def test_larger_buckets_make_fewer_calls():
 
 
 def test_bytes_that_come_back_may_no_longer_be_hidden():
-    hidden = Reading(cause_ratios={"bandwidth": 0.01}, comm_ratio=0.5)
+    hidden = MetricsDelta(cause_ratios={"bandwidth": 0.01}, comm_ratio=0.5)
     compressed = configuration(2, gradient_compression="int8")
 
     gained = gain(compressed, {**compressed, "gradient_compression": None}, hidden)
@@ -207,7 +207,7 @@ def test_asynchronous_sums_hide_behind_backward(stage, bucket, gained):
 
 
 def test_an_end_of_offloading_saves_the_time_that_it_takes():
-    offloading = Reading(offload_ratio=0.2)
+    offloading = MetricsDelta(offload_ratio=0.2)
     now = configuration(2, offload_optimizer=True)
 
     assert gain(now, {**now, "offload_optimizer": False}, offloading) == pytest.approx(0.25)
@@ -215,7 +215,7 @@ def test_an_end_of_offloading_saves_the_time_that_it_takes():
 
 @pytest.mark.parametrize(
     ("now", "reading"),
-    [(configuration(2), Reading()), ({"micro_batch_samples": 4}, ONE_CAUSE)],
+    [(configuration(2), MetricsDelta()), ({"micro_batch_samples": 4}, ONE_CAUSE)],
     ids=["no causes known", "no stage known"],
 )
 def test_nothing_is_foretold_of_what_is_not_known(now, reading):

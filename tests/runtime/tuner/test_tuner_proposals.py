@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts, ModelTraits
-from zerowatch.runtime.tuner.policy.proposals import Situation, propose, relaxations
+from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose, relaxations
 from zerowatch.runtime.tuner.policy.registry import SPECS
-from zerowatch.runtime.tuner.policy.types import Contract, Symptom, Value
+from zerowatch.runtime.tuner.policy.types import Numerics, Symptom, Value
 
-BITWISE, REASSOCIATION, STATISTICAL, FREE = Contract
+BITWISE, REASSOCIATION, STATISTICAL, FREE = Numerics
 SIZE = 10_000_000 * 4
 
-BUSY = Reading(
+BUSY = MetricsDelta(
     phase_ratios={"forward": 0.3, "backward": 0.6, "optimizer": 0.1},
     exposed_ratio=0.05,
     comm_ratio=0.05,
@@ -81,7 +81,7 @@ STAGE_3_OPTIONS = {
 FACTS = JobFacts(world_size=2, backend="gloo", gradient_bytes=SIZE, parameter_bytes=SIZE)
 
 
-def situation(reading: Reading = SLOW_LINK, **others: object) -> Situation:
+def situation(reading: MetricsDelta = SLOW_LINK, **others: object) -> TunerInput:
     given = {
         "configuration": START,
         "options": OPTIONS,
@@ -93,18 +93,18 @@ def situation(reading: Reading = SLOW_LINK, **others: object) -> Situation:
         "samples_per_rank": 16,
         **others,
     }
-    return Situation(**given)
+    return TunerInput(**given)
 
 
-def at_stage_3(reading: Reading, **others: object) -> Situation:
+def at_stage_3(reading: MetricsDelta, **others: object) -> TunerInput:
     return situation(reading, configuration=STAGE_3, options=STAGE_3_OPTIONS, **others)
 
 
-def tried(given: Situation) -> list[dict[str, Value]]:
+def tried(given: TunerInput) -> list[dict[str, Value]]:
     return [dict(proposal.changes) for proposal in propose(given)]
 
 
-def of_knob(given: Situation, knob: str) -> list[Value]:
+def of_knob(given: TunerInput, knob: str) -> list[Value]:
     return [changes[knob] for changes in tried(given) if knob in changes]
 
 
@@ -196,7 +196,7 @@ def test_a_cpu_has_no_streams_to_overlap_on(on_cpu, found):
 
 
 class TestContract:
-    @pytest.mark.parametrize("contract", Contract)
+    @pytest.mark.parametrize("contract", Numerics)
     def test_nothing_looser_than_the_user_allows_is_tried(self, contract):
         found = propose(situation(contract=contract, allows_rebuild=True))
 
@@ -399,7 +399,7 @@ class TestOtherSymptoms:
 
 
 class TestNotNeededAnyLonger:
-    def given(self, reading: Reading, **others: object) -> Situation:
+    def given(self, reading: MetricsDelta, **others: object) -> TunerInput:
         return situation(reading, configuration=BEST, contract=STATISTICAL, **others)
 
     def test_compression_ends_where_the_link_has_become_fast(self):
@@ -437,7 +437,7 @@ class TestNotNeededAnyLonger:
 
 
 @pytest.mark.parametrize("reading", [SLOW_LINK, MANY_CALLS, SHORT_OF_MEMORY])
-@pytest.mark.parametrize("contract", Contract)
+@pytest.mark.parametrize("contract", Numerics)
 @pytest.mark.parametrize("configuration", [START, STAGE_3])
 def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
     reading, contract, configuration

@@ -15,9 +15,9 @@ from zerowatch.runtime.tuner.policy.numerics import (
     name_of,
 )
 from zerowatch.runtime.tuner.policy.registry import KNOBS, SPECS
-from zerowatch.runtime.tuner.policy.types import Contract
+from zerowatch.runtime.tuner.policy.types import Numerics
 
-BITWISE, REASSOCIATION, STATISTICAL, FREE = Contract
+BITWISE, REASSOCIATION, STATISTICAL, FREE = Numerics
 PLAIN = ModelTraits()
 
 
@@ -145,7 +145,7 @@ def test_one_that_is_refused_refuses_all():
     )
 
 
-@pytest.mark.parametrize("contract", Contract)
+@pytest.mark.parametrize("contract", Numerics)
 def test_contracts_have_names(contract):
     assert contract_named(name_of(contract)) is contract
 

@@ -13,7 +13,7 @@ from fakes.tuner_decisions import SLOW_LINK, conclusion
 from zerowatch.__main__ import commands
 from zerowatch.runtime.tuner.policy.decision import decide
 from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE, Journal
-from zerowatch.runtime.tuner.policy.recorded import line_of, recorded
+from zerowatch.runtime.tuner.policy.recorded import from_json, to_json_line
 from zerowatch.runtime.tuner.policy.replay import Replayed, judged, replay
 
 
@@ -22,7 +22,7 @@ def decided(found, number=1):
 
 
 def record_of(found, **others):
-    return recorded(line_of(replace(decided(found), **others), found))
+    return from_json(to_json_line(replace(decided(found), **others), found))
 
 
 @pytest.mark.parametrize("seconds_after", [0.03, 0.069, 0.07, 0.2, None])

@@ -13,16 +13,16 @@ from fakes.tuned_job import DONE, START, Job
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.tuner import session
-from zerowatch.runtime.tuner.bitwise_check import exact_knobs
-from zerowatch.runtime.tuner.knobs.micro_batch_knob import MicroBatchHand
+from zerowatch.runtime.tuner.bitwise_check import bitwise_invariant_knobs
+from zerowatch.runtime.tuner.knobs.micro_batch_knob import MicroBatchKnob
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
-from zerowatch.runtime.tuner.policy.metrics_delta import Reading
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts, contract_named
-from zerowatch.runtime.tuner.policy.proposals import Situation, propose
-from zerowatch.runtime.tuner.policy.transaction import carry_out
-from zerowatch.runtime.tuner.policy.types import Contract, Order, Outcome
-from zerowatch.runtime.tuner.rank0 import TunerLead
-from zerowatch.runtime.tuner.reported_oom_risk import OomTold
+from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
+from zerowatch.runtime.tuner.policy.transaction import apply_order
+from zerowatch.runtime.tuner.policy.types import Numerics, Order, Outcome
+from zerowatch.runtime.tuner.rank0 import RankZeroTuner
+from zerowatch.runtime.tuner.reported_oom_risk import ReportedOomRisk
 
 
 def test_what_was_given_up_for_memory_just_before_a_save_is_given_up_then() -> None:
@@ -166,11 +166,11 @@ def test_it_is_told_that_something_is_on_trial() -> None:
     assert not job.controller.course.is_on_trial
 
 
-def a_lead(tmp_path: Path, stop: Path) -> TunerLead:
+def a_lead(tmp_path: Path, stop: Path) -> RankZeroTuner:
     def guard(_: str, body: Callable[..., Any]) -> Callable[..., Any]:
         return body
 
-    return TunerLead(Job().controller, guard, lambda: stop)
+    return RankZeroTuner(Job().controller, guard, lambda: stop)
 
 
 def test_a_stop_file_that_cannot_be_looked_for_does_not_end_training(tmp_path: Path) -> None:
@@ -195,20 +195,20 @@ def test_a_knob_that_one_rank_cannot_turn_for_the_self_test_leaves_no_rank_waiti
             return undo
 
         hands = SimpleNamespace(values=lambda: {"bucket": 1}, apply=apply)
-        return exact_knobs(lambda: 5, cast(Any, hands), agreement, {"bucket": (1, 2)})
+        return bitwise_invariant_knobs(lambda: 5, cast(Any, hands), agreement, {"bucket": (1, 2)})
 
     assert on_ranks(2, rank) == [frozenset(), frozenset()]
 
 
-def compressed(kind: str | None, contract: Contract) -> Situation:
-    reading = Reading(
+def compressed(kind: str | None, contract: Numerics) -> TunerInput:
+    reading = MetricsDelta(
         exposed_ratio=0.6,
         comm_ratio=0.6,
         cause_ratios={"bandwidth": 0.3, "latency": 0.3},
         coverage=1.0,
         world_size=2,
     )
-    return Situation(
+    return TunerInput(
         configuration={"reduce_bucket_size": 1 << 16, "gradient_compression": kind},
         options={
             "reduce_bucket_size": (1 << 16, 1 << 20),
@@ -225,15 +225,15 @@ def compressed(kind: str | None, contract: Contract) -> Situation:
 
 def test_blocks_that_are_rounded_together_stay_where_every_bit_must() -> None:
     """Their borders go with the buckets'."""
-    assert propose(compressed(None, Contract.BITWISE))
-    assert not propose(compressed("int8", Contract.BITWISE))
-    assert propose(compressed("int8", Contract.REASSOCIATION))
+    assert propose(compressed(None, Numerics.BITWISE))
+    assert not propose(compressed("int8", Numerics.BITWISE))
+    assert propose(compressed("int8", Numerics.REASSOCIATION))
 
 
 def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
     def rank(agreement: Any) -> Outcome:
         hands = SimpleNamespace(values=dict, refusal=lambda _: "" if agreement.rank else None)
-        return carry_out(Order(target={}, why="test"), cast(Any, hands), agreement)
+        return apply_order(Order(target={}, why="test"), cast(Any, hands), agreement)
 
     for outcome in on_ranks(2, rank):
         assert not outcome.done
@@ -242,7 +242,7 @@ def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
 
 def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
     windows: Any = SimpleNamespace(micro_batch_samples=4, opened=None)
-    hand = MicroBatchHand(windows, lambda: 8)
+    hand = MicroBatchKnob(windows, lambda: 8)
     assert hand.unavailable() is None
 
     windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 4]))
@@ -252,7 +252,7 @@ def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
 
 
 def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:
-    told = OomTold()
+    told = ReportedOomRisk()
     told.take(step=7, risk=0.9)
     assert told.risk(now=7, seconds=0.0) == 0.9
 
@@ -266,7 +266,7 @@ def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:
 
 
 def test_a_risk_that_nobody_renews_counts_no_more() -> None:
-    told = OomTold()
+    told = ReportedOomRisk()
     told.take(step=7, risk=0.9, seconds=100.0)
 
     assert told.risk(now=8, seconds=10_000.0) == 0.9, "one long step"
@@ -306,6 +306,6 @@ def test_all_ranks_are_tuned_or_none(
         parts: Any = None
         return isinstance(session.new_tuning(parts, changes, parts, agreement, parts), Made)
 
-    monkeypatch.setattr(session, "Tuning", Made)
+    monkeypatch.setattr(session, "TunerSession", Made)
 
     assert on_ranks(2, rank) == [tuned, tuned]

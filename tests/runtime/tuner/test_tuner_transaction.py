@@ -9,8 +9,8 @@ import pytest
 from fakes.ranks import FakeAgreement, on_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.tuner.knobs.undo_stack import Undos
-from zerowatch.runtime.tuner.policy.transaction import meet
+from zerowatch.runtime.tuner.knobs.undo_stack import UndoStack
+from zerowatch.runtime.tuner.policy.transaction import exchange_order
 from zerowatch.runtime.tuner.policy.types import Order
 
 BEFORE = {"bucket": 100, "overlap": False, "codec": None}
@@ -75,7 +75,7 @@ def met(hands: list[FakeHands], order: Order | None) -> list[Any]:
 
     def body(agreement: FakeAgreement) -> Any:
         own = order if agreement.rank == 0 else None
-        return meet(Telling(agreement), hands[agreement.rank], own, clock=lambda: 5.0)
+        return exchange_order(Telling(agreement), hands[agreement.rank], own, clock=lambda: 5.0)
 
     return on_ranks(len(hands), body)
 
@@ -187,7 +187,7 @@ def test_a_peer_that_is_gone_is_raised_when_this_rank_is_as_before():
             return value
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        meet(Alone(), hands, order())
+        exchange_order(Alone(), hands, order())
 
     assert hands.calls == ["refusal", "apply", "undo"]
     assert hands.knobs == BEFORE
@@ -195,7 +195,7 @@ def test_a_peer_that_is_gone_is_raised_when_this_rank_is_as_before():
 
 def test_of_several_changes_all_are_taken_back_though_one_cannot_be():
     undone: list[str] = []
-    undos = Undos()
+    undos = UndoStack()
     undos.add(lambda: undone.append("first"))
     undos.add(raising(RuntimeError("stuck")))
     undos.add(lambda: undone.append("last"))
@@ -209,7 +209,7 @@ def test_of_several_changes_all_are_taken_back_though_one_cannot_be():
 
 def test_changes_before_one_that_fails_are_taken_back():
     undone: list[str] = []
-    undos = Undos()
+    undos = UndoStack()
 
     with pytest.raises(ValueError, match="no"):
         undos.do([lambda: lambda: undone.append("first"), raising(ValueError("no"))])

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
-from zerowatch.runtime.tuner.policy.trial_order import block_order
+from zerowatch.runtime.tuner.policy.trial_order import arm_sequence
 from zerowatch.runtime.tuner.policy.trial_plan import SESSION_ALPHA, plan_trial, trial_alpha
 
 LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
@@ -33,13 +33,13 @@ def end(trial: Trial, a: float, b: float) -> Judgement:
 
 
 def test_a_live_trial_takes_turns_in_thue_and_morses_order() -> None:
-    order = "".join(islice(block_order(starts_with="A", few_switches=False), 16))
+    order = "".join(islice(arm_sequence(starts_with="A", few_switches=False), 16))
 
     assert order == "ABBABAABBAABABBA"
 
 
 def test_where_switches_are_dear_there_is_one_a_pair() -> None:
-    order = "".join(islice(block_order(starts_with="B", few_switches=True), 8))
+    order = "".join(islice(arm_sequence(starts_with="B", few_switches=True), 8))
 
     assert order == "BAABBAAB"
 

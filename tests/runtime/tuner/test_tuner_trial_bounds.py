@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerowatch.runtime.tuner.policy.confidence import LEAST_ERROR, estimate, student_quantile
+from zerowatch.runtime.tuner.policy.confidence import LEAST_ERROR, student_quantile, winsorized_mean
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_quantiles_are_students(probability: float, freedom: int, quantile: floa
 
 
 def test_of_few_differences_the_mean_is_the_plain_one() -> None:
-    found = estimate([1.0, 2.0, 3.0, 6.0])
+    found = winsorized_mean([1.0, 2.0, 3.0, 6.0])
 
     assert found.mean == 3.0
     assert found.error - LEAST_ERROR == pytest.approx((14 / 3) ** 0.5 / 2)
@@ -32,19 +32,19 @@ def test_of_few_differences_the_mean_is_the_plain_one() -> None:
 
 
 def test_of_eight_the_extremes_are_drawn_in_and_do_not_count_as_known() -> None:
-    found = estimate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1000.0])
+    found = winsorized_mean([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1000.0])
 
     assert found.mean == pytest.approx((2 + 2 + 3 + 4 + 5 + 6 + 7 + 7) / 8)
     assert found.freedom == 5
 
 
 def test_bounds_are_wider_the_stricter_they_are() -> None:
-    found = estimate([0.01, 0.02, 0.03, 0.02])
+    found = winsorized_mean([0.01, 0.02, 0.03, 0.02])
 
     assert found.lower(0.001) < found.lower(0.05) < found.mean < found.upper(0.05)
 
 
 def test_equal_differences_are_not_certain() -> None:
-    found = estimate([0.02] * 4)
+    found = winsorized_mean([0.02] * 4)
 
     assert found.lower(0.05) < 0.02 < found.upper(0.05)

@@ -10,10 +10,10 @@ from fakes.tuner_decisions import SLOW_LINK, conclusion, situation
 
 from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.tuner.metrics import TunerFigures, number_of
+from zerowatch.runtime.tuner.metrics import TunerMetrics, number_of
 from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.types import Symptom
-from zerowatch.runtime.tuner.reporting import TunerVoice
+from zerowatch.runtime.tuner.reporting import TunerReporter
 
 
 class Told:
@@ -22,7 +22,7 @@ class Told:
     def __init__(self, folder, mode="auto"):
         self.recorder, self.spans = Recorder(), []
         self.folder = folder
-        self.voice = TunerVoice(
+        self.voice = TunerReporter(
             self.recorder,
             folder=lambda: folder,
             step=lambda: 41,
@@ -48,7 +48,7 @@ def told(tmp_path, caplog):
 def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
     recorder = Recorder()
 
-    TunerFigures(recorder)
+    TunerMetrics(recorder)
 
     values = recorder.snapshot().values
     assert set(values[tuner.TUNER_DECISIONS].values()) == {0}
