@@ -13,7 +13,7 @@ from launch import run_ranks
 from options import Options
 from table import Row
 
-sys.path.append(str(Path(__file__).parents[1]))  # the two hosts are the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the two hosts are the tests' own
 from lab.two_hosts import missing, run_on_both, two_hosts
 from scripts.launching import environment
 

@@ -12,7 +12,7 @@ from statistics import median
 from options import Options
 from table import Row
 
-sys.path.append(str(Path(__file__).parents[1]))  # the job is the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
 from scripts.estimate_cases import CASES, SHAPES, WITH_ACTIVATIONS
 from scripts.estimating import Compared, compare, compare_activations
 

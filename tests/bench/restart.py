@@ -11,7 +11,7 @@ from statistics import median
 from options import Options
 from table import Row
 
-sys.path.append(str(Path(__file__).parents[1]))  # the job is the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
 from scripts.restarting import Course, train
 
 KILLS, EARLY_KILLS = 20, 4

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # the servers are the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the servers are the tests' own
 from servers.grafana import BoardQuery, Reader, board_queries, variables
 from servers.prometheus import Prometheus
 

@@ -18,7 +18,7 @@ import yaml
 from scale_contents import INTERVAL_SECONDS
 from scale_remote_write import RemoteWriter, encode_labels, encode_samples
 
-sys.path.append(str(Path(__file__).parents[1]))  # the servers are the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the servers are the tests' own
 from fakes.scraper import eventually
 from servers.prometheus import Prometheus
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # the two hosts are the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the two hosts are the tests' own
 from lab.two_hosts import Host, missing, place_of, throttle, two_hosts
 from scripts.launching import DEEPSPEED, environment
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from options import Options
 from table import Row
 
-sys.path.append(str(Path(__file__).parents[1]))  # the job is the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
 from scripts.short_of_memory import Ended, run
 
 KINDS = ("leak", "growing")

@@ -18,7 +18,7 @@ from tuner_simulation_rules import Decided, before_after, best_of
 from tuner_simulation_sessions import families, sessions
 from tuner_simulation_shifts import shifts
 
-sys.path.append(str(Path(__file__).parents[1]))  # the noise is the tests' own
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # the noise is the tests' own
 from fakes.noisy_steps import noisy_steps, tried
 
 from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan, plan_trial

@@ -10,7 +10,7 @@ from statistics import fmean
 from table import Row
 from tuner_simulation_rules import before_after, best_of
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from fakes.noisy_steps import noisy_steps, tried
 from fakes.one_knob_job import OneKnobJob
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from table import Row
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 from fakes.noisy_steps import USUAL, Noise, noisy_steps
 
 from zerowatch.runtime.tuner.policy.drift import Cusum

@@ -16,7 +16,7 @@ STEPS = 400
 # RSS after each step, or every 0.25 s, of the GPT of bench/training.py on one rank that leaks
 # nothing: 4 layers 128 wide, and 2 layers 64 wide that warm up for a thousand steps.
 CREEPING = ("floors-width-128", "floors-width-64")
-REPLAYS = Path(__file__).parents[2] / "replays"
+REPLAYS = Path(__file__).parents[2] / "support" / "replays"
 
 
 def noise(size_bytes: float, seed: int, memory: float = 0.0) -> np.ndarray:
