@@ -96,9 +96,6 @@ class SamplingSettings(Section):
 
     device_seconds: float = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
-    reset_peak: bool = True
-    """Whether to reset peaks of memory at each reading, the kernel's mark of peak RSS and those of
-    CUDA's allocator (which the script does not notice). Without, nothing is foreseen."""
 
 
 class ExchangeSettings(Section):
@@ -126,8 +123,12 @@ class MemorySettings(Section):
 
     enabled: bool = True
     """Whether to look into memory beyond its sizes: categories, forecasts, reports."""
-    look_seconds: float = Field(default=10.0, gt=0)
-    """Seconds between two steps that are looked at closely: by category, and by phase."""
+    detailed_sample_seconds: float = Field(default=10.0, gt=0)
+    """Seconds between two steps that are sampled in detail: memory by category and by phase."""
+    reset_peak_counters: bool = True
+    """Whether to reset peak counters at each reading: the kernel's peak RSS, and those of CUDA's
+    allocator (transparent to the script). If false, peaks are not attributed to steps and
+    out-of-memory prediction is disabled."""
     device_limit_bytes: ByteSize | None = Field(default=None, gt=0)
     """A budget for the GPU, such as 60GiB, where it is less than what the device has."""
     host_limit_bytes: ByteSize | None = Field(default=None, gt=0)

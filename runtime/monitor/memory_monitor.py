@@ -63,7 +63,7 @@ class MemoryMonitor:
             around.hooks,
             judge=self._forecasts.judge,
             raised=self._raised,
-            look_seconds=settings.look_seconds if settings.enabled else None,
+            look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
         self._around = around
         self._post_mortem = self._new_post_mortem() if settings.enabled else None
@@ -181,7 +181,7 @@ class MemoryMonitor:
         if blind:
             logger.info(
                 "nothing is foreseen of the memory of %s: its peaks are not told by step "
-                "(sampling.reset_peak is off, or the system does not allow it)",
+                "(memory.reset_peak_counters is off, or the system does not allow it)",
                 " and ".join(blind),
             )
 

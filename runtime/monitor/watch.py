@@ -210,7 +210,7 @@ class Watch:
         self._publisher = StepMetrics(self.recorder, flops_of, peak)
         around = self._around = self._surroundings()
         self._introduction = RunInfoPublisher(around, self._folder, self.address)
-        probes = memory_probes(cuda_device=device, reset_peak=settings.sampling.reset_peak)
+        probes = memory_probes(cuda_device=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:
             undo.callback(probe.close)
         self._memory = MemoryMonitor(around, engine, probes)

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
 SETTINGS: dict[str, Any] = {
     "exchange": {"seconds": 1.0},
     # A budget that is passed at once: so an alert fires, and boards show alerts.
-    "memory": {"look_seconds": 1.0, "host_limit_bytes": "256MiB"},
+    "memory": {"detailed_sample_seconds": 1.0, "host_limit_bytes": "256MiB"},
     "sampling": {"device_seconds": 0.5},
     "profile": {"every_steps": EVERY_STEPS},
     "tuner": {"observe_seconds": 2.0},

@@ -117,7 +117,8 @@ if __name__ == "__main__":
         "limit": None if CGROUPS or KIND == "short" else set_limit(),
         "parameters": sum(each.numel() * each.element_size() for each in model.parameters()),
     }
-    zerowatch.watch(engine, {"memory": {"look_seconds": 2.0}, "flops": {"method": "off"}})
+    settings = {"memory": {"detailed_sample_seconds": 2.0}, "flops": {"method": "off"}}
+    zerowatch.watch(engine, settings)
     try:
         train(engine, measured)
     except RuntimeError as error:

@@ -122,7 +122,7 @@ def owned() -> None:
         config=config(),
         loss=loss,
         tuner=ARM,
-        settings={"serve": {"enabled": False}, "memory": {"look_seconds": 2.0}},
+        settings={"serve": {"enabled": False}, "memory": {"detailed_sample_seconds": 2.0}},
     )
 
     def window(batch: torch.Tensor) -> dict[str, Any]:
