@@ -47,7 +47,7 @@ CUT_AND_SHARED = sized(
         description="Error of the compressed gradients over their norm, of the worst rank. With 8 "
         "bits a few per cent are usual, and error feedback makes up for them. If it grows, or the "
         "loss stalls, use bf16 or none.",
-        queries=(Query(of_run(window.CODEC_ERROR), "{{codec}}"),),
+        queries=(Query(of_run(window.COMPRESSION_ERROR), "{{codec}}"),),
         unit=RATIO,
         minimum=0,
         empty="gradients are not compressed",

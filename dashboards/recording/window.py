@@ -25,7 +25,7 @@ MICRO_BATCH_SAMPLES = aggregated(window.MICRO_BATCH_SAMPLES, "max")
 LARGEST_SHARE = aggregated(window.BATCH_SHARE, "max")
 SMALLEST_SHARE = aggregated(window.BATCH_SHARE, "min")
 EVEN_SHARE = aggregated(window.BATCH_SHARE, "avg")
-CODEC_ERROR = aggregated(window.CODEC_ERROR, "max", "codec")
+COMPRESSION_ERROR = aggregated(window.COMPRESSION_ERROR, "max", "codec")
 REPLAY_RATIO = _share_of_first_rank("ratio_rate5m", long=False)
 REPLAY_RATIO_LONG = _share_of_first_rank("ratio_rate30m", long=True)
 
@@ -34,7 +34,7 @@ RULES = (
     LARGEST_SHARE,
     SMALLEST_SHARE,
     EVEN_SHARE,
-    CODEC_ERROR,
+    COMPRESSION_ERROR,
     REPLAY_RATIO,
     REPLAY_RATIO_LONG,
 )

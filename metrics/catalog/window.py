@@ -6,16 +6,16 @@ from .spec import Label, counter, gauge
 
 REPLAY_OUTCOMES = ("committed", "gave_up")
 REBUILD_OUTCOMES = ("committed", "undone", "refused")
-CODECS = ("bf16", "fp16", "int8", "fp8")
+COMPRESSION_FORMATS = ("bf16", "fp16", "int8", "fp8")
 
 MICRO_BATCH_SAMPLES = gauge(
     "micro_batch_samples", "Samples of this rank's largest micro-batch, as the window is planned."
 )
 BATCH_SHARE = gauge("batch_share_ratio", "Share of the global batch that this rank trains on.")
-CODEC_ERROR = gauge(
-    "codec_error_ratio",
+COMPRESSION_ERROR = gauge(
+    "compression_error_ratio",
     "Norm of what compression lost of the last window's gradients, over the gradients' norm.",
-    Label(name="codec", values=CODECS),
+    Label(name="codec", values=COMPRESSION_FORMATS),
 )
 
 # What all ranks do together, and rank 0 alone tells.
@@ -55,4 +55,4 @@ ON_RANK_ZERO = (
     ENGINE_REBUILD_SECONDS,
     RESTARTS,
 )
-METRICS = (MICRO_BATCH_SAMPLES, BATCH_SHARE, CODEC_ERROR, *ON_RANK_ZERO)
+METRICS = (MICRO_BATCH_SAMPLES, BATCH_SHARE, COMPRESSION_ERROR, *ON_RANK_ZERO)

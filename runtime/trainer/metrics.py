@@ -94,8 +94,8 @@ class TrainerMetrics:
     def compressed(self, codec: str | None, error_ratio: float | None = None) -> None:
         """Tell what compression lost of a window's gradients; None, or no codec, if not known."""
         with self._recorder.commit():
-            for other in window.CODECS:
+            for other in window.COMPRESSION_FORMATS:
                 if other != codec:
-                    self._recorder.remove(window.CODEC_ERROR, other)
-            if codec in window.CODECS and error_ratio is not None:
-                self._recorder.set(window.CODEC_ERROR, error_ratio, codec)
+                    self._recorder.remove(window.COMPRESSION_ERROR, other)
+            if codec in window.COMPRESSION_FORMATS and error_ratio is not None:
+                self._recorder.set(window.COMPRESSION_ERROR, error_ratio, codec)

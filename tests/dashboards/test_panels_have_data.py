@@ -57,7 +57,7 @@ ABSENT = {
     select(watching.EXPORTER_FAILURES): HEALTHY,
     select(tuner.TUNER_GAIN): NOTHING_TRIED,
     select(tuner.TUNER_GAIN_LOWER_BOUND): NOTHING_TRIED,
-    select(window.CODEC_ERROR): "gradients travel as they are",
+    select(window.COMPRESSION_ERROR): "gradients travel as they are",
 }
 
 RUN = "board-run"

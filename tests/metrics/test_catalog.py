@@ -80,7 +80,7 @@ engine_rebuilds_total counter outcome
 replay_seconds_total counter
 engine_rebuild_seconds_total counter
 restarts_total counter
-codec_error_ratio gauge codec
+compression_error_ratio gauge codec
 watch_seconds_total counter part
 hook_failures_total counter hook
 dropped_records_total counter part
@@ -240,7 +240,7 @@ def series_of(spec: MetricSpec) -> int:
     names = set(spec.label_names)
     if spec.name == "zerowatch_memory_leak_bytes_per_step":  # a device leaks in one category
         return OPEN_SETS["device"]
-    if spec is window.CODEC_ERROR:  # one codec at a time
+    if spec is window.COMPRESSION_ERROR:  # one codec at a time
         return 1
     if not names & {"op", "group"}:
         sizes = (len(label.values) or OPEN_SETS.get(label.name, 1) for label in spec.labels)

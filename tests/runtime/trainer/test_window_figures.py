@@ -78,7 +78,7 @@ def test_only_the_codec_in_use_has_an_error():
 
     figures.compressed("bf16", 0.002)
     figures.compressed("int8", 0.01)
-    assert recorder.snapshot().values[window.CODEC_ERROR] == {("int8",): 0.01}
+    assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {("int8",): 0.01}
 
     figures.compressed(None)
-    assert recorder.snapshot().values[window.CODEC_ERROR] == {}
+    assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {}
