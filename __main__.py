@@ -17,7 +17,7 @@ _LAUNCHERS_RANK = ("--local_rank=", "--local-rank=")
 _ROOMS = {
     "run": ".runtime.cli.main",
     "demo": ".runtime.cli.main",
-    "explain": ".runtime.cli.explain.command",
+    "estimate": ".runtime.cli.estimate.command",
     "tune": ".runtime.cli.tune",
     "stack": ".dashboards.cli",
     "dashboards": ".dashboards.cli",

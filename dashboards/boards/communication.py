@@ -59,7 +59,7 @@ AT_A_GLANCE = sized(
     Stat(
         title="Sent over the least needed",
         description="Bytes of a step over the least that this ZeRO stage needs. 1 is perfect; "
-        "`zerowatch explain` names the setting that costs the rest.",
+        "`zerowatch estimate` names the setting that costs the rest.",
         queries=(Query(of_run(communication.VOLUME_RATIO), "ratio"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -95,7 +95,7 @@ COST = (
         title="Why training waits",
         description="Exposed time by cause. **imbalance**: a slow rank, see below. **latency**: "
         "too many small calls, enlarge buckets. **redundancy**: more is sent than needed, see "
-        "`zerowatch explain`. **bandwidth**: the link itself; compress, accumulate or overlap.",
+        "`zerowatch estimate`. **bandwidth**: the link itself; compress, accumulate or overlap.",
         queries=(Query(of_run(communication.CAUSE_RATIO), "{{cause}}"),),
         unit=RATIO,
         minimum=0,

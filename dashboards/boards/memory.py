@@ -53,7 +53,7 @@ WILL_IT_BE_ENOUGH = (
             title="Risk of running out",
             description="Probability that a peak within the next 50 steps passes the limit, of "
             "the rank most at risk. From 50 % on: a smaller micro-batch, a higher ZeRO stage, "
-            "offload. `zerowatch explain` says what each would save.",
+            "offload. `zerowatch estimate` says what each would save.",
             queries=(Query(by("max", of_ranks(memory.OOM_RISK)), "risk", shape="now"),),
             unit=RATIO,
             minimum=0,

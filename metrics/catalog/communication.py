@@ -53,7 +53,7 @@ COMM_CAUSE_SECONDS = counter(
     "comm_cause_seconds_total",
     "Exposed seconds of compared collectives by root cause: imbalance (a later rank), latency (the "
     "price of a call), redundancy (a perfect pattern would not have sent it: see comm_volume_ratio "
-    f"and `zerowatch explain`), bandwidth (the rest) {UNVERIFIED}.",
+    f"and `zerowatch estimate`), bandwidth (the rest) {UNVERIFIED}.",
     CAUSE,
 )
 COMM_BUS_BANDWIDTH = gauge(
@@ -100,7 +100,7 @@ STRAGGLER_SCORE = gauge(
 )
 COMM_VOLUME_RATIO = gauge(
     "comm_volume_ratio",
-    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch explain` says why.",
+    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch estimate` says why.",
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",

@@ -163,7 +163,7 @@ class WireVolumeCheck:
         logger.log(
             logging.WARNING if matters else logging.INFO,
             "step %d issues other collectives than its configuration predicts%s: %s. The script's "
-            "own are among them; `zerowatch explain` shows the prediction.",
+            "own are among them; `zerowatch estimate` shows the prediction.",
             record.step,
             "" if plan.exact else ", which is not exact here",
             "; ".join(differences),

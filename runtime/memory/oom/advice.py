@@ -72,7 +72,7 @@ def _of_early_end(evidence: Evidence) -> Iterator[str]:
         )
     if evidence.step == 0:
         yield (
-            "It ended in the first step: compare with `zerowatch explain`, which plans the memory "
+            "It ended in the first step: compare with `zerowatch estimate`, which plans the memory "
             "of each ZeRO stage."
         )
 

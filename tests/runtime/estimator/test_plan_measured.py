@@ -49,7 +49,7 @@ def test_the_command_predicts_what_is_measured(
     ds_json.write_text(json.dumps(case.ds_config))
     arguments = [ds_json, "--world", ranks, "--backend", "gloo", "--stage", case.zero["stage"]]
     model = f"scripts.plan_cases:{case.model}"
-    command = ["zerowatch", "explain", *arguments, "--model", model, "--json"]
+    command = ["zerowatch", "estimate", *arguments, "--model", model, "--json"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
 
     with pytest.raises(SystemExit):

@@ -170,7 +170,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "the first step": (
         {"step": 0},
-        "1. It ended in the first step: compare with `zerowatch explain`",
+        "1. It ended in the first step: compare with `zerowatch estimate`",
     ),
     "nothing known": (
         {"limit": None},

@@ -1,4 +1,4 @@
-"""The micro-batch that `explain` is asked about: its size, its activations, and the room it has."""
+"""The micro-batch of an estimate: its size, its activations, and the largest that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that `explain` plans for: a typical one of some size, or what a callable builds."""
+"""The model that `estimate` plans for: a typical one of some size, or what a callable builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `explain`, as a user sees it."""
+"""The command `estimate`, as a user sees it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def ds_json(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def explain(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+def estimate(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["zerowatch", "explain", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["zerowatch", "estimate", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             main()
         out, err = capsys.readouterr()
@@ -45,52 +45,52 @@ def rows(out: str, start: str) -> list[str]:
     return [" ".join(line.split()) for line in out.splitlines() if line.startswith(start)]
 
 
-def test_every_stage_is_shown_and_the_configured_one_is_marked(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE)
+def test_every_stage_is_shown_and_the_configured_one_is_marked(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE)
 
     assert [bool(rows(out, f"{stage} ")) for stage in range(4)] == [True] * 4
     assert rows(out, "2 <- ")
     assert not rows(out, "1 <- ")
 
 
-def test_the_total_stands_beside_the_least_and_their_ratio(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE)
+def test_the_total_stands_beside_the_least_and_their_ratio(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE)
 
     totals = [line.split() for line in out.splitlines() if "total (approximate)" in line]
     assert [line[-1] for line in totals][:3] == ["1.00", "1.50", "1.80"]
 
 
-def test_it_answers_why_reduce_scatter_is_an_all_reduce_and_which_keys_do_nothing(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE)
+def test_remarks_explain_the_all_reduce_and_name_ignored_keys(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE)
 
     text = " ".join(out.split())
     assert "all-reduce, although reduce_scatter is true" in text
     assert "allgather_bucket_size is set and does nothing" in text
 
 
-def test_it_says_that_the_model_is_assumed(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE)
+def test_it_says_that_the_model_is_assumed(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE)
 
     assert "a typical transformer of 7 B parameters" in out
     assert "calls are approximate" in " ".join(out.split())
 
 
-def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE, "--backend", "gloo")
+def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE, "--backend", "gloo")
 
     assert "\x1b" not in out
     assert max(len(line) for line in out.splitlines()[1:]) < 100
 
 
-def test_one_stage_alone_can_be_asked_for(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE, "--stage", 3)
+def test_one_stage_alone_can_be_asked_for(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE, "--stage", 3)
 
     assert "Stage 3" in out
     assert "Stage 2" not in out
 
 
-def test_json_holds_the_same_plans(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE, "--json")
+def test_json_holds_the_same_plans(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE, "--json")
 
     written = json.loads(out)
     assert written["parameters"] == 7_000_000_000
@@ -99,18 +99,18 @@ def test_json_holds_the_same_plans(explain, ds_json):
     assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
 
 
-def test_a_models_own_shapes_make_the_plan_exact(explain, ds_json):
+def test_a_models_own_shapes_make_the_plan_exact(estimate, ds_json):
     model = ("--model", "scripts.plan_cases:frozen")
 
-    code, out, err = explain(ds_json, "--world", 4, *model, "--stage", 2)
+    code, out, err = estimate(ds_json, "--world", 4, *model, "--stage", 2)
 
     assert (code, err) == (0, "")
     assert "frozen" in out.splitlines()[0]
     assert "Calls and payload bytes are exact." in out
 
 
-def test_pipeline_parallelism_leaves_out_the_stages_that_deepspeed_refuses(explain, ds_json):
-    _, out, _ = explain(ds_json, *SIZE, "--pp", 2, "--tp", 2)
+def test_pipeline_parallelism_leaves_out_the_stages_that_deepspeed_refuses(estimate, ds_json):
+    _, out, _ = estimate(ds_json, *SIZE, "--pp", 2, "--tp", 2)
 
     assert "2 data x 2 tensor x 2 pipeline" in out
     assert "Stage 1" in out
@@ -120,7 +120,7 @@ def test_pipeline_parallelism_leaves_out_the_stages_that_deepspeed_refuses(expla
 def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
     program = (
         "import sys; from zerowatch.__main__ import commands;"
-        f"commands(['explain', {str(ds_json)!r}, '--world', '8', '--params', '7B'],"
+        f"commands(['estimate', {str(ds_json)!r}, '--world', '8', '--params', '7B'],"
         " standalone_mode=False);"
         "assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )
@@ -150,9 +150,9 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
     ],
 )
 def test_a_command_that_cannot_be_carried_out_is_refused_in_one_line(
-    explain, ds_json, arguments, words
+    estimate, ds_json, arguments, words
 ):
-    refused_in_one_line(explain(ds_json, *arguments), words)
+    refused_in_one_line(estimate(ds_json, *arguments), words)
 
 
 @pytest.mark.parametrize(
@@ -177,23 +177,23 @@ def test_a_command_that_cannot_be_carried_out_is_refused_in_one_line(
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(
-    explain, tmp_path, content, words
+    estimate, tmp_path, content, words
 ):
     file = tmp_path / "bad.json"
     file.write_text(content)
 
-    refused_in_one_line(explain(file, *SIZE), f"{file}", words)
+    refused_in_one_line(estimate(file, *SIZE), f"{file}", words)
 
 
-def test_a_file_that_is_not_there_is_refused_in_one_line(explain, tmp_path):
-    refused_in_one_line(explain(tmp_path / "none.json", *SIZE), "cannot be read")
+def test_a_file_that_is_not_there_is_refused_in_one_line(estimate, tmp_path):
+    refused_in_one_line(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
 
-def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(explain, tmp_path):
+def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(estimate, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
 
-    code, out, err = explain(file, *SIZE)
+    code, out, err = estimate(file, *SIZE)
 
     assert (code, err.count("\n")) == (0, 1)
     assert "'gradient_cliping' (did you mean 'gradient_clipping'?)" in err
@@ -202,11 +202,11 @@ def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(explain, tmp_pa
 
 
 @pytest.mark.parametrize("key", ["my_project", "wandb", "data_parallel_size", "zerowatch"])
-def test_other_keys_are_passed_over_in_silence(explain, tmp_path, key):
+def test_other_keys_are_passed_over_in_silence(estimate, tmp_path, key):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, key: {}}))
 
-    _, _, err = explain(file, *SIZE)
+    _, _, err = estimate(file, *SIZE)
 
     assert err == ""
 
@@ -218,7 +218,7 @@ def refused_in_one_line(result: tuple[int, str, str], *words: str) -> None:
 
 
 def test_a_terminal_gets_a_table_with_rules(ds_json, monkeypatch):
-    from zerowatch.runtime.cli.explain.tables import Heading, print_plans
+    from zerowatch.runtime.cli.estimate.tables import Heading, print_plans
     from zerowatch.runtime.estimator.shapes import Topology
     from zerowatch.runtime.estimator.step import plan_step
     from zerowatch.runtime.estimator.typical_model import typical_transformer

@@ -1,4 +1,4 @@
-"""What `explain` prints: two tables of all planned stages, and sentences on them."""
+"""What `estimate` prints: two tables of all planned stages, and sentences on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `explain` says of memory: activations, the peak, and what fits."""
+"""What `estimate` says of memory: activations, the peak, and what fits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OWN = ("--world", 8, "--model", "zerowatch.runtime.cli.demo.model:ByteGpt")
 
 
 @pytest.fixture
-def explain(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, str, str]]:
+def estimate(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: object, config: dict = DS_CONFIG) -> tuple[int, str, str]:
         ds_json = tmp_path / "ds.json"
         ds_json.write_text(json.dumps(config))
-        command = ["zerowatch", "explain", ds_json, *arguments]
+        command = ["zerowatch", "estimate", ds_json, *arguments]
         monkeypatch.setattr(sys, "argv", [str(word) for word in command])
         with pytest.raises(SystemExit) as end:
             main()
@@ -44,17 +44,17 @@ def plans(out: str) -> list[dict]:
     return json.loads(out)["plans"]
 
 
-def test_without_a_sequence_activations_are_said_to_be_left_out(explain):
-    _, out, _ = explain(*SIZE)
+def test_without_a_sequence_activations_are_said_to_be_left_out(estimate):
+    _, out, _ = estimate(*SIZE)
 
     assert "in training, without activations" in out
     assert "Activations are left out; --sequence" in out
 
 
-def test_with_a_sequence_they_have_a_column_and_count_in_the_peak(explain):
-    _, without, _ = explain(*SIZE, "--json")
-    _, out, _ = explain(*SIZE, "--sequence", 4096, "--json")
-    _, table, _ = explain(*SIZE, "--sequence", 4096)
+def test_with_a_sequence_they_have_a_column_and_count_in_the_peak(estimate):
+    _, without, _ = estimate(*SIZE, "--json")
+    _, out, _ = estimate(*SIZE, "--sequence", 4096, "--json")
+    _, table, _ = estimate(*SIZE, "--sequence", 4096)
 
     peaks = [plan["peak"]["device_bytes"] for plan in plans(out)]
     assert all(
@@ -65,79 +65,79 @@ def test_with_a_sequence_they_have_a_column_and_count_in_the_peak(explain):
     assert " activations " in table
 
 
-def test_it_says_what_activation_checkpointing_would_leave(explain):
-    _, out, _ = explain(*SIZE, "--sequence", 4096)
+def test_it_says_what_activation_checkpointing_would_leave(estimate):
+    _, out, _ = estimate(*SIZE, "--sequence", 4096)
 
     assert "With activation checkpointing of each layer, activations would take" in words(out)
 
 
-def test_the_micro_batch_is_the_configurations_unless_one_is_given(explain):
-    _, own, _ = explain(*SIZE, "--sequence", 128, "--json")
-    _, given, _ = explain(*SIZE, "--sequence", 128, "--micro-batch", 6, "--json")
+def test_the_micro_batch_is_the_configurations_unless_one_is_given(estimate):
+    _, own, _ = estimate(*SIZE, "--sequence", 128, "--json")
+    _, given, _ = estimate(*SIZE, "--sequence", 128, "--micro-batch", 6, "--json")
 
     batches = [json.loads(out)["batch"] for out in (own, given)]
     assert [batch["samples"] for batch in batches] == [2, 6]
     assert batches[1]["activation_bytes"] == 3 * batches[0]["activation_bytes"]
 
 
-def test_the_micro_batch_follows_from_the_total_where_only_that_is_given(explain):
+def test_the_micro_batch_follows_from_the_total_where_only_that_is_given(estimate):
     config = {**DS_CONFIG, "train_batch_size": 64, "gradient_accumulation_steps": 2}
     del config["train_micro_batch_size_per_gpu"]
 
-    _, out, _ = explain(*SIZE, "--sequence", 128, "--json", config=config)
+    _, out, _ = estimate(*SIZE, "--sequence", 128, "--json", config=config)
 
     assert json.loads(out)["batch"]["samples"] == 4
 
 
-def test_the_largest_micro_batch_that_fits_fits_and_one_more_does_not(explain):
+def test_the_largest_micro_batch_that_fits_fits_and_one_more_does_not(estimate):
     options = (*SIZE, "--sequence", 2048, "--stage", 3, "--json")
-    _, out, _ = explain(*options, "--memory", "80GiB")
+    _, out, _ = estimate(*options, "--memory", "80GiB")
     (plan,) = plans(out)
 
     peaks = [
-        plans(explain(*options, "--micro-batch", size)[1])[0]["peak"]["device_bytes"]
+        plans(estimate(*options, "--micro-batch", size)[1])[0]["peak"]["device_bytes"]
         for size in (plan["largest_micro_batch"], plan["largest_micro_batch"] + 1)
     ]
 
     assert peaks[0] <= 80 * 2**30 < peaks[1]
 
 
-def test_a_stage_that_does_not_fit_is_named(explain):
-    _, out, _ = explain(*SIZE, "--sequence", 2048, "--memory", "24GB")
+def test_a_stage_that_does_not_fit_is_named(estimate):
+    _, out, _ = estimate(*SIZE, "--sequence", 2048, "--memory", "24GB")
 
     assert "Largest micro-batch in 22.4 GiB, in samples: stage 0: none" in words(out)
 
 
-def test_a_models_own_activations_are_traced(explain):
-    code, out, err = explain(*OWN, "--sequence", 128)
+def test_a_models_own_activations_are_traced(estimate):
+    code, out, err = estimate(*OWN, "--sequence", 128)
 
     assert (code, err) == (0, "")
     assert "micro-batches of 2 x 128 tokens" in out
     assert "?" not in out
 
 
-def test_a_model_that_takes_no_tokens_has_unknown_activations_and_still_a_plan(explain):
+def test_a_model_that_takes_no_tokens_has_unknown_activations_and_still_a_plan(estimate):
     model = ("--world", 8, "--model", "scripts.plan_cases:deep")
 
-    code, out, _ = explain(*model, "--sequence", 7)
+    code, out, _ = estimate(*model, "--sequence", 7)
 
     assert code == 0
     assert "Activations are unknown: a pass of token ids through the model fails" in words(out)
 
 
-def test_activations_over_tensor_ranks_are_said_to_be_unknown(explain):
-    _, out, _ = explain(*SIZE, "--tp", 2, "--sequence", 128)
+def test_activations_over_tensor_ranks_are_said_to_be_unknown(estimate):
+    _, out, _ = estimate(*SIZE, "--tp", 2, "--sequence", 128)
 
     assert "Activations are unknown: not planned with tensor or pipeline" in words(out)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": {"device": "nvme"}}])
-def test_the_widest_table_fits_in_98_columns(explain, config):
+def test_the_widest_table_fits_in_98_columns(estimate, config):
     zero = {"stage": 3, "offload_param": {"device": "nvme"}, **config}
     given = {**DS_CONFIG, "zero_optimization": zero}
     size = ("--world", 64, "--params", "175B", "--sequence", 4096, "--micro-batch", 64)
 
-    _, out, _ = explain(*size, config=given)
+    _, out, _ = estimate(*size, config=given)
 
     assert max(len(line) for line in out.splitlines()[1:]) <= 98
     assert "..." not in out
@@ -155,21 +155,21 @@ def test_the_widest_table_fits_in_98_columns(explain, config):
         (("--sequence", 8, "--memory", "-1GB"), "--memory -1GB is no size"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_one_line(explain, arguments, fault):
-    code, out, err = explain(*SIZE, *arguments)
+def test_options_that_cannot_be_are_refused_in_one_line(estimate, arguments, fault):
+    code, out, err = estimate(*SIZE, *arguments)
 
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert fault in err
 
 
-def test_a_micro_batch_that_only_hugging_face_knows_must_be_given(explain):
+def test_a_micro_batch_that_only_hugging_face_knows_must_be_given(estimate):
     config = {
         **DS_CONFIG,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
     }
 
-    code, _, err = explain(*SIZE, "--sequence", 128, config=config)
+    code, _, err = estimate(*SIZE, "--sequence", 128, config=config)
 
     assert code == 2
     assert "give --micro-batch" in err
@@ -182,7 +182,7 @@ def test_planning_activations_of_a_size_loads_neither_torch_nor_deepspeed(tmp_pa
     ds_json.write_text(json.dumps(DS_CONFIG))
     program = (
         "import sys; from zerowatch.__main__ import commands;"
-        f"commands(['explain', {str(ds_json)!r}, '--world', '8', '--params', '7B', '--sequence',"
+        f"commands(['estimate', {str(ds_json)!r}, '--world', '8', '--params', '7B', '--sequence',"
         " '2048', '--memory', '80GiB'], standalone_mode=False);"
         "assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )

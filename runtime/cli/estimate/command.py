@@ -1,4 +1,4 @@
-"""The command `explain`: what a DeepSpeed configuration will cost, before it runs."""
+"""The command `estimate`: what a DeepSpeed configuration will cost, before it runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ALL = "all"
 )
 @click.option("--memory", metavar="SIZE", help="Memory of the device, as 80GiB: what fits in it?")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
-def explain(
+def estimate(
     config_file: str,
     world: int,
     size: str | None,
@@ -63,7 +63,7 @@ def explain(
     Nothing is trained and no GPU is needed: collectives, bytes and the memory of one rank are
     worked out from the configuration and the model's shapes, for each ZeRO stage.
 
-    Example: zerowatch explain ds.json --world 8 --model my_project.model:build
+    Example: zerowatch estimate ds.json --world 8 --model my_project.model:build
     """
     from ...estimator.options import stage_of
     from .micro_batch import BatchOptions, batch_plan
