@@ -98,13 +98,13 @@ class SamplingSettings(Section):
     """Seconds between two readings of a device."""
 
 
-class ExchangeSettings(Section):
+class CrossRankSettings(Section):
     """How the ranks compare their collectives, over the job's own c10d store."""
 
     enabled: bool = True
-    """Whether to compare; without it, waiting for other ranks cannot be told from transfer."""
-    seconds: float = Field(default=5.0, ge=0.1)
-    """Seconds between two exchanges."""
+    """Whether to compare; if false, waiting for other ranks cannot be separated from transfer."""
+    interval_seconds: float = Field(default=5.0, ge=0.1)
+    """Seconds between two exchanges of reports between the ranks."""
 
 
 class HangSettings(Section):
@@ -197,7 +197,7 @@ class Settings(BaseSettings):
     run_log: RunLogSettings = RunLogSettings()
     flops: FlopsSettings = FlopsSettings()
     sampling: SamplingSettings = SamplingSettings()
-    exchange: ExchangeSettings = ExchangeSettings()
+    cross_rank: CrossRankSettings = CrossRankSettings()
     hang: HangSettings = HangSettings()
     memory: MemorySettings = MemorySettings()
     profile: ProfileSettings = ProfileSettings()

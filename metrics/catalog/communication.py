@@ -118,8 +118,8 @@ EXCHANGE_FAILURES = counter(
 )
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
-    "Seconds since the peer that was silent longest last reported; up to exchange.seconds and two "
-    "looks is normal.",
+    "Seconds since the peer that was silent longest last reported; up to "
+    "cross_rank.interval_seconds plus 4 s is normal.",
 )
 HANGS = counter(
     "hangs_total",

@@ -86,7 +86,7 @@ class CrossRankMonitor:
 
     def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> CrossRankThread:
         around, identity, settings = self._around, self._around.identity, self._around.settings
-        compares = settings.exchange.enabled and identity.world_size > 1
+        compares = settings.cross_rank.enabled and identity.world_size > 1
         clients = StoreClientFactory(identity.rank, identity.attempt, around.epoch)
         return CrossRankThread(
             connect=clients.connect if compares else None,
@@ -95,7 +95,7 @@ class CrossRankMonitor:
             circles=around.notes.groups.circles,
             recorder=around.recorder,
             hooks=around.hooks,
-            seconds=settings.exchange.seconds,
+            seconds=settings.cross_rank.interval_seconds,
             volume_ratio=volume_ratio,
             idle_seconds=around.clock.idle_seconds,
             stuck_seconds=settings.hang.seconds / 2,

@@ -15,7 +15,11 @@ from torch.utils.data import TensorDataset
 import zerowatch
 
 WIDTH, DATA_SAMPLES = 64, 4096
-QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"enabled": False},
+}
 
 
 class Slow(torch.nn.Module):

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.metrics.settings import ExchangeSettings
+from zerowatch.metrics.settings import CrossRankSettings
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.wire_bytes import wire_factor
@@ -172,7 +172,7 @@ def _merge_all(convener: Coordinator, reports: dict[int, RankReport]) -> bytes:
 def each_second(exchanges: int) -> list[list[float]]:
     """Return the CPU milliseconds a second of each of two ranks, exchange by exchange."""
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
-    seconds = ExchangeSettings().seconds
+    seconds = CrossRankSettings().interval_seconds
     now = [1000.0]
     groups = [SimulatedGroup((0, 1)) for _ in range(2)]
     ranks = [

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.jobs
 LIMIT_SECONDS = 5
 QUICKLY = {
     "ZEROWATCH_HANG_SECONDS": str(LIMIT_SECONDS),
-    "ZEROWATCH_EXCHANGE_SECONDS": "1",
+    "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "1",
     "ZEROWATCH_SERVE_LINGER_SECONDS": "0",  # scraped once, it would wait for another
 }
 # Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was under way.

@@ -191,7 +191,7 @@ def test_nothing_is_advised_once_it_fell_silent(make_run):
 @pytest.mark.jobs
 def test_a_script_that_knows_nothing_of_it_is_advised(tmp_path):
     variables = {
-        "ZEROWATCH_EXCHANGE_SECONDS": "0.5",
+        "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "0.5",
         "ZEROWATCH_TUNER_COMM_RATIO_HIGH": "0.02",
         "ZEROWATCH_TUNER_REBUILD": "false",
     }

@@ -56,7 +56,7 @@ def watched_run(
         ZEROWATCH_RUN_ID=name,
         ZEROWATCH_SERVE_HOST="0.0.0.0",
         ZEROWATCH_SERVE_PORT=str(serves),
-        ZEROWATCH_EXCHANGE_SECONDS="1",
+        ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS="1",
         ZEROWATCH_RUN_LOG_FOLDER=str(folder / "runs"),
         # Else the C library keeps what is let go, and memory does not shrink again.
         MALLOC_MMAP_THRESHOLD_="131072",

@@ -29,7 +29,11 @@ SAMPLE_SECONDS = (0.002, 0.004)  # by rank
 # What collectives blocked, from stage 2 on, the watch tells once a second.
 WINDOWS = {1: 24, 2: 70, 3: 70}
 TURNED_ON, TURNED_OFF = 8, 18  # before the window of that index
-QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"enabled": False},
+}
 
 
 class Slow(torch.nn.Module):

@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 SETTINGS: dict[str, Any] = {
-    "exchange": {"seconds": 1.0},
+    "cross_rank": {"interval_seconds": 1.0},
     # A budget that is passed at once: so an alert fires, and boards show alerts.
     "memory": {"detailed_sample_seconds": 1.0, "host_limit_bytes": "256MiB"},
     "sampling": {"device_seconds": 0.5},

@@ -20,7 +20,7 @@ import zerowatch
 from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import memory, training, window
 
-QUIET = {"serve": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {"serve": {"enabled": False}, "cross_rank": {"enabled": False}}
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
 Told = dict[str, Any]

@@ -33,7 +33,7 @@ def make_engine(bucket: int, width: int):
         settings={
             "serve": {"enabled": False},
             "run_log": {"enabled": False},
-            "exchange": {"seconds": 1.0},
+            "cross_rank": {"interval_seconds": 1.0},
         },
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),

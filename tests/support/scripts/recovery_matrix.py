@@ -48,7 +48,7 @@ WARM_UP = 2  # windows; stage 3 prefetches from the second one on
 QUIET = {
     "serve": {"enabled": False},
     "run_log": {"enabled": False},
-    "exchange": {"enabled": False},
+    "cross_rank": {"enabled": False},
 }
 
 

@@ -27,7 +27,11 @@ from zerowatch.errors import CheckpointError
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 STEPS, SAMPLES, WIDTH = 6, 4, 9
-QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"enabled": False},
+}
 ENGINES: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
     "stage 1, int8": {"zero_optimization": {"stage": 1}},

@@ -29,7 +29,11 @@ from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 WINDOWS, SAMPLES, WIDTH = 3, 8, 48
-QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"enabled": False},
+}
 BUCKETS = {"reduce_bucket_size": [500]}
 CUTS = {"micro_batch_samples": [3]}
 PATTERNS = {

@@ -91,7 +91,7 @@ def make_engine():
         settings={
             "serve": {"enabled": False},
             "run_log": {"enabled": False},
-            "exchange": {"seconds": EXCHANGE_SECONDS},
+            "cross_rank": {"interval_seconds": EXCHANGE_SECONDS},
         },
         model=model,
         optimizer=SlowOptimizer(model.parameters(), lr=1e-3),

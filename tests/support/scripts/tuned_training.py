@@ -30,7 +30,7 @@ LONGEST, DECISIONS = 200, 2
 SAMPLES, WIDTH, BUCKET = 8, 48, 500_000
 SETTINGS = {
     "serve": {"enabled": False},
-    "exchange": {"seconds": 0.1},
+    "cross_rank": {"interval_seconds": 0.1},
     "tuner": {
         "observe_seconds": 0.1,
         "soak_steps": 5,

@@ -16,7 +16,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 WIDTH, SHARE, MICRO_BATCH = 32, 4, 2
 QUIET = {
-    **{part: {"enabled": False} for part in ("serve", "run_log", "exchange")},
+    **{part: {"enabled": False} for part in ("serve", "run_log", "cross_rank")},
     "tuner": {"mode": "off"},
 }
 

@@ -22,7 +22,11 @@ import zerowatch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 STEPS, SAMPLES, LENGTH, TOKENS, WIDTH = 4, 8, 6, 11, 10
-QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}, "exchange": {"enabled": False}}
+QUIET = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"enabled": False},
+}
 PLANS = {
     "one piece": [8, 8, 8, 8],
     "again": [8, 8, 8, 8],
