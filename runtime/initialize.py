@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class _Process:
     """What this process has one of."""
 
-    hooks: FailOpen = field(default_factory=FailOpen)
+    fail_open: FailOpen = field(default_factory=FailOpen)
     tap: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     epoch: int = 0
 
     def open_tap(self) -> CollectiveInstrumentation:
         if self.tap is None:
-            self.tap = CollectiveInstrumentation(self.hooks)
+            self.tap = CollectiveInstrumentation(self.fail_open)
             atexit.register(_close_at_exit)
         self.tap.open()
         return self.tap
@@ -76,11 +76,11 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     loaded = load_settings(settings, read_zerowatch_block(config))
     if loaded.enabled:
         _process.open_tap()
-    _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
-    with ConfigErrors(config, _process.hooks, raise_ours=True):
+    _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
+    with ConfigErrors(config, _process.fail_open, raise_ours=True):
         result = original(*args, **kwargs)
     engine = result[0]
-    _process.hooks.guard("watch", _maybe_watch)(engine, loaded)
+    _process.fail_open.wrap("watch", _maybe_watch)(engine, loaded)
     engine.watch = _process.watch or NullWatch()
     return result
 
@@ -91,7 +91,7 @@ def initialize_unwatched(**kwargs: Any) -> Any:
     Raises:
         DsConfigError: DeepSpeed refuses its configuration.
     """
-    with ConfigErrors(kwargs["config"], _process.hooks, raise_ours=True):
+    with ConfigErrors(kwargs["config"], _process.fail_open, raise_ours=True):
         return _original()(**kwargs)
 
 
@@ -135,10 +135,10 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
         config = _config_given(original, args, kwargs)
         show_own_lines()
         settings = load_settings(ds_block=read_zerowatch_block(config))
-        _process.hooks.guard("ds config", warn_of_misspelt_keys)(config)
-        with ConfigErrors(config, _process.hooks):
+        _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
+        with ConfigErrors(config, _process.fail_open):
             result = original(*args, **kwargs)
-        _process.hooks.guard("watch", _maybe_watch)(result[0], settings)
+        _process.fail_open.wrap("watch", _maybe_watch)(result[0], settings)
         return result
 
     watched.zerowatch_original = original  # type: ignore[attr-defined]
@@ -189,7 +189,7 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.watch is not None:
         _process.watch.close()
     tap = _process.open_tap()
-    _process.watch = Watch(engine, tap, _process.hooks, settings, _process.epoch)
+    _process.watch = Watch(engine, tap, _process.fail_open, settings, _process.epoch)
     _process.epoch += 1
     if _process.epoch == 1:
         os.register_at_fork(after_in_child=_abandon)
@@ -204,7 +204,7 @@ def _close_at_exit() -> None:
 def _abandon() -> None:
     """Let go of everything in a forked child, which else keeps the port of a dead parent."""
     if _process.watch is not None:
-        _process.watch.abandon()
+        _process.watch.close_after_fork()
     if _process.tap is not None:
         _process.tap.close()
 

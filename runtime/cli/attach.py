@@ -35,10 +35,10 @@ class Script:
 
     def run(self) -> None:
         """Run the script; whatever it raises goes on to the interpreter, as with plain python."""
-        hooks = FailOpen()
+        fail_open = FailOpen()
         if self.watched:
-            _watch_imports(hooks)
-        with _ExitHandler(hooks, watched=self.watched):
+            _watch_imports(fail_open)
+        with _ExitHandler(fail_open, watched=self.watched):
             self.body()
 
 
@@ -102,7 +102,7 @@ def _fresh_main() -> ModuleType:
     return main
 
 
-def _watch_imports(hooks: FailOpen) -> None:
+def _watch_imports(fail_open: FailOpen) -> None:
     """Hook the watch to the script's own imports of torch and deepspeed."""
 
     def tap(torch: ModuleType) -> None:
@@ -115,7 +115,10 @@ def _watch_imports(hooks: FailOpen) -> None:
 
         wrap_deepspeed(deepspeed)
 
-    callbacks = {"torch": hooks.guard("attach", tap), "deepspeed": hooks.guard("attach", wrap)}
+    callbacks = {
+        "torch": fail_open.wrap("attach", tap),
+        "deepspeed": fail_open.wrap("attach", wrap),
+    }
     PostImportFinder(callbacks).start()
 
 
@@ -126,9 +129,9 @@ class _ExitHandler(AbstractContextManager[None]):
     script's late threads are done.
     """
 
-    def __init__(self, hooks: FailOpen, *, watched: bool) -> None:
-        self._close = hooks.guard("close", _close_failed)
-        self._explain = hooks.guard("explain", _explanation)
+    def __init__(self, fail_open: FailOpen, *, watched: bool) -> None:
+        self._close = fail_open.wrap("close", _close_failed)
+        self._explain = fail_open.wrap("explain", _explanation)
         self._watched = watched
 
     def __exit__(

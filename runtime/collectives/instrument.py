@@ -38,7 +38,7 @@ class CollectiveInstrumentation:
         cost_ns: Nanoseconds spent noting calls and waits, on whatever thread they came.
     """
 
-    def __init__(self, hooks: FailOpen) -> None:
+    def __init__(self, fail_open: FailOpen) -> None:
         self.notes = CallRecorder()
         self.cost_ns = 0
         self._open = False
@@ -46,12 +46,12 @@ class CollectiveInstrumentation:
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._inside = _Inside()
-        self._begin = hooks.guard("tap", self.notes.begin)
-        self._end = hooks.guard("tap", self.notes.end)
-        self._waits = hooks.guard("tap", self.notes.waits)
-        self._waited = hooks.guard("tap", self.notes.waited)
-        self._failed = hooks.guard("tap", self.notes.failed)
-        self._stream_hooks = StreamHooks(hooks, self.notes.stalls, self._inside)
+        self._begin = fail_open.wrap("tap", self.notes.begin)
+        self._end = fail_open.wrap("tap", self.notes.end)
+        self._waits = fail_open.wrap("tap", self.notes.waits)
+        self._waited = fail_open.wrap("tap", self.notes.waited)
+        self._failed = fail_open.wrap("tap", self.notes.failed)
+        self._stream_hooks = StreamHooks(fail_open, self.notes.stalls, self._inside)
 
     @property
     def total_cost_ns(self) -> int:

@@ -30,19 +30,19 @@ class StreamHooks:
         cost_ns: Nanoseconds that noting took.
     """
 
-    def __init__(self, hooks: FailOpen, stalls: StreamWaitTracker, inside: Inside) -> None:
+    def __init__(self, fail_open: FailOpen, stalls: StreamWaitTracker, inside: Inside) -> None:
         self.cost_ns = 0
         self._inside = inside
         self._open = False
         self._wraps: list[AttributePatch] = []
-        joins_device = hooks.guard("streams", lambda *_, **__: stalls.on_device_sync())
+        joins_device = fail_open.wrap("streams", lambda *_, **__: stalls.on_device_sync())
         # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
         self._names: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-            ("Stream", "wait_stream", hooks.guard("streams", stalls.on_stream_wait)),
-            ("Stream", "synchronize", hooks.guard("streams", stalls.host_joins_stream)),
-            ("Event", "record", hooks.guard("streams", stalls.records)),
-            ("Event", "wait", hooks.guard("streams", stalls.on_event_wait)),
-            ("Event", "synchronize", hooks.guard("streams", stalls.host_joins_event)),
+            ("Stream", "wait_stream", fail_open.wrap("streams", stalls.on_stream_wait)),
+            ("Stream", "synchronize", fail_open.wrap("streams", stalls.host_joins_stream)),
+            ("Event", "record", fail_open.wrap("streams", stalls.records)),
+            ("Event", "wait", fail_open.wrap("streams", stalls.on_event_wait)),
+            ("Event", "synchronize", fail_open.wrap("streams", stalls.host_joins_event)),
             ("", "synchronize", joins_device),
         )
 

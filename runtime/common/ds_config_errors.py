@@ -13,17 +13,17 @@ from .fail_open import FailOpen
 class ConfigErrors(AbstractContextManager[None]):
     """Explains errors that are about the configuration; others go through untouched."""
 
-    def __init__(self, config: object, hooks: FailOpen, *, raise_ours: bool = False) -> None:
+    def __init__(self, config: object, fail_open: FailOpen, *, raise_ours: bool = False) -> None:
         """Watch over one call.
 
         Args:
             config: The configuration as given to deepspeed.initialize.
-            hooks: Guards the explaining, which must not hide the error.
+            fail_open: Guards the explaining, which must not hide the error.
             raise_ours: Whether to raise DsConfigError from DeepSpeed's error. Otherwise the error
                 stays DeepSpeed's, which a script may catch, and carries `zerowatch_explanation`.
         """
         self._config = config
-        self._explain = hooks.guard("ds config", explain_config_error)
+        self._explain = fail_open.wrap("ds config", explain_config_error)
         self._raise_ours = raise_ours
 
     def __exit__(

@@ -24,7 +24,7 @@ class FailOpen:
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
 
-    def guard(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
+    def wrap(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
         """Return `body` made safe: it returns None from its first exception on.
 
         Args:

@@ -49,7 +49,7 @@ class CrossRankThread:
         host: This rank's host.
         circles: Gives the circles of ranks seen so far.
         recorder: Where the values are written.
-        hooks: Guards what runs here.
+        fail_open: Guards what runs here.
         seconds: Time between two exchanges.
         volume_ratio: Gives wire bytes of a step over the least possible; None while unknown.
         idle_seconds: Gives the time since training last moved.
@@ -71,7 +71,7 @@ class CrossRankThread:
         host: str,
         circles: Callable[[], Iterable[RankSet]],
         recorder: Recorder,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         seconds: float,
         volume_ratio: Callable[[], float | None],
         idle_seconds: Callable[[], float],
@@ -102,8 +102,8 @@ class CrossRankThread:
         self._due = 0.0
         self._wake = threading.Event()
         self._asked = self._answered = 0  # reports that somebody waits for
-        self._open = hooks.guard("exchange", self._reach_store)
-        self._look = hooks.guard("exchange", self._look_once)
+        self._open = fail_open.wrap("exchange", self._reach_store)
+        self._look = fail_open.wrap("exchange", self._look_once)
         self._thread = threading.Thread(target=self._run, name="zerowatch-exchange", daemon=True)
 
     @property

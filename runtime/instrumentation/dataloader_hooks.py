@@ -19,13 +19,15 @@ LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 class DataHooks:
     """Times `__next__` of loaders, the outermost on the training thread, until `restore`."""
 
-    def __init__(self, clock: PhaseTimer, hooks: FailOpen, is_training: Callable[[], bool]) -> None:
+    def __init__(
+        self, clock: PhaseTimer, fail_open: FailOpen, is_training: Callable[[], bool]
+    ) -> None:
         self._thread = threading.get_ident()
         self._clock = clock
         self._is_training = is_training
         self._open = True
-        self._enter = hooks.guard("data", self._begin)
-        self._leave = hooks.guard("data", clock.leave)
+        self._enter = fail_open.wrap("data", self._begin)
+        self._leave = fail_open.wrap("data", clock.leave)
         self._wraps = [AttributePatch(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES]
 
     def restore(self) -> None:

@@ -49,7 +49,7 @@ class EngineHooks:
         self,
         engine: Any,
         clock: PhaseTimer,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         memory: MemoryHooks,
         on_step_ended: Callable[[StepCounts], None],
     ) -> None:
@@ -65,11 +65,11 @@ class EngineHooks:
         self._bare_backward = False
         self._steps_before = self._skipped_before = 0
         self._on_step_ended = on_step_ended
-        self._hooks = hooks
-        self._batch_begins = hooks.guard("batch risk", memory.batch_begins)
-        self._backward_ends = hooks.guard("memory categories", memory.backward_ends)
-        self._update_begins = hooks.guard("memory categories", memory.step_begins)
-        self._raised = hooks.guard("post-mortem", memory.raised)
+        self._fail_open = fail_open
+        self._batch_begins = fail_open.wrap("batch risk", memory.batch_begins)
+        self._backward_ends = fail_open.wrap("memory categories", memory.backward_ends)
+        self._update_begins = fail_open.wrap("memory categories", memory.step_begins)
+        self._raised = fail_open.wrap("post-mortem", memory.raised)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._wraps: list[AttributePatch | InstructionMap] = [
@@ -87,7 +87,7 @@ class EngineHooks:
             wrap.restore()
         self._wraps.clear()
 
-    def window_aborted(self) -> None:
+    def discard_window(self) -> None:
         """Forget the micro-batches so far: they will run again, and count then."""
         self._window = StepCounts()
         self._shapes, self._loss = [], None
@@ -144,7 +144,7 @@ class EngineHooks:
         ended: Callable[[Any, bool], None],
     ) -> Any:
         """Wrap a method: `begins` gets its arguments, `ended` its result and if it returned."""
-        begins, ended = self._hooks.guard(name, begins), self._hooks.guard(name, ended)
+        begins, ended = self._fail_open.wrap(name, begins), self._fail_open.wrap(name, ended)
         is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class EngineHooks:
         return hooked
 
     def _around_prologue(self, original: Any) -> Any:
-        arrived = self._hooks.guard("_backward_prologue", self._gradient_arrived)
+        arrived = self._fail_open.wrap("_backward_prologue", self._gradient_arrived)
 
         def hooked() -> Any:
             if self._open and not self._inside_backward and not torch.compiler.is_compiling():
@@ -179,7 +179,7 @@ class EngineHooks:
         return hooked
 
     def _around_epilogue(self, original: Any) -> Any:
-        done = self._hooks.guard("_backward_epilogue", self._gradients_done)
+        done = self._fail_open.wrap("_backward_epilogue", self._gradients_done)
 
         def hooked() -> Any:
             if self._open and not torch.compiler.is_compiling():

@@ -22,11 +22,11 @@ FORWARD_AND_BACKWARD = 3.0
 
 
 def flops_counter(
-    module: torch.nn.Module, method: Literal["analytic", "profiler", "off"], hooks: FailOpen
+    module: torch.nn.Module, method: Literal["analytic", "profiler", "off"], fail_open: FailOpen
 ) -> FlopsCounter:
     """Return what tells a window's floating point operations."""
     if method == "profiler":
-        return ProfiledFlops(module, hooks)
+        return ProfiledFlops(module, fail_open)
     return AnalyticFlops(flops_terms(module) if method == "analytic" else None)
 
 
@@ -76,13 +76,13 @@ class ProfiledFlops:
     Its own hooks run behind ours, so what it left on the modules goes with the next forward.
     """
 
-    def __init__(self, module: torch.nn.Module, hooks: FailOpen) -> None:
+    def __init__(self, module: torch.nn.Module, fail_open: FailOpen) -> None:
         from deepspeed.profiling.flops_profiler import FlopsProfiler
 
         self._profiler: Any = FlopsProfiler(module)
         self._per_sample: float | None = None
         self._samples = 0
-        begin, end = hooks.guard("flops", self._begin), hooks.guard("flops", self._end)
+        begin, end = fail_open.wrap("flops", self._begin), fail_open.wrap("flops", self._end)
         self._handles = [
             module.register_forward_pre_hook(
                 lambda module, args, kwargs: begin(module, args, kwargs), with_kwargs=True

@@ -21,7 +21,7 @@ class EngineInstrumentation:
     """Hooks of one watch until `restore`; its collectives are those of the whole process.
 
     Args:
-        around: The watch.
+        context: The watch.
         engine: The engine to begin with.
         memory: What the engine's hooks call.
         give: Takes what was noted.
@@ -30,20 +30,20 @@ class EngineInstrumentation:
 
     def __init__(
         self,
-        around: WatchContext,
+        context: WatchContext,
         engine: Any,
         memory: MemoryHooks,
         give: Callable[[Batch | RawStep], None],
         profile: Callable[[int], None] | None,
     ) -> None:
-        self._around = around
+        self._context = context
         self._memory = memory
         self._give = give
         self._profile = profile
         self._earlier_ns = 0
         self._engine_hooks = self._hook(engine)
         self._data_hooks = DataHooks(
-            around.clock, around.hooks, lambda: self._engine_hooks.training
+            context.clock, context.fail_open, lambda: self._engine_hooks.training
         )
 
     @property
@@ -51,33 +51,33 @@ class EngineInstrumentation:
         """Nanoseconds that the hooks on engines took on the training thread."""
         return self._earlier_ns + self._engine_hooks.cost_ns
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Take the hooks from one engine and put them on another, between two windows.
 
         What was sent meanwhile, as the weights of the new engine, is in no step.
         """
         self._engine_hooks.restore()
         self._earlier_ns += self._engine_hooks.cost_ns
-        self._memory.move_to(engine)
-        notes = self._around.notes
+        self._memory.rebind_engine(engine)
+        notes = self._context.notes
         notes.groups.set_roles(role_of, p2p_role)
         self._give(notes.take())
         notes.groups.drain_coverage()
         self._engine_hooks = self._hook(engine)
 
-    def window_aborted(self) -> None:
+    def discard_window(self) -> None:
         """Forget the micro-batches since the last step."""
-        self._around.hooks.guard("window", self._engine_hooks.window_aborted)()
+        self._context.fail_open.wrap("window", self._engine_hooks.discard_window)()
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Count the time inside as that of a checkpoint: no training, and no hang either."""
-        guard, clock = self._around.hooks.guard, self._around.clock
-        guard("pause", clock.enter)(CHECKPOINT)
+        wrap, clock = self._context.fail_open.wrap, self._context.clock
+        wrap("pause", clock.enter)(CHECKPOINT)
         try:
             yield
         finally:
-            guard("pause", clock.leave)()
+            wrap("pause", clock.leave)()
 
     def restore(self) -> None:
         """Take the hooks off. Safe to call twice."""
@@ -85,14 +85,14 @@ class EngineInstrumentation:
         self._data_hooks.restore()
 
     def _hook(self, engine: Any) -> EngineHooks:
-        around, memory = self._around, self._memory
+        context, memory = self._context, self._memory
         close_step = StepCollector(
             engine,
-            around.clock,
-            around.notes,
-            around.hooks,
+            context.clock,
+            context.notes,
+            context.fail_open,
             self._give,
             memory.step_ended,
             self._profile,
         )
-        return EngineHooks(engine, around.clock, around.hooks, memory, close_step)
+        return EngineHooks(engine, context.clock, context.fail_open, memory, close_step)

@@ -50,7 +50,7 @@ class MemoryHooks:
         engine: Any,
         meter: MemoryReader,
         clock: PhaseTimer,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         *,
         judge: Callable[[Shape], object],
         raised: Callable[[BaseException], object],
@@ -62,7 +62,7 @@ class MemoryHooks:
             engine: A DeepSpeed engine.
             meter: Reads memory.
             clock: Tells when a phase ends.
-            hooks: Guards what runs in training.
+            fail_open: Guards what runs in training.
             judge: Is told each micro-batch's shape before it runs.
             raised: Is told each error that passes through the engine.
             look_seconds: Seconds from one close look to the next; None for no looks.
@@ -77,15 +77,15 @@ class MemoryHooks:
         self._look_seconds = look_seconds
         self._shapes: dict[Shape, None] = {}
         self._reading_due = self._look_due = 0.0
-        self._holdings = hooks.guard("memory categories", bytes_by_category)
-        self._phase_ended = hooks.guard("memory phases", self._read_phase)
+        self._holdings = fail_open.wrap("memory categories", bytes_by_category)
+        self._phase_ended = fail_open.wrap("memory phases", self._read_phase)
         self._readings_left = [0, 0]  # of all else, and of passes
         self._phase_peaks: dict[str, dict[str, float]] = {}
         self._held_in_backward: Held | None = None
         self._held_before: Held | None = None
         self._looks_cost = 0.0
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Look at another engine from now on; what is under way of the old one is dropped."""
         self._engine = weakref.ref(engine)
         self._clock.on_change = None

@@ -32,7 +32,7 @@ class StepCollector:
         engine: Any,
         clock: PhaseTimer,
         notes: CallRecorder,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         give: Callable[[RawStep], None],
         read_memory: Callable[[], StepMemorySample | None],
         profile: Callable[[int], None] | None = None,
@@ -41,14 +41,14 @@ class StepCollector:
         self._clock = clock
         self._notes = notes
         self._give = give
-        self._read_memory = hooks.guard("memory", read_memory)
+        self._read_memory = fail_open.wrap("memory", read_memory)
         self._coverage_due = 0.0
-        self._coverage = hooks.guard("coverage", notes.groups.drain_coverage)
-        self._trace = hooks.guard("trace", current_trace_labels)
-        self._gradient_norm = hooks.guard("gradient_norm", _gradient_norm)
-        self._learning_rate = hooks.guard("learning_rate", _learning_rate)
-        self._loss_scale = hooks.guard("loss_scale", _loss_scale)
-        self._profile = None if profile is None else hooks.guard("profile", profile)
+        self._coverage = fail_open.wrap("coverage", notes.groups.drain_coverage)
+        self._trace = fail_open.wrap("trace", current_trace_labels)
+        self._gradient_norm = fail_open.wrap("gradient_norm", _gradient_norm)
+        self._learning_rate = fail_open.wrap("learning_rate", _learning_rate)
+        self._loss_scale = fail_open.wrap("loss_scale", _loss_scale)
+        self._profile = None if profile is None else fail_open.wrap("profile", profile)
         self._scales_loss: bool = engine.fp16_enabled()
 
     def __call__(self, window: StepCounts) -> None:

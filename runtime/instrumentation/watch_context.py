@@ -33,4 +33,4 @@ class WatchContext:
     run_id: Callable[[], str | None]
     folder: Callable[[], Path | None]
     recorder: Recorder
-    hooks: FailOpen
+    fail_open: FailOpen

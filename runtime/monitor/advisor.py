@@ -36,20 +36,20 @@ class Advisor:
     """Looks at rank 0's metrics now and then, on the watch thread; says each advice once.
 
     Args:
-        around: The watch.
+        context: The watch.
         send: Sends a span to a collector; does nothing where there is none.
         now: A clock that does not go back, in seconds.
     """
 
     def __init__(
         self,
-        around: WatchContext,
+        context: WatchContext,
         send: Callable[[Span], object],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._around, self._send, self._now = around, send, now
-        speaks = around.identity.rank == 0 and around.settings.tuner.mode != "off"
-        self._new_hands = around.hooks.guard("advisor", _engine_hands)() if speaks else None
+        self._context, self._send, self._now = context, send, now
+        speaks = context.identity.rank == 0 and context.settings.tuner.mode != "off"
+        self._new_hands = context.fail_open.wrap("advisor", _engine_hands)() if speaks else None
         self._speaks = self._new_hands is not None
         self._voice: TunerReporter | None = None
         self._before: Snapshot | None = None
@@ -59,16 +59,16 @@ class Advisor:
 
     def look(self) -> None:
         """Look, if the last look is long enough ago."""
-        engine = self._around.engine() if self._speaks else None
+        engine = self._context.engine() if self._speaks else None
         if engine is None or engine.global_steps < WARMUP_STEPS:
             return
         if self._before is None:
-            self._begin(engine, self._around.recorder.snapshot())
+            self._begin(engine, self._context.recorder.snapshot())
         elif (
             self._now() - self._since >= LEAST_SECONDS
             and engine.global_steps - self._first_step >= LEAST_STEPS
         ):
-            before, after = self._before, self._around.recorder.snapshot()
+            before, after = self._before, self._context.recorder.snapshot()
             self._advise(self._begin(engine, after), engine, metrics_between(before, after))
 
     def disable(self) -> None:
@@ -90,23 +90,23 @@ class Advisor:
             # At once, so that a run's series stay the same from its first steps on.
             self._voice.diagnosed((), MetricsDelta())
             if self._new_hands is not None and is_data_parallel(engine):
-                hands = self._new_hands(engine, self._around.identity.world_size)
+                hands = self._new_hands(engine, self._context.identity.world_size)
                 self._voice.configured(hands.values())
         return self._voice
 
     def _new_voice(self, mode: Mode) -> TunerReporter:
-        around = self._around
+        context = self._context
         return TunerReporter(
-            around.recorder,
-            folder=around.folder,
-            step=lambda: getattr(around.engine(), "global_steps", 0),
-            world_size=around.identity.world_size,
+            context.recorder,
+            folder=context.folder,
+            step=lambda: getattr(context.engine(), "global_steps", 0),
+            world_size=context.identity.world_size,
             mode=mode,
             send=self._send,
         )
 
     def _advise(self, voice: TunerReporter, engine: Any, reading: MetricsDelta) -> None:
-        thresholds = thresholds_of(self._around.settings)
+        thresholds = thresholds_of(self._context.settings)
         symptoms = diagnose(reading, thresholds)
         voice.diagnosed(symptoms, reading)
         situation = self._situation(engine, reading, symptoms, thresholds)
@@ -143,7 +143,7 @@ class Advisor:
             return None
         if self._facts is None:
             self._facts = job_facts(engine)
-        tuner = self._around.settings.tuner
+        tuner = self._context.settings.tuner
         hands = self._new_hands(engine, self._facts.world_size)
         return TunerInput(
             configuration=hands.values(),

@@ -34,27 +34,27 @@ class CrossRankMonitor:
         step_ended: Called on the training thread with the number of each step; None if not needed.
     """
 
-    def __init__(self, around: WatchContext) -> None:
-        hooks, recorder = around.hooks, around.recorder
-        self._around = around
-        speaks = around.identity.rank == 0
+    def __init__(self, context: WatchContext) -> None:
+        fail_open, recorder = context.fail_open, context.recorder
+        self._context = context
+        speaks = context.identity.rank == 0
         volume = WireVolumeCheck(
-            hooks.guard("plan", self._plan), self._engine_variant, recorder, speaks=speaks
+            fail_open.wrap("plan", self._plan), self._engine_variant, recorder, speaks=speaks
         )
-        self.begin_anew = hooks.guard("volume", volume.begin_anew)
+        self.begin_anew = fail_open.wrap("volume", volume.begin_anew)
         self._exchange = self._new_exchange(volume.ratio)
         self._hang = self._new_hang_watch()
         self._exchange.pause = lambda: self._hang.pause
         self._profile = self._new_profile()
         self.listeners: list[Callable[[StepRecord], object]] = [
-            hooks.guard("volume", volume.add),
-            hooks.guard("hang", self._hang.step_ended),
+            fail_open.wrap("volume", volume.add),
+            fail_open.wrap("hang", self._hang.step_ended),
         ]
         if self._profile is not None:
-            self.listeners.append(hooks.guard("profile", self._profile.compare))
+            self.listeners.append(fail_open.wrap("profile", self._profile.compare))
         self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang.look}
         self.inquest = CollectiveErrorAnalyzer(
-            around.identity.rank, recorder, self._exchange.report_now
+            context.identity.rank, recorder, self._exchange.report_now
         )
         # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
         self.keep_pace = self._exchange.pace.add if cuda_device() is None else _ignore_pace
@@ -85,54 +85,54 @@ class CrossRankMonitor:
         self._hang.close()
 
     def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> CrossRankThread:
-        around, identity, settings = self._around, self._around.identity, self._around.settings
+        context, identity, settings = self._context, self._context.identity, self._context.settings
         compares = settings.cross_rank.enabled and identity.world_size > 1
-        clients = StoreClientFactory(identity.rank, identity.attempt, around.epoch)
+        clients = StoreClientFactory(identity.rank, identity.attempt, context.epoch)
         return CrossRankThread(
             connect=clients.connect if compares else None,
             rank=identity.rank,
             host=identity.host,
-            circles=around.notes.groups.circles,
-            recorder=around.recorder,
-            hooks=around.hooks,
+            circles=context.notes.groups.circles,
+            recorder=context.recorder,
+            fail_open=context.fail_open,
             seconds=settings.cross_rank.interval_seconds,
             volume_ratio=volume_ratio,
-            idle_seconds=around.clock.idle_seconds,
+            idle_seconds=context.clock.idle_seconds,
             stuck_seconds=settings.hang.seconds / 2,
             moved=clients.moved,
         )
 
     def _new_hang_watch(self) -> HangWatch:
-        around = self._around
+        context = self._context
         return watch_for_hangs(
-            rank=around.identity.rank,
-            settings=around.settings.hang,
-            clock=around.clock,
-            circles=around.notes.groups.circles,
+            rank=context.identity.rank,
+            settings=context.settings.hang,
+            clock=context.clock,
+            circles=context.notes.groups.circles,
             exchange=self._exchange,
-            folder=around.folder,
-            recorder=around.recorder,
-            hooks=around.hooks,
+            folder=context.folder,
+            recorder=context.recorder,
+            fail_open=context.fail_open,
             training=self._is_training,
         )
 
     def _is_training(self) -> bool:
-        engine = self._around.engine()
+        engine = self._context.engine()
         return engine is None or engine.module.training
 
     def _new_profile(self) -> ProfiledSteps | None:
-        every_steps = self._around.settings.profile.every_steps
+        every_steps = self._context.settings.profile.every_steps
         on_cuda = cuda_device() is not None
-        recorder = self._around.recorder
+        recorder = self._context.recorder
         return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
 
     def _engine_variant(self) -> EngineVariant | None:
-        engine = self._around.engine()
+        engine = self._context.engine()
         return None if engine is None else engine_variant(engine)
 
     def _plan(self, micro_batches: int) -> Plan | None:
         """Plan a step of this engine; None where more than data parallelism communicates."""
-        engine = self._around.engine()
+        engine = self._context.engine()
         if engine is None or not is_data_parallel(engine):
             return None
         try:

@@ -23,13 +23,13 @@ class DeviceSampler:
     def __init__(
         self,
         recorder: Recorder,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         devices: Sequence[DeviceProbe],
         device_seconds: float,
     ) -> None:
         self.device_readings: Readings = {}
         self._recorder = recorder
-        self._devices = {probe.device: hooks.guard("device", probe.read) for probe in devices}
+        self._devices = {probe.device: fail_open.wrap("device", probe.read) for probe in devices}
         self._probes = devices
         self._device_seconds = device_seconds
         self._device_due = 0.0

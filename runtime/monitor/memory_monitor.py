@@ -43,29 +43,29 @@ class MemoryMonitor:
         hooks: What the engine's hooks call.
     """
 
-    def __init__(self, around: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
-        guard, settings = around.hooks.guard, around.settings.memory
+    def __init__(self, context: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
+        wrap, settings = context.fail_open.wrap, context.settings.memory
         self._enabled = settings.enabled
         self._probes = probes
-        reads = {probe.device: guard("memory", probe.read) for probe in probes}
+        reads = {probe.device: wrap("memory", probe.read) for probe in probes}
         self._meter = MemoryReader(reads, _budgets(settings, reads))
-        self._figures = MemoryMetrics(around.recorder, self._baseline(around, engine))
-        self._forecasts = MemoryForecasts(around.recorder)
-        rank = around.identity.rank
+        self._figures = MemoryMetrics(context.recorder, self._baseline(context, engine))
+        self._forecasts = MemoryForecasts(context.recorder)
+        rank = context.identity.rank
         self._leaks = LeakMonitor(
-            around.recorder, rank, around.folder, trace_sites=settings.leak_sites
+            context.recorder, rank, context.folder, trace_sites=settings.leak_sites
         )
         self._readings: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_READINGS)
         self.hooks = MemoryHooks(
             engine,
             self._meter,
-            around.clock,
-            around.hooks,
+            context.clock,
+            context.fail_open,
             judge=self._forecasts.judge,
             raised=self._raised,
             look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
-        self._around = around
+        self._context = context
         self._post_mortem = self._new_post_mortem() if settings.enabled else None
         self._oom_device = "cpu"
         self._life: LivenessFile | None = None
@@ -73,9 +73,9 @@ class MemoryMonitor:
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._log_devices_without_step_peaks()
-            offload = guard("offload", OffloadTraffic)
-            self._offload = offload(engine, around.hooks, around.notes.events)
-        self._duties = self._guarded_duties()
+            offload = wrap("offload", OffloadTraffic)
+            self._offload = offload(engine, context.fail_open, context.notes.events)
+        self._duties = self._wrapped_duties()
 
     @property
     def cost_ns(self) -> int:
@@ -103,12 +103,12 @@ class MemoryMonitor:
         """Take note of the error that ends this run, which need not have passed the engine."""
         if error is not None and self._post_mortem is not None and ends_by_memory(error):
             self._raised(error, is_end=True)
-            self._around.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
+            self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Look at another engine of the same model; what was learnt of the old one is forgotten."""
         if self._offload is not None:
-            self._around.hooks.guard("offload", self._offload.move_to)(engine)
+            self._context.fail_open.wrap("offload", self._offload.rebind_engine)(engine)
         self._moved = True
 
     def close_hooks(self) -> None:
@@ -120,9 +120,9 @@ class MemoryMonitor:
     def close(self) -> None:
         """End what is under way. Safe to call twice."""
         self._closed = True
-        guard = self._around.hooks.guard
+        wrap = self._context.fail_open.wrap
         for end in (self.close_hooks, *(probe.close for probe in self._probes), self._leaks.close):
-            guard("memory", end)()
+            wrap("memory", end)()
         if self._life is not None:
             self._life.close()
 
@@ -134,9 +134,9 @@ class MemoryMonitor:
             forecasts=self._forecasts,
             leaks=self._leaks,
         )
-        return PostMortem(self._around.identity.rank, oom_sources(self._around, parts))
+        return PostMortem(self._context.identity.rank, oom_sources(self._context, parts))
 
-    def _guarded_duties(self) -> list[Callable[[], object]]:
+    def _wrapped_duties(self) -> list[Callable[[], object]]:
         """List what is done each second; one that fails leaves the others be."""
         duties: dict[str, Callable[[], object]] = {"memory figures": self._publish_figures}
         if self._enabled:
@@ -146,8 +146,8 @@ class MemoryMonitor:
             duties["killed ranks"] = self._write_liveness_file
         offload = self._offload
         if offload is not None:
-            duties["offload"] = lambda: offload.publish(self._around.recorder)
-        return [self._around.hooks.guard(name, duty) for name, duty in duties.items()]
+            duties["offload"] = lambda: offload.publish(self._context.recorder)
+        return [self._context.fail_open.wrap(name, duty) for name, duty in duties.items()]
 
     def _forget_if_moved(self) -> None:
         """Begin to learn anew, on the thread that learns."""
@@ -187,20 +187,20 @@ class MemoryMonitor:
 
     def _write_liveness_file(self) -> None:
         """Once there is a run folder, look for ranks that were killed, and leave a life file."""
-        folder = None if self._life is not None or self._closed else self._around.folder()
+        folder = None if self._life is not None or self._closed else self._context.folder()
         if folder is None:
             return
-        rank, host = self._around.identity.rank, self._around.identity.host
+        rank, host = self._context.identity.rank, self._context.identity.host
         killed = [
             found for found in detect_killed_ranks(folder.parent, host) if found.by_oom_killer
         ]
         if killed:
-            self._around.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
+            self._context.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
         self._life = LivenessFile(folder, rank, host)
         self._life.open()
 
-    def _baseline(self, around: WatchContext, engine: Any) -> Mapping[str, float]:
-        held = around.hooks.guard("memory categories", bytes_by_category)(engine) or {}
+    def _baseline(self, context: WatchContext, engine: Any) -> Mapping[str, float]:
+        held = context.fail_open.wrap("memory categories", bytes_by_category)(engine) or {}
         readings: Readings = self._meter.take()
         in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
         if "cpu" in in_use:
@@ -215,7 +215,7 @@ class MemoryMonitor:
             out = self._post_mortem.on_error(error, is_end=is_end)
             if out is not None:
                 self._oom_device = out.device
-                self._around.recorder.add(memory.OOMS, 1, out.device, "raised")
+                self._context.recorder.add(memory.OOMS, 1, out.device, "raised")
 
 
 def _budgets(settings: MemorySettings, devices: Mapping[str, object]) -> Mapping[str, float]:

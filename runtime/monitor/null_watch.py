@@ -34,14 +34,14 @@ class NullWatch:
         """Return a snapshot without values."""
         return Snapshot(values={}, distributions={})
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Be found at another engine."""
         engine.watch = self
 
-    def window_aborted(self) -> None:
+    def discard_window(self) -> None:
         """Do nothing."""
 
-    def pausing(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is counted."""
         return nullcontext()
 

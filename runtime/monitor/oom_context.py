@@ -36,28 +36,28 @@ class MemoryParts:
     leaks: LeakMonitor
 
 
-def oom_sources(around: WatchContext, parts: MemoryParts) -> OomContext:
+def oom_sources(context: WatchContext, parts: MemoryParts) -> OomContext:
     """Put together what a post-mortem asks; a source that fails is left out."""
-    guard = around.hooks.guard
+    wrap = context.fail_open.wrap
     forecasts, hooks = parts.forecasts, parts.hooks
     return OomContext(
-        folder=around.folder,
-        step=_of_engine(around, lambda engine: int(engine.global_steps)),
-        phase=lambda: PHASES[around.clock.current],
-        readings=guard("post-mortem memory", parts.meter.read),
+        folder=context.folder,
+        step=_of_engine(context, lambda engine: int(engine.global_steps)),
+        phase=lambda: PHASES[context.clock.current],
+        readings=wrap("post-mortem memory", parts.meter.read),
         micro_batch=lambda: hooks.micro_batch,
         shape=lambda: hooks.shape,
-        batch_risk=guard("post-mortem risk", forecasts.judged),
+        batch_risk=wrap("post-mortem risk", forecasts.judged),
         categories=parts.figures.categories.get,
-        peaks=guard("post-mortem peaks", forecasts.last_peaks),
-        foresights=guard("post-mortem peaks", forecasts.last_foresights),
+        peaks=wrap("post-mortem peaks", forecasts.last_peaks),
+        foresights=wrap("post-mortem peaks", forecasts.last_foresights),
         alarm_step=forecasts.foreseen.get,
-        limit=guard("post-mortem limit", partial(_budget, parts.meter)),
+        limit=wrap("post-mortem limit", partial(_budget, parts.meter)),
         growth=parts.leaks.growth,
-        facts=guard("post-mortem facts", _of_engine(around, run_facts)),
-        predicted=guard("post-mortem risk", forecasts.predicted),
-        planned=guard("post-mortem plan", _of_engine(around, planned_layouts)),
-        snapshot=guard("post-mortem snapshot", dump_snapshot),
+        facts=wrap("post-mortem facts", _of_engine(context, run_facts)),
+        predicted=wrap("post-mortem risk", forecasts.predicted),
+        planned=wrap("post-mortem plan", _of_engine(context, planned_layouts)),
+        snapshot=wrap("post-mortem snapshot", dump_snapshot),
     )
 
 
@@ -87,9 +87,9 @@ def run_facts(engine: Any) -> RunFacts | None:
     )
 
 
-def _of_engine(around: WatchContext, ask: Callable[[Any], Any]) -> Callable[[], Any]:
+def _of_engine(context: WatchContext, ask: Callable[[Any], Any]) -> Callable[[], Any]:
     def answer() -> Any:
-        engine = around.engine()
+        engine = context.engine()
         return None if engine is None else ask(engine)
 
     return answer

@@ -49,14 +49,16 @@ class OtelExporter:
         cpu_seconds: CPU time that the sending thread has used.
     """
 
-    def __init__(self, around: WatchContext, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self, context: WatchContext, hardware_ids: Callable[[], Mapping[str, str]]
+    ) -> None:
         self.makes_traces = False
         self.cpu_seconds = 0.0
-        self._around = around
-        self._settings = around.settings.otel
-        self._rank = around.identity.rank
+        self._context = context
+        self._settings = context.settings.otel
+        self._rank = context.identity.rank
         # Nodes may count their restarts differently; a rank there then hangs under nobody.
-        self._life = f"{around.identity.attempt}.{around.epoch}"
+        self._life = f"{context.identity.attempt}.{context.epoch}"
         self._held: deque[Step] = deque()
         self._lost = 0
         self._slow = SlowSteps()
@@ -64,7 +66,7 @@ class OtelExporter:
         self._lines: LogCapture | None = None
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
-        otlp = around.hooks.guard("otlp", _open_otlp)(self._settings, self._rank)
+        otlp = context.fail_open.wrap("otlp", _open_otlp)(self._settings, self._rank)
         if otlp is not None:
             self._begin(otlp, hardware_ids)
 
@@ -84,7 +86,7 @@ class OtelExporter:
         They were published already: an exemplar comes to its histogram once its trace was sent.
         """
         self._held.extend(steps)
-        run_id = self._around.run_id()
+        run_id = self._context.run_id()
         while run_id is not None and self._held:
             self._consider(self._held.popleft(), run_id)
         while len(self._held) > MAX_HELD_STEPS:
@@ -114,31 +116,31 @@ class OtelExporter:
         self._thread.join(CLOSE_SECONDS)
         self._outbox.give_up()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: let go of what is the parent's, without touching its connections."""
         if self._lines is not None:
             self._lines.close()
         self._outbox = None
 
     def _begin(self, otlp: Otlp, hardware_ids: Callable[[], Mapping[str, str]]) -> None:
-        guard, settings = self._around.hooks.guard, self._settings
+        wrap, settings = self._context.fail_open.wrap, self._settings
         self._outbox = OtlpQueue(
-            self._around.recorder,
+            self._context.recorder,
             otlp,
             settings,
             rank=self._rank,
-            hardware_ids=guard("otlp", hardware_ids)() or {},
+            hardware_ids=wrap("otlp", hardware_ids)() or {},
             describe=self._describe,
         )
-        self._own_thread = guard("otlp", otlp.own_this_thread)
-        self._flush = guard("otlp", self._outbox.flush)
-        self._close_otlp = guard("otlp", otlp.close)
-        self._last_traces = guard("traces", self.trace)
+        self._own_thread = wrap("otlp", otlp.own_this_thread)
+        self._flush = wrap("otlp", self._outbox.flush)
+        self._close_otlp = wrap("otlp", otlp.close)
+        self._last_traces = wrap("traces", self.trace)
         if settings.traces:
             self.makes_traces = True
-            self._around.clock.keep_intervals()
+            self._context.clock.keep_intervals()
         if settings.logs:
-            self._lines = LogCapture(guard("log lines", self._take_line))
+            self._lines = LogCapture(wrap("log lines", self._take_line))
             self._lines.open()
         self._thread = threading.Thread(target=self._run, name="zerowatch-otlp", daemon=True)
         self._thread.start()
@@ -152,10 +154,10 @@ class OtelExporter:
         self._close_otlp()
 
     def _describe(self) -> Mapping[str, Value] | None:
-        run_id = self._around.run_id()
+        run_id = self._context.run_id()
         if run_id is None:
             return None
-        host = self._around.identity.host
+        host = self._context.identity.host
         return resource_attributes(os.environ, run_id=run_id, rank=self._rank, host=host)
 
     def _consider(self, step: Step, run_id: str) -> None:
@@ -170,7 +172,7 @@ class OtelExporter:
 
     def _is_sampled(self, trace_id: int) -> bool:
         """Whether all ranks trace this step; of very many those that are first on their node."""
-        identity = self._around.identity
+        identity = self._context.identity
         return keeps_every_step(identity.world_size, identity.local_rank) and is_sampled(
             trace_id, self._settings.every_steps
         )
@@ -212,7 +214,7 @@ class OtelExporter:
         known: dict[str, Value | None] = {
             "zerowatch.run": run_id,
             "zerowatch.rank": self._rank,
-            "zerowatch.attempt": self._around.identity.attempt,
+            "zerowatch.attempt": self._context.identity.attempt,
             "zerowatch.step": record.step,
             "zerowatch.sampled_by": reason,
             "zerowatch.micro_batches": record.micro_batches,
@@ -230,7 +232,7 @@ class OtelExporter:
 
     def _ids_of_now(self) -> tuple[int, int] | None:
         """Return trace and span of the step under way, if it will be sampled; else of the last."""
-        run_id, engine = self._around.run_id(), self._around.engine()
+        run_id, engine = self._context.run_id(), self._context.engine()
         if self.makes_traces and run_id is not None and engine is not None:
             step = engine.global_steps + 1
             trace_id = trace_id_of(run_id, step)

@@ -23,7 +23,7 @@ class OverheadMetrics:
     Args:
         recorder: Gets the values.
         clock: Tells when training last moved.
-        hooks: Counts what failed.
+        fail_open: Counts what failed.
         seconds: By part, the seconds spent so far.
         dropped: By part, the records lost so far.
     """
@@ -32,14 +32,14 @@ class OverheadMetrics:
         self,
         recorder: Recorder,
         clock: PhaseTimer,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         *,
         seconds: Mapping[str, Callable[[], float]],
         dropped: Mapping[str, Callable[[], int]],
     ) -> None:
         self._recorder = recorder
         self._clock = clock
-        self._hooks = hooks
+        self._fail_open = fail_open
         self._seconds = seconds
         self._dropped = dropped
 
@@ -53,12 +53,12 @@ class OverheadMetrics:
                 put.set(watching.WATCH_SECONDS, spent(), part)
             for part, lost in self._dropped.items():
                 put.set(watching.DROPPED_RECORDS, lost(), part)
-            for hook, failures in list(self._hooks.failures.items()):
+            for hook, failures in list(self._fail_open.failures.items()):
                 put.set(watching.HOOK_FAILURES, failures, hook)
 
 
 def own_costs(
-    around: WatchContext,
+    context: WatchContext,
     tap: CollectiveInstrumentation,
     *,
     hooks_ns: Callable[[], int],
@@ -70,7 +70,7 @@ def own_costs(
     """Gather the costs and losses of a watch's parts.
 
     Args:
-        around: The watch.
+        context: The watch.
         tap: The tap on the collectives.
         hooks_ns: Returns the nanoseconds spent in hooks on the engine.
         thread: The watch thread.
@@ -85,8 +85,8 @@ def own_costs(
         "exchange_thread": lambda: comparison.cpu_seconds,
     }
     dropped: dict[str, Callable[[], int]] = {
-        "collectives": lambda: around.notes.dropped_calls + thread.dropped_calls,
-        "graph_capture": lambda: around.notes.dropped_in_capture,
+        "collectives": lambda: context.notes.dropped_calls + thread.dropped_calls,
+        "graph_capture": lambda: context.notes.dropped_in_capture,
         "steps": lambda: thread.dropped_steps,
         "timing": lambda: thread.untimed_calls,
         "run_log": lambda: folder.dropped,
@@ -95,5 +95,5 @@ def own_costs(
         seconds["otlp_thread"] = lambda: telemetry.cpu_seconds
         dropped["otlp"] = lambda: telemetry.dropped
     return OverheadMetrics(
-        around.recorder, around.clock, around.hooks, seconds=seconds, dropped=dropped
+        context.recorder, context.clock, context.fail_open, seconds=seconds, dropped=dropped
     )

@@ -16,13 +16,13 @@ class RunInfoPublisher:
     """Introduces one watch as soon as its run has a name; used on the watch thread.
 
     Args:
-        around: The watch.
+        context: The watch.
         folder: Learns the run's name.
         address: "host:port" at which this rank serves; None where it does not.
     """
 
-    def __init__(self, around: WatchContext, folder: RunFolder, address: str | None) -> None:
-        self._around = around
+    def __init__(self, context: WatchContext, folder: RunFolder, address: str | None) -> None:
+        self._context = context
         self._folder = folder
         self._address = address
         self._told = self._announced = False
@@ -30,8 +30,8 @@ class RunInfoPublisher:
     def look(self) -> None:
         """Learn the run's name and, on rank 0, where the other ranks serve."""
         self._folder.look_around()
-        engine, run_id = self._around.engine(), self._around.run_id()
-        recorder, world_size = self._around.recorder, self._around.identity.world_size
+        engine, run_id = self._context.engine(), self._context.run_id()
+        recorder, world_size = self._context.recorder, self._context.identity.world_size
         if engine is None:  # collected without a close
             recorder.set(training.RUN_ACTIVE, 0)
         if not self._told and engine is not None and run_id is not None:
@@ -41,16 +41,16 @@ class RunInfoPublisher:
 
     def begin_anew(self) -> None:
         """Publish the facts of another engine of the same run."""
-        self._around.recorder.set(training.RUN_ACTIVE, 1)  # there may have been none a moment
+        self._context.recorder.set(training.RUN_ACTIVE, 1)  # there may have been none a moment
         self._told = False
 
     def _announce(self) -> None:
-        if self._around.identity.rank != 0 or self._announced:
+        if self._context.identity.rank != 0 or self._announced:
             return
         self._announced = True
         logger.info(
             "watching %d rank(s); metrics %s; run log %s",
-            self._around.identity.world_size,
+            self._context.identity.world_size,
             f"http://{self._address}/metrics" if self._address else "not served",
             self._folder.path or "not written",
         )

@@ -20,7 +20,7 @@ from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.roles import p2p_role, role_of
-from ..common.fail_open import FailOpen, P, T
+from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import RankStore, TargetDiscovery, this_process
 from ..devices.choose import device_probes, hardware_ids
@@ -48,13 +48,14 @@ class Watch:
     Args:
         engine: A DeepSpeed engine.
         tap: The process's tap, open or not.
-        hooks: Guards whatever runs inside training.
+        fail_open: Guards whatever runs inside training.
         settings: The settings of this run.
         epoch: How many watches this process has had; the same on all ranks.
 
     Attributes:
         address: "host:port" at which this rank serves its metrics; None where it does not.
         advisor: Says what would make the run faster, until a tuner takes its place.
+        fail_open: Wraps whatever runs inside training.
         recorder: Where all values are.
         settings: Of this run.
     """
@@ -63,14 +64,14 @@ class Watch:
         self,
         engine: Any,
         tap: CollectiveInstrumentation,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         settings: Settings,
         epoch: int,
     ) -> None:
         self._engine = EngineRef(engine)
         self.settings = settings
         self._epoch = epoch
-        self._hooks = hooks
+        self.fail_open = fail_open
         self._tap = tap
         self.recorder = Recorder()
         self._identity = this_process()
@@ -109,9 +110,9 @@ class Watch:
 
         A listener that raises is dropped, as any hook.
         """
-        self._listeners.append(self._hooks.guard("listener", listener))
+        self._listeners.append(self.fail_open.wrap("listener", listener))
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Watch another engine of the same model and run from now on, between two windows.
 
         Counters, run, server and all threads stay. All ranks move at the same time. A closed watch
@@ -124,26 +125,22 @@ class Watch:
         self._engine.point_at(engine)
         if self._closed:
             return
-        self._engine_side.move_to(engine)
-        self._memory.move_to(engine)
+        self._engine_side.rebind_engine(engine)
+        self._memory.rebind_engine(engine)
         self._comparison.begin_anew()
         self._introduction.begin_anew()
 
-    def window_aborted(self) -> None:
+    def discard_window(self) -> None:
         """Count the micro-batches since the last step no more: they are run again, or dropped."""
-        self._engine_side.window_aborted()
+        self._engine_side.discard_window()
 
-    def pausing(self) -> AbstractContextManager[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Return a context whose time is counted as that of a checkpoint, as a rebuild's."""
-        return self._engine_side.pausing()
+        return self._engine_side.suspended()
 
     def snapshot(self) -> Snapshot:
         """Return all values as they stand."""
         return self.recorder.snapshot()
-
-    def guard(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
-        """Return `body` made safe, as any hook: see `FailOpen.guard`."""
-        return self._hooks.guard(name, body)
 
     def close(self, *, failed: bool = False, at_exit: bool = False) -> None:
         """Take every hook off, write what has arrived, and stop serving once the end was read.
@@ -176,12 +173,12 @@ class Watch:
                 target=self._serve_until_read, name="zerowatch-linger", daemon=True
             ).start()
 
-    def abandon(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: become inert and close the sockets, without touching any thread."""
         self._closed = True
         self._server.close()
         self._comparison.forget_hooks()
-        self._telemetry.abandon()
+        self._telemetry.close_after_fork()
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
@@ -203,27 +200,27 @@ class Watch:
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
         settings, device = self.settings, cuda_device()
         self.recorder.set(training.RUN_ACTIVE, 1)
-        self._flops = flops_counter(engine.module, settings.flops.method, self._hooks)
+        self._flops = flops_counter(engine.module, settings.flops.method, self.fail_open)
         undo.callback(self._flops.close)
-        flops_of = self._hooks.guard("flops", self._flops)
+        flops_of = self.fail_open.wrap("flops", self._flops)
         peak = publish_peak(settings.flops, self.recorder, cuda_device=device)
         self._publisher = StepMetrics(self.recorder, flops_of, peak)
-        around = self._around = self._surroundings()
-        self._introduction = RunInfoPublisher(around, self._folder, self.address)
+        context = self._context = self._surroundings()
+        self._introduction = RunInfoPublisher(context, self._folder, self.address)
         probes = memory_probes(cuda_device=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:
             undo.callback(probe.close)
-        self._memory = MemoryMonitor(around, engine, probes)
+        self._memory = MemoryMonitor(context, engine, probes)
         undo.callback(self._memory.close)
-        self._ended_by = self._hooks.guard("post-mortem", self._memory.ended_by)
-        self._comparison = CrossRankMonitor(around)
+        self._ended_by = self.fail_open.wrap("post-mortem", self._memory.ended_by)
+        self._comparison = CrossRankMonitor(context)
         self._listeners.extend(self._comparison.listeners)
-        self._telemetry = OtelExporter(around, partial(hardware_ids, cuda_device=device))
+        self._telemetry = OtelExporter(context, partial(hardware_ids, cuda_device=device))
         undo.callback(self._telemetry.close)
-        self.advisor = Advisor(around, self._telemetry.tell)
+        self.advisor = Advisor(context, self._telemetry.tell)
         self._thread = self._new_thread(device)
         self._costs = own_costs(
-            around,
+            context,
             self._tap,
             hooks_ns=lambda: self._engine_side.cost_ns + self._memory.cost_ns,
             thread=self._thread,
@@ -235,7 +232,7 @@ class Watch:
     def _new_thread(self, device: int | None) -> WatchThread:
         sampler = DeviceSampler(
             self.recorder,
-            self._hooks,
+            self.fail_open,
             device_probes(cuda_device=device),
             self.settings.sampling.device_seconds,
         )
@@ -244,7 +241,7 @@ class Watch:
             sampler=sampler,
             take_memory=self._memory.take,
             events=self._tap.notes.events,
-            hooks=self._hooks,
+            fail_open=self.fail_open,
             append=self._folder.append,
             keep_pace=self._comparison.keep_pace,
             listeners=self._listeners,
@@ -270,7 +267,7 @@ class Watch:
             run_id=lambda: self.run_id,
             folder=lambda: self.run_folder,
             recorder=self.recorder,
-            hooks=self._hooks,
+            fail_open=self.fail_open,
         )
 
     def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
@@ -285,7 +282,7 @@ class Watch:
         notes.connect(self._clock, self._thread.enqueue, self._comparison.inquest)
         undo.callback(self._comparison.close_hooks)
         self._engine_side = EngineInstrumentation(
-            self._around,
+            self._context,
             engine,
             self._memory.hooks,
             self._thread.enqueue,

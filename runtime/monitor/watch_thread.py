@@ -44,7 +44,7 @@ class WatchThread:
         sampler: Reads the devices.
         take_memory: Takes what each step read of memory; returns the risk by device.
         events: Takes back the CUDA events that were read.
-        hooks: Guards what is called here.
+        fail_open: Guards what is called here.
         append: Writes a step's record to disk; called for each as soon as it is whole.
         keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
         listeners: Get the records of each second; the sequence may grow.
@@ -66,7 +66,7 @@ class WatchThread:
         sampler: DeviceSampler,
         take_memory: Callable[[RawStep], Mapping[str, float]],
         events: EventPool,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         append: Listener,
         keep_pace: Callable[[Sequence[int], Sequence[int]], object],
         listeners: Sequence[Listener],
@@ -77,12 +77,12 @@ class WatchThread:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._sampler = sampler
-        self._take_memory = hooks.guard("memory", take_memory)
+        self._take_memory = fail_open.wrap("memory", take_memory)
         self._events = events
-        self._append = hooks.guard("run log", append)
-        self._keep_pace = hooks.guard("pace", keep_pace)
+        self._append = fail_open.wrap("run log", append)
+        self._keep_pace = fail_open.wrap("pace", keep_pace)
         self._listeners = listeners
-        self._trace = None if trace is None else hooks.guard("traces", trace)
+        self._trace = None if trace is None else fail_open.wrap("traces", trace)
         self._on_cuda = on_cuda
         self._inbox: queue.SimpleQueue[Batch | RawStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | RawStep] = deque()
@@ -92,11 +92,11 @@ class WatchThread:
         self._clock, self._comm, self._tally = CommTimeCounter(), StepCommTotals(), PeriodTotals()
         self._steps: list[Step] = []
         self._calls: list[CollectiveCall] = []
-        self._settle = hooks.guard("settle", self._settle_pending)
-        self._publish = hooks.guard("publish", publisher.publish)
-        self._close = hooks.guard("devices", sampler.close)
+        self._settle = fail_open.wrap("settle", self._settle_pending)
+        self._publish = fail_open.wrap("publish", publisher.publish)
+        self._close = fail_open.wrap("devices", sampler.close)
         all_duties = {"devices": sampler.read_devices, **duties}
-        self._duties = [hooks.guard(name, duty) for name, duty in all_duties.items()]
+        self._duties = [fail_open.wrap(name, duty) for name, duty in all_duties.items()]
         self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
 
     def start(self) -> None:

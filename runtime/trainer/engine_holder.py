@@ -132,7 +132,7 @@ class EngineHolder:
 
     def abort_window(self) -> None:
         """Have codec and watch forget a window that is not committed."""
-        self._watch.window_aborted()
+        self._watch.discard_window()
         if self.codec is not None:
             self.codec.abort_window()
         for sleep in self._sleeping():
@@ -252,14 +252,14 @@ class EngineHolder:
         return True
 
     def _rebuilt(self, config: Mapping[str, Any]) -> Any:
-        with self._watch.pausing():
+        with self._watch.suspended():
             return rebuild(
                 self.engine, config, make_engine=self._make_engine, agreement=self._agreement
             )
 
     def _adopt(self, engine: Any) -> None:
         self.engine = engine
-        self._watch.move_to(engine)
+        self._watch.rebind_engine(engine)
         for tell in self.on_adopted:
             tell()
 

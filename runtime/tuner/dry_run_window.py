@@ -56,7 +56,7 @@ class DryRunWindow:
         window = opened.window
         cut = sizes(window.num_samples, windows.replay.plans.micro_batches(opened.share))
         self._changes.begin_window(2.0**-windows.exponent)
-        with engine.watch.pausing(), _buffers_kept(engine.module):
+        with engine.watch.suspended(), _buffers_kept(engine.module):
             return windows.replay.rehearse(partial(self._passes, engine, window, cut))
 
     def _passes(self, engine: Any, window: Window, cut: Sequence[int]) -> int:

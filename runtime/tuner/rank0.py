@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...metrics.thresholds import OOM_RISK_HIGH
+from ..common.fail_open import FailOpen
 from .policy.controller import Controller
 from .policy.types import Order, Outcome, StepTime
 
@@ -17,7 +19,6 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between two looks at kept windows, and for the stop file
 
 T = TypeVar("T")
-Guard = Callable[[str, Callable[..., T]], Callable[..., T | None]]
 
 
 class RankZeroTuner:
@@ -28,7 +29,7 @@ class RankZeroTuner:
 
     Args:
         controller: Of the run.
-        guard: Makes a function safe: it returns None from its first exception on.
+        fail_open: Drops the controller at its first exception.
         stop_file: Returns the file that stops the tuner while it exists; None where there is none.
 
     Attributes:
@@ -37,10 +38,10 @@ class RankZeroTuner:
     """
 
     def __init__(
-        self, controller: Controller, guard: Guard[Any], stop_file: Callable[[], Path | None]
+        self, controller: Controller, fail_open: FailOpen, stop_file: Callable[[], Path | None]
     ) -> None:
         self._controller, self._stop_file = controller, stop_file
-        self._ask = guard("tuner", self._call)
+        self._ask = fail_open.wrap("tuner", self._call)
         self._in_use = controller.course.known_good
         self._is_stopped = False
         self._next_look = 0.0
@@ -99,7 +100,7 @@ class RankZeroTuner:
         """Tell the controller of the windows that were kept."""
         kept, self._kept = self._kept, []
         for step in kept:
-            self._ask(lambda step=step: self._controller.window_ended(step))
+            self._ask(partial(self._controller.window_ended, step))
         self._sync_state()
 
     def _sync_state(self) -> None:

@@ -78,7 +78,7 @@ class TunerSession(NullTunerSession):
         self._facts = job_facts(changes.engine)
         self.contract = contract_named(settings.tuner.contract)
         self._lead: RankZeroTuner | None = None
-        self._make_lead = self._watch.guard("tuner", self._new_lead)
+        self._make_lead = self._watch.fail_open.wrap("tuner", self._new_lead)
         self._risk = ReportedOomRisk()
         self._host_risk = 0.0
         self._last_end: float | None = None
@@ -226,7 +226,7 @@ class TunerSession(NullTunerSession):
             tuner.contract,
             tuner.observe_seconds,
         )
-        return RankZeroTuner(controller, self._watch.guard, self._stop_file)
+        return RankZeroTuner(controller, self._watch.fail_open, self._stop_file)
 
     def _stop_file(self) -> Path | None:
         folder = self._watch.run_folder
@@ -256,7 +256,7 @@ def new_tuning(
     own: TunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
         rehearsal = DryRunWindow(loss, changes, agreement, windows)
-        make = watch.guard("tuner", TunerSession)
+        make = watch.fail_open.wrap("tuner", TunerSession)
         own = make(changes, windows, agreement, sharing, rehearsal, watch.settings)
     told = agreement.gather([-1 if own is None else own.contract])
     if own is None:

@@ -182,7 +182,7 @@ def each_second(exchanges: int) -> list[list[float]]:
             host="host",
             circles=lambda group=group: [group.circle],
             recorder=Recorder(),
-            hooks=FailOpen(),
+            fail_open=FailOpen(),
             seconds=seconds,
             volume_ratio=lambda: None,
             idle_seconds=lambda: 0.0,

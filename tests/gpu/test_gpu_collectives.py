@@ -24,8 +24,8 @@ from zerowatch.runtime.collectives.events import allow_queries_while_capturing
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
-hooks = FailOpen()
-tap = CollectiveInstrumentation(hooks)
+fail_open = FailOpen()
+tap = CollectiveInstrumentation(fail_open)
 tap.open()
 dist.init_process_group("nccl")
 x = torch.ones(1 << 20, device="cuda")
@@ -49,7 +49,7 @@ dist.all_reduce(x)
 dist.all_reduce(x, async_op=True).wait()
 batch = tap.notes.take()
 assert [OPS[call.op] for call in batch.calls] == ["all_reduce", "all_reduce"]
-assert not hooks.failures, hooks.failures
+assert not fail_open.failures, fail_open.failures
 torch.cuda.synchronize()
 assert batch.settled()
 batch.resolve(tap.notes.events)

@@ -69,8 +69,8 @@ def all_reduce(tensor, op=None, group=None, async_op=False):
 
 dist.all_reduce = c10d.all_reduce = all_reduce
 dist.Work.wait = lambda work: torch.cuda.current_stream().wait_event(work.done)
-hooks = FailOpen()
-tap = CollectiveInstrumentation(hooks)
+fail_open = FailOpen()
+tap = CollectiveInstrumentation(fail_open)
 tap.open()
 tap.notes.connect(None, None)
 compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -83,7 +83,7 @@ def expect(exposed_ms, comm_ms):
     step = StepCommTotals()
     step.add(batch.calls, CommTimeCounter().measure(batch))
     found = step.exposed_seconds * 1e3, step.seconds * 1e3
-    assert not hooks.failures, hooks.failures
+    assert not fail_open.failures, fail_open.failures
     assert abs(found[0] - exposed_ms) <= 0.03 * comm_ms, found
     assert abs(found[1] - comm_ms) <= 0.03 * comm_ms, found
 """
@@ -99,8 +99,8 @@ from zerowatch.runtime.collectives.totals import StepCommTotals
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
-hooks = FailOpen()
-tap = CollectiveInstrumentation(hooks)
+fail_open = FailOpen()
+tap = CollectiveInstrumentation(fail_open)
 tap.open()
 dist.init_process_group("gloo")
 tap.notes.connect(None, None)
@@ -121,7 +121,7 @@ assert batch.settled()
 batch.resolve(tap.notes.events)
 step = StepCommTotals()
 step.add(batch.calls, CommTimeCounter().measure(batch))
-assert not hooks.failures, hooks.failures
+assert not fail_open.failures, fail_open.failures
 assert batch.calls[0].group.backend == "gloo"
 if dist.get_rank() == 0:
     assert blocked > 0.15, blocked
@@ -222,7 +222,7 @@ with torch.cuda.stream(side):
 graph.replay()
 torch.cuda.synchronize()
 assert tap.notes.dropped_in_capture == 1
-assert not hooks.failures, hooks.failures
+assert not fail_open.failures, fail_open.failures
 """)
 
 

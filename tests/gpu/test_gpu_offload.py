@@ -52,14 +52,14 @@ def train(steps):
     torch.cuda.synchronize()
 
 train(2)
-hooks = FailOpen()
-traffic = OffloadTraffic(engine, hooks, EventPool())
+fail_open = FailOpen()
+traffic = OffloadTraffic(engine, fail_open, EventPool())
 with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
     train(2)
 profiler.export_chrome_trace(trace)
 recorder = Recorder()
 traffic.publish(recorder)
-assert not hooks.failures, hooks.failures
+assert not fail_open.failures, fail_open.failures
 values = recorder.snapshot().values
 print("out:", json.dumps({
     labels[0]: [values[OFFLOAD_BYTES][labels], values[OFFLOAD_SECONDS][labels]]

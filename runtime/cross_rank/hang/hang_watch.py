@@ -46,7 +46,7 @@ class HangWatch:
         clock: PhaseTimer,
         sources: Sources,
         recorder: Recorder,
-        hooks: FailOpen,
+        fail_open: FailOpen,
         now_ns: Callable[[], int] = perf_counter_ns,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -63,7 +63,7 @@ class HangWatch:
         self._pauses = ExpectedPauses(clock, sources)
         self._step = 0
         self._told = False
-        self._report = hooks.guard("hang report", self._write_and_say)
+        self._report = fail_open.wrap("hang report", self._write_and_say)
         self._writing: threading.Thread | None = None
         if settings.enabled:  # from the start: a rate needs a value before the rise
             recorder.add(communication.HANGS, 0)

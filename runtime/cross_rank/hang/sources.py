@@ -32,7 +32,7 @@ def watch_for_hangs(
     exchange: CrossRankThread,
     folder: Callable[[], Path | None],
     recorder: Recorder,
-    hooks: FailOpen,
+    fail_open: FailOpen,
     training: Callable[[], bool] = lambda: True,
 ) -> HangWatch:
     """Make the watch on the calling thread, which is the one that trains.
@@ -48,11 +48,11 @@ def watch_for_hangs(
             circles=circles,
             exchange=exchange,
             folder=folder,
-            hooks=hooks,
+            fail_open=fail_open,
             training=training,
         ),
         recorder=recorder,
-        hooks=hooks,
+        fail_open=fail_open,
     )
 
 
@@ -62,22 +62,22 @@ def hang_sources(
     circles: Circles,
     exchange: CrossRankThread,
     folder: Callable[[], Path | None],
-    hooks: FailOpen,
+    fail_open: FailOpen,
     training: Callable[[], bool] = lambda: True,
 ) -> Sources:
     """Put together what a hang watch needs; a source that fails is dropped, and the others stay."""
-    guard = hooks.guard
+    wrap = fail_open.wrap
     return Sources(
         folder=folder,
-        last_activity_ns=guard("hang activity", Activity(circles)),
-        training=guard("hang training mode", training),
-        peers=guard("hang peers", lambda: _peers(exchange, rank)),
-        groups=guard("hang groups", lambda: [_group_line(each) for each in circles()]),
-        last_calls=guard("hang calls", lambda: list(_last_calls(circles()))),
-        divergence=guard("hang divergence", lambda: exchange.divergence),
-        flight_dump=guard("flight recorder", flight_dump),
-        others_hang=guard("hang notice", lambda: exchange.others_hang),
-        tell_others=guard("hang notice", exchange.tell_of_hang),
+        last_activity_ns=wrap("hang activity", Activity(circles)),
+        training=wrap("hang training mode", training),
+        peers=wrap("hang peers", lambda: _peers(exchange, rank)),
+        groups=wrap("hang groups", lambda: [_group_line(each) for each in circles()]),
+        last_calls=wrap("hang calls", lambda: list(_last_calls(circles()))),
+        divergence=wrap("hang divergence", lambda: exchange.divergence),
+        flight_dump=wrap("flight recorder", flight_dump),
+        others_hang=wrap("hang notice", lambda: exchange.others_hang),
+        tell_others=wrap("hang notice", exchange.tell_of_hang),
     )
 
 

@@ -72,12 +72,12 @@ class OffloadTraffic:
         cost_ns: Nanoseconds the hooks took on the training thread.
     """
 
-    def __init__(self, engine: Any, hooks: FailOpen, events: EventPool) -> None:
+    def __init__(self, engine: Any, fail_open: FailOpen, events: EventPool) -> None:
         """Wrap. Nothing but the calls that move states is wrapped where nothing is offloaded.
 
         Args:
             engine: A DeepSpeed engine.
-            hooks: Guards what is done in the training's calls.
+            fail_open: Guards what is done in the training's calls.
             events: Where CUDA events come from and go back to.
         """
         self.cost_ns = 0
@@ -89,13 +89,13 @@ class OffloadTraffic:
         self._clock = OffloadClock(events if on_cuda else None)
         self._returned = partial(self._of_optimizer, moves_of.stage_2_updated)
         # One guard for all: after a failure nothing is begun that would not be ended.
-        self._guarded = hooks.guard("offload", lambda body, *args: body(*args))
+        self._guarded = fail_open.wrap("offload", lambda body, *args: body(*args))
         with ExitStack() as undo:  # what is wrapped is put back if the rest cannot be
             undo.callback(self.restore)
             self._wrap(engine.optimizer)
             undo.pop_all()
 
-    def move_to(self, engine: Any) -> None:
+    def rebind_engine(self, engine: Any) -> None:
         """Take the hooks from one engine and put them on another; the sums go on."""
         self.restore()
         self._returning = False

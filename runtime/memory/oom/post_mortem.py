@@ -28,7 +28,7 @@ RESERVE_BYTES = 4 * 2**20
 class PostMortem:
     """Writes the reports of one rank. Used on the training thread.
 
-    It does not raise for want of memory or disk; what else may go wrong is for `hooks.guard`.
+    It does not raise for want of memory or disk; what else may go wrong is for `fail_open.wrap`.
     """
 
     def __init__(self, rank: int, sources: OomContext) -> None:

@@ -10,22 +10,22 @@ def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) ->
         calls.append(value)
         raise KeyError("gone")
 
-    hooks = FailOpen()
-    guarded = hooks.guard("mine", broken)
+    fail_open = FailOpen()
+    guarded = fail_open.wrap("mine", broken)
 
     results = [guarded(1), guarded(2)]
 
     assert results == [None, None]
     assert calls == [1]
-    assert hooks.failures == {"mine": 1}
+    assert fail_open.failures == {"mine": 1}
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
 
 
 def test_a_hook_that_works_returns_what_it_returns() -> None:
-    hooks = FailOpen()
+    fail_open = FailOpen()
 
-    assert hooks.guard("mine", lambda value, more=0: value + more)(1, more=2) == 3
-    assert not hooks.failures
+    assert fail_open.wrap("mine", lambda value, more=0: value + more)(1, more=2) == 3
+    assert not fail_open.failures
 
 
 def test_what_ends_a_process_is_not_held_back() -> None:
@@ -33,7 +33,7 @@ def test_what_ends_a_process_is_not_held_back() -> None:
         raise SystemExit(3)
 
     try:
-        FailOpen().guard("mine", leave)()
+        FailOpen().wrap("mine", leave)()
     except SystemExit as leaving:
         code = leaving.code
 

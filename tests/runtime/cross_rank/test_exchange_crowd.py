@@ -64,7 +64,7 @@ def test_nobody_fails_or_is_taken_for_silent(crowd: Parties) -> None:
     ages = values(crowd, communication.PEER_HEARTBEAT_AGE)
 
     assert max(age or 0.0 for age in ages) <= 2 * SECONDS
-    assert [party.hooks.failures for party in crowd.all] == [{}] * NUM_RANKS
+    assert [party.fail_open.failures for party in crowd.all] == [{}] * NUM_RANKS
     for reason in ("store", "peer"):
         assert [party.failures(reason) for party in crowd.all] == [0] * NUM_RANKS
 

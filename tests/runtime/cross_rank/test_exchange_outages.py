@@ -61,7 +61,7 @@ def test_a_store_that_fails_midway_leaves_each_rank_to_itself() -> None:
     parties.exchange(times=3)
 
     for party in parties.all:
-        assert party.hooks.failures == {}
+        assert party.fail_open.failures == {}
         assert party.failures("store") == 1
         assert party.failures("unmatched") == 0
         assert party.milliseconds(EXPOSED, "dp") == pytest.approx(15)
@@ -93,7 +93,7 @@ def test_ranks_are_compared_again_once_the_store_answers_again(
     assert parties[0].milliseconds(WAIT, "dp") == pytest.approx(36, abs=1e-4)
     assert [party.failures("peer") for party in parties.all] == [0, 0]
     assert [party.failures("store") for party in parties.all] == [2, 2]
-    assert [party.hooks.failures for party in parties.all] == [{}, {}]
+    assert [party.fail_open.failures for party in parties.all] == [{}, {}]
     lines = [record.message.partition(" (")[0] for record in caplog.records]
     assert lines == [
         *["the c10d store does not answer"] * 2,
@@ -203,7 +203,7 @@ def test_a_store_that_cannot_be_reached_is_counted_and_no_more() -> None:
     party.look()
 
     assert party.failures("store") == 1
-    assert party.hooks.failures == {}
+    assert party.fail_open.failures == {}
     assert party.milliseconds(EXPOSED, "dp") == pytest.approx(3)
 
 

@@ -32,7 +32,7 @@ def test_the_rank_that_came_last_waited_least() -> None:
 
     waits = [party.milliseconds(WAIT, "dp") for party in parties.all]
     assert waits == pytest.approx([7, 5, 0], abs=1e-5)
-    assert [party.hooks.failures for party in parties.all] == [{}] * 3
+    assert [party.fail_open.failures for party in parties.all] == [{}] * 3
     assert [party.failures("unmatched") for party in parties.all] == [0, 0, 0]
 
 

@@ -72,7 +72,7 @@ def sources(group: TwoRanks, exchange: Any = None) -> Sources:
         circles=lambda: [group.circle],
         exchange=exchange or Peers(),
         folder=lambda: None,
-        hooks=FailOpen(),
+        fail_open=FailOpen(),
     )
 
 

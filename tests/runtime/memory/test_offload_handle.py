@@ -125,13 +125,13 @@ def test_closing_puts_the_very_handle_back_and_one_held_on_to_passes_on(engine):
 
 
 def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, caplog):
-    hooks = FailOpen()
-    traffic = OffloadTraffic(engine, hooks, EventPool())
+    fail_open = FailOpen()
+    traffic = OffloadTraffic(engine, fail_open, EventPool())
 
     engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
     engine.optimizer._reassign_or_swap_out_partitioned_parameters(0)
 
-    assert hooks.failures == {"offload": 1}
+    assert fail_open.failures == {"offload": 1}
     assert moved(traffic) == {}
 
 

@@ -46,7 +46,7 @@ class Rank:
             attempt=attempt,
         )
         given = {"endpoint": collector.endpoint, "every_steps": 1, **otel}
-        around = SimpleNamespace(
+        context = SimpleNamespace(
             engine=lambda: self.engine,
             identity=identity,
             epoch=0,
@@ -54,9 +54,9 @@ class Rank:
             clock=PhaseTimer(),
             run_id=lambda: self.run_id,
             recorder=self.recorder,
-            hooks=FailOpen(),
+            fail_open=FailOpen(),
         )
-        self.telemetry = OtelExporter(around, find_gpu)
+        self.telemetry = OtelExporter(context, find_gpu)
 
     def trace(self, number, seconds=1.0, user_trace=None, kept_seconds=None, calls=()):
         """Publish a step and let it leave a trace."""
@@ -293,7 +293,7 @@ def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
     assert not any("no number" in line.body.string_value for line in one.collector.lines())
 
 
-@pytest.mark.parametrize("end", ["close", "abandon"])
+@pytest.mark.parametrize("end", ["close", "close_after_fork"])
 def test_after_its_end_it_takes_no_more_log_lines(make_rank, end):
     one = make_rank(logs=True)
     others = [handler for handler in OWN_LOGGER.handlers if "LogCapture" in repr(handler)]

@@ -13,7 +13,7 @@ from zerowatch.runtime.trainer.engine_holder import EngineHolder
 
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
-    watch = SimpleNamespace(pausing=nullcontext, move_to=lambda engine: None)
+    watch = SimpleNamespace(suspended=nullcontext, rebind_engine=lambda engine: None)
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     figures = SimpleNamespace(rebuilt=lambda outcome, seconds: None)

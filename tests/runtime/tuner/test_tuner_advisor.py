@@ -37,20 +37,20 @@ class Run:
             gradient_accumulation_steps=lambda: 4,
         )
         self.reading, self.options = SLOW_LINK, OPTIONS
-        around = SimpleNamespace(
+        context = SimpleNamespace(
             engine=lambda: self.engine,
             identity=ProcessInfo(rank=rank, local_rank=rank, world_size=2, host="a", attempt=0),
             settings=Settings(tuner=settings),
             folder=lambda: folder,
             recorder=self.recorder,
-            hooks=FailOpen(),
+            fail_open=FailOpen(),
         )
         hands = SimpleNamespace(values=lambda: CONFIGURATION, options=lambda: self.options)
         monkeypatch.setattr(advisor_module, "metrics_between", lambda before, after: self.reading)
         monkeypatch.setattr(engine_knobs, "EngineKnobs", lambda engine, world_size: hands)
         monkeypatch.setattr(advisor_module, "job_facts", lambda engine: situation().facts)
         monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: True)
-        self.advisor = Advisor(around, send=lambda span: None, now=self.clock)
+        self.advisor = Advisor(context, send=lambda span: None, now=self.clock)
         self.advisor.look()
 
     def later(self, seconds=LEAST_SECONDS, steps=LEAST_STEPS):

@@ -167,10 +167,8 @@ def test_it_is_told_that_something_is_on_trial() -> None:
 
 
 def a_lead(tmp_path: Path, stop: Path) -> RankZeroTuner:
-    def guard(_: str, body: Callable[..., Any]) -> Callable[..., Any]:
-        return body
-
-    return RankZeroTuner(Job().controller, guard, lambda: stop)
+    fail_open: Any = SimpleNamespace(wrap=lambda _, body: body)
+    return RankZeroTuner(Job().controller, fail_open, lambda: stop)
 
 
 def test_a_stop_file_that_cannot_be_looked_for_does_not_end_training(tmp_path: Path) -> None:
@@ -300,7 +298,7 @@ def test_all_ranks_are_tuned_or_none(
         watch = SimpleNamespace(
             is_open=watched[agreement.rank],
             settings=SimpleNamespace(tuner=tuner),
-            guard=lambda _, body: body,
+            fail_open=SimpleNamespace(wrap=lambda _, body: body),
         )
         changes: Any = SimpleNamespace(engine=SimpleNamespace(watch=watch))
         parts: Any = None

@@ -109,7 +109,7 @@ class Rank:
                 tell_others=self.told.append,
             ),
             recorder=self.recorder,
-            hooks=FailOpen(),
+            fail_open=FailOpen(),
             now_ns=lambda: self.now_ns,
             leave=self.exits.append,
         )

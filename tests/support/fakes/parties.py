@@ -39,7 +39,7 @@ class Party:
         self.rank = rank
         self.groups = list(groups)
         self.recorder = Recorder()
-        self.hooks = FailOpen()
+        self.fail_open = FailOpen()
         self.idle_seconds = 0.0
         self.exchange = CrossRankThread(
             connect=connect,
@@ -47,7 +47,7 @@ class Party:
             host=f"host-{rank}",
             circles=lambda: [group.circle for group in self.groups],
             recorder=self.recorder,
-            hooks=self.hooks,
+            fail_open=self.fail_open,
             seconds=SECONDS,
             volume_ratio=lambda: None,
             idle_seconds=lambda: self.idle_seconds,

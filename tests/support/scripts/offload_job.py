@@ -109,7 +109,7 @@ def check(name: str) -> dict[str, Any]:
     plain.destroy()
     engine = make_engine(zero, accumulation, others)
     before = attributes(engine)
-    traffic = OffloadTraffic(engine, hooks := FailOpen(), EventPool())
+    traffic = OffloadTraffic(engine, fail_open := FailOpen(), EventPool())
     memories = TwoMemories(lambda: held_on_host(engine.optimizer) if len(zero) > 1 else ())
     with SeparateMemories(memories) if separate else nullcontext(), memories:
         train(engine, accumulation)
@@ -120,7 +120,7 @@ def check(name: str) -> dict[str, Any]:
     result = {
         "oracle": memories.moved,
         "published": found,
-        "failures": hooks.failures,
+        "failures": fail_open.failures,
         "cost_ns": traffic.cost_ns,
         "bitwise_equal": all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True)),
         "restored": before == after,

@@ -79,7 +79,7 @@ def check(folder: Path, params: bool, pipeline: bool) -> dict[str, Any]:
     plain.destroy()
     engine = make_engine(folder / "watched", params, pipeline)
     before, handles = attributes(engine), handles_of(engine)
-    traffic = OffloadTraffic(engine, hooks := FailOpen(), EventPool())
+    traffic = OffloadTraffic(engine, fail_open := FailOpen(), EventPool())
     memories = TwoMemories(lambda: held_on_host(engine.optimizer))
     source, per_step, written, read = data(), [], disk("write_bytes"), disk("read_bytes")
     with SeparateMemories(memories), memories:
@@ -89,7 +89,7 @@ def check(folder: Path, params: bool, pipeline: bool) -> dict[str, Any]:
     result = {
         "per_step": per_step,
         "oracle": memories.moved,
-        "failures": hooks.failures,
+        "failures": fail_open.failures,
         "files": {p.name: p.stat().st_size for p in own_files(folder / "watched")},
         "disk": [disk("write_bytes") - written, disk("read_bytes") - read],
     }

@@ -137,11 +137,11 @@ def watched(agreement: HostGroup) -> dict[str, Any]:
     run.steps(BEFORE)
     before = _settled(opened, BEFORE)
     old = weakref.ref(run.engine)
-    with opened.pausing():
+    with opened.suspended():
         run.engine = rebuild(
             run.engine, run.config_of(case.new), make_engine=run.make_engine, agreement=agreement
         )
-    opened.move_to(run.engine)
+    opened.rebind_engine(run.engine)
     gc.collect()
     gone = old() is None
     run.steps(AFTER)
