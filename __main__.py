@@ -18,7 +18,6 @@ _ROOMS = {
     "run": ".runtime.cli.main",
     "demo": ".runtime.cli.main",
     "estimate": ".runtime.cli.estimate.command",
-    "tune": ".runtime.cli.tune",
     "stack": ".dashboards.cli",
     "dashboards": ".dashboards.cli",
 }

@@ -97,7 +97,7 @@ class TrainingRun:
             self._saving = CheckpointManager(changes, windows, self._sharing, self.agreement)
             changes.checkpoint_activations(which)
             changes.compress(compression)
-            self._tuning = new_tuning(loss, changes, windows, self.agreement, self._sharing)
+            self._tuning = new_tuning(changes, windows, self.agreement, self._sharing)
             undo.callback(self._tuning.close)
             self._undo = undo.pop_all()
 
@@ -154,7 +154,7 @@ class TrainingRun:
             RuntimeError: Memory does not hold even one sample at a time; on other ranks
                 PeerOutOfMemory.
         """
-        self._tuning.before_window(batch)
+        self._tuning.before_window()
         result = self._windows.train(batch)
         self._sharing.window_ended(
             step=self.engine.global_steps,

@@ -175,8 +175,7 @@ KNOBS = (
         "taken back. **rejected**: tried and not faster enough, or not tried, as it did not fit in "
         "memory or could not be set. "
         "**advised**: worth trying, but yours to decide. Each is in `decisions.jsonl` in the run "
-        "folder, with its reasons; `zerowatch tune --replay` decides them again from what was "
-        "measured.",
+        "folder, with its reasons.",
         width=8,
     ),
 )

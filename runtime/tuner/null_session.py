@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..trainer.window.result import WindowResult
 
 
@@ -15,7 +13,7 @@ class NullTunerSession:
         """Whether the last window was run with something that may be taken back."""
         return False
 
-    def before_window(self, batch: Any) -> None:
+    def before_window(self) -> None:
         """Do nothing."""
 
     def window_ended(self, result: WindowResult) -> None:

@@ -11,10 +11,10 @@ from ...metrics.exporters.telemetry_data import Span, Value
 from ...metrics.recorder import Recorder
 from .metrics import TunerMetrics
 from .policy.decision import Decision, Mode, decide
+from .policy.decision_log import DecisionLog
 from .policy.diagnose import MEMORY_IDLE
 from .policy.ds_patch import ds_patch
 from .policy.experiment import Conclusion
-from .policy.journal import Journal
 from .policy.messages import sentence_of, symptom_words, trial_words
 from .policy.metrics_delta import MetricsDelta
 from .policy.predict import num_micro_batches
@@ -49,7 +49,7 @@ class TunerReporter:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._figures = TunerMetrics(recorder)
-        self._journal = Journal(folder)
+        self._decision_log = DecisionLog(folder)
         self._step, self._clock = step, clock
         self._world_size, self._mode = world_size, mode
         self._send = send
@@ -92,7 +92,7 @@ class TunerReporter:
         )
         sentence = sentence_of(decision)
         logger.info("%s%s", sentence, _by_hand(decision, conclusion.situation))
-        self._journal.write(decision, conclusion)
+        self._decision_log.write(decision, conclusion)
         self._figures.decided(decision)
         self._figures.explored(decision.exploration_seconds)
         self._send(span_of(decision, sentence, _seconds(conclusion)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,29 +14,24 @@ from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
 from ..trainer.data.data_source import TrainingData
 from ..trainer.engine_holder import EngineHolder
-from ..trainer.window.micro_batches import Loss
 from ..trainer.window.result import WindowResult
 from ..trainer.window_runner import WindowRunner
-from .bitwise_check import bitwise_invariant_knobs
-from .dry_run_window import DryRunWindow
 from .history_store import open_history
 from .job_facts import job_facts
 from .knobs.run_knobs import RunKnobs
 from .null_session import NullTunerSession
 from .policy.controller import Controller
 from .policy.metrics_delta import CPU
-from .policy.numerics import SUM_KNOBS, contract_named
+from .policy.numerics import contract_named
 from .policy.options import TunerOptions
 from .policy.search_history import SearchHistory
 from .policy.transaction import exchange_order
-from .policy.types import Numerics, Order, StepTime
+from .policy.types import Order, StepTime
 from .rank0 import RankZeroTuner
 from .reported_oom_risk import ReportedOomRisk
 from .thresholds import thresholds_of
 
 logger = logging.getLogger(__name__)
-
-SELF_TEST_STEPS = 3  # after which ZeRO 3 knows the order of its modules
 
 
 class TunerSession(NullTunerSession):
@@ -49,7 +42,6 @@ class TunerSession(NullTunerSession):
         windows: Of the run.
         agreement: Of the run.
         sharing: Of the run.
-        rehearsal: Tries out a window, for the self-test.
         settings: All of them.
     """
 
@@ -59,11 +51,10 @@ class TunerSession(NullTunerSession):
         windows: WindowRunner,
         agreement: HostGroup,
         sharing: TrainingData,
-        rehearsal: DryRunWindow,
         settings: Settings,
     ) -> None:
         self._agreement, self._settings = agreement, settings
-        self._changes, self._windows, self._rehearsal = changes, windows, rehearsal
+        self._changes, self._windows = changes, windows
         self._watch = changes.engine.watch
         self._hands = RunKnobs(
             changes,
@@ -83,9 +74,7 @@ class TunerSession(NullTunerSession):
         self._host_risk = 0.0
         self._last_end: float | None = None
         self._is_within = False  # a window, or one that did not come to its end
-        self._num_alike = 0  # windows since the self-test would come out otherwise
         windows.asides = self._notice
-        changes.on_adopted.append(self._invalidate_bitwise_check)
         self._watch.subscribe(self._take_record)
 
     @property
@@ -94,28 +83,19 @@ class TunerSession(NullTunerSession):
         opened = self._windows.opened
         return opened is not None and any(opened.asides[0][2:])
 
-    def before_window(self, batch: Any) -> None:
-        """Find out which knobs leave every bit as it is, if that is what the user wants."""
+    def before_window(self) -> None:
+        """Take back what may have failed the last window, if that did not come to its end."""
         if self._is_within:
             self._window_failed()
             if self.is_on_trial:  # it may be why, and the next window would fail too
                 self._exchange_order(settle=True)
             self.interrupted()
         self._is_within = True
-        if self.contract is not Numerics.BITWISE or self._num_alike != SELF_TEST_STEPS:
-            return
-        options = self._hands.options()
-        knobs = {knob: options[knob] for knob in sorted(SUM_KNOBS) if knob in options}
-        passes = partial(self._rehearsal.checksum, batch)
-        exact = bitwise_invariant_knobs(passes, self._hands, self._agreement, knobs)
-        self._facts = replace(self._facts, exact_knobs=exact)
-        self.interrupted()
 
     def window_ended(self, result: WindowResult) -> None:
         """Take a committed window, and do what rank 0 wants done after it, if anything."""
         self._hands.window_ended()
         self._is_within = False
-        self._num_alike += 1
         opened, now = self._windows.opened, perf_counter()
         if opened is None or not opened.asides[0]:  # it was closed
             return
@@ -154,7 +134,6 @@ class TunerSession(NullTunerSession):
         if self._lead is not None:
             self._lead.changed()
         self._risk.changed(now=self._changes.engine.global_steps)
-        self._invalidate_bitwise_check()
         self.interrupted()
 
     def close(self) -> None:
@@ -193,11 +172,6 @@ class TunerSession(NullTunerSession):
         self._is_within = False
         if self._lead is not None and self._windows.opened is not None:
             self._lead.window_failed()
-
-    def _invalidate_bitwise_check(self) -> None:
-        """Take it that other knobs may leave every bit as it is from now on."""
-        self._num_alike = 0
-        self._facts = replace(self._facts, exact_knobs=frozenset())
 
     def _new_lead(self) -> RankZeroTuner:
         tuner = self._settings.tuner
@@ -245,7 +219,6 @@ class TunerSession(NullTunerSession):
 
 
 def new_tuning(
-    loss: Loss,
     changes: EngineHolder,
     windows: WindowRunner,
     agreement: HostGroup,
@@ -255,9 +228,8 @@ def new_tuning(
     watch = changes.engine.watch
     own: TunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
-        rehearsal = DryRunWindow(loss, changes, agreement, windows)
         make = watch.fail_open.wrap("tuner", TunerSession)
-        own = make(changes, windows, agreement, sharing, rehearsal, watch.settings)
+        own = make(changes, windows, agreement, sharing, watch.settings)
     told = agreement.gather([-1 if own is None else own.contract])
     if own is None:
         return NullTunerSession()

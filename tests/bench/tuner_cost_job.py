@@ -150,7 +150,7 @@ def empty_calls(times: int = 100_000) -> float:
     untuned, asides = NullTunerSession(), tuple
     began = time.thread_time()
     for _ in range(times):
-        untuned.before_window(None)
+        untuned.before_window()
         asides()
         untuned.window_ended(None)  # type: ignore[arg-type]
     return (time.thread_time() - began) / times

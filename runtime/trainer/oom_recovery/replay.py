@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Generic, NoReturn, TypeVar
@@ -147,29 +146,6 @@ class OomReplay:
             "out of memory within engine.step(), which cannot be done again once weights were "
             "updated. Start the run again from its last save",
         )
-
-    def rehearse(self, passes: Callable[[], T]) -> T | None:
-        """Run passes, guarded, and drop them; returns what they did, None where memory ran out.
-
-        Random generators are put back. Nothing is learned of what fits.
-
-        Raises:
-            RuntimeError: Memory ran out, and the window cannot be left.
-        """
-        engine = self._engine()
-        if can_abort(engine) is not None:
-            return None
-        self._guard.armed = True
-        with ExitStack() as undo:
-            for each in reversed(self.on_window_abort):
-                undo.callback(each)
-            undo.callback(self._capture_rng())
-            undo.callback(abort_window, engine)
-            trouble, outcomes = self._run_once(lambda _: passes(), 1)
-            if trouble.whose is None:
-                return outcomes[0]
-            self._leave(trouble)
-        return None
 
     def _run_once(self, attempt: Callable[[int], T], count: int) -> tuple[OomCapture, list[T]]:
         """Run one attempt; returns its outcome in a list, empty where it was given up."""

@@ -55,7 +55,6 @@ class JobFacts:
         gradient_width: Bytes of an element of a gradient on the wire.
         parameter_width: Likewise of a parameter.
         num_tensors: Parameters of the model, as tensors.
-        exact_knobs: Those that the self-test found to leave every bit of this job as it is.
         traits: The model's.
     """
 
@@ -66,7 +65,6 @@ class JobFacts:
     gradient_width: int = 4
     parameter_width: int = 4
     num_tensors: int = 1
-    exact_knobs: frozenset[str] = frozenset()
     traits: ModelTraits = field(default_factory=ModelTraits)
 
     @property
@@ -90,8 +88,6 @@ def class_of(knob: str, facts: JobFacts) -> Numerics | None:
     traits = facts.traits
     if knob in _CUT_KNOBS and traits.expert_capacity:
         return None
-    if knob in facts.exact_knobs:
-        return Numerics.BITWISE
     if knob in SUM_KNOBS and facts.world_size <= EXACT_RANKS:
         return Numerics.BITWISE
     together = traits.dropout or traits.batch_statistics or not traits.loss_decomposable

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fakes.clock import FakeClock
 from fakes.tuner_decisions import CONFIGURATION, OPTIONS, SLOW_LINK, situation
+from replay_decisions import ReplayDifference, parse_line, replay
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, start
 
 from zerowatch.metrics.catalog import tuner
@@ -20,10 +21,8 @@ from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor import advisor as advisor_module
 from zerowatch.runtime.monitor.advisor import LEAST_SECONDS, LEAST_STEPS, WARMUP_STEPS, Advisor
 from zerowatch.runtime.tuner.knobs import engine_knobs
-from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.recorded import from_json
-from zerowatch.runtime.tuner.policy.replay import Replayed, replay
 
 
 class Run:
@@ -201,8 +200,8 @@ def test_a_script_that_knows_nothing_of_it_is_advised(tmp_path):
 
     assert finished.returncode == 0, finished.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    records = list(map(from_json, (run / DECISIONS_FILE).read_bytes().splitlines()))
+    records = list(map(parse_line, (run / DECISIONS_FILE).read_bytes().splitlines()))
     assert {record.decision.verdict for record in records} == {"advised"}
     assert "micro_batch_samples" in {record.decision.knob for record in records}
     assert '+  "train_micro_batch_size_per_gpu": 4,' in finished.stderr
-    assert [replay(record) for record in records] == [Replayed()] * len(records)
+    assert [replay(record) for record in records] == [ReplayDifference()] * len(records)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 from fakes.tuner_decisions import conclusion
+from replay_decisions import PARSE_ERRORS, parse_line
 
 from zerowatch.runtime.tuner.policy.decision import decide
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE, DecisionLog
 from zerowatch.runtime.tuner.policy.history_file import (
     MAX_CONTEXTS,
     HistoryEntry,
     HistoryFile,
     job_fingerprint,
 )
-from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE, Journal
-from zerowatch.runtime.tuner.policy.recorded import DAMAGES, from_json
 
 CONFIGURATION = {"micro_batch_samples": 16, "gradient_compression": None, "overlap_comm": True}
 DENIED = frozenset({("gradient_compression", None), ("gradient_compression", "int8")})
@@ -32,10 +32,10 @@ def decided(found, number=1):
 def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_after):
     found = conclusion(seconds_after)
 
-    Journal(lambda: tmp_path).write(decided(found), found)
+    DecisionLog(lambda: tmp_path).write(decided(found), found)
 
     (line,) = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
-    read = from_json(line)
+    read = parse_line(line)
     assert read.decision == decided(found)
     assert read.plan == found.plan
     assert tuple(read.times) == tuple(found.times)
@@ -46,10 +46,10 @@ def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_
 
 
 def test_decisions_are_lines_one_after_another(tmp_path):
-    journal, found = Journal(lambda: tmp_path / "run"), conclusion()
+    log, found = DecisionLog(lambda: tmp_path / "run"), conclusion()
 
     for number in (1, 2, 3):
-        journal.write(decided(found, number), found)
+        log.write(decided(found, number), found)
 
     text = (tmp_path / "run" / DECISIONS_FILE).read_text()
     assert [json.loads(line)["number"] for line in text.splitlines()] == [1, 2, 3]
@@ -59,7 +59,7 @@ def test_decisions_are_lines_one_after_another(tmp_path):
 def test_a_line_names_what_people_search_for(tmp_path):
     found = conclusion()
 
-    Journal(lambda: tmp_path).write(decided(found), found)
+    DecisionLog(lambda: tmp_path).write(decided(found), found)
 
     line = json.loads((tmp_path / DECISIONS_FILE).read_text())
     assert (line["schema"], line["knob"]) == (1, "micro_batch_samples")
@@ -73,40 +73,40 @@ def test_a_line_names_what_people_search_for(tmp_path):
 
 def test_a_disk_that_fails_is_told_of_once_and_harms_nobody(tmp_path, caplog):
     (tmp_path / "file").touch()
-    journal, found = Journal(lambda: tmp_path / "file"), conclusion()
+    log, found = DecisionLog(lambda: tmp_path / "file"), conclusion()
 
-    journal.write(decided(found), found)
-    journal.write(decided(found), found)
+    log.write(decided(found), found)
+    log.write(decided(found), found)
 
-    assert journal.lost == 2
+    assert log.lost == 2
     (line,) = caplog.messages
     assert line.startswith(f"cannot write {tmp_path / 'file' / DECISIONS_FILE}: ")
 
 
 def test_a_line_that_a_full_disk_cut_short_spoils_no_other(tmp_path):
-    journal = Journal(lambda: tmp_path)
+    log = DecisionLog(lambda: tmp_path)
     (tmp_path / DECISIONS_FILE).write_bytes(b'{"schema": 1, "kno')
 
-    journal.write(decided(conclusion()), conclusion())
+    log.write(decided(conclusion()), conclusion())
 
     _, whole = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
-    assert from_json(whole).decision == decided(conclusion())
+    assert parse_line(whole).decision == decided(conclusion())
 
 
 def test_without_a_run_folder_nothing_is_written():
-    journal, found = Journal(lambda: None), conclusion()
+    log, found = DecisionLog(lambda: None), conclusion()
 
-    journal.write(decided(found), found)
+    log.write(decided(found), found)
 
-    assert journal.lost == 1
+    assert log.lost == 1
 
 
 @pytest.mark.parametrize(
     "line", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "plan": 3}', b'{"schema": 1']
 )
 def test_a_line_that_is_none_is_one_of_the_known_damages(line):
-    with pytest.raises(DAMAGES):
-        from_json(line)
+    with pytest.raises(PARSE_ERRORS):
+        parse_line(line)
 
 
 def memory(folder, key="job", owner="here-1", gone=()):

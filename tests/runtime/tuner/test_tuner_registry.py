@@ -21,13 +21,12 @@ BITWISE, REASSOCIATION, STATISTICAL, FREE = Numerics
 PLAIN = ModelTraits()
 
 
-def facts(ranks: int = 4, traits: ModelTraits = PLAIN, exact: tuple[str, ...] = ()) -> JobFacts:
+def facts(ranks: int = 4, traits: ModelTraits = PLAIN) -> JobFacts:
     return JobFacts(
         world_size=ranks,
         backend="gloo",
         gradient_bytes=4000,
         parameter_bytes=4000,
-        exact_knobs=frozenset(exact),
         traits=traits,
     )
 
@@ -85,12 +84,6 @@ def test_a_knob_has_the_values_of_its_domain(knob, value, has):
     [
         pytest.param("reduce_bucket_size", facts(2), BITWISE, id="two ranks add up in any order"),
         pytest.param("reduce_bucket_size", facts(4), REASSOCIATION, id="four do not"),
-        pytest.param(
-            "reduce_bucket_size",
-            facts(4, exact=("reduce_bucket_size",)),
-            BITWISE,
-            id="unless the self-test found that this job does",
-        ),
         pytest.param("micro_batch_samples", facts(2), REASSOCIATION, id="a mean is cut otherwise"),
         pytest.param(
             "micro_batch_samples",
@@ -112,7 +105,7 @@ def test_a_knob_has_the_values_of_its_domain(knob, value, has):
         ),
         pytest.param(
             "micro_batch_samples",
-            facts(traits=ModelTraits(expert_capacity=True), exact=("micro_batch_samples",)),
+            facts(traits=ModelTraits(expert_capacity=True)),
             None,
             id="experts drop other tokens",
         ),

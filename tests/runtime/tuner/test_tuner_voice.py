@@ -1,4 +1,4 @@
-"""What the tuner finds and decides is told in metrics, the log, the journal and traces."""
+"""What the tuner finds and decides is told in metrics, the log, the log and traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes.tuner_decisions import SLOW_LINK, conclusion, situation
 from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.metrics import TunerMetrics, number_of
-from zerowatch.runtime.tuner.policy.journal import DECISIONS_FILE
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.types import Symptom
 from zerowatch.runtime.tuner.reporting import TunerReporter
 

@@ -1,0 +1,139 @@
+"""Replays recorded decisions of the tuner: the same inputs, decided again by today's code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import orjson
+
+from zerowatch.runtime.tuner.policy.decision import Change, Decision, changes_of
+from zerowatch.runtime.tuner.policy.decision_log import SCHEMA_VERSION
+from zerowatch.runtime.tuner.policy.diagnose import Thresholds, diagnose
+from zerowatch.runtime.tuner.policy.messages import changes_words, speed_words
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.numerics import JobFacts, ModelTraits
+from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
+from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
+from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan
+from zerowatch.runtime.tuner.policy.types import Numerics, Symptom
+
+# What a damaged line, or one of another version, raises as it is parsed.
+PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedDecision:
+    """A line of `decisions.jsonl`.
+
+    Attributes:
+        decision: The decision.
+        situation: The input that the change was proposed from.
+        plan: The trial's plan; None where there was no trial.
+        times: Seconds per sample of each window of the trial in order; None for unusable ones.
+    """
+
+    decision: Decision
+    situation: TunerInput
+    plan: TrialPlan | None
+    times: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayDifference:
+    """How today's code decides differently; a field is None where it decides the same.
+
+    Attributes:
+        diagnosis: The symptoms found.
+        proposal: The change proposed first.
+        verdict: The verdict on the recorded step times.
+    """
+
+    diagnosis: str | None = None
+    proposal: str | None = None
+    verdict: str | None = None
+
+
+def parse_line(line: bytes) -> RecordedDecision:
+    """Parse a line; raises one of `PARSE_ERRORS` where it is damaged or of another version."""
+    data = orjson.loads(line)
+    if data["schema"] != SCHEMA_VERSION:
+        raise ValueError(f"schema {data['schema']} is not {SCHEMA_VERSION}")
+    plan = data["plan"]
+    return RecordedDecision(
+        decision=_parse_decision(data),
+        situation=_parse_situation(data["situation"]),
+        plan=None if plan is None else TrialPlan(**{**plan, "lead": tuple(plan["lead"])}),
+        times=data["times"],
+    )
+
+
+def replay(record: RecordedDecision) -> ReplayDifference:
+    """Diagnose, propose and judge again."""
+    return ReplayDifference(
+        diagnosis=_diagnosis(record), proposal=_proposal(record), verdict=_verdict(record)
+    )
+
+
+def judge_again(plan: TrialPlan, times: Sequence[float | None]) -> Judgement | None:
+    """Run a trial on recorded step times; None where they are too few for a verdict."""
+    trial = Trial(plan)
+    for time in times:
+        trial.add(time)
+    return trial.verdict
+
+
+def _parse_decision(data: Mapping[str, Any]) -> Decision:
+    values = {one.name: data[one.name] for one in fields(Decision)}
+    values["symptom"] = Symptom(**data["symptom"])
+    values["changes"] = tuple(Change(**change) for change in data["changes"])
+    values["contract"] = Numerics[data["contract"].upper()]
+    return Decision(**values)
+
+
+def _parse_situation(data: Mapping[str, Any]) -> TunerInput:
+    facts = {**data["facts"], "traits": ModelTraits(**data["facts"]["traits"])}
+    values = {
+        **data,
+        "facts": JobFacts(**facts),
+        "contract": Numerics(data["contract"]),
+        "symptoms": tuple(Symptom(**symptom) for symptom in data["symptoms"]),
+        "reading": MetricsDelta(**data["reading"]),
+        "denied": frozenset((knob, value) for knob, value in data["denied"]),
+        "thresholds": Thresholds(**data["thresholds"]),
+    }
+    return TunerInput(**values)
+
+
+def _diagnosis(record: RecordedDecision) -> str | None:
+    then = [symptom.name for symptom in record.situation.symptoms]
+    now = [symptom.name for symptom in _symptoms(record)]
+    if then == now:
+        return None
+    return f"found {', '.join(now) or 'nothing'} instead of {', '.join(then) or 'nothing'}"
+
+
+def _proposal(record: RecordedDecision) -> str | None:
+    """Return today's first proposal; None where the recorded one is among today's proposals."""
+    situation = replace(record.situation, symptoms=_symptoms(record))
+    proposed = [changes_of(situation.configuration, one.changes) for one in propose(situation)]
+    if tuple(record.decision.changes) in proposed:
+        return None
+    return changes_words(proposed[0]) if proposed else "nothing"
+
+
+def _verdict(record: RecordedDecision) -> str | None:
+    decision = record.decision
+    if record.plan is None or decision.gain is None:
+        return None
+    found = judge_again(record.plan, record.times)
+    if found is None:
+        return "undecided"
+    if found.verdict == decision.verdict:
+        return None
+    return f"{found.verdict}: {found.reason} ({speed_words(found.gain)})"
+
+
+def _symptoms(record: RecordedDecision) -> Sequence[Symptom]:
+    return diagnose(record.situation.reading, record.situation.thresholds)
