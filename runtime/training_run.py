@@ -83,21 +83,26 @@ class TrainingRun:
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
             undo.callback(engine.watch.close)
             prepare(engine)
-            self.agreement = undo.enter_context(closing(HostGroup()))
+            self.host_group = undo.enter_context(closing(HostGroup()))
             figures = TrainerMetrics.of_watch(engine.watch)
             size, which = ours[MICRO_BATCH], activation_checkpointing
-            changes = EngineHolder(engine, ours, self.agreement, figures, maker.create_replacement)
+            changes = EngineHolder(engine, ours, self.host_group, figures, maker.create_replacement)
             windows = WindowRunner(
-                loss, changes, self.agreement, figures, micro_batch_samples=size, checkpointed=which
+                loss,
+                changes,
+                self.host_group,
+                figures,
+                micro_batch_samples=size,
+                checkpointed=which,
             )
             self._changes = undo.enter_context(closing(changes))
             self._windows = undo.enter_context(closing(windows))
-            self._sharing = TrainingData(self.agreement, changes, balance=balance)
+            self._sharing = TrainingData(self.host_group, changes, balance=balance)
             undo.callback(self._sharing.close)
-            self._saving = CheckpointManager(changes, windows, self._sharing, self.agreement)
+            self._saving = CheckpointManager(changes, windows, self._sharing, self.host_group)
             changes.checkpoint_activations(which)
             changes.compress(compression)
-            self._tuning = new_tuning(changes, windows, self.agreement, self._sharing)
+            self._tuning = new_tuning(changes, windows, self.host_group, self._sharing)
             undo.callback(self._tuning.close)
             self._undo = undo.pop_all()
 

@@ -10,11 +10,11 @@ from .host_collectives import HostCollectives
 
 
 @contextmanager
-def together(agreement: HostCollectives, what: str, then: str) -> Iterator[None]:
+def together(host_group: HostCollectives, what: str, then: str) -> Iterator[None]:
     """Wait for all ranks at the end of the block; where it failed on one, raise on all of them.
 
     Args:
-        agreement: Of all ranks.
+        host_group: Of all ranks.
         what: What the block does, after "cannot".
         then: How things stand where it fails.
 
@@ -26,7 +26,9 @@ def together(agreement: HostCollectives, what: str, then: str) -> Iterator[None]
         yield
     except (OSError, CheckpointError) as error:
         failure = error
-    failed = [rank for rank, (bad,) in enumerate(agreement.gather([failure is not None])) if bad]
+    failed = [
+        rank for rank, (bad,) in enumerate(host_group.all_gather([failure is not None])) if bad
+    ]
     if isinstance(failure, CheckpointError):
         raise failure  # it says all there is to say
     if failure is not None:
@@ -36,10 +38,10 @@ def together(agreement: HostCollectives, what: str, then: str) -> Iterator[None]
         raise CheckpointError(f"cannot {what}: rank {who} failed, and says why. {then}")
 
 
-def texts(agreement: HostCollectives, text: str) -> list[str]:
+def texts(host_group: HostCollectives, text: str) -> list[str]:
     """Return what each rank says, in rank order; of some thousand characters at most."""
     said = text.encode()
-    lengths = agreement.gather([len(said)])[:, 0]
+    lengths = host_group.all_gather([len(said)])[:, 0]
     longest = int(lengths.max())
-    padded = agreement.gather([*said, *[0] * (longest - len(said))])
+    padded = host_group.all_gather([*said, *[0] * (longest - len(said))])
     return [bytes(map(int, row)).rstrip(b"\0").decode() for row in padded]

@@ -12,8 +12,8 @@ class HostCollectives(Protocol):
     rank: int
     world_size: int
 
-    def gather(self, values: Sequence[float]) -> Any:
+    def all_gather(self, values: Sequence[float]) -> Any:
         """Return every rank's values, an array of shape [world_size, len(values)]."""
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         """Return the highest value of any rank."""

@@ -36,7 +36,7 @@ class HostGroup:
         self._highest = AllreduceOptions()
         self._highest.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
 
-    def gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+    def all_gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks.
 
         Raises:
@@ -49,7 +49,7 @@ class HostGroup:
         self._open_group().allgather([everybody], [mine]).wait()
         return torch.stack(everybody).numpy()
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         """Return the highest value of any rank.
 
         Raises:
@@ -61,7 +61,7 @@ class HostGroup:
         self._open_group().allreduce([flag], self._highest).wait()
         return int(flag.item())
 
-    def tell(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank.
 
         Raises:
@@ -70,7 +70,7 @@ class HostGroup:
         if self.world_size == 1:
             return text
         data = bytearray(text.encode()) if self.rank == 0 else bytearray()
-        size = self.highest(len(data))
+        size = self.all_max(len(data))
         letters = torch.zeros(size, dtype=torch.uint8)
         if self.rank == 0:
             letters = torch.frombuffer(data, dtype=torch.uint8)

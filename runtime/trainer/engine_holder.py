@@ -41,7 +41,7 @@ class EngineHolder:
     Args:
         engine: The first one; its watch goes along to others.
         config: Its ds config.
-        agreement: Of the run.
+        host_group: Of the run.
         figures: Where it is told.
         make_engine: Makes another of a module and a ds config.
 
@@ -56,14 +56,14 @@ class EngineHolder:
         self,
         engine: Any,
         config: Mapping[str, Any],
-        agreement: HostGroup,
+        host_group: HostGroup,
         figures: TrainerMetrics,
         make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config
         self.codec: GradientCompressor | None = None
         self.is_rebuilt = False
-        self._watch, self._agreement, self._figures = engine.watch, agreement, figures
+        self._watch, self._host_group, self._figures = engine.watch, host_group, figures
         self._make_engine = make_engine
         self.on_adopted: list[Callable[[], None]] = []
         self._laid_on: dict[str, tuple[Apply, Undo]] = {}
@@ -209,7 +209,7 @@ class EngineHolder:
     def escalations(self, chosen: ModuleSelector = None) -> list[Escalation]:
         """Return what may be given up for memory, in order, from here on."""
         on_host = self.engine.device == torch.device("cpu")
-        rebuilds = leaner_engines(self.config, self._agreement.world_size, on_host=on_host)
+        rebuilds = leaner_engines(self.config, self._host_group.world_size, on_host=on_host)
         return [
             *(
                 Escalation(name=rung.name, apply=partial(self._take, rung))
@@ -254,7 +254,7 @@ class EngineHolder:
     def _rebuilt(self, config: Mapping[str, Any]) -> Any:
         with self._watch.suspended():
             return rebuild(
-                self.engine, config, make_engine=self._make_engine, agreement=self._agreement
+                self.engine, config, make_engine=self._make_engine, host_group=self._host_group
             )
 
     def _adopt(self, engine: Any) -> None:

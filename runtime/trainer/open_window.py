@@ -31,7 +31,7 @@ class WindowAgreement:
 
 
 def open_window(
-    agreement: HostGroup,
+    host_group: HostGroup,
     batch: Any,
     *,
     micro_batch_samples: int,
@@ -42,7 +42,7 @@ def open_window(
     """Let the ranks tell each other what they were given.
 
     Args:
-        agreement: Of all ranks; every one must call this.
+        host_group: Of all ranks; every one must call this.
         batch: This rank's share of the global batch.
         micro_batch_samples: What this rank would have a micro-batch hold at most.
         exponent: The same on all ranks; see `Window`.
@@ -55,14 +55,14 @@ def open_window(
     problem, samples, length = _look(batch)
     own = [problem is not None, samples, micro_batch_samples, length, asks_for_guard]
     # Its caches are cold by now, so that each call of numpy on so little would take 20 us or more.
-    told: list[list[float]] = agreement.gather([*own, *asides]).tolist()
+    told: list[list[float]] = host_group.all_gather([*own, *asides]).tolist()
     _refuse(problem, told)
     share = _share(told)
     window = Window(
         batch=batch,
         num_samples=samples,
         total_samples=sum(share.samples),
-        world_size=agreement.world_size,
+        world_size=host_group.world_size,
         exponent=exponent,
         longest=share.length,
     )

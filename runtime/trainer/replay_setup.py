@@ -33,7 +33,7 @@ def prepare(engine: Any) -> None:
 
 def new_replay(
     engine: Callable[[], Any],
-    agreement: HostGroup,
+    host_group: HostGroup,
     guard: CollectiveGuard,
     escalations: Sequence[Escalation],
     measured: Callable[[], MemoryMeasurements],
@@ -42,14 +42,14 @@ def new_replay(
 
     Args:
         engine: Returns the engine; another one after a rebuild.
-        agreement: Of the run.
+        host_group: Of the run.
         guard: From `new_guard`.
         escalations: What to give up where not even one sample fits.
         measured: What this rank knows of its memory.
     """
     return OomReplay(
         engine=engine,
-        agreement=agreement,
+        host_group=host_group,
         guard=guard,
         plans=MicroBatchPlanner(),
         capture_rng=lambda: RngState.capture().restore,
@@ -58,8 +58,8 @@ def new_replay(
     )
 
 
-def new_guard(agreement: HostGroup) -> CollectiveGuard:
+def new_guard(host_group: HostGroup) -> CollectiveGuard:
     """Return a guard on DeepSpeed's collectives, around whatever watches them; to be closed."""
-    guard = CollectiveGuard(agreement)
+    guard = CollectiveGuard(host_group)
     guard.open(deepspeed_comm.cdb)
     return guard

@@ -33,7 +33,7 @@ class WindowRunner:
     Args:
         loss: The caller's.
         changes: Holds the engine.
-        agreement: Of the run.
+        host_group: Of the run.
         figures: Where it is told.
         micro_batch_samples: What a micro-batch holds at most, to begin with.
         checkpointed: What activation checkpointing is laid on where memory does not suffice.
@@ -56,7 +56,7 @@ class WindowRunner:
         self,
         loss: Loss,
         changes: EngineHolder,
-        agreement: HostGroup,
+        host_group: HostGroup,
         figures: TrainerMetrics,
         *,
         micro_batch_samples: int,
@@ -70,13 +70,13 @@ class WindowRunner:
         self.asides: Callable[[], Sequence[float]] = tuple
         self.opened: WindowAgreement | None = None
         self._loss, self._changes = loss, changes
-        self._agreement, self._figures = agreement, figures
+        self._host_group, self._figures = host_group, figures
         engine = changes.engine
         self.memory = PeakHistory(engine.watch, str(engine.device))
-        self._guard = new_guard(agreement)
+        self._guard = new_guard(host_group)
         self.replay = new_replay(
             lambda: changes.engine,
-            agreement,
+            host_group,
             self._guard,
             changes.escalations(self.checkpointed),
             self.memory.measured,
@@ -123,14 +123,14 @@ class WindowRunner:
 
     def evaluate(self, batch: Any) -> float:
         """Return the mean loss of a batch; see `TrainingRun.evaluate`."""
-        opened = open_window(self._agreement, batch, micro_batch_samples=self.micro_batch_samples)
+        opened = open_window(self._host_group, batch, micro_batch_samples=self.micro_batch_samples)
         micro_batches = self.replay.plans.micro_batches(opened.share)
         cut = sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # after an interrupt too: training may go on
             undo.callback(self._leave_passes)
             sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
             undo.pop_all()
-        return sums.over_ranks(self._agreement).mean_loss
+        return sums.over_ranks(self._host_group).mean_loss
 
     def close(self) -> None:
         """Take the guard off the collectives. Safe to call twice."""
@@ -138,7 +138,7 @@ class WindowRunner:
 
     def _open(self, batch: Any) -> WindowAgreement:
         return open_window(
-            self._agreement,
+            self._host_group,
             batch,
             micro_batch_samples=self.micro_batch_samples,
             exponent=self.exponent,
@@ -156,7 +156,7 @@ class WindowRunner:
 
     def _usable(self, own: Sums) -> Sums:
         """Return the sums of all ranks, if an update can be made by them."""
-        sums, engine = own.over_ranks(self._agreement), self._changes.engine
+        sums, engine = own.over_ranks(self._host_group), self._changes.engine
         overflow_is_skipped = engine.fp16_enabled() and engine.dynamic_loss_scale()
         sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
         return sums
@@ -179,7 +179,7 @@ class WindowRunner:
             self._figures.gave_up()
         if is_own:
             count = self.replay.plans.micro_batches(share)
-            samples = share.largest(count)[self._agreement.rank]
+            samples = share.largest(count)[self._host_group.rank]
             for note in self.on_fatal:
                 note(share.length, samples)
 

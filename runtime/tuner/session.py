@@ -40,7 +40,7 @@ class TunerSession(NullTunerSession):
     Args:
         changes: Holds the engine.
         windows: Of the run.
-        agreement: Of the run.
+        host_group: Of the run.
         sharing: Of the run.
         settings: All of them.
     """
@@ -49,17 +49,17 @@ class TunerSession(NullTunerSession):
         self,
         changes: EngineHolder,
         windows: WindowRunner,
-        agreement: HostGroup,
+        host_group: HostGroup,
         sharing: TrainingData,
         settings: Settings,
     ) -> None:
-        self._agreement, self._settings = agreement, settings
+        self._host_group, self._settings = host_group, settings
         self._changes, self._windows = changes, windows
         self._watch = changes.engine.watch
         self._hands = RunKnobs(
             changes,
             windows,
-            agreement,
+            host_group,
             measured=windows.memory.measured,
             largest_share=self._largest_share,
             host_risk=lambda: self._host_risk,
@@ -99,7 +99,7 @@ class TunerSession(NullTunerSession):
         opened, now = self._windows.opened, perf_counter()
         if opened is None or not opened.asides[0]:  # it was closed
             return
-        if self._agreement.rank == 0:
+        if self._host_group.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
             step = StepTime(
                 number=result.step,
@@ -160,7 +160,7 @@ class TunerSession(NullTunerSession):
         order: Order | None = None
         if self._lead is not None:
             order = self._lead.order(settle=settle)
-        met = exchange_order(self._agreement, self._hands, order)
+        met = exchange_order(self._host_group, self._hands, order)
         if met is not None:
             self._risk.changed(now=self._changes.engine.global_steps)
             if self._lead is not None:
@@ -221,7 +221,7 @@ class TunerSession(NullTunerSession):
 def new_tuning(
     changes: EngineHolder,
     windows: WindowRunner,
-    agreement: HostGroup,
+    host_group: HostGroup,
     sharing: TrainingData,
 ) -> NullTunerSession:
     """Return the tuning of a run, as its settings have it: on all ranks alike or on none."""
@@ -229,8 +229,8 @@ def new_tuning(
     own: TunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
         make = watch.fail_open.wrap("tuner", TunerSession)
-        own = make(changes, windows, agreement, sharing, watch.settings)
-    told = agreement.gather([-1 if own is None else own.contract])
+        own = make(changes, windows, host_group, sharing, watch.settings)
+    told = host_group.all_gather([-1 if own is None else own.contract])
     if own is None:
         return NullTunerSession()
     if (told != own.contract).any():

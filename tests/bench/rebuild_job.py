@@ -31,7 +31,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     _LIBC.mallopt(_MMAP_THRESHOLD, _BYTES)
     training.meet()
-    agreement = HostGroup()
+    host_group = HostGroup()
     torch.manual_seed(0)
     model = training.TinyGpt(WIDTH, LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -45,7 +45,7 @@ def main() -> None:
     host = HostMemory(reset_peak=True)
     report = []
     for config in path[1:]:
-        engine, found = measure(engine, config, make_engine, agreement, host)
+        engine, found = measure(engine, config, make_engine, host_group, host)
         step(engine)
         report.append(found)
     parameters = sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())
@@ -58,7 +58,7 @@ def step(engine: Any) -> None:
 
 
 def measure(
-    engine: Any, config: dict[str, Any], make_engine: Any, agreement: Any, host: HostMemory
+    engine: Any, config: dict[str, Any], make_engine: Any, host_group: Any, host: HostMemory
 ) -> tuple[Any, dict[str, float]]:
     """Rebuild once; return the engine, and seconds and bytes."""
     taken: list[int] = []
@@ -72,7 +72,7 @@ def measure(
     room.take_snapshot = counted  # type: ignore[assignment]
     before = in_use(host)
     began = time.perf_counter()
-    engine = room.rebuild(engine, config, make_engine=make_engine, agreement=agreement)
+    engine = room.rebuild(engine, config, make_engine=make_engine, host_group=host_group)
     seconds = time.perf_counter() - began
     peak = host.read()["peak_allocated"]
     room.take_snapshot = original

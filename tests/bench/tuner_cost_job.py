@@ -84,7 +84,7 @@ class Job:
 
     def agreed(self, seconds: float) -> float:
         """Return the longest time of any rank."""
-        return self.run.agreement.highest(round(seconds * 1e6)) / 1e6
+        return self.run.host_group.all_max(round(seconds * 1e6)) / 1e6
 
     def metered(self, seconds: float, tuning: NullTunerSession, asides: Callable[[], Any]) -> Told:
         """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
@@ -132,16 +132,16 @@ class Job:
 
 def gathers(rounds: int) -> list[list[float]]:
     """Return the seconds of a gather without and with the tuner's two floats, in turns."""
-    agreement = HostGroup()
+    host_group = HostGroup()
     found = []
     for _ in range(rounds):
         taken = []
         for num in (OWN, WITH_ASIDES):
             began = time.perf_counter()
-            agreement.gather([0.0] * num)
+            host_group.all_gather([0.0] * num)
             taken.append(time.perf_counter() - began)
         found.append(taken)
-    agreement.close()
+    host_group.close()
     return found
 
 

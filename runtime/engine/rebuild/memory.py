@@ -14,15 +14,15 @@ from ...common.host_collectives import HostCollectives
 from .snapshot import ParamSnapshot
 
 
-def agree_on_ids(agreement: HostCollectives) -> None:
+def agree_on_ids(host_group: HostCollectives) -> None:
     """Let all ranks number modules and parameters from the same number on.
 
     DeepSpeed numbers them through all engines of a process, and refuses to train where ranks
     differ; they do after a rank got further than others with an engine that failed.
     """
-    Init.param_id = agreement.highest(Init.param_id)
+    Init.param_id = host_group.all_max(Init.param_id)
     (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    count[0] = agreement.highest(count[0])
+    count[0] = host_group.all_max(count[0])
 
 
 class _SingleRankGroup(torch.nn.Module):

@@ -53,9 +53,9 @@ class Attempt:
         error: What ended the attempt on this rank; `PeerFailedError` where another's did.
     """
 
-    def __init__(self, agreement: HostCollectives) -> None:
+    def __init__(self, host_group: HostCollectives) -> None:
         self.error: Exception | None = None
-        self._agreement = agreement
+        self._host_group = host_group
 
     def together(self) -> None:
         """Wait for all ranks.
@@ -63,7 +63,7 @@ class Attempt:
         Raises:
             PeerFailedError: One of them has failed.
         """
-        if self._agreement.highest(0):
+        if self._host_group.all_max(0):
             raise PeerFailedError("another rank has failed")
 
     def __enter__(self) -> Attempt:
@@ -86,11 +86,11 @@ class Attempt:
         # The frames it came through hold what was half made.
         traceback.clear_frames(error.__traceback__)
         if not isinstance(error, PeerFailedError):
-            self._agreement.highest(1)
+            self._host_group.all_max(1)
         return True
 
     def _peers_error(self) -> Exception | None:
-        failed = self._agreement.highest(0)
+        failed = self._host_group.all_max(0)
         return PeerFailedError("another rank has failed") if failed else None
 
 

@@ -41,7 +41,7 @@ class UndoneRebuildError(RebuildError):
 
 
 def rebuild(
-    engine: Any, config: Config, *, make_engine: MakeEngine, agreement: HostCollectives
+    engine: Any, config: Config, *, make_engine: MakeEngine, host_group: HostCollectives
 ) -> Any:
     """Return a new engine with another ds config in the place of one that runs.
 
@@ -56,20 +56,20 @@ def rebuild(
         config: The new ds config. Precision, optimizer and scheduler must be those of the old one.
         make_engine: Calls deepspeed.initialize as for the first engine, with a module and a ds
             config of its own.
-        agreement: How the ranks agree.
+        host_group: How the ranks agree.
 
     Raises:
         RebuildError: It was refused, and nothing was touched.
         UndoneRebuildError: The new engine could not be made; its `engine` is to be used instead.
     """
     old = _config_of(engine)
-    with Attempt(agreement) as look:
-        snapshot = _look(engine, old, config, agreement)
+    with Attempt(host_group) as look:
+        snapshot = _look(engine, old, config, host_group)
     if look.error is not None:
         raise _refused(look.error)
     began, device = perf_counter(), device_of(engine)
-    with closing(HostSum(agreement.world_size)) as mover, _random_state_kept(device):
-        builder = _Builder(engine, snapshot, make_engine, mover, agreement)
+    with closing(HostSum(host_group.world_size)) as mover, _random_state_kept(device):
+        builder = _Builder(engine, snapshot, make_engine, mover, host_group)
         made, error = builder.replace(engine, config)
         if error is not None:
             raise _undone(builder, old, error)
@@ -87,18 +87,18 @@ class _Builder:
         snapshot: TrainingStateSnapshot,
         make_engine: MakeEngine,
         mover: HostSum,
-        agreement: HostCollectives,
+        host_group: HostCollectives,
     ) -> None:
         self._module: torch.nn.Module = engine.module
         self._client = engine.client_optimizer
         self._snapshot = snapshot
         self._make_engine = make_engine
         self._mover = mover
-        self._agreement = agreement
+        self._host_group = host_group
 
     def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
         """End an engine and build another; return as `build` does."""
-        with Attempt(self._agreement) as ending:
+        with Attempt(self._host_group) as ending:
             teardown(engine)
             strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
@@ -107,8 +107,8 @@ class _Builder:
         """Return a filled engine, or the error that kept this rank or another from having one."""
         made: list[Any] = []
         undo_hooks = mark_hooks(self._module)
-        agree_on_ids(self._agreement)
-        with Attempt(self._agreement) as attempt, guarded_collectives(attempt):
+        agree_on_ids(self._host_group)
+        with Attempt(self._host_group) as attempt, guarded_collectives(attempt):
             parameters = self._snapshot.parameters
             partitioned = stage_of(config) == 3
             allocate_parameters(self._module, parameters, config, partitioned=partitioned)
@@ -140,14 +140,14 @@ class _Builder:
 
 
 def _look(
-    engine: Any, old: Config, config: Config, agreement: HostCollectives
+    engine: Any, old: Config, config: Config, host_group: HostCollectives
 ) -> TrainingStateSnapshot:
     """Check all that can be checked, and copy the state; the engine stays as it is."""
     problem = unsupported_reason(engine, old, config)
     if problem is not None:
         raise RebuildError(problem)
     try:
-        snapshot = take_snapshot(engine, agreement.rank, agreement.world_size)
+        snapshot = take_snapshot(engine, host_group.rank, host_group.world_size)
     except ValueError as error:
         raise RebuildError(f"the optimizer's state does not move: {error}") from None
     odd = unequal_members(snapshot)

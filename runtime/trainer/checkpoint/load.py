@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 NOTHING_DONE = "Nothing was loaded"
 
 
-def load_run(folder: str | Path, engine: Any, agreement: HostCollectives) -> RunState | None:
+def load_run(folder: str | Path, engine: Any, host_group: HostCollectives) -> RunState | None:
     """Load the last save of a run into an engine; all ranks must call it.
 
     Weights, optimizer, schedule and the engine's counts are loaded; the clipping of gradients stays
@@ -32,7 +32,7 @@ def load_run(folder: str | Path, engine: Any, agreement: HostCollectives) -> Run
     Args:
         folder: What `save_run` was given.
         engine: A DeepSpeed engine of the same configuration, on as many ranks.
-        agreement: Of all ranks.
+        host_group: Of all ranks.
 
     Returns:
         This rank's state; None where nothing was saved yet.
@@ -41,29 +41,29 @@ def load_run(folder: str | Path, engine: Any, agreement: HostCollectives) -> Run
         CheckpointError: The save is damaged, or none of this engine.
     """
     saves = SaveFolder(Path(folder).absolute())
-    name = _agreed_name(saves, agreement)
+    name = _agreed_name(saves, host_group)
     if name is None:
         return None
     save = saves.path / name
-    with together(agreement, f"load {save}", NOTHING_DONE):
+    with together(host_group, f"load {save}", NOTHING_DONE):
         manifest = _checked(saves, name)
         check_engine(save, manifest.engine, engine_facts(engine))
-        state = read_rank(save, agreement.rank)
+        state = read_rank(save, host_group.rank)
         _check_parts(save, manifest, state)
     read_engine(engine, saves.path, name)
     engine.micro_steps = manifest.micro_steps
     engine.global_samples = manifest.samples
-    if agreement.rank == 0:
+    if host_group.rank == 0:
         logger.info("training goes on after step %d, saved in %s", manifest.steps, save)
     return state
 
 
-def saved_config(folder: str | Path, agreement: HostCollectives) -> Mapping[str, Any] | None:
+def saved_config(folder: str | Path, host_group: HostCollectives) -> Mapping[str, Any] | None:
     """Return the configuration that `load_run` needs, where an engine was rebuilt before the save.
 
     Args:
         folder: What `save_run` was given.
-        agreement: Of all ranks.
+        host_group: Of all ranks.
 
     Returns:
         The configuration in force at the last save; None where it is the caller's, or where nothing
@@ -73,22 +73,22 @@ def saved_config(folder: str | Path, agreement: HostCollectives) -> Mapping[str,
         CheckpointError: The save is damaged.
     """
     saves = SaveFolder(Path(folder).absolute())
-    name = _agreed_name(saves, agreement)
+    name = _agreed_name(saves, host_group)
     if name is None:
         return None
-    with together(agreement, f"load {saves.path / name}", NOTHING_DONE):
+    with together(host_group, f"load {saves.path / name}", NOTHING_DONE):
         manifest = _checked(saves, name)
     return manifest.config if manifest.rebuilt else None
 
 
-def _agreed_name(saves: SaveFolder, agreement: HostCollectives) -> str | None:
+def _agreed_name(saves: SaveFolder, host_group: HostCollectives) -> str | None:
     """Return the save that all ranks have; of disks that a crash left one save apart, the earlier.
 
     Raises:
         CheckpointError: There is none.
     """
     serial = 0
-    with together(agreement, f"load from {saves.path}", NOTHING_DONE):
+    with together(host_group, f"load from {saves.path}", NOTHING_DONE):
         name = saves.latest()
         if name is not None:
             serial = _serial(saves, name)
@@ -99,9 +99,9 @@ def _agreed_name(saves: SaveFolder, agreement: HostCollectives) -> str | None:
                 saves.path,
                 LATEST,
             )
-    serials = agreement.gather([serial])[:, 0]
+    serials = host_group.all_gather([serial])[:, 0]
     common = int(serials.min())
-    with together(agreement, f"load from {saves.path}", NOTHING_DONE):
+    with together(host_group, f"load from {saves.path}", NOTHING_DONE):
         if common == 0 and serials.max() > 0:
             raise CheckpointError(_not_shared(saves, serials))
         if common != serial:

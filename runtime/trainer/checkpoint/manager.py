@@ -32,7 +32,7 @@ class CheckpointManager:
         changes: Holds the engine.
         windows: Of the run.
         sharing: Of the run.
-        agreement: Of all ranks.
+        host_group: Of all ranks.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class CheckpointManager:
         changes: EngineHolder,
         windows: WindowRunner,
         sharing: TrainingData,
-        agreement: HostGroup,
+        host_group: HostGroup,
     ) -> None:
         self._changes, self._windows, self._sharing = changes, windows, sharing
-        self._agreement = agreement
+        self._host_group = host_group
         self._plan_file = PlanFile(lambda: changes.engine.watch.run_folder)
         self._leads_node = this_process().local_rank == 0
         self._written = self._decisive()
@@ -64,13 +64,13 @@ class CheckpointManager:
             client=client,
         )
         with self._changes.optimizer_states_on_device():
-            return save_run(folder, self._changes.engine, self._agreement, state, keep)
+            return save_run(folder, self._changes.engine, self._host_group, state, keep)
 
     def load(self, folder: str | Path) -> RunState | None:
         """Load the last save, if there is one, and what was learned of memory since."""
-        self._take_config(saved_config(folder, self._agreement))
+        self._take_config(saved_config(folder, self._host_group))
         with self._changes.optimizer_states_on_device():
-            state = load_run(folder, self._changes.engine, self._agreement)
+            state = load_run(folder, self._changes.engine, self._host_group)
         if state is not None:
             windows = self._windows
             windows.steps, windows.samples = state.steps, state.samples
@@ -127,7 +127,7 @@ class CheckpointManager:
 
     def _heed_plan_file(self) -> None:
         """Keep to what an earlier life of this run learned after its last save, or died of."""
-        found = self._plan_file.read(self._agreement)
+        found = self._plan_file.read(self._host_group)
         if found is None:
             return
         if found.plan and found.steps >= self._windows.steps:

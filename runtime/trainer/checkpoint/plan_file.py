@@ -65,16 +65,16 @@ class PlanFile:
         self._worked_in: frozenset[Failure] = frozenset()
         self._warned = False
 
-    def read(self, agreement: HostCollectives) -> PersistedPlan | None:
+    def read(self, host_group: HostCollectives) -> PersistedPlan | None:
         """Return the newest plan of any rank, with all failures; the same on all ranks.
 
         Plans that are written from now on are taken to heed those failures.
 
         Args:
-            agreement: Of all ranks; every one must call this.
+            host_group: Of all ranks; every one must call this.
         """
         own = self._read()
-        said = texts(agreement, "" if own is None else _to_text(own))
+        said = texts(host_group, "" if own is None else _to_text(own))
         plans = [_from_text(text) for text in said if text]
         if not plans:
             return None

@@ -25,7 +25,7 @@ UNHARMED = "Earlier saves are as they were, and training may go on"
 
 
 def save_run(
-    folder: str | Path, engine: Any, agreement: HostCollectives, state: RunState, keep: int = 2
+    folder: str | Path, engine: Any, host_group: HostCollectives, state: RunState, keep: int = 2
 ) -> Path:
     """Save a run between two windows, and return the save's folder; all ranks must call it.
 
@@ -34,7 +34,7 @@ def save_run(
     Args:
         folder: Of this run's saves alone.
         engine: A DeepSpeed engine, without the gradients of an open window.
-        agreement: Of all ranks.
+        host_group: Of all ranks.
         state: The rest of the run, of this rank.
         keep: How many saves to leave, this one included; at least 1.
 
@@ -44,16 +44,16 @@ def save_run(
     saves = SaveFolder(Path(folder).absolute())
     what = f"save step {state.steps} to {saves.path}"
     leading = is_writer_rank(engine)
-    serial, name = _number(saves, agreement, state.steps, what, leading=leading)
+    serial, name = _number(saves, host_group, state.steps, what, leading=leading)
     half = saves.path / partial_name(name)
     try:
-        with together(agreement, what, UNHARMED):
-            write_rank(half, agreement.rank, state)
-        with together(agreement, what, UNHARMED):
+        with together(host_group, what, UNHARMED):
+            write_rank(half, host_group.rank, state)
+        with together(host_group, what, UNHARMED):
             write_engine(engine, saves.path, half.name)
             for path in _own_part(half):
                 sync(path)
-        with together(agreement, what, UNHARMED):
+        with together(host_group, what, UNHARMED):
             if leading:
                 _commit(saves, half, name, _manifest(half, engine, serial, state))
     except CheckpointError:
@@ -66,16 +66,16 @@ def save_run(
 
 
 def _number(
-    saves: SaveFolder, agreement: HostCollectives, steps: int, what: str, *, leading: bool
+    saves: SaveFolder, host_group: HostCollectives, steps: int, what: str, *, leading: bool
 ) -> tuple[int, str]:
     """Tidy the folder up, and agree on the number and the name of the next save."""
     serial = repeats = 0
-    with together(agreement, what, UNHARMED):
+    with together(host_group, what, UNHARMED):
         if leading:
             saves.prepare()
             serial = 1 + max(saves.save_numbers().values(), default=0)
             repeats = saves.is_duplicate(steps)
-    serial, repeats = map(int, agreement.gather([serial, repeats]).max(axis=0))
+    serial, repeats = map(int, host_group.all_gather([serial, repeats]).max(axis=0))
     return serial, save_name(steps, repeats)
 
 

@@ -30,7 +30,7 @@ class TrainingData:
     """Makes the run's loader, balances its shares, and keeps the place of both.
 
     Args:
-        agreement: Of the run.
+        host_group: Of the run.
         changes: Holds the engine; its watch tells for how long collectives blocked training.
         balance: Whether shares follow the speeds to begin with; else they are even.
 
@@ -43,17 +43,17 @@ class TrainingData:
     taken back, while the others wait for it.
     """
 
-    def __init__(self, agreement: HostGroup, changes: EngineHolder, *, balance: bool) -> None:
-        self._agreement, self._changes = agreement, changes
+    def __init__(self, host_group: HostGroup, changes: EngineHolder, *, balance: bool) -> None:
+        self._host_group, self._changes = host_group, changes
         self.batch_samples = 0
-        self.balances = balance and agreement.world_size > 1
+        self.balances = balance and host_group.world_size > 1
         self._is_balancing = self.balances
         self._balancer: Balancer | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._last_end = perf_counter()
         watch = changes.engine.watch
-        if agreement.world_size > 1:
+        if host_group.world_size > 1:
             watch.subscribe(self._take_record)
         if self.balances and not watch.is_open:
             logger.warning(
@@ -63,7 +63,7 @@ class TrainingData:
 
     def always_even(self) -> str | None:
         """Say why shares cannot follow the speeds; None where they can."""
-        if self._agreement.world_size == 1:
+        if self._host_group.world_size == 1:
             return "one rank by itself shares nothing out"
         return None if self._balancer is not None else self._no_order()
 
@@ -85,7 +85,7 @@ class TrainingData:
 
         A later one takes its place. Options are those of `resumable_loader`.
         """
-        rank, world_size = self._agreement.rank, self._agreement.world_size
+        rank, world_size = self._host_group.rank, self._host_group.world_size
         has_shares = world_size > 1 and not isinstance(dataset, IterableDataset)
         # A stream has none either way; where they were asked for, the loader says so.
         balancer = self._new_balancer(batch_samples) if has_shares or self.balances else None
@@ -129,7 +129,7 @@ class TrainingData:
             seconds=now - before,
         )
         shares = self._new_shares(self._balancer, window)
-        if shares is not None and self._agreement.rank == 0:
+        if shares is not None and self._host_group.rank == 0:
             logger.info("from one of the next batches on the ranks get %s samples", list(shares))
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,12 +175,12 @@ class TrainingData:
         """
         if loader.batch_samples == self.batch_samples:
             return
-        from_index = int(self._agreement.gather([loader.next_index]).max())
+        from_index = int(self._host_group.all_gather([loader.next_index]).max())
         loader.resize(from_index, self.batch_samples)
         self._scale_rate(loader)
         if self._balancer is not None:
             self._balancer.forget_times()
-        if self._agreement.rank == 0:
+        if self._host_group.rank == 0:
             logger.info("from batch %d on batches hold %d samples", from_index, self.batch_samples)
 
     def _scale_rate(self, loader: ResumableLoader) -> None:
@@ -202,8 +202,8 @@ class TrainingData:
         return balancer.begin() if self.balances else balancer.end()
 
     def _new_balancer(self, batch_samples: int) -> Balancer:
-        schedule = ShareSchedule(batch_samples, self._agreement.world_size)
-        return Balancer(schedule, self._agreement.gather, BusyTime())
+        schedule = ShareSchedule(batch_samples, self._host_group.world_size)
+        return Balancer(schedule, self._host_group.all_gather, BusyTime())
 
     def _take_record(self, record: StepRecord) -> None:
         """Learn, on the watch thread, for how long a step's passes were blocked."""

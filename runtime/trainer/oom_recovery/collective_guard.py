@@ -132,7 +132,7 @@ class CollectiveGuard:
         if self._alone:
             return flag
         began = perf_counter()
-        result = self._votes.highest(flag)
+        result = self._votes.all_max(flag)
         self.num_votes += 1
         self.vote_seconds += perf_counter() - began
         return result

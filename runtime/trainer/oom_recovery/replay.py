@@ -52,7 +52,7 @@ class OomReplay:
 
     Args:
         engine: Returns the engine; another one after a rebuild.
-        agreement: Between all ranks.
+        host_group: Between all ranks.
         guard: Open, and on all ranks.
         plans: How windows are cut.
         capture_rng: Reads the random generators, and returns what puts them back.
@@ -70,7 +70,7 @@ class OomReplay:
         self,
         *,
         engine: Callable[[], Any],
-        agreement: HostCollectives,
+        host_group: HostCollectives,
         guard: CollectiveGuard,
         plans: MicroBatchPlanner,
         capture_rng: Callable[[], Callable[[], None]],
@@ -80,7 +80,7 @@ class OomReplay:
         self.plans = plans
         self.on_window_abort: list[Callable[[], None]] = []
         self.on_error: list[Callable[[BaseException], None]] = []
-        self._engine, self._agreement, self._guard = engine, agreement, guard
+        self._engine, self._host_group, self._guard = engine, host_group, guard
         self._capture_rng, self._measured = capture_rng, measured
         self._ladder = ladder or Ladder()
         self._num_attempts = 0
@@ -183,9 +183,9 @@ class OomReplay:
             self._guard.report()
             return None
         store = dist.distributed_c10d._get_default_store()
-        agreement = self._agreement
-        if agreement.world_size == 1 or all_ranks_oom(
-            store, self._num_attempts, rank=agreement.rank, world_size=agreement.world_size
+        host_group = self._host_group
+        if host_group.world_size == 1 or all_ranks_oom(
+            store, self._num_attempts, rank=host_group.rank, world_size=host_group.world_size
         ):
             return None
         return (
@@ -202,9 +202,9 @@ class OomReplay:
             RuntimeError: There is nothing left to give up: this rank's own error, or
                 PeerOutOfMemory.
         """
-        ran = share.largest(count)[self._agreement.rank]
+        ran = share.largest(count)[self._host_group.rank]
         size = suggest_size(share, ran, self._known()) if is_own else None
-        told = self._agreement.gather([is_own, ran, size or 0])
+        told = self._host_group.all_gather([is_own, ran, size or 0])
         failed = told[told[:, 0] > 0]
         failing, size = int(failed[:, 1].min()), int(failed[:, 2].min())
         ranks = ", ".join(str(rank) for rank in told[:, 0].nonzero()[0])
@@ -213,14 +213,14 @@ class OomReplay:
             self.plans.ran_out(share, failing, size)
             now = f"micro-batches of {self.plans.sizing.bound(share.length)}"
         else:
-            rung = self._ladder.climb(self._agreement.highest)
+            rung = self._ladder.climb(self._host_group.all_max)
             if rung is None:
                 taken = "; ".join(self._ladder.taken) or "nothing"
                 _give_up(own_error, f"{what}, with nothing left to give up (given up: {taken})")
             self.plans.forget()
             now = rung
         self._guard.armed = True
-        if self._agreement.rank == 0:
+        if self._host_group.rank == 0:
             logger.warning("%s: the window is run again, with %s", what, now)
 
     def _known(self) -> MemoryMeasurements:

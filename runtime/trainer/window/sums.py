@@ -21,13 +21,13 @@ class Sums:
         """The weighted mean."""
         return self.weighted_loss / self.weight
 
-    def over_ranks(self, agreement: HostGroup) -> Sums:
+    def over_ranks(self, host_group: HostGroup) -> Sums:
         """Return the sums of all ranks; every one must call this.
 
         Raises:
             BatchError: Nothing in the batch has a weight; raised on all ranks.
         """
-        told = agreement.gather([self.weight, self.weighted_loss]).sum(axis=0)
+        told = host_group.all_gather([self.weight, self.weighted_loss]).sum(axis=0)
         weight = float(told[0])
         if not weight > 0 and isfinite(weight):
             raise BatchError(

@@ -50,7 +50,7 @@ class RunKnobs:
     Args:
         changes: Holds the run's engine.
         windows: Of the run.
-        agreement: Of the run.
+        host_group: Of the run.
         measured: Returns what this rank knows of its memory.
         largest_share: Returns the samples of the largest share of any rank in the last window, the
             same on all ranks; 0 before the first.
@@ -64,7 +64,7 @@ class RunKnobs:
         self,
         changes: EngineHolder,
         windows: WindowRunner,
-        agreement: HostCollectives,
+        host_group: HostCollectives,
         *,
         measured: Callable[[], MemoryMeasurements],
         largest_share: Callable[[], int],
@@ -72,11 +72,11 @@ class RunKnobs:
         checkpointed: ModuleSelector = None,
         sharing: TrainingData | None = None,
     ) -> None:
-        self._changes, self._windows, self._agreement = changes, windows, agreement
+        self._changes, self._windows, self._host_group = changes, windows, host_group
         self._measured, self._largest_share = measured, largest_share
         self._host_risk = host_risk
         self._layouts = ZeroLayouts(
-            lambda: changes.engine, lambda: changes.config, training_config, agreement.world_size
+            lambda: changes.engine, lambda: changes.config, training_config, host_group.world_size
         )
         self._garbage = GcKnob()
         self._live = deepspeed_knobs(lambda: changes.engine)
@@ -91,8 +91,8 @@ class RunKnobs:
             *data,
         ]
         self._codec: list[ReadableKnob] = [
-            CompressionKnob(changes, agreement.world_size),
-            AsyncReductionKnob(changes, agreement.world_size),
+            CompressionKnob(changes, host_group.world_size),
+            AsyncReductionKnob(changes, host_group.world_size),
         ]
         layout = [ZeroLayoutKnob(name, self._layouts) for name in LAYOUT]
         self._dials: list[ReadableKnob] = [*self._live, *self._others, *self._codec, *layout]
@@ -172,7 +172,7 @@ class RunKnobs:
     def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: UndoStack) -> None:
         """Have another engine, and turn the rest on it; on all ranks or on none."""
         changes = self._changes
-        with Attempt(self._agreement) as ready:
+        with Attempt(self._host_group) as ready:
             changes.wake()  # where memory may run out on one rank alone
         if ready.error is not None:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
@@ -180,7 +180,7 @@ class RunKnobs:
         before = changes.config
         changes.rebuild_as(config)
         undos.add(partial(changes.rebuild_as, before))
-        with Attempt(self._agreement) as rest:
+        with Attempt(self._host_group) as rest:
             undos.do(self._turns(target))
         if rest.error is not None:
             undos()

@@ -41,17 +41,17 @@ _OF_ANOTHER = "another rank"  # in the words of those that failed along with it
 class Agreeing(Agreement, Protocol):
     """An agreement that can also put all ranks' numbers side by side."""
 
-    def gather(self, values: Sequence[float]) -> Any:
+    def all_gather(self, values: Sequence[float]) -> Any:
         """Return every rank's values, by rank."""
 
 
 def exchange_order(
-    agreement: Agreeing, hands: KnobSetter, order: Order | None, clock: Clock = perf_counter
+    host_group: Agreeing, hands: KnobSetter, order: Order | None, clock: Clock = perf_counter
 ) -> tuple[Order, Outcome] | None:
     """Carry out rank 0's order on all ranks, each of which calls this between the same two windows.
 
     Args:
-        agreement: Of all ranks.
+        host_group: Of all ranks.
         hands: This rank's.
         order: What rank 0 wants, if anything; other ranks' is not looked at.
         clock: Seconds.
@@ -62,23 +62,23 @@ def exchange_order(
     Raises:
         RuntimeError: Another rank is gone. This rank works as before, unless that took the others.
     """
-    told = agreement.tell(_as_text(order) if agreement.rank == 0 else "")
+    told = host_group.broadcast_text(_as_text(order) if host_group.rank == 0 else "")
     meant = _order_of(told)
-    return None if meant is None else (meant, apply_order(meant, hands, agreement, clock))
+    return None if meant is None else (meant, apply_order(meant, hands, host_group, clock))
 
 
 def apply_order(
-    order: Order, hands: KnobSetter, agreement: Agreeing, clock: Clock = perf_counter
+    order: Order, hands: KnobSetter, host_group: Agreeing, clock: Clock = perf_counter
 ) -> Outcome:
     """Do as ordered on all ranks, or leave all as they were; see `exchange_order`."""
     began = clock()
     part = _RankTransaction(order, hands)
     try:
-        reason = _ended_by(part, agreement)
+        reason = _ended_by(part, host_group)
         if reason is None:
             return Outcome(done=True, seconds=clock() - began)
         part.undo()
-        undone = not agreement.highest(int(not part.is_as_before))
+        undone = not host_group.all_max(int(not part.is_as_before))
     except (RuntimeError, ZerowatchError):
         part.undo()
         raise
@@ -154,19 +154,19 @@ class _RankTransaction:
             logger.warning("%s: %s: %s", self._order.why, what, self.problem)
 
 
-def _ended_by(part: _RankTransaction, agreement: Agreeing) -> str | None:
+def _ended_by(part: _RankTransaction, host_group: Agreeing) -> str | None:
     """Go as far as all ranks come; return why no further, in the words of a rank that failed."""
     for step in (part.look, part.apply, part.verify):
         step()
-        if agreement.highest(int(part.problem is not None)):
-            return _gather_reason(part.problem or "", agreement)
+        if host_group.all_max(int(part.problem is not None)):
+            return _gather_reason(part.problem or "", host_group)
     return None
 
 
-def _gather_reason(own: str, agreement: Agreeing) -> str:
+def _gather_reason(own: str, host_group: Agreeing) -> str:
     """Return what the first rank that failed says, of all ranks that did not fail with another."""
     letters = own.encode()[:_MOST_LETTERS].ljust(_MOST_LETTERS)
-    rows = agreement.gather([float(letter) for letter in letters])
+    rows = host_group.all_gather([float(letter) for letter in letters])
     words = [bytes(map(int, row)).decode(errors="ignore").strip() for row in rows]
     said = [f"rank {rank}: {each}" for rank, each in enumerate(words) if each]
     own_faults = [each for each in said if _OF_ANOTHER not in each]

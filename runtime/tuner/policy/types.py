@@ -153,8 +153,8 @@ class Agreement(Protocol):
     rank: int
     world_size: int
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         """Return the highest value of any rank."""
 
-    def tell(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""

@@ -21,7 +21,7 @@ class Votes:
         self.asked: list[int] = []
         self._others = list(others)
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         self.asked.append(value)
         return max(value, self._others.pop(0) if self._others else 0)
 

@@ -17,7 +17,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
     figures = SimpleNamespace(rebuilt=lambda outcome, seconds: None)
-    return EngineHolder(first, {}, agreement=None, figures=figures, make_engine=None)
+    return EngineHolder(first, {}, host_group=None, figures=figures, make_engine=None)
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])

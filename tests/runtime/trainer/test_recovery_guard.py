@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from fakes.ranks import FakeAgreement, on_ranks
+from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
@@ -45,7 +45,7 @@ class Votes:
     def __init__(self, others: int = 0) -> None:
         self.others, self.held = others, 0
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         self.held += 1
         return max(value, self.others)
 
@@ -210,16 +210,16 @@ def test_another_error_does_not_keep_collectives_from_being_issued(
 
 @pytest.mark.parametrize("fatal", range(4))
 def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(fatal: int) -> None:
-    def train(agreement: FakeAgreement) -> tuple[str | None, int]:
-        backend, guard = Backend(), CollectiveGuard(agreement)
+    def train(host_group: FakeHostGroup) -> tuple[str | None, int]:
+        backend, guard = Backend(), CollectiveGuard(host_group)
         guard.open(backend)
         guard.armed = True
         with OomCapture() as trouble, guard.window():
             for number in range(3):
-                if agreement.rank == 1 and number == fatal:
+                if host_group.rank == 1 and number == fatal:
                     raise RuntimeError(OUT)
                 backend.all_reduce()
-            if agreement.rank == 1 and fatal == 3:
+            if host_group.rank == 1 and fatal == 3:
                 raise RuntimeError(OUT)
         if trouble.whose == "own":
             guard.report()
@@ -231,8 +231,8 @@ def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(f
 
 
 def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
-    def train(agreement: FakeAgreement) -> int:
-        guard = CollectiveGuard(agreement)
+    def train(host_group: FakeHostGroup) -> int:
+        guard = CollectiveGuard(host_group)
         with OomCapture() as trouble, guard.window():
             raise RuntimeError(OUT)
         assert trouble.whose == "own"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.ranks import FakeAgreement, on_ranks
+from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
@@ -43,7 +43,7 @@ class Rank:
 
     def __init__(
         self,
-        agreement: FakeAgreement,
+        host_group: FakeHostGroup,
         *,
         fits: int,
         stage: int = 1,
@@ -53,13 +53,13 @@ class Rank:
         engine = SimpleNamespace(
             why_not=why_not, zero_optimization_partition_gradients=lambda: stage >= 2
         )
-        self.fits, self.rank = fits, agreement.rank
+        self.fits, self.rank = fits, host_group.rank
         self.asked: list[int] = []
         self.drawn: list[float] = []
         self.replay = OomReplay(
             engine=lambda: engine,
-            agreement=agreement,
-            guard=CollectiveGuard(agreement),
+            host_group=host_group,
+            guard=CollectiveGuard(host_group),
             plans=MicroBatchPlanner(),
             capture_rng=capture,
             **options,
@@ -83,7 +83,7 @@ def share(world_size: int = 1) -> BatchShares:
 
 
 def alone(**options: Any) -> Rank:
-    (rank,) = on_ranks(1, lambda agreement: Rank(agreement, **options))
+    (rank,) = on_ranks(1, lambda host_group: Rank(host_group, **options))
     return rank
 
 
@@ -144,8 +144,8 @@ def test_generators_and_the_script_s_own_state_are_put_back_before_each_attempt(
 
 
 def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
-    def train(agreement: FakeAgreement) -> tuple[list[int], int]:
-        rank = Rank(agreement, fits=3 if agreement.rank == 1 else 8)
+    def train(host_group: FakeHostGroup) -> tuple[list[int], int]:
+        rank = Rank(host_group, fits=3 if host_group.rank == 1 else 8)
         done = rank.replay.run(share(2), rank.attempt)
         return rank.asked, done.replays
 
@@ -153,8 +153,8 @@ def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
 
 
 def test_errors_of_its_own_are_told_and_peers_are_not() -> None:
-    def train(agreement: FakeAgreement) -> list[str]:
-        rank = Rank(agreement, fits=4 if agreement.rank == 1 else 8)
+    def train(host_group: FakeHostGroup) -> list[str]:
+        rank = Rank(host_group, fits=4 if host_group.rank == 1 else 8)
         told: list[BaseException] = []
         rank.replay.on_error.append(told.append)
         rank.replay.run(share(2), rank.attempt)
@@ -164,8 +164,8 @@ def test_errors_of_its_own_are_told_and_peers_are_not() -> None:
 
 
 def test_where_one_sample_is_too_much_the_ladder_is_climbed() -> None:
-    def train(agreement: FakeAgreement) -> tuple[list[int], list[str]]:
-        rank = Rank(agreement, fits=0 if agreement.rank == 1 else 8)
+    def train(host_group: FakeHostGroup) -> tuple[list[int], list[str]]:
+        rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         taken: list[str] = []
 
         def apply(name: str) -> bool:
@@ -182,8 +182,8 @@ def test_where_one_sample_is_too_much_the_ladder_is_climbed() -> None:
 
 
 def test_with_nothing_left_each_rank_raises_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
-    def train(agreement: FakeAgreement) -> BaseException:
-        rank = Rank(agreement, fits=0 if agreement.rank == 1 else 8)
+    def train(host_group: FakeHostGroup) -> BaseException:
+        rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         with pytest.raises(RuntimeError) as raised:
             rank.replay.run(share(2), rank.attempt)
         return raised.value
@@ -242,12 +242,12 @@ def test_what_the_frames_of_an_error_held_is_free_before_the_next_attempt() -> N
 
 
 def test_an_update_that_runs_out_is_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
-    def train(agreement: FakeAgreement) -> str:
-        rank = Rank(agreement, fits=8)
+    def train(host_group: FakeHostGroup) -> str:
+        rank = Rank(host_group, fits=8)
         rank.replay._guard.armed = True
 
         def step() -> None:
-            if agreement.rank == 1:
+            if host_group.rank == 1:
                 raise RuntimeError(OUT)
 
         with pytest.raises(RuntimeError) as raised:
@@ -318,8 +318,8 @@ def test_trouble_keeps_the_lines_of_an_error_and_not_what_its_frames_held() -> N
 def test_ranks_that_all_ran_out_unguarded_find_each_other() -> None:
     store = torch.distributed.HashStore()
 
-    def ask(agreement: FakeAgreement) -> bool:
-        return all_ranks_oom(store, 7, rank=agreement.rank, world_size=2)
+    def ask(host_group: FakeHostGroup) -> bool:
+        return all_ranks_oom(store, 7, rank=host_group.rank, world_size=2)
 
     assert on_ranks(2, ask) == [True, True]
 

@@ -10,11 +10,11 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from scripts.resume_engine import AloneAgreement
+from scripts.resume_engine import SingleRankHostGroup
 
 from zerowatch.runtime.trainer.checkpoint.plan_file import Failure, PersistedPlan, PlanFile
 
-ALONE = AloneAgreement()
+ALONE = SingleRankHostGroup()
 PLAN = {"wanted": 8, "sizes": {7: 4, 8: 2}, "failing": {7: 8}}
 
 
@@ -104,7 +104,7 @@ class _Two:
         self._said = text.encode()
         self._told_length = False
 
-    def gather(self, values: list[float]) -> np.ndarray:
+    def all_gather(self, values: list[float]) -> np.ndarray:
         if not self._told_length:
             self._told_length = True
             return np.array([[float(len(self._said))], values])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts.launching import SCRIPTS, start
-from scripts.resume_engine import AloneAgreement, PlainEngine, TwoDisks
+from scripts.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
 from zerowatch.runtime.trainer.checkpoint.load import load_run, saved_config
@@ -20,7 +20,7 @@ from zerowatch.runtime.trainer.checkpoint.rank_file import rank_file
 from zerowatch.runtime.trainer.checkpoint.save import save_run
 from zerowatch.runtime.trainer.checkpoint.state import RunState
 
-ALONE = AloneAgreement()
+ALONE = SingleRankHostGroup()
 
 
 def save(folder: Path, steps: int, engine: PlainEngine | None = None, **state: object) -> Path:

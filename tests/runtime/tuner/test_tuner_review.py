@@ -208,9 +208,9 @@ def test_blocks_that_are_rounded_together_stay_where_every_bit_must() -> None:
 
 
 def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
-    def rank(agreement: Any) -> Outcome:
-        hands = SimpleNamespace(values=dict, refusal=lambda _: "" if agreement.rank else None)
-        return apply_order(Order(target={}, why="test"), cast(Any, hands), agreement)
+    def rank(host_group: Any) -> Outcome:
+        hands = SimpleNamespace(values=dict, refusal=lambda _: "" if host_group.rank else None)
+        return apply_order(Order(target={}, why="test"), cast(Any, hands), host_group)
 
     for outcome in on_ranks(2, rank):
         assert not outcome.done
@@ -272,16 +272,16 @@ def test_all_ranks_are_tuned_or_none(
         def close(self) -> None:
             pass
 
-    def rank(agreement: Any) -> bool:
-        tuner = SimpleNamespace(mode="auto", contract=contracts[agreement.rank])
+    def rank(host_group: Any) -> bool:
+        tuner = SimpleNamespace(mode="auto", contract=contracts[host_group.rank])
         watch = SimpleNamespace(
-            is_open=watched[agreement.rank],
+            is_open=watched[host_group.rank],
             settings=SimpleNamespace(tuner=tuner),
             fail_open=SimpleNamespace(wrap=lambda _, body: body),
         )
         changes: Any = SimpleNamespace(engine=SimpleNamespace(watch=watch))
         parts: Any = None
-        return isinstance(session.new_tuning(changes, parts, agreement, parts), Made)
+        return isinstance(session.new_tuning(changes, parts, host_group, parts), Made)
 
     monkeypatch.setattr(session, "TunerSession", Made)
 

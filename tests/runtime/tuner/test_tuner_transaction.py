@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from fakes.ranks import FakeAgreement, on_ranks
+from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.tuner.knobs.undo_stack import UndoStack
@@ -17,13 +17,13 @@ BEFORE = {"bucket": 100, "overlap": False, "codec": None}
 TARGET = {"bucket": 200, "overlap": True, "codec": "int8"}
 
 
-class Telling(FakeAgreement):
+class Telling(FakeHostGroup):
     """One that can also tell a text."""
 
-    def __init__(self, agreement: FakeAgreement) -> None:
-        super().__init__(agreement.rank, agreement._meeting)
+    def __init__(self, host_group: FakeHostGroup) -> None:
+        super().__init__(host_group.rank, host_group._meeting)
 
-    def tell(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         return self._meeting.exchange(self.rank, text)[0]
 
 
@@ -73,9 +73,9 @@ def raising(error: BaseException) -> Callable[[], Any]:
 def met(hands: list[FakeHands], order: Order | None) -> list[Any]:
     """Let all ranks meet; only rank 0 has the order."""
 
-    def body(agreement: FakeAgreement) -> Any:
-        own = order if agreement.rank == 0 else None
-        return exchange_order(Telling(agreement), hands[agreement.rank], own, clock=lambda: 5.0)
+    def body(host_group: FakeHostGroup) -> Any:
+        own = order if host_group.rank == 0 else None
+        return exchange_order(Telling(host_group), hands[host_group.rank], own, clock=lambda: 5.0)
 
     return on_ranks(len(hands), body)
 
@@ -177,10 +177,10 @@ def test_a_peer_that_is_gone_is_raised_when_this_rank_is_as_before():
         rank, world_size = 0, 2
         votes = 0
 
-        def tell(self, text: str) -> str:
+        def broadcast_text(self, text: str) -> str:
             return text
 
-        def highest(self, value: int) -> int:
+        def all_max(self, value: int) -> int:
             self.votes += 1
             if self.votes == 2:
                 raise RuntimeError("Connection closed by peer")

@@ -13,17 +13,17 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
 
 
-class FakeAgreement:
+class FakeHostGroup:
     """What one rank sees of the meeting."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, meeting.world_size
         self._meeting = meeting
 
-    def gather(self, values: Sequence[float]) -> np.ndarray:
+    def all_gather(self, values: Sequence[float]) -> np.ndarray:
         return np.array(self._meeting.exchange(self.rank, list(values)), dtype=float)
 
-    def highest(self, value: int) -> int:
+    def all_max(self, value: int) -> int:
         return max(self._meeting.exchange(self.rank, value))
 
 
@@ -43,9 +43,9 @@ class Meeting:
         return heard
 
 
-def on_ranks(world_size: int, body: Callable[[FakeAgreement], T]) -> list[T]:
+def on_ranks(world_size: int, body: Callable[[FakeHostGroup], T]) -> list[T]:
     """Run `body` on each rank at once, and return what each returned."""
     meeting = Meeting(world_size)
     with ThreadPoolExecutor(world_size) as threads:
-        ranks = [FakeAgreement(rank, meeting) for rank in range(world_size)]
+        ranks = [FakeHostGroup(rank, meeting) for rank in range(world_size)]
         return list(threads.map(body, ranks))

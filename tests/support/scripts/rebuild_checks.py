@@ -43,7 +43,7 @@ def undisturbed(case: Case, known: dict[str, Course]) -> Course:
     return known[key]
 
 
-def check(case: Case, agreement: HostGroup, known: dict[str, Course]) -> dict:
+def check(case: Case, host_group: HostGroup, known: dict[str, Course]) -> dict:
     expected_losses, expected = undisturbed(case, known)
     run = Run(case)
     losses = run.steps(BEFORE)
@@ -58,7 +58,7 @@ def check(case: Case, agreement: HostGroup, known: dict[str, Course]) -> dict:
     old = None
     counted = (run.engine.global_steps, run.engine.skipped_steps)
     run.engine = rebuild(
-        run.engine, run.config_of(case.new), make_engine=run.make_engine, agreement=agreement
+        run.engine, run.config_of(case.new), make_engine=run.make_engine, host_group=host_group
     )
     gc.collect()
     alive = [what for what, ref in gone.items() if ref is not None and ref() is not None]
@@ -86,15 +86,15 @@ def check(case: Case, agreement: HostGroup, known: dict[str, Course]) -> dict:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    agreement = HostGroup()
+    host_group = HostGroup()
     known: dict[str, Course] = {}
     results = {}
     for name in names:
         print("case", name, flush=True)
         if name == FAULTS:
-            results[name] = check_faults(agreement)
+            results[name] = check_faults(host_group)
         else:
-            results[name] = check(CASES[name], agreement, known)
+            results[name] = check(CASES[name], host_group, known)
         (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
 
 

@@ -55,7 +55,7 @@ def failing_factory() -> Callable[[list[torch.nn.Parameter]], Any]:
     return make
 
 
-def fail(case: Case, agreement: HostGroup, *, when: str) -> dict[str, Any]:
+def fail(case: Case, host_group: HostGroup, *, when: str) -> dict[str, Any]:
     """Let a rebuild fail, and tell whether training went on as if nothing had been."""
     expected_run = Run(case)
     expected = expected_run.steps(BEFORE + AFTER), expected_run.weights()
@@ -65,7 +65,7 @@ def fail(case: Case, agreement: HostGroup, *, when: str) -> dict[str, Any]:
     old = weakref.ref(run.engine)
     make = run.make_engine if when == "within" else Failing(run, after=when == "after")
     try:
-        rebuild(run.engine, run.config_of(case.new), make_engine=make, agreement=agreement)
+        rebuild(run.engine, run.config_of(case.new), make_engine=make, host_group=host_group)
     except UndoneRebuildError as error:
         run.engine, text = error.engine, str(error)
         del error
@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Engine, dict[str, Any]]] = {
 }
 
 
-def refuse(agreement: HostGroup) -> dict[str, Any]:
+def refuse(host_group: HostGroup) -> dict[str, Any]:
     """Ask for what cannot be rebuilt, and tell what was said and whether training went on."""
     case = Case(old=PLAIN[1], new=PLAIN[1])
     expected_run = Run(case)
@@ -109,27 +109,27 @@ def refuse(agreement: HostGroup) -> dict[str, Any]:
     run = Run(case)
     losses = run.steps(BEFORE)
     said = {
-        words: _said(run, {**case.ds_config(engine), **more}, agreement)
+        words: _said(run, {**case.ds_config(engine), **more}, host_group)
         for words, (engine, more) in REFUSED.items()
     }
     odd_one = Engine(stage=3, zero={"offload_optimizer": NVME}) if dist.get_rank() else PLAIN[3]
-    alone = _said(run, case.ds_config(odd_one), agreement)
+    alone = _said(run, case.ds_config(odd_one), host_group)
     losses += run.steps(AFTER)
     run.engine.backward(run.engine(torch.zeros(2, 5, dtype=torch.long)))
-    said["under way"] = _said(run, case.ds_config(PLAIN[2]), agreement)
+    said["under way"] = _said(run, case.ds_config(PLAIN[2]), host_group)
     run.stop()
     return {"said": said, "alone": alone, "equal": losses == expected}
 
 
-def _said(run: Run, config: dict[str, Any], agreement: HostGroup) -> str:
+def _said(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:
     try:
-        rebuild(run.engine, config, make_engine=run.make_engine, agreement=agreement)
+        rebuild(run.engine, config, make_engine=run.make_engine, host_group=host_group)
     except RebuildError as error:
         return str(error)
     return "nothing"
 
 
-def watched(agreement: HostGroup) -> dict[str, Any]:
+def watched(host_group: HostGroup) -> dict[str, Any]:
     """Rebuild under a watch, and tell what its counters did."""
     case = Case(old=PLAIN[1], new=PLAIN[3])
     run = Run(case)
@@ -139,7 +139,7 @@ def watched(agreement: HostGroup) -> dict[str, Any]:
     old = weakref.ref(run.engine)
     with opened.suspended():
         run.engine = rebuild(
-            run.engine, run.config_of(case.new), make_engine=run.make_engine, agreement=agreement
+            run.engine, run.config_of(case.new), make_engine=run.make_engine, host_group=host_group
         )
     opened.rebind_engine(run.engine)
     gc.collect()
@@ -185,16 +185,16 @@ def _fallen(before: Any, after: Any) -> list[str]:
     ]
 
 
-def check_faults(agreement: HostGroup) -> dict[str, Any]:
+def check_faults(host_group: HostGroup) -> dict[str, Any]:
     """Run them all; `deepspeed` is as it was before."""
     assert deepspeed.comm.is_initialized()
     return {
-        "before, stage 1 to 3": fail(Case(old=PLAIN[1], new=PLAIN[3]), agreement, when="before"),
-        "after, stage 3 to 0": fail(Case(old=PLAIN[3], new=PLAIN[0]), agreement, when="after"),
-        "after, stage 0 to 3": fail(Case(old=PLAIN[0], new=PLAIN[3]), agreement, when="after"),
+        "before, stage 1 to 3": fail(Case(old=PLAIN[1], new=PLAIN[3]), host_group, when="before"),
+        "after, stage 3 to 0": fail(Case(old=PLAIN[3], new=PLAIN[0]), host_group, when="after"),
+        "after, stage 0 to 3": fail(Case(old=PLAIN[0], new=PLAIN[3]), host_group, when="after"),
         "within, stage 2 to 3": fail(
-            Case(old=PLAIN[2], new=PLAIN[3], optimizer="factory"), agreement, when="within"
+            Case(old=PLAIN[2], new=PLAIN[3], optimizer="factory"), host_group, when="within"
         ),
-        "refused": refuse(agreement),
-        "watched": watched(agreement),
+        "refused": refuse(host_group),
+        "watched": watched(host_group),
     }

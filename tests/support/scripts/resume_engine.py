@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 
-class AloneAgreement:
+class SingleRankHostGroup:
     """One rank agrees with itself."""
 
     rank = 0
 
-    def gather(self, values):
+    def all_gather(self, values):
         return np.array([values], dtype=float)
 
 
@@ -26,7 +26,7 @@ class TwoDisks:
     def __init__(self, *others):
         self._others = list(others)
 
-    def gather(self, values):
+    def all_gather(self, values):
         return np.array([self._others.pop(0), values], dtype=float)
 
 

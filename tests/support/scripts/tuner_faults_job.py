@@ -150,7 +150,7 @@ def matrix(stage: int) -> Told:
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
                 patches.enter_context(fault(run, hands))
-            met = exchange_order(run.agreement, hands, order)
+            met = exchange_order(run.host_group, hands, order)
         assert met is not None
         told[name] = {
             "done": met[1].done,
@@ -178,7 +178,7 @@ def death(stage: int, when: str) -> Told:
     began = time.monotonic()
     order = Order(target=target_of(hands, rebuild=when == "rebuilt"), why="a death")
     try:
-        met = exchange_order(run.agreement, hands, order)
+        met = exchange_order(run.host_group, hands, order)
         raised = f"none: {met}"
     except RuntimeError as error:
         raised = type(error).__name__

@@ -73,7 +73,7 @@ def hands_of(run: zerowatch.TrainingRun) -> RunKnobs:
     return RunKnobs(
         run._changes,
         run._windows,
-        run.agreement,
+        run.host_group,
         measured=run._windows.memory.measured,
         largest_share=lambda: SHARE,
     )

@@ -38,7 +38,7 @@ INEXACT = {
 def order(run: Any, hands: RunKnobs, target: Configuration, *, checked: bool = True) -> Told:
     """Let all ranks meet for an order; tell how it ended."""
     wanted = Order(target=target, why="a test", checked=checked)
-    met = exchange_order(run.agreement, hands, wanted if run.agreement.rank == 0 else None)
+    met = exchange_order(run.host_group, hands, wanted if run.host_group.rank == 0 else None)
     assert met is not None
     return {"done": met[1].done, "reason": met[1].reason, "undone": met[1].undone}
 
