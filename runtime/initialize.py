@@ -35,7 +35,7 @@ class _Process:
     fail_open: FailOpen = field(default_factory=FailOpen)
     tap: CollectiveInstrumentation | None = None
     watch: Watch | None = None
-    epoch: int = 0
+    num_watches: int = 0
 
     def open_tap(self) -> CollectiveInstrumentation:
         if self.tap is None:
@@ -189,9 +189,9 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     if _process.watch is not None:
         _process.watch.close()
     tap = _process.open_tap()
-    _process.watch = Watch(engine, tap, _process.fail_open, settings, _process.epoch)
-    _process.epoch += 1
-    if _process.epoch == 1:
+    _process.watch = Watch(engine, tap, _process.fail_open, settings, _process.num_watches)
+    _process.num_watches += 1
+    if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_abandon)
     return _process.watch
 

@@ -29,9 +29,9 @@ SCRAPE_SECONDS = f"scrape_duration_seconds{{{', '.join(RANKS)}}}"
 SERIES = f"scrape_samples_scraped{{{', '.join(RANKS)}}}"
 PART_COLORS = {
     "hooks": "blue",
-    "tap": "purple",
+    "collectives": "purple",
     "watch_thread": "yellow",
-    "exchange_thread": "orange",
+    "cross_rank_thread": "orange",
     "http_thread": "green",
     "otlp_thread": "red",
 }
@@ -49,9 +49,9 @@ COST = (
     ),
     TimeSeries(
         title="Cost by part",
-        description="Seconds a second, as a mean over ranks. **hooks** and **tap** run in "
-        "training, the rest in threads of our own. Much tap: very many collectives. It is a mean "
-        "over five minutes, so it rises for as long after a start.",
+        description="Seconds a second, as a mean over ranks. **hooks** and **collectives** run in "
+        "training, the rest in threads of our own. Much **collectives**: very many calls. It is a "
+        "mean over five minutes, so it rises for as long after a start.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
         unit=RATIO,
         minimum=0,

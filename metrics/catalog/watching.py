@@ -6,10 +6,17 @@ from .spec import Label, counter, gauge
 
 WATCH_SECONDS = counter(
     "watch_seconds_total",
-    "Seconds spent watching: wall time of hooks and tap in training, CPU time of our threads.",
+    "Seconds spent on monitoring: wall time of hooks on the training thread, CPU time of threads.",
     Label(
         name="part",
-        values=("hooks", "tap", "watch_thread", "exchange_thread", "http_thread", "otlp_thread"),
+        values=(
+            "hooks",
+            "collectives",
+            "watch_thread",
+            "cross_rank_thread",
+            "http_thread",
+            "otlp_thread",
+        ),
     ),
 )
 HOOK_FAILURES = counter(

@@ -46,11 +46,11 @@ class CollectiveInstrumentation:
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._inside = _Inside()
-        self._begin = fail_open.wrap("tap", self.notes.begin)
-        self._end = fail_open.wrap("tap", self.notes.end)
-        self._waits = fail_open.wrap("tap", self.notes.waits)
-        self._waited = fail_open.wrap("tap", self.notes.waited)
-        self._failed = fail_open.wrap("tap", self.notes.failed)
+        self._begin = fail_open.wrap("collectives", self.notes.begin)
+        self._end = fail_open.wrap("collectives", self.notes.end)
+        self._waits = fail_open.wrap("collectives", self.notes.waits)
+        self._waited = fail_open.wrap("collectives", self.notes.waited)
+        self._failed = fail_open.wrap("collectives", self.notes.failed)
         self._stream_hooks = StreamHooks(fail_open, self.notes.stalls, self._inside)
 
     @property

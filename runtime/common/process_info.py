@@ -66,7 +66,7 @@ class RankStore:
     def __init__(
         self,
         identity: ProcessInfo,
-        epoch: int,
+        watch_index: int,
         store: Store | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +79,7 @@ class RankStore:
         if store is None and dist.is_initialized():  # that store outlives the making
             store = _get_default_store()
         if store is not None:
-            self._store = common_store(store, epoch)
+            self._store = common_store(store, watch_index)
             with self._store_may_fail():
                 self._place.announce(self._store)
 

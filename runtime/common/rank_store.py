@@ -23,14 +23,14 @@ OLDER_TRUSTED_SECONDS = 10.0
 _THIS_PROCESS = secrets.token_hex(4)
 
 
-def common_store(store: Store, epoch: int) -> Store:
+def common_store(store: Store, watch_index: int) -> Store:
     """Return the part of a store in which the token stands.
 
     Args:
         store: The job's store.
-        epoch: How many watches this process has had; the same on all ranks.
+        watch_index: How many watches this process has had; the same on all ranks.
     """
-    return PrefixStore(f"zerowatch/{epoch}", store)
+    return PrefixStore(f"zerowatch/{watch_index}", store)
 
 
 class StoreNamespace:
@@ -74,7 +74,7 @@ class StoreClientFactory:
     Args:
         rank: This rank.
         attempt: How often the launcher has restarted this node's processes.
-        epoch: How many watches this process has had; the same on all ranks.
+        watch_index: How many watches this process has had; the same on all ranks.
         default: Gives the job's store.
 
     Raises:
@@ -85,11 +85,11 @@ class StoreClientFactory:
         self,
         rank: int,
         attempt: int,
-        epoch: int,
+        watch_index: int,
         default: Callable[[], Store] = _get_default_store,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._epoch = epoch
+        self._watch_index = watch_index
         self._default = default
         self._place = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
@@ -102,8 +102,8 @@ class StoreClientFactory:
         self._is_waiting = False
         if client is None:
             client = self._client = self._new_client()
-            self._place.announce(common_store(client, self._epoch))
-        store = common_store(client, self._epoch)
+            self._place.announce(common_store(client, self._watch_index))
+        store = common_store(client, self._watch_index)
         self._token = self._place.find(store)
         self._is_waiting = self._token is None
         return None if self._token is None else PrefixStore(self._token, store)
@@ -112,7 +112,7 @@ class StoreClientFactory:
         """Whether the ranks meet elsewhere by now."""
         if self._client is None or self._token is None:
             return False
-        token = self._place.find(common_store(self._client, self._epoch))
+        token = self._place.find(common_store(self._client, self._watch_index))
         return token not in (None, self._token)
 
     def _new_client(self) -> Store:

@@ -102,8 +102,8 @@ class CrossRankThread:
         self._due = 0.0
         self._wake = threading.Event()
         self._asked = self._answered = 0  # reports that somebody waits for
-        self._open = fail_open.wrap("exchange", self._reach_store)
-        self._look = fail_open.wrap("exchange", self._look_once)
+        self._open = fail_open.wrap("cross_rank", self._reach_store)
+        self._look = fail_open.wrap("cross_rank", self._look_once)
         self._thread = threading.Thread(target=self._run, name="zerowatch-exchange", daemon=True)
 
     @property

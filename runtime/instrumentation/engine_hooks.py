@@ -69,7 +69,7 @@ class EngineHooks:
         self._batch_begins = fail_open.wrap("batch risk", memory.batch_begins)
         self._backward_ends = fail_open.wrap("memory categories", memory.backward_ends)
         self._update_begins = fail_open.wrap("memory categories", memory.step_begins)
-        self._raised = fail_open.wrap("post-mortem", memory.raised)
+        self._raised = fail_open.wrap("oom report", memory.raised)
         self._is_pipeline = hasattr(type(engine), "train_batch")
         names = PIPELINE_METHODS if self._is_pipeline else ENGINE_METHODS
         self._wraps: list[AttributePatch | InstructionMap] = [

@@ -67,17 +67,17 @@ class EngineInstrumentation:
 
     def discard_window(self) -> None:
         """Forget the micro-batches since the last step."""
-        self._context.fail_open.wrap("window", self._engine_hooks.discard_window)()
+        self._context.fail_open.wrap("discard window", self._engine_hooks.discard_window)()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Count the time inside as that of a checkpoint: no training, and no hang either."""
         wrap, clock = self._context.fail_open.wrap, self._context.clock
-        wrap("pause", clock.enter)(CHECKPOINT)
+        wrap("suspend", clock.enter)(CHECKPOINT)
         try:
             yield
         finally:
-            wrap("pause", clock.leave)()
+            wrap("suspend", clock.leave)()
 
     def restore(self) -> None:
         """Take the hooks off. Safe to call twice."""

@@ -19,14 +19,14 @@ from ..common.process_info import ProcessInfo
 class WatchContext:
     """The watch of one engine, as its parts see it.
 
-    `engine` gives the watched engine, None once it is gone; `epoch` is how many watches this
+    `engine` gives the watched engine, None once it is gone; `watch_index` is how many watches this
     process has had; `notes` are those of its collectives; `run_id` gives the run's name, once it is
     known, and `folder` the run folder, where there is one.
     """
 
     engine: Callable[[], Any]
     identity: ProcessInfo
-    epoch: int
+    watch_index: int
     settings: Settings
     notes: CallRecorder
     clock: PhaseTimer

@@ -39,7 +39,7 @@ class CrossRankMonitor:
         self._context = context
         speaks = context.identity.rank == 0
         volume = WireVolumeCheck(
-            fail_open.wrap("plan", self._plan), self._engine_variant, recorder, speaks=speaks
+            fail_open.wrap("estimate", self._plan), self._engine_variant, recorder, speaks=speaks
         )
         self.begin_anew = fail_open.wrap("volume", volume.begin_anew)
         self._exchange = self._new_exchange(volume.ratio)
@@ -87,7 +87,7 @@ class CrossRankMonitor:
     def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> CrossRankThread:
         context, identity, settings = self._context, self._context.identity, self._context.settings
         compares = settings.cross_rank.enabled and identity.world_size > 1
-        clients = StoreClientFactory(identity.rank, identity.attempt, context.epoch)
+        clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index)
         return CrossRankThread(
             connect=clients.connect if compares else None,
             rank=identity.rank,

@@ -138,9 +138,9 @@ class MemoryMonitor:
 
     def _wrapped_duties(self) -> list[Callable[[], object]]:
         """List what is done each second; one that fails leaves the others be."""
-        duties: dict[str, Callable[[], object]] = {"memory figures": self._publish_figures}
+        duties: dict[str, Callable[[], object]] = {"memory metrics": self._publish_figures}
         if self._enabled:
-            duties["memory after a rebuild"] = self._forget_if_moved
+            duties["memory baseline"] = self._forget_if_moved
             duties["forecasts"] = self._forecasts.renew
             duties["leaks"] = self._leaks.look
             duties["killed ranks"] = self._write_liveness_file

@@ -58,7 +58,7 @@ class OtelExporter:
         self._settings = context.settings.otel
         self._rank = context.identity.rank
         # Nodes may count their restarts differently; a rank there then hangs under nobody.
-        self._life = f"{context.identity.attempt}.{context.epoch}"
+        self._life = f"{context.identity.attempt}.{context.watch_index}"
         self._held: deque[Step] = deque()
         self._lost = 0
         self._slow = SlowSteps()

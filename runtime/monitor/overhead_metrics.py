@@ -80,9 +80,9 @@ def own_costs(
     """
     seconds: dict[str, Callable[[], float]] = {
         "hooks": lambda: hooks_ns() / 1e9,
-        "tap": lambda: tap.total_cost_ns / 1e9,
+        "collectives": lambda: tap.total_cost_ns / 1e9,
         "watch_thread": lambda: thread.cpu_seconds,
-        "exchange_thread": lambda: comparison.cpu_seconds,
+        "cross_rank_thread": lambda: comparison.cpu_seconds,
     }
     dropped: dict[str, Callable[[], int]] = {
         "collectives": lambda: context.notes.dropped_calls + thread.dropped_calls,

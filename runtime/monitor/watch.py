@@ -50,7 +50,7 @@ class Watch:
         tap: The process's tap, open or not.
         fail_open: Guards whatever runs inside training.
         settings: The settings of this run.
-        epoch: How many watches this process has had; the same on all ranks.
+        watch_index: How many watches this process has had; the same on all ranks.
 
     Attributes:
         address: "host:port" at which this rank serves its metrics; None where it does not.
@@ -66,11 +66,11 @@ class Watch:
         tap: CollectiveInstrumentation,
         fail_open: FailOpen,
         settings: Settings,
-        epoch: int,
+        watch_index: int,
     ) -> None:
         self._engine = EngineRef(engine)
         self.settings = settings
-        self._epoch = epoch
+        self._watch_index = watch_index
         self.fail_open = fail_open
         self._tap = tap
         self.recorder = Recorder()
@@ -182,7 +182,7 @@ class Watch:
         self._close_hooks()
 
     def _open_server(self, undo: ExitStack) -> None:
-        board = RankStore(self._identity, self._epoch)
+        board = RankStore(self._identity, self._watch_index)
         addresses = TargetDiscovery(board, self._identity)
         self._folder = RunFolder(self.settings, self._identity, board, addresses)
         self._server = MetricsServer(
@@ -212,7 +212,7 @@ class Watch:
             undo.callback(probe.close)
         self._memory = MemoryMonitor(context, engine, probes)
         undo.callback(self._memory.close)
-        self._ended_by = self.fail_open.wrap("post-mortem", self._memory.ended_by)
+        self._ended_by = self.fail_open.wrap("oom report", self._memory.ended_by)
         self._comparison = CrossRankMonitor(context)
         self._listeners.extend(self._comparison.listeners)
         self._telemetry = OtelExporter(context, partial(hardware_ids, cuda_device=device))
@@ -260,7 +260,7 @@ class Watch:
         return WatchContext(
             engine=self._engine,
             identity=self._identity,
-            epoch=self._epoch,
+            watch_index=self._watch_index,
             settings=self.settings,
             notes=self._tap.notes,
             clock=self._clock,

@@ -80,7 +80,7 @@ class WatchThread:
         self._take_memory = fail_open.wrap("memory", take_memory)
         self._events = events
         self._append = fail_open.wrap("run log", append)
-        self._keep_pace = fail_open.wrap("pace", keep_pace)
+        self._keep_pace = fail_open.wrap("step times", keep_pace)
         self._listeners = listeners
         self._trace = None if trace is None else fail_open.wrap("traces", trace)
         self._on_cuda = on_cuda
@@ -92,7 +92,7 @@ class WatchThread:
         self._clock, self._comm, self._tally = CommTimeCounter(), StepCommTotals(), PeriodTotals()
         self._steps: list[Step] = []
         self._calls: list[CollectiveCall] = []
-        self._settle = fail_open.wrap("settle", self._settle_pending)
+        self._settle = fail_open.wrap("step records", self._settle_pending)
         self._publish = fail_open.wrap("publish", publisher.publish)
         self._close = fail_open.wrap("devices", sampler.close)
         all_duties = {"devices": sampler.read_devices, **duties}

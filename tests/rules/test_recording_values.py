@@ -114,7 +114,7 @@ CASES = {
     ),
     watching.WATCH_RATIO_BY_RANK: (
         of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
-        | of_both("zerowatch_watch_seconds_total", growing(0.002), part="tap"),
+        | of_both("zerowatch_watch_seconds_total", growing(0.002), part="collectives"),
         {'rank="0"': 0.003, 'rank="1"': 0.003},
     ),
 }

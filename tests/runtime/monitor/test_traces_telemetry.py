@@ -49,7 +49,7 @@ class Rank:
         context = SimpleNamespace(
             engine=lambda: self.engine,
             identity=identity,
-            epoch=0,
+            watch_index=0,
             settings=SimpleNamespace(otel=OtelSettings(**given)),
             clock=PhaseTimer(),
             run_id=lambda: self.run_id,
