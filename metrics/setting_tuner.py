@@ -17,10 +17,10 @@ class TunerSettings(Section):
     mode: Literal["off", "advise", "auto"] = "advise"
     """`off`: no tuner. `advise` says what to change and changes nothing. `auto` changes it, where
     the training is a TrainingRun (elsewhere it advises), and takes back what did not help."""
-    contract: Literal["bitwise", "reassociation", "statistical", "free"] = "reassociation"
+    numerics: Literal["bitwise", "reassociation", "statistical", "unrestricted"] = "reassociation"
     """What a change may do to the numbers: `bitwise` nothing; `reassociation` sum them in another
-    order; `statistical` also round them otherwise, the same on average; `free` also change batch
-    size and learning rate."""
+    order; `statistical` also round them otherwise, the same on average; `unrestricted` also
+    change batch size and learning rate."""
     rebuild: bool = True
     """Whether the engine may be rebuilt for what cannot be changed in it."""
     min_gain: float = Field(default=0.01, gt=0, lt=1)
@@ -44,6 +44,6 @@ class TunerSettings(Section):
     stop_file: Path | None = None
     """While this file exists on rank 0's host, nothing is changed and what is on trial is taken
     back; what was kept stays. By default `tuner.stop` in the run folder."""
-    remember: Path | None = None
-    """Folder of what was found out, for later runs of the same job; by default `.tuner` in
-    run_log.folder, and nowhere if no run log is written. Delete it to have that forgotten."""
+    history_dir: Path | None = None
+    """Directory of the tuner's history, reused by later runs of the same job; by default `.tuner`
+    in run_log.folder, and none if no run log is written. Delete it to reset."""

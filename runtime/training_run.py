@@ -25,7 +25,7 @@ from .trainer.window_runner import WindowRunner
 from .tuner.model_traits import warn_of_batch_statistics
 from .tuner.session import new_tuning, tuner_settings
 
-ContractName = Literal["bitwise", "reassociation", "statistical", "free"]
+NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"]
 
 
 class TrainingRun:
@@ -53,9 +53,9 @@ class TrainingRun:
             its name, a pattern of module names such as "blocks.*", or several of these.
         tuner: "off"; "advise", which says what would make training faster; or "auto", which tries
             it, keeps what helps and takes back what does not. By default the setting `tuner.mode`.
-        contract: What the tuner may do to the numbers: "bitwise" nothing, "reassociation" other
-            orders of summation, "statistical" other roundings, "free" another batch size too. By
-            default the setting `tuner.contract`.
+        numerics: What the tuner may do to the numbers: "bitwise" nothing, "reassociation" other
+            orders of summation, "statistical" other roundings, "unrestricted" another batch size too.
+            By default the setting `tuner.numerics`.
 
     Raises:
         DsConfigError: The ds config cannot be used.
@@ -75,10 +75,10 @@ class TrainingRun:
         compression: str | None = None,
         activation_checkpointing: ModuleSelector | bool = False,
         tuner: Literal["off", "advise", "auto"] | None = None,
-        contract: ContractName | None = None,
+        numerics: NumericsName | None = None,
     ) -> None:
         ours, maker = training_config(config), EngineFactory(optimizer, lr_scheduler)
-        engine = maker.first(model, ours, tuner_settings(settings, tuner, contract))
+        engine = maker.first(model, ours, tuner_settings(settings, tuner, numerics))
         warn_of_batch_statistics(model)
         with ExitStack() as undo:  # what is open already is closed if the rest cannot be
             undo.callback(engine.watch.close)

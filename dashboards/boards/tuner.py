@@ -74,7 +74,7 @@ NOW = (
 COURSE = (
     StateTimeline(
         title="States over time",
-        description="A trial goes from propose over probation to accept or rollback. Compare with "
+        description="A trial goes from propose over applied to accept or rollback. Compare with "
         "the step time below.",
         queries=(Query(of_first_rank(tuner.TUNER_STATE), "{{state}}"),),
         unit=PLAIN,

@@ -14,7 +14,7 @@ from ..tuner.policy.decision import Mode
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
 from ..tuner.policy.experiment import Conclusion
 from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
-from ..tuner.policy.numerics import JobFacts, contract_named
+from ..tuner.policy.numerics import JobFacts, numerics_named
 from ..tuner.policy.proposals import TunerInput, propose
 from ..tuner.policy.types import Symptom
 from ..tuner.reporting import TunerReporter
@@ -149,7 +149,7 @@ class Advisor:
             configuration=hands.values(),
             options=hands.options(),
             facts=self._facts,
-            contract=contract_named(tuner.contract),
+            numerics=numerics_named(tuner.numerics),
             allows_rebuild=tuner.rebuild,
             symptoms=symptoms,
             reading=reading,

@@ -27,7 +27,7 @@ def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFil
             "world_size": world_size,
             "device": engine.device.type,
             "versions": [version(name) for name in ("torch", "deepspeed", "zerowatch")],
-            "contract": settings.tuner.contract,
+            "numerics": settings.tuner.numerics,
             "rebuild": settings.tuner.rebuild,
         }
     )
@@ -35,8 +35,8 @@ def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFil
 
 
 def _folder(settings: Settings) -> Path | None:
-    if settings.tuner.remember is not None:
-        return settings.tuner.remember
+    if settings.tuner.history_dir is not None:
+        return settings.tuner.history_dir
     log = settings.run_log
     return log.folder / ".tuner" if log.enabled else None
 

@@ -122,7 +122,7 @@ def span_of(decision: Decision, sentence: str, seconds: float) -> Span:
         "zerowatch.tuner.step": decision.step,
         "zerowatch.tuner.symptom": decision.symptom.name,
         "zerowatch.tuner.knob": decision.knob,
-        "zerowatch.tuner.contract": decision.contract.name.lower(),
+        "zerowatch.tuner.numerics": decision.numerics.name.lower(),
         "zerowatch.tuner.verdict": decision.verdict,
         "zerowatch.tuner.reason": decision.reason,
         "zerowatch.tuner.predicted_gain": decision.predicted_gain,

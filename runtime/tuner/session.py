@@ -22,7 +22,7 @@ from .knobs.run_knobs import RunKnobs
 from .null_session import NullTunerSession
 from .policy.controller import Controller
 from .policy.metrics_delta import CPU
-from .policy.numerics import contract_named
+from .policy.numerics import numerics_named
 from .policy.options import TunerOptions
 from .policy.search_history import SearchHistory
 from .policy.transaction import exchange_order
@@ -67,7 +67,7 @@ class TunerSession(NullTunerSession):
             sharing=sharing,
         )
         self._facts = job_facts(changes.engine)
-        self.contract = contract_named(settings.tuner.contract)
+        self.numerics = numerics_named(settings.tuner.numerics)
         self._lead: RankZeroTuner | None = None
         self._make_lead = self._watch.fail_open.wrap("tuner", self._new_lead)
         self._risk = ReportedOomRisk()
@@ -182,7 +182,7 @@ class TunerSession(NullTunerSession):
             lambda: self._facts,
             TunerOptions(
                 acts=tuner.mode == "auto",
-                contract=self.contract,
+                numerics=self.numerics,
                 allows_rebuild=tuner.rebuild,
                 min_gain=tuner.min_gain,
                 exploration_ratio=tuner.exploration_ratio,
@@ -195,9 +195,9 @@ class TunerSession(NullTunerSession):
             SearchHistory(memory.load(), memory.died_of(), memory),
         )
         logger.info(
-            "the tuner is on: mode %s, contract %s; it first looks after %g seconds of training",
+            "the tuner is on: mode %s, numerics %s; it first looks after %g seconds of training",
             tuner.mode,
-            tuner.contract,
+            tuner.numerics,
             tuner.observe_seconds,
         )
         return RankZeroTuner(controller, self._watch.fail_open, self._stop_file)
@@ -230,21 +230,21 @@ def new_tuning(
     if watch.is_open and watch.settings.tuner.mode != "off":
         make = watch.fail_open.wrap("tuner", TunerSession)
         own = make(changes, windows, host_group, sharing, watch.settings)
-    told = host_group.all_gather([-1 if own is None else own.contract])
+    told = host_group.all_gather([-1 if own is None else own.numerics])
     if own is None:
         return NullTunerSession()
-    if (told != own.contract).any():
-        logger.warning("not tuned: ranks differ in whether they are watched, or in tuner.contract")
+    if (told != own.numerics).any():
+        logger.warning("not tuned: ranks differ in whether they are watched, or in tuner.numerics")
         own.close()
         return NullTunerSession()
     return own
 
 
 def tuner_settings(
-    settings: Mapping[str, Any] | None, mode: str | None, contract: str | None
+    settings: Mapping[str, Any] | None, mode: str | None, numerics: str | None
 ) -> dict[str, Any]:
     """Return a caller's settings with what it asked of the tuner by name."""
     given = dict(settings or {})
-    named = {"mode": mode, "contract": contract}
+    named = {"mode": mode, "numerics": numerics}
     asked = {name: value for name, value in named.items() if value is not None}
     return {**given, "tuner": {**given.get("tuner", {}), **asked}} if asked else given

@@ -43,12 +43,12 @@ class Space:
     settings: dict[str, Any]
 
 
-def _space(name: str, goal: float, seconds: float, contract: str, *, rebuild: bool) -> Space:
+def _space(name: str, goal: float, seconds: float, numerics: str, *, rebuild: bool) -> Space:
     return Space(
         name=name,
         goal=goal,
         seconds=seconds,
-        arguments={"tuner": "auto", "contract": contract},
+        arguments={"tuner": "auto", "numerics": numerics},
         settings={"rebuild": rebuild},
     )
 

@@ -1,4 +1,4 @@
-"""What becomes of the loss where the tuner may round: contract "statistical", on a slow link.
+"""What becomes of the loss where the tuner may round: numerics "statistical", on a slow link.
 
 The same seeds train without a tuner on a fast link; of two ranks the link changes no number.
 """
@@ -23,7 +23,7 @@ ASKED: Mapping[str, Any] = {
     # So that most of these few steps are trained with what it finds.
     "settings": {"tuner": {"observe_seconds": 2.0, "soak_steps": 20, "rebuild": False}},
 }
-TUNED = {"tuner": "auto", "contract": "statistical"}
+TUNED = {"tuner": "auto", "numerics": "statistical"}
 
 
 def bench(options: Options) -> Iterator[Row]:

@@ -25,7 +25,7 @@ PARTS = ((FAST, 100.0), (SLOW, 220.0), (FAST, 280.0))
 FIRST = at(stage=0, micro_batch=16)
 LEAST = 0.98  # of the better one's throughput: what a change no longer needed may cost
 ASKED = {
-    "tuner": {"tuner": "auto", "contract": "statistical"},
+    "tuner": {"tuner": "auto", "numerics": "statistical"},
     # Soaking is by steps, and would outlast the parts of this bench.
     "settings": {"rebuild": False, "soak_steps": 20},
     "seconds": 3600,

@@ -202,9 +202,9 @@ def test_a_password_in_an_address_is_refused_and_not_shown(monkeypatch, password
 
 
 def test_what_the_tuner_may_do_is_one_of_the_known_words():
-    message = error_of({"tuner": {"contract": "exact"}})
+    message = error_of({"tuner": {"numerics": "exact"}})
 
-    assert message.startswith("setting 'tuner.contract' (call argument): Input should be 'bitwise'")
+    assert message.startswith("setting 'tuner.numerics' (call argument): Input should be 'bitwise'")
     assert message.endswith("got 'exact'")
 
 

@@ -88,7 +88,7 @@ def _parse_decision(data: Mapping[str, Any]) -> Decision:
     values = {one.name: data[one.name] for one in fields(Decision)}
     values["symptom"] = Symptom(**data["symptom"])
     values["changes"] = tuple(Change(**change) for change in data["changes"])
-    values["contract"] = Numerics[data["contract"].upper()]
+    values["numerics"] = Numerics[data["numerics"].upper()]
     return Decision(**values)
 
 
@@ -97,7 +97,7 @@ def _parse_situation(data: Mapping[str, Any]) -> TunerInput:
     values = {
         **data,
         "facts": JobFacts(**facts),
-        "contract": Numerics(data["contract"]),
+        "numerics": Numerics(data["numerics"]),
         "symptoms": tuple(Symptom(**symptom) for symptom in data["symptoms"]),
         "reading": MetricsDelta(**data["reading"]),
         "denied": frozenset((knob, value) for knob, value in data["denied"]),

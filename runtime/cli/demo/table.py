@@ -14,7 +14,7 @@ from .line import UNKNOWN, format_ratio, format_size
 from .summary import Summary
 
 KEPT = "accepted"  # the verdict on a change that stays
-TRYING = ("preflight", "probation", "ab")  # states of the tuner
+TRYING = ("preflight", "applied", "trial")  # states of the tuner
 # What a cause of waiting for communication means, in words.
 CAUSES = {
     "imbalance": "another rank was late",

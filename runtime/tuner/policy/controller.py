@@ -89,7 +89,7 @@ class Controller:
         if outcome.done:
             self.course.arrive(order.target)
             if self.state == "preflight":
-                self._enter("probation")
+                self._enter("applied")
             self._adopt_if_in_use()
             return
         self.course.wanted = self.course.in_use
@@ -232,7 +232,7 @@ class Controller:
             self._leave()
             self._begin_anew("other")
         else:
-            self._enter("ab" if self.state == "probation" else self.state)
+            self._enter("trial" if self.state == "applied" else self.state)
             self.course.wanted, judgement = experiment.wanted, experiment.judgement
             if judgement is not None:
                 end = self._adopt if judgement.verdict == "accepted" else self._conclude
@@ -280,12 +280,12 @@ class Controller:
         self._observer.begin()
         if self.state != "safe_mode":
             self._enter("accept")
-            self._enter("soak")
+            self._enter("cooldown")
 
     def _relieve(self, step: StepTime) -> None:
         """Give something up for memory; what is on trial first."""
         if self._experiment is not None or self._adoption.is_due:
-            if self.state in ("probation", "ab"):  # it may be what takes the memory
+            if self.state in ("applied", "trial"):  # it may be what takes the memory
                 self._drop(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._leave()
         elif (found := self._relief.find(step, self.course.known_good)) is not None:

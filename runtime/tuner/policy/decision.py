@@ -34,7 +34,7 @@ class Decision:
         step: The last step before it.
         symptom: What it was for.
         changes: What was to differ.
-        contract: The least that allows it.
+        numerics: The least that allows it.
         predicted_gain: Of throughput, 0.5 for half as much again; None where nothing told.
         gain: As measured, likewise; None where it was not tried.
         lower: What it gained at least, by the interval of its measurement.
@@ -54,7 +54,7 @@ class Decision:
     step: int
     symptom: Symptom
     changes: Sequence[Change]
-    contract: Numerics
+    numerics: Numerics
     predicted_gain: float | None
     gain: float | None = None
     lower: float | None = None
@@ -100,7 +100,7 @@ def decide(
         step=step,
         symptom=proposal.symptom,
         changes=changes_of(situation.configuration, proposal.changes),
-        contract=proposal.contract,
+        numerics=proposal.numerics,
         predicted_gain=proposal.predicted_gain,
         gain=None if found is None else found.gain,
         lower=None if found is None else found.lower,

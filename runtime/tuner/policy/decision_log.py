@@ -60,7 +60,7 @@ class DecisionLog:
 def decision_line(decision: Decision, conclusion: Conclusion) -> bytes:
     """Serialize a decision and its inputs as one JSON line, newline included."""
     values: dict[str, object] = {one.name: getattr(decision, one.name) for one in fields(decision)}
-    values["contract"] = decision.contract.name.lower()
+    values["numerics"] = decision.numerics.name.lower()
     line = {
         "schema": SCHEMA_VERSION,
         "knob": decision.knob,

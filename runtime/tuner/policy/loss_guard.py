@@ -29,7 +29,7 @@ class LossGuard:
         """Say why a change must not stay, as a window with it shows; None where it may."""
         if step.replays:
             return "memory ran out"
-        if proposal.contract >= Numerics.STATISTICAL and self._is_far_off(step.loss):
+        if proposal.numerics >= Numerics.STATISTICAL and self._is_far_off(step.loss):
             return f"the loss went up to {step.loss:.4g}"
         return None
 

@@ -78,8 +78,8 @@ class JobFacts:
         return self.parameter_bytes / self.parameter_width
 
 
-def class_of(knob: str, facts: JobFacts) -> Numerics | None:
-    """Return the least contract that allows a knob to be turned in this job; None: none does.
+def required_numerics(knob: str, facts: JobFacts) -> Numerics | None:
+    """Return the least numerics that allows a knob to be turned in this job; None: none does.
 
     Args:
         knob: Name of one in the registry.
@@ -93,22 +93,22 @@ def class_of(knob: str, facts: JobFacts) -> Numerics | None:
     together = traits.dropout or traits.batch_statistics or not traits.loss_decomposable
     if knob in _CUT_KNOBS and together:
         return Numerics.STATISTICAL
-    return SPECS[knob].contract
+    return SPECS[knob].numerics
 
 
-def class_of_all(knobs: Iterable[str], facts: JobFacts) -> Numerics | None:
-    """Return the least contract that allows several knobs to be turned; None: none does."""
+def required_numerics_of_all(knobs: Iterable[str], facts: JobFacts) -> Numerics | None:
+    """Return the least numerics that allows several knobs to be turned; None: none does."""
     least = Numerics.BITWISE
     for knob in knobs:
-        contract = class_of(knob, facts)
-        if contract is None:
+        numerics = required_numerics(knob, facts)
+        if numerics is None:
             return None
-        least = max(least, contract)
+        least = max(least, numerics)
     return least
 
 
-def contract_named(text: str) -> Numerics:
-    """Return the contract of a name as settings write it, such as "bitwise".
+def numerics_named(text: str) -> Numerics:
+    """Return the numerics of a name as settings write it, such as "bitwise".
 
     Raises:
         KeyError: There is none of that name.
@@ -116,6 +116,6 @@ def contract_named(text: str) -> Numerics:
     return Numerics[text.upper()]
 
 
-def name_of(contract: Numerics) -> str:
-    """Return a contract's name as settings write it."""
-    return contract.name.lower()
+def name_of_numerics(numerics: Numerics) -> str:
+    """Return a numerics's name as settings write it."""
+    return numerics.name.lower()

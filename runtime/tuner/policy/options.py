@@ -19,7 +19,7 @@ class TunerOptions:
     """What the user lets the tuner do.
 
     Attributes:
-        contract: What may happen to the numbers.
+        numerics: What may happen to the numbers.
         acts: Whether it changes anything, or only says what it would change.
         allows_rebuild: Whether the engine may be rebuilt.
         min_gain: Least gain of throughput worth a change.
@@ -31,7 +31,7 @@ class TunerOptions:
         thresholds: From when on something is a symptom.
     """
 
-    contract: Numerics
+    numerics: Numerics
     acts: bool = True
     allows_rebuild: bool = True
     min_gain: float = 0.01

@@ -1,6 +1,6 @@
 """What to try, in which order, against what holds a job back. Pure.
 
-Nothing is proposed that the contract forbids, that cannot be set here, or that has failed in these
+Nothing is proposed that the numerics forbids, that cannot be set here, or that has failed in these
 surroundings before.
 """
 
@@ -20,7 +20,7 @@ from .diagnose import (
     exposed_ratio,
 )
 from .metrics_delta import MetricsDelta
-from .numerics import SUM_KNOBS, JobFacts, class_of_all
+from .numerics import SUM_KNOBS, JobFacts, required_numerics_of_all
 from .predict import predicted_gain
 from .registry import KNOBS, SPECS, KnobSpec, Trigger
 from .types import Configuration, Numerics, Proposal, Symptom, Value
@@ -43,7 +43,7 @@ class TunerInput:
         configuration: What the job works with, and is known to work; whole.
         options: What each knob could be set to here.
         facts: Of the job.
-        contract: What the user allows.
+        numerics: What the user allows.
         allows_rebuild: Whether the engine may be rebuilt.
         symptoms: What holds the job back, in their order.
         reading: What they were told from.
@@ -58,7 +58,7 @@ class TunerInput:
     configuration: Configuration
     options: Mapping[str, Sequence[Value]]
     facts: JobFacts
-    contract: Numerics
+    numerics: Numerics
     allows_rebuild: bool
     symptoms: Sequence[Symptom]
     reading: MetricsDelta
@@ -187,13 +187,13 @@ def _proposal(
     ):
         return None
     changes = whole
-    contract = class_of_all(changes, situation.facts)
+    numerics = required_numerics_of_all(changes, situation.facts)
     rebuilds = any(SPECS[knob].tier == "rebuild" for knob in changes)
-    if contract is None:
+    if numerics is None:
         return None
     if situation.configuration.get("gradient_compression") and SUM_KNOBS & changes.keys():
-        contract = max(contract, Numerics.REASSOCIATION)  # buckets say what is rounded together
-    if contract > situation.contract:
+        numerics = max(numerics, Numerics.REASSOCIATION)  # buckets say what is rounded together
+    if numerics > situation.numerics:
         return None
     if rebuilds and not situation.allows_rebuild:
         return None
@@ -201,7 +201,7 @@ def _proposal(
         changes=changes,
         symptom=symptom,
         tier="rebuild" if rebuilds else "live",
-        contract=contract,
+        numerics=numerics,
         predicted_gain=_gain(situation, changes),
         why=why,
     )
@@ -262,7 +262,7 @@ def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
         return 0.0, proposal.tier == "rebuild", Numerics.BITWISE
     if proposal.tier == "rebuild":
         gain = (1 + gain) / _WORTH_A_REBUILD - 1
-    return -1.0 - math.floor(gain / _ALIKE), proposal.tier == "rebuild", proposal.contract
+    return -1.0 - math.floor(gain / _ALIKE), proposal.tier == "rebuild", proposal.numerics
 
 
 def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:

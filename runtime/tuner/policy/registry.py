@@ -25,7 +25,7 @@ class KnobSpec:
 
     Attributes:
         name: As everybody calls it.
-        contract: The least that allows it, if nothing more is known of the job; see `class_of`.
+        numerics: The strictest value that allows it in a plain job; see `required_numerics`.
         tier: Whether the engine has to be rebuilt.
         domain: All its values in order, or a rule where they are too many.
         triggers: What each symptom that it may help against wants of it.
@@ -37,7 +37,7 @@ class KnobSpec:
     """
 
     name: str
-    contract: Numerics
+    numerics: Numerics
     domain: tuple[Value, ...] | Rule
     triggers: Mapping[str, Trigger]
     what: str
@@ -60,7 +60,7 @@ def _at(trigger: Trigger, *symptoms: str) -> dict[str, Trigger]:
 KNOBS: tuple[KnobSpec, ...] = (
     KnobSpec(
         name="micro_batch_samples",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain="whole numbers from 1",
         triggers={
             **_at("up", *_COMM, "host_bound", "device_idle"),
@@ -71,7 +71,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="activation_checkpointing",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain=(False, True),
         triggers={**_at((True,), "memory_pressure"), **_at((False,), "memory_idle")},
         settle_steps=3,
@@ -79,7 +79,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="reduce_bucket_size",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain="powers of two",
         triggers={
             **_at("either", "comm_bandwidth", "comm_redundancy"),
@@ -91,7 +91,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="prefetch_bucket_size",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={
             **_at("up", "comm_bandwidth", "comm_latency"),
@@ -103,7 +103,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="max_live_parameters",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={
             **_at("up", "comm_bandwidth", "comm_latency"),
@@ -115,7 +115,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="max_reuse_distance",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={**_at("up", *_COMM), **_at("down", "memory_pressure")},
         ds_key=(_ZERO, "stage3_max_reuse_distance"),
@@ -125,7 +125,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     # Larger is not always faster: what stays is gathered after each step, one call each.
     KnobSpec(
         name="param_persistence_threshold",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain="powers of two, and 0",
         triggers={**_at("either", "comm_latency"), **_at("down", "memory_pressure")},
         ds_key=(_ZERO, "stage3_param_persistence_threshold"),
@@ -134,7 +134,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="optimizer_sleep",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain=(False, True),
         triggers={**_at((True,), "memory_pressure"), **_at((False,), "memory_idle")},
         device_only=True,
@@ -142,7 +142,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="timers.throughput.synchronized",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain=(False, True),
         triggers=_at((False,), "host_bound", "device_idle"),
         ds_key=("timers", "throughput", "synchronized"),
@@ -151,14 +151,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="python_gc",
-        contract=Numerics.BITWISE,
+        numerics=Numerics.BITWISE,
         domain=("automatic", "between_steps"),
         triggers=_at(("between_steps",), "host_bound", "comm_imbalance", "straggler"),
         what="when Python looks for garbage",
     ),
     KnobSpec(
         name="use_multi_rank_bucket_allreduce",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers={**_at((False, True), *_BYTES), **_at((True,), "comm_latency")},
         ds_key=(_ZERO, "use_multi_rank_bucket_allreduce"),
@@ -166,7 +166,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="reduce_scatter",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True, False), *_COMM),
         ds_key=(_ZERO, "reduce_scatter"),
@@ -174,7 +174,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="overlap_comm",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers={**_at((True,), *_COMM), **_at((False,), "memory_pressure")},
         ds_key=(_ZERO, "overlap_comm"),
@@ -183,14 +183,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="asynchronous_reduction",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True,), *_COMM),
         what="gradients that travel while backward goes on",
     ),
     KnobSpec(
         name="balance",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         domain=(False, True),
         triggers=_at((True,), "straggler", "comm_imbalance"),
         what="samples shared out by the ranks' measured speeds",
@@ -198,14 +198,14 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="gradient_compression",
-        contract=Numerics.STATISTICAL,
+        numerics=Numerics.STATISTICAL,
         domain=(None, "bf16", "int8", "fp8"),
         triggers=_at(("int8", "fp8", "bf16"), *_BYTES),
         what="the form in which gradients travel",
     ),
     KnobSpec(
         name="zero_stage",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(0, 1, 2, 3),
         triggers={**_at("down", *_COMM), **_at("up", "memory_pressure")},
@@ -215,7 +215,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="offload_optimizer",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(False, True),
         triggers={
@@ -227,7 +227,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="offload_param",
-        contract=Numerics.REASSOCIATION,
+        numerics=Numerics.REASSOCIATION,
         tier="rebuild",
         domain=(False, True),
         triggers={
@@ -240,7 +240,7 @@ KNOBS: tuple[KnobSpec, ...] = (
     ),
     KnobSpec(
         name="batch_samples",
-        contract=Numerics.FREE,
+        numerics=Numerics.UNRESTRICTED,
         domain="whole numbers from 1",
         triggers=_at("up", *_COMM, "host_bound", "device_idle"),
         ds_key=("train_batch_size",),

@@ -144,7 +144,7 @@ class Search:
             configuration=configuration,
             options=self._hands.options(),
             facts=self._facts(),
-            contract=self._rules.contract,
+            numerics=self._rules.numerics,
             allows_rebuild=self._rules.allows_rebuild,
             symptoms=symptoms,
             reading=reading,

@@ -23,7 +23,7 @@ class Numerics(IntEnum):
     BITWISE = 0
     REASSOCIATION = 1  # sums in another order
     STATISTICAL = 2  # other roundings, the same expectation
-    FREE = 3  # another batch, another learning rate
+    UNRESTRICTED = 3  # another batch, another learning rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Proposal:
             configuration is remembered.
         symptom: What it is for.
         tier: Whether the engine has to be rebuilt for it.
-        contract: The least that allows it.
+        numerics: The least that allows it.
         predicted_gain: Of throughput, 0.5 for half as much again; None where nothing tells.
         why: Half a sentence for people.
         relaxes: Whether it takes back what is no longer needed, so that it need not gain anything.
@@ -59,7 +59,7 @@ class Proposal:
     changes: Configuration
     symptom: Symptom
     tier: Tier
-    contract: Numerics
+    numerics: Numerics
     predicted_gain: float | None
     why: str
     relaxes: bool = False

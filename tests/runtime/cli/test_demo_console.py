@@ -311,6 +311,6 @@ def test_the_table_tells_why_the_tuner_changed_nothing(tmp_path, symptoms, why):
 
 
 def test_a_trial_that_was_not_finished_is_no_sign_that_nothing_was_tried(tmp_path):
-    tuned = watch_like(tmp_path, symptoms={"comm_latency": 0.25}, state="ab")
+    tuned = watch_like(tmp_path, symptoms={"comm_latency": 0.25}, state="trial")
 
     assert "a trial was under way when the run ended" in shown(tuned, io.StringIO(), step(1))

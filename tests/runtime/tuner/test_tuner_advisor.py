@@ -82,7 +82,7 @@ def test_an_advice_is_given_once(make_run, caplog):
 
 
 def test_once_it_was_heeded_the_next_one_is_given(make_run):
-    run = make_run(contract="statistical")
+    run = make_run(numerics="statistical")
     run.options = {"micro_batch_samples": (4, 16)}
     run.later()
 
@@ -131,7 +131,7 @@ def test_thresholds_are_the_users(make_run):
 
 
 def test_what_the_contract_forbids_is_not_advised(make_run):
-    run = make_run(contract="bitwise")
+    run = make_run(numerics="bitwise")
 
     run.later()
 

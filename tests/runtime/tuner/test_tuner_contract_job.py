@@ -13,8 +13,8 @@ MOST_APART = 3.0  # times what a mere change of the bucket size gives
 Told = dict[str, Any]
 
 
-def told_by(ranks: int, contract: str, folder: Any) -> list[Told]:
-    ended = run_apart("tuned_checks.py", folder, world_size=ranks, arguments=(contract,))
+def told_by(ranks: int, numerics: str, folder: Any) -> list[Told]:
+    ended = run_apart("tuned_checks.py", folder, world_size=ranks, arguments=(numerics,))
     assert all(rank.told for rank in ended), ended[0].last_words
     return [rank.told for rank in ended]
 
@@ -39,7 +39,7 @@ def test_under_bitwise_changes_were_really_made_and_judged(two_ranks):
     tried = two_ranks[0]["saved"]
 
     assert len(tried["verdicts"]) >= 2
-    assert {contract for _, contract in tried["turned"]} == {"bitwise"}
+    assert {numerics for _, numerics in tried["turned"]} == {"bitwise"}
     assert tried["worked with"] == two_ranks[1]["saved"]["worked with"]
     assert len(tried["worked with"]) >= 2
     assert not tried["failures"]
@@ -122,7 +122,7 @@ def test_a_controller_that_fails_in_a_trial_leaves_all_on_what_was_good(two_rank
 def test_under_reassociation_a_tuned_run_is_as_near_as_one_with_another_bucket_size(three_ranks):
     first = three_ranks[0]
 
-    assert "reassociation" in {contract for _, contract in first["tuned"]["turned"]}
+    assert "reassociation" in {numerics for _, numerics in first["tuned"]["turned"]}
     assert first["bucket apart"] > 0
     for rank in three_ranks:
         assert rank["tuned apart"] <= MOST_APART * first["bucket apart"]

@@ -28,12 +28,12 @@ def test_what_helps_is_kept_and_what_does_not_is_taken_back() -> None:
 def test_states_come_in_their_order() -> None:
     job = Job()
 
-    job.run(300, until=lambda: "soak" in job.states)
+    job.run(300, until=lambda: "cooldown" in job.states)
 
     accepted = job.states.index("accept")
     assert job.states[0] == "warmup"
     assert job.states[accepted - 4 : accepted + 2] == [
-        "propose", "preflight", "probation", "ab", "accept", "soak",
+        "propose", "preflight", "applied", "trial", "accept", "cooldown",
     ]  # fmt: skip
 
 

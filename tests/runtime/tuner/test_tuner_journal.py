@@ -63,7 +63,7 @@ def test_a_line_names_what_people_search_for(tmp_path):
 
     line = json.loads((tmp_path / DECISIONS_FILE).read_text())
     assert (line["schema"], line["knob"]) == (1, "micro_batch_samples")
-    assert (line["verdict"], line["contract"], line["mode"]) == (
+    assert (line["verdict"], line["numerics"], line["mode"]) == (
         "accepted",
         "reassociation",
         "auto",

@@ -13,7 +13,7 @@ from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose, relaxa
 from zerowatch.runtime.tuner.policy.registry import SPECS
 from zerowatch.runtime.tuner.policy.types import Numerics, Symptom, Value
 
-BITWISE, REASSOCIATION, STATISTICAL, FREE = Numerics
+BITWISE, REASSOCIATION, STATISTICAL, UNRESTRICTED = Numerics
 SIZE = 10_000_000 * 4
 
 BUSY = MetricsDelta(
@@ -86,7 +86,7 @@ def situation(reading: MetricsDelta = SLOW_LINK, **others: object) -> TunerInput
         "configuration": START,
         "options": OPTIONS,
         "facts": FACTS,
-        "contract": REASSOCIATION,
+        "numerics": REASSOCIATION,
         "allows_rebuild": False,
         "symptoms": diagnose(reading),
         "reading": reading,
@@ -121,7 +121,7 @@ def test_what_it_gains_is_foretold():
     first = propose(situation())[0]
 
     assert first.predicted_gain > 1.0
-    assert (first.tier, first.contract, first.symptom.name) == (
+    assert (first.tier, first.numerics, first.symptom.name) == (
         "live",
         REASSOCIATION,
         "comm_bandwidth",
@@ -196,37 +196,37 @@ def test_a_cpu_has_no_streams_to_overlap_on(on_cpu, found):
 
 
 class TestContract:
-    @pytest.mark.parametrize("contract", Numerics)
-    def test_nothing_looser_than_the_user_allows_is_tried(self, contract):
-        found = propose(situation(contract=contract, allows_rebuild=True))
+    @pytest.mark.parametrize("numerics", Numerics)
+    def test_nothing_looser_than_the_user_allows_is_tried(self, numerics):
+        found = propose(situation(numerics=numerics, allows_rebuild=True))
 
         assert found
-        assert all(proposal.contract <= contract for proposal in found)
+        assert all(proposal.numerics <= numerics for proposal in found)
 
     def test_bitwise_leaves_the_order_of_sums_to_two_ranks(self):
         four = replace(FACTS, world_size=4)
 
-        assert {"asynchronous_reduction": True} in tried(situation(contract=BITWISE))
-        assert tried(situation(contract=BITWISE, facts=four)) == []
+        assert {"asynchronous_reduction": True} in tried(situation(numerics=BITWISE))
+        assert tried(situation(numerics=BITWISE, facts=four)) == []
 
     def test_statistical_tries_compression_and_the_smallest_first(self):
-        forms = of_knob(situation(contract=STATISTICAL), "gradient_compression")
+        forms = of_knob(situation(numerics=STATISTICAL), "gradient_compression")
 
         assert forms == ["int8", "fp8", "bf16"]
 
     def test_free_tries_a_larger_batch_one_step_at_a_time(self):
-        assert of_knob(situation(contract=FREE), "batch_samples") == [64]
+        assert of_knob(situation(numerics=UNRESTRICTED), "batch_samples") == [64]
 
     def test_micro_batches_stay_where_experts_have_a_capacity(self):
         experts = replace(FACTS, traits=ModelTraits(expert_capacity=True))
 
-        assert of_knob(situation(facts=experts, contract=FREE), "micro_batch_samples") == []
+        assert of_knob(situation(facts=experts, numerics=UNRESTRICTED), "micro_batch_samples") == []
 
     def test_with_dropout_they_change_under_statistical_only(self):
         drops = replace(FACTS, traits=ModelTraits(dropout=True))
 
         assert of_knob(situation(facts=drops), "micro_batch_samples") == []
-        assert of_knob(situation(facts=drops, contract=STATISTICAL), "micro_batch_samples")
+        assert of_knob(situation(facts=drops, numerics=STATISTICAL), "micro_batch_samples")
 
 
 class TestRebuild:
@@ -312,7 +312,7 @@ class TestMemoryPressure:
         assert {"offload_param": True, "zero_stage": 3} in tried(given)
 
     def test_keeps_to_the_contract(self):
-        order = tried(situation(SHORT_OF_MEMORY, contract=BITWISE))
+        order = tried(situation(SHORT_OF_MEMORY, numerics=BITWISE))
 
         assert order == [{"activation_checkpointing": True}, {"reduce_bucket_size": 1 << 20}]
 
@@ -324,17 +324,17 @@ class TestMemoryPressure:
 
 class TestRemembered:
     def test_is_tried_first_as_one_change(self):
-        given = situation(remembered=BEST, contract=STATISTICAL)
+        given = situation(remembered=BEST, numerics=STATISTICAL)
 
         first = propose(given)[0]
 
         assert first.changes == {"micro_batch_samples": 16, "gradient_compression": "int8"}
-        assert first.contract == STATISTICAL
+        assert first.numerics == STATISTICAL
         assert first.predicted_gain is None  # it was measured
 
     def test_may_cost_a_little_where_it_rounds_no_longer(self):
         exact = {**BEST, "gradient_compression": None}
-        given = situation(BUSY, configuration=BEST, remembered=exact, contract=STATISTICAL)
+        given = situation(BUSY, configuration=BEST, remembered=exact, numerics=STATISTICAL)
 
         first = propose(given)[0]
 
@@ -400,7 +400,7 @@ class TestOtherSymptoms:
 
 class TestNotNeededAnyLonger:
     def given(self, reading: MetricsDelta, **others: object) -> TunerInput:
-        return situation(reading, configuration=BEST, contract=STATISTICAL, **others)
+        return situation(reading, configuration=BEST, numerics=STATISTICAL, **others)
 
     def test_compression_ends_where_the_link_has_become_fast(self):
         fast = replace(BUSY, exposed_ratio=0.01, comm_ratio=0.01, cause_ratios={"bandwidth": 0.01})
@@ -437,10 +437,10 @@ class TestNotNeededAnyLonger:
 
 
 @pytest.mark.parametrize("reading", [SLOW_LINK, MANY_CALLS, SHORT_OF_MEMORY])
-@pytest.mark.parametrize("contract", Numerics)
+@pytest.mark.parametrize("numerics", Numerics)
 @pytest.mark.parametrize("configuration", [START, STAGE_3])
 def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
-    reading, contract, configuration
+    reading, numerics, configuration
 ):
     options = STAGE_3_OPTIONS
     found = propose(
@@ -448,7 +448,7 @@ def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
             reading,
             configuration=configuration,
             options=options,
-            contract=contract,
+            numerics=numerics,
             allows_rebuild=True,
         )
     )

@@ -9,15 +9,15 @@ from zerowatch.metrics.catalog.tuner import SYMPTOMS
 from zerowatch.runtime.tuner.policy.numerics import (
     JobFacts,
     ModelTraits,
-    class_of,
-    class_of_all,
-    contract_named,
-    name_of,
+    name_of_numerics,
+    numerics_named,
+    required_numerics,
+    required_numerics_of_all,
 )
 from zerowatch.runtime.tuner.policy.registry import KNOBS, SPECS
 from zerowatch.runtime.tuner.policy.types import Numerics
 
-BITWISE, REASSOCIATION, STATISTICAL, FREE = Numerics
+BITWISE, REASSOCIATION, STATISTICAL, UNRESTRICTED = Numerics
 PLAIN = ModelTraits()
 
 
@@ -62,7 +62,7 @@ class TestEveryKnob:
             assert spec.ds_key[1] in known
 
     def test_has_a_class_in_a_plain_job(self, spec):
-        assert class_of(spec.name, facts()) == spec.contract
+        assert required_numerics(spec.name, facts()) == spec.numerics
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_knob_has_the_values_of_its_domain(knob, value, has):
 
 
 @pytest.mark.parametrize(
-    ("knob", "job", "contract"),
+    ("knob", "job", "numerics"),
     [
         pytest.param("reduce_bucket_size", facts(2), BITWISE, id="two ranks add up in any order"),
         pytest.param("reduce_bucket_size", facts(4), REASSOCIATION, id="four do not"),
@@ -119,28 +119,27 @@ def test_a_knob_has_the_values_of_its_domain(knob, value, has):
         pytest.param("zero_stage", facts(2), REASSOCIATION, id="another stage, other sums"),
         pytest.param("activation_checkpointing", facts(), BITWISE, id="the same worked out twice"),
         pytest.param("gradient_compression", facts(2), STATISTICAL, id="gradients are rounded"),
-        pytest.param("batch_samples", facts(2), FREE, id="another training"),
+        pytest.param("batch_samples", facts(2), UNRESTRICTED, id="another training"),
     ],
 )
-def test_what_a_knob_does_to_the_numbers_depends_on_the_job(knob, job, contract):
-    assert class_of(knob, job) == contract
+def test_what_a_knob_does_to_the_numbers_depends_on_the_job(knob, job, numerics):
+    assert required_numerics(knob, job) == numerics
 
 
 def test_the_loosest_of_several_knobs_counts():
-    assert class_of_all(["python_gc", "zero_stage"], facts()) == REASSOCIATION
-    assert class_of_all([], facts()) == BITWISE
+    assert required_numerics_of_all(["python_gc", "zero_stage"], facts()) == REASSOCIATION
+    assert required_numerics_of_all([], facts()) == BITWISE
 
 
 def test_one_that_is_refused_refuses_all():
-    assert (
-        class_of_all(["python_gc", "balance"], facts(traits=ModelTraits(expert_capacity=True)))
-        is None
-    )
+    experts = facts(traits=ModelTraits(expert_capacity=True))
+
+    assert required_numerics_of_all(["python_gc", "balance"], experts) is None
 
 
-@pytest.mark.parametrize("contract", Numerics)
-def test_contracts_have_names(contract):
-    assert contract_named(name_of(contract)) is contract
+@pytest.mark.parametrize("numerics", Numerics)
+def test_numerics_have_the_names_of_the_setting(numerics):
+    assert numerics_named(name_of_numerics(numerics)) is numerics
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from zerowatch.runtime.tuner import session
 from zerowatch.runtime.tuner.knobs.micro_batch_knob import MicroBatchKnob
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.numerics import JobFacts, contract_named
+from zerowatch.runtime.tuner.policy.numerics import JobFacts, numerics_named
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
 from zerowatch.runtime.tuner.policy.transaction import apply_order
 from zerowatch.runtime.tuner.policy.types import Numerics, Order, Outcome
@@ -33,7 +33,7 @@ def test_what_was_given_up_for_memory_just_before_a_save_is_given_up_then() -> N
     assert order is not None
     job.carry_out(order)
     assert job.conclusions[0].verdict == "accepted"
-    job.run(60, until=lambda: job.controller.state == "probation")
+    job.run(60, until=lambda: job.controller.state == "applied")
     assert job.controller.course.known_good == order.target, "what is on trial is not good yet"
 
 
@@ -176,7 +176,7 @@ def test_a_stop_file_that_cannot_be_looked_for_does_not_end_training(tmp_path: P
     assert not lead.meets_next
 
 
-def compressed(kind: str | None, contract: Numerics) -> TunerInput:
+def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
     reading = MetricsDelta(
         exposed_ratio=0.6,
         comm_ratio=0.6,
@@ -191,7 +191,7 @@ def compressed(kind: str | None, contract: Numerics) -> TunerInput:
             "gradient_compression": (None, "int8"),
         },
         facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8),
-        contract=contract,
+        numerics=numerics,
         allows_rebuild=True,
         symptoms=diagnose(reading),
         reading=reading,
@@ -251,7 +251,7 @@ def test_a_risk_that_nobody_renews_counts_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("watched", "contracts", "tuned"),
+    ("watched", "numerics", "tuned"),
     [
         ((True, True), ("bitwise", "bitwise"), True),
         ((True, False), ("bitwise", "bitwise"), False),
@@ -260,19 +260,19 @@ def test_a_risk_that_nobody_renews_counts_no_more() -> None:
 )
 def test_all_ranks_are_tuned_or_none(
     watched: tuple[bool, bool],
-    contracts: tuple[str, str],
+    numerics: tuple[str, str],
     tuned: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Made:
         def __init__(self, *parts: Any) -> None:
-            self.contract = contract_named(parts[-1].tuner.contract)
+            self.numerics = numerics_named(parts[-1].tuner.numerics)
 
         def close(self) -> None:
             pass
 
     def rank(host_group: Any) -> bool:
-        tuner = SimpleNamespace(mode="auto", contract=contracts[host_group.rank])
+        tuner = SimpleNamespace(mode="auto", numerics=numerics[host_group.rank])
         watch = SimpleNamespace(
             is_open=watched[host_group.rank],
             settings=SimpleNamespace(tuner=tuner),

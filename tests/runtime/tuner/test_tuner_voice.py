@@ -58,10 +58,10 @@ def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
 
 def test_exactly_one_state_is_on(told):
     told.voice.state("observe")
-    told.voice.state("ab")
+    told.voice.state("trial")
 
     states = told.recorder.snapshot().values[tuner.TUNER_STATE]
-    assert [state for (state,), on in states.items() if on] == ["ab"]
+    assert [state for (state,), on in states.items() if on] == ["trial"]
     assert len(states) == len(tuner.TUNER_STATES)
 
 

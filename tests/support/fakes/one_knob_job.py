@@ -53,7 +53,7 @@ class OneKnobJob:
         self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "1", "1"
         )
-        rules = TunerOptions(contract=Numerics.BITWISE, observe_seconds=observe_seconds)
+        rules = TunerOptions(numerics=Numerics.BITWISE, observe_seconds=observe_seconds)
         facts = JobFacts(world_size=1, backend="gloo", gradient_bytes=1, parameter_bytes=1)
         self.controller = Controller(self, self._recorder.snapshot, lambda: facts, rules, self)
 

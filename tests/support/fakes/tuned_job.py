@@ -73,7 +73,7 @@ class Job:
         )
         facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
         rules = TunerOptions(
-            contract=Numerics.STATISTICAL,
+            numerics=Numerics.STATISTICAL,
             acts=acts,
             observe_seconds=4.0,
             soak_steps=5,

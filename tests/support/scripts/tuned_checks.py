@@ -51,7 +51,7 @@ class Compared:
 
 def saved(folder: Path, compared: Compared) -> Told:
     """Save in the middle of a trial, go on, and take the save up in another run."""
-    trained = Trained(make(folder / "saved", tuner="auto", contract="bitwise"))
+    trained = Trained(make(folder / "saved", tuner="auto", numerics="bitwise"))
     began = trained.until_trial()
     trained.run.save(folder / "saves")
     after = trained.now()
@@ -59,7 +59,7 @@ def saved(folder: Path, compared: Compared) -> Told:
     trained.until_decided()
     told = {"began": began, "after save": after, "saved at": saved_at}
     told = compared.end(trained, told)
-    again = Trained(make(folder / "again", tuner="auto", contract="bitwise"))
+    again = Trained(make(folder / "again", tuner="auto", numerics="bitwise"))
     again.run.load(folder / "saves")
     again.steps(STILL)
     told["again"] = compared.end(again, {})
@@ -68,7 +68,7 @@ def saved(folder: Path, compared: Compared) -> Told:
 
 def stopped(folder: Path, compared: Compared) -> Told:
     """Stop the tuner by its file; let it go on; then let the watch thread die."""
-    trained = Trained(make(folder, tuner="auto", contract="bitwise"))
+    trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
     told: Told = {"began": trained.until_trial()}
     put_stop_file(trained, there=True)
     trained.steps(2)
@@ -94,7 +94,7 @@ def put_stop_file(trained: Trained, *, there: bool) -> None:
 
 def failing(folder: Path, compared: Compared) -> Told:
     """Have calls nobody records; then let a window fail in a trial, and the tuner in another."""
-    trained = Trained(make(folder, tuner="auto", contract="bitwise"))
+    trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
     for _ in range(STILL):
         dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
         trained.step()
@@ -138,7 +138,7 @@ def bitwise(folder: Path) -> Told:
 
 def reassociation(folder: Path) -> Told:
     """Compare how far a tuned run and one with another bucket size are from the plain one."""
-    tuned = Trained(make(folder / "auto", tuner="auto", contract="reassociation"))
+    tuned = Trained(make(folder / "auto", tuner="auto", numerics="reassociation"))
     tuned.until_decided()
     told = {"tuned": tuned.end()}
     plain = trained_alike(make(folder / "off", tuner="off"), tuned)
@@ -156,12 +156,12 @@ def trained_alike(run: Run, tuned: Trained) -> Trained:
     return trained
 
 
-def main(folder: Path, contract: str) -> None:
-    """Run the cases of one contract."""
+def main(folder: Path, numerics: str) -> None:
+    """Run the cases of one numerics."""
     torch.set_num_threads(1)
     join()
     be_quick()
-    told = {"bitwise": bitwise, "reassociation": reassociation}[contract](folder)
+    told = {"bitwise": bitwise, "reassociation": reassociation}[numerics](folder)
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()

@@ -166,7 +166,7 @@ class Trained:
             "verdicts": [each["verdict"] for each in decisions],
             "reasons": [each["reason"] for each in decisions],
             "turned": [
-                [change["knob"], each["contract"]]
+                [change["knob"], each["numerics"]]
                 for each in decisions
                 for change in each["changes"]
             ],
