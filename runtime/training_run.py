@@ -53,9 +53,9 @@ class TrainingRun:
             its name, a pattern of module names such as "blocks.*", or several of these.
         tuner: "off"; "advise", which says what would make training faster; or "auto", which tries
             it, keeps what helps and takes back what does not. By default the setting `tuner.mode`.
-        numerics: What the tuner may do to the numbers: "bitwise" nothing, "reassociation" other
-            orders of summation, "statistical" other roundings, "unrestricted" another batch size too.
-            By default the setting `tuner.numerics`.
+        numerics: What the tuner may change in the numbers: "bitwise" nothing, "reassociation" the
+            order of sums, "statistical" also the rounding, "unrestricted" also the batch size. By
+            default the setting `tuner.numerics`.
 
     Raises:
         DsConfigError: The ds config cannot be used.
