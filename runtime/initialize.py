@@ -33,16 +33,16 @@ class _Process:
     """What this process has one of."""
 
     fail_open: FailOpen = field(default_factory=FailOpen)
-    tap: CollectiveInstrumentation | None = None
+    collectives: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     num_watches: int = 0
 
-    def open_tap(self) -> CollectiveInstrumentation:
-        if self.tap is None:
-            self.tap = CollectiveInstrumentation(self.fail_open)
+    def open_collectives(self) -> CollectiveInstrumentation:
+        if self.collectives is None:
+            self.collectives = CollectiveInstrumentation(self.fail_open)
             atexit.register(_close_at_exit)
-        self.tap.open()
-        return self.tap
+        self.collectives.open()
+        return self.collectives
 
 
 _process = _Process()
@@ -75,7 +75,7 @@ def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: 
     config = _config_given(original, args, kwargs)
     loaded = load_settings(settings, read_zerowatch_block(config))
     if loaded.enabled:
-        _process.open_tap()
+        _process.open_collectives()
     _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
     with ConfigErrors(config, _process.fail_open, raise_ours=True):
         result = original(*args, **kwargs)
@@ -120,10 +120,10 @@ def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
     return opened
 
 
-def tap_torch() -> None:
+def instrument_torch() -> None:
     """Install the tap right after torch was imported, before a process group exists."""
     if load_settings(ds_block={"enabled": True}).enabled:
-        _process.open_tap()
+        _process.open_collectives()
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
@@ -153,9 +153,9 @@ def close_watch(*, failed: bool) -> None:
     """
     if _process.watch is not None:
         _process.watch.close(failed=failed, at_exit=True)
-    if _process.tap is not None:
-        _process.tap.close()
-        _process.tap.notes.wait_for_completion(COMPLETION_SECONDS)
+    if _process.collectives is not None:
+        _process.collectives.close()
+        _process.collectives.call_recorder.wait_for_completion(COMPLETION_SECONDS)
 
 
 def _original() -> Callable[..., Any]:
@@ -169,8 +169,8 @@ def _original() -> Callable[..., Any]:
 def _maybe_watch(engine: Any, settings: Settings) -> None:
     if settings.enabled:
         _watch_first(engine, settings)
-    elif _process.tap is not None:
-        _process.tap.close()
+    elif _process.collectives is not None:
+        _process.collectives.close()
 
 
 def _watch_first(engine: Any, settings: Settings) -> None:
@@ -188,8 +188,8 @@ def _open_watch(engine: Any, settings: Settings) -> Watch:
     show_own_lines()
     if _process.watch is not None:
         _process.watch.close()
-    tap = _process.open_tap()
-    _process.watch = Watch(engine, tap, _process.fail_open, settings, _process.num_watches)
+    collectives = _process.open_collectives()
+    _process.watch = Watch(engine, collectives, _process.fail_open, settings, _process.num_watches)
     _process.num_watches += 1
     if _process.num_watches == 1:
         os.register_at_fork(after_in_child=_abandon)
@@ -205,8 +205,8 @@ def _abandon() -> None:
     """Let go of everything in a forked child, which else keeps the port of a dead parent."""
     if _process.watch is not None:
         _process.watch.close_after_fork()
-    if _process.tap is not None:
-        _process.tap.close()
+    if _process.collectives is not None:
+        _process.collectives.close()
 
 
 def _is_interactive() -> bool:

@@ -106,9 +106,9 @@ def _watch_imports(fail_open: FailOpen) -> None:
     """Hook the watch to the script's own imports of torch and deepspeed."""
 
     def tap(torch: ModuleType) -> None:
-        from ..initialize import tap_torch
+        from ..initialize import instrument_torch
 
-        tap_torch()
+        instrument_torch()
 
     def wrap(deepspeed: ModuleType) -> None:
         from ..initialize import wrap_deepspeed

@@ -35,7 +35,7 @@ class Batch:
                 return False
         return True
 
-    def resolve(self, events: EventPool) -> None:
+    def read_events(self, events: EventPool) -> None:
         """Turn the events of timed calls into times, in nanoseconds before the anchor."""
         anchor = self.anchor
         if anchor is None or not anchor.query():
@@ -48,23 +48,23 @@ class Batch:
             call.start_ns = _time(call.start_event, anchor)
             call.end_ns = _time(call.end_event, anchor)
             call.issued_ns = call.end_ns if holds_compute else call.start_ns
-            events.give_back(call.start_event)
-            events.give_back(call.end_event)
+            events.release(call.start_event)
+            events.release(call.end_event)
             if call.join is not None:
                 call.wait_ns = _wait_began(call, call.join, joins, anchor) or 1  # 0 is no wait
                 call.join.num_calls -= 1
                 if not call.join.num_calls:
-                    events.give_back(call.join.event)
-        events.give_back(anchor)
+                    events.release(call.join.event)
+        events.release(anchor)
 
-    def lose(self) -> int:
+    def discard(self) -> int:
         """Settle all calls as not timed, as nobody will look at them; return how many those are."""
         for call in self.calls:
             call.timed = False
             call.settle()
         return len(self.calls)
 
-    def give_up(self) -> int:
+    def expire(self) -> int:
         """Mark the calls that cannot be read as not timed; return how many those are."""
         no_anchor = self.anchor is not None and not self.anchor.query()
         late = 0

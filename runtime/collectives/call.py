@@ -32,7 +32,7 @@ class CollectiveCall:
     from events, and it is the compute stream that is blocked or waits. `timed` is False where no
     end can be had.
 
-    `sequence` numbers the calls of a circle that all its members issue, from 1 on; 0 is a
+    `sequence` numbers the calls of a rank set that all its members issue, from 1 on; 0 is a
     point-to-point call, or one from a thread with an order of its own. `settle` sets what is
     derived: `settled`, `duration_ns`, `exposed_ns`, `wait_exposed_ns`.
     """

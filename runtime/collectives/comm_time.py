@@ -59,9 +59,9 @@ class IntervalUnion:
 
     def add(self, intervals: Iterable[Interval]) -> float:
         """Return the seconds that the intervals, given in nanoseconds, add to the union."""
-        return self.cover(intervals) / 1e9
+        return self.add_ns(intervals) / 1e9
 
-    def cover(self, intervals: Iterable[Interval]) -> int:
+    def add_ns(self, intervals: Iterable[Interval]) -> int:
         """Return the nanoseconds that the intervals add to the union."""
         covered = 0
         for start, end in sorted(intervals):

@@ -35,7 +35,7 @@ class EventPool:
         self._record(event, stream)
         return event
 
-    def give_back(self, event: torch.cuda.Event) -> None:
+    def release(self, event: torch.cuda.Event) -> None:
         """Let a read event be used again."""
         self._free.append(event)
 

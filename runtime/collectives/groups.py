@@ -29,7 +29,7 @@ class RankSet:
 
     DeepSpeed makes a clone of the world group, so that the calls on either must be seen together to
     tell which rank has left one out. `recent` holds the last calls in the order in which they were
-    issued, of which `issued` are numbered. `key` names the circle alike on all its members.
+    issued, of which `issued` are numbered. `key` names the rank set alike on all its members.
     """
 
     __slots__ = ("issued", "key", "members", "recent", "roles")
@@ -56,16 +56,16 @@ class Group:
     """One process group as the tap saw it.
 
     `recorded` counts calls recorded, in units of the group's own sequence number, since `seen_from`
-    was that number. `pairs` is a second record, of the messages between two members: these do not
-    queue with the group's collectives, and may serve another role.
+    was that number. `point_to_point` is a second record, of the messages between two members: these
+    do not queue with the group's collectives, and may serve another role.
     """
 
     __slots__ = (
         "_factors",
         "backend",
         "busy_until_ns",
-        "circle",
-        "pairs",
+        "point_to_point",
+        "rank_set",
         "recorded",
         "reference",
         "role",
@@ -73,15 +73,15 @@ class Group:
         "size",
     )
 
-    def __init__(self, group: ProcessGroup, role: str, circle: RankSet) -> None:
+    def __init__(self, group: ProcessGroup, role: str, rank_set: RankSet) -> None:
         self.reference = weakref.ref(group)
         self.role = role
         self.size: int = group.size()
         self.backend = _backend_name(group)
         self.seen_from = sequence_number(group)
         self.recorded = 0
-        self.circle = circle
-        self.pairs: Group | None = None
+        self.rank_set = rank_set
+        self.point_to_point: Group | None = None
         self.busy_until_ns = -(2**63)
         self._factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
@@ -102,55 +102,55 @@ class Groups:
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
-        self._role_of_pairs: RoleOf = _unknown_role
+        self._p2p_role_of: RoleOf = _unknown_role
         self._known: dict[int, Group] = {}
-        self._circles: dict[tuple[int, ...], RankSet] = {}
+        self._rank_sets: dict[tuple[int, ...], RankSet] = {}
 
-    def circles(self) -> list[RankSet]:
-        """Return the circles of ranks seen so far."""
-        return list(self._circles.values())
+    def rank_sets(self) -> list[RankSet]:
+        """Return the rank sets of ranks seen so far."""
+        return list(self._rank_sets.values())
 
-    def find(self, group: object, *, pairs: bool = False) -> Group | None:
+    def find(self, group: object, *, point_to_point: bool = False) -> Group | None:
         """Return what is known of a group, looking it up the first time; None if it is none.
 
         Args:
             group: What a call was given for a group.
-            pairs: Whether to return the record of messages between two members.
+            point_to_point: Whether to return the record of messages between two members.
         """
         known = self._known.get(id(group))
         if known is None or known.reference() is not group:
             if not isinstance(group, ProcessGroup):
                 return None
-            circle = self._circle_of(group)
-            known = self._known[id(group)] = Group(group, self._role_of(group), circle)
+            rank_set = self._rank_set_of(group)
+            known = self._known[id(group)] = Group(group, self._role_of(group), rank_set)
             self._label_rank_sets()
-        return self._pairs(known) if pairs else known
+        return self._pairs(known) if point_to_point else known
 
-    def set_roles(self, role_of: RoleOf, role_of_pairs: RoleOf) -> None:
+    def set_roles(self, role_of: RoleOf, p2p_role_of: RoleOf) -> None:
         """Say what each group is for, also of the groups known already."""
-        self._role_of, self._role_of_pairs = role_of, role_of_pairs
+        self._role_of, self._p2p_role_of = role_of, p2p_role_of
         for known in list(self._known.values()):
             group = known.reference()
             if group is not None:
                 known.role = role_of(group)
-                if known.pairs is not None:
-                    known.pairs.role = role_of_pairs(group)
+                if known.point_to_point is not None:
+                    known.point_to_point.role = p2p_role_of(group)
         self._label_rank_sets()
 
     def _pairs(self, known: Group) -> Group:
         group = known.reference()
-        if known.pairs is None and group is not None:
-            known.pairs = Group(group, self._role_of_pairs(group), known.circle)
-        return known.pairs or known
+        if known.point_to_point is None and group is not None:
+            known.point_to_point = Group(group, self._p2p_role_of(group), known.rank_set)
+        return known.point_to_point or known
 
-    def _circle_of(self, group: ProcessGroup) -> RankSet:
+    def _rank_set_of(self, group: ProcessGroup) -> RankSet:
         members = tuple(get_process_group_ranks(group))
-        return self._circles.setdefault(members, RankSet(members))
+        return self._rank_sets.setdefault(members, RankSet(members))
 
     def _label_rank_sets(self) -> None:
-        for circle in self.circles():
-            groups = (group for group in list(self._known.values()) if group.circle is circle)
-            circle.roles = [group.role for group in groups] or circle.roles
+        for rank_set in self.rank_sets():
+            groups = (group for group in list(self._known.values()) if group.rank_set is rank_set)
+            rank_set.roles = [group.role for group in groups] or rank_set.roles
 
     def drain_coverage(self) -> float | None:
         """Return the least share of calls recorded since the last time; None if there were none.
@@ -164,8 +164,9 @@ class Groups:
                 del self._known[key]
             elif counted > 0:
                 recorded, known.recorded = known.recorded, 0
-                if known.pairs is not None:  # gloo counts these too
-                    recorded, known.pairs.recorded = recorded + known.pairs.recorded, 0
+                messages = known.point_to_point
+                if messages is not None:  # gloo counts these too
+                    recorded, messages.recorded = recorded + messages.recorded, 0
                 shares.append(1 - max(0, counted - recorded) / counted)
                 known.seen_from += counted
         return min(shares, default=None)

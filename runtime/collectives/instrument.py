@@ -34,24 +34,24 @@ class CollectiveInstrumentation:
     """Wraps and restores. Opening twice does nothing; closing restores every name.
 
     Attributes:
-        notes: Where the calls are noted.
+        call_recorder: Where the calls are noted.
         cost_ns: Nanoseconds spent noting calls and waits, on whatever thread they came.
     """
 
     def __init__(self, fail_open: FailOpen) -> None:
-        self.notes = CallRecorder()
+        self.call_recorder = CallRecorder()
         self.cost_ns = 0
         self._open = False
         self._wraps: list[AttributePatch] = []
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._inside = _Inside()
-        self._begin = fail_open.wrap("collectives", self.notes.begin)
-        self._end = fail_open.wrap("collectives", self.notes.end)
-        self._waits = fail_open.wrap("collectives", self.notes.waits)
-        self._waited = fail_open.wrap("collectives", self.notes.waited)
-        self._failed = fail_open.wrap("collectives", self.notes.failed)
-        self._stream_hooks = StreamHooks(fail_open, self.notes.stalls, self._inside)
+        self._begin = fail_open.wrap("collectives", self.call_recorder.on_call)
+        self._end = fail_open.wrap("collectives", self.call_recorder.on_return)
+        self._waits = fail_open.wrap("collectives", self.call_recorder.on_wait_start)
+        self._waited = fail_open.wrap("collectives", self.call_recorder.on_wait_end)
+        self._failed = fail_open.wrap("collectives", self.call_recorder.on_error)
+        self._stream_hooks = StreamHooks(fail_open, self.call_recorder.stream_waits, self._inside)
 
     @property
     def total_cost_ns(self) -> int:
@@ -88,7 +88,7 @@ class CollectiveInstrumentation:
         self._release_captured()
         self._wrappers.clear()
         self._backend = None
-        self.notes.connect(None, None)
+        self.call_recorder.connect(None, None)
 
     def _release_captured(self) -> None:
         """Give DeepSpeed's backend back the functions it captured when it was made."""

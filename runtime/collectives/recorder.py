@@ -31,12 +31,12 @@ _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
 class CallRecorder:
-    """The calls noted since the last `take`, in the order in which they returned.
+    """The calls noted since the last `drain`, in the order in which they returned.
 
     Attributes:
         groups: What is known of the process groups seen.
         events: The CUDA events to give back once read.
-        stalls: What holds the compute stream.
+        stream_waits: What holds the compute stream.
         dropped_calls: Calls lost because nobody took the batches.
         dropped_in_capture: Calls, and waits for calls, passed by because a CUDA graph was being
             captured.
@@ -45,7 +45,7 @@ class CallRecorder:
     def __init__(self) -> None:
         self.groups = Groups()
         self.events = EventPool()
-        self.stalls = StreamWaitTracker(self.events, self._phase, self._in_capture)
+        self.stream_waits = StreamWaitTracker(self.events, self._phase, self._in_capture)
         self.dropped_calls = 0
         self.dropped_in_capture = 0
         self._calls: list[CollectiveCall] = []
@@ -77,22 +77,22 @@ class CallRecorder:
         self._training_thread = get_ident()
         self._works.clear()
         self._messages.clear()
-        self.stalls.connect()
+        self.stream_waits.connect()
 
-    def take(self) -> Batch:
+    def drain(self) -> Batch:
         """Return the calls noted since the last time."""
         calls, self._calls = self._calls, []
         on_device = any(call.start_event is not None for call in calls)
         return Batch(calls, self.events.record() if on_device else None)
 
-    def begin(
+    def on_call(
         self, reader: Reader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[CollectiveCall] | None:
         """Read the arguments, before the original runs and may change them."""
         process_group = reader.group(args, kwargs)
         if process_group is None:
             process_group = c10d.GroupMember.WORLD
-        group = self.groups.find(process_group, pairs=reader.operation.point_to_point)
+        group = self.groups.find(process_group, point_to_point=reader.operation.point_to_point)
         if group is None:
             return None  # this rank is no member, or the original will complain
         phase = OTHER if self._clock is None else self._clock.current
@@ -103,13 +103,13 @@ class CallRecorder:
         operation = reader.operation
         if operation.per_member:
             calls[0].payload_bytes *= group.size
-        circle = group.circle
+        rank_set = group.rank_set
         if not operation.point_to_point and (
             get_ident() == self._training_thread or self._in_common_order()
         ):
-            circle.issued += 1
-            calls[0].sequence = circle.issued
-        circle.recent.extend(calls)
+            rank_set.issued += 1
+            calls[0].sequence = rank_set.issued
+        rank_set.recent.extend(calls)
         if self._coalescing and process_group in self._coalescing:
             self._note_coalesced(calls, process_group)
         elif operation.counted_by_group:
@@ -117,11 +117,11 @@ class CallRecorder:
         else:
             group.recorded += 1
         if group.backend == "nccl" and not self._mark_start(calls):
-            Batch(calls).lose()
+            Batch(calls).discard()
             return None
         return calls
 
-    def end(
+    def on_return(
         self, reader: Reader, calls: list[CollectiveCall], work: Any, started_ns: int, ended_ns: int
     ) -> None:
         """Note when the calls ended, or arrange that it is noted."""
@@ -135,7 +135,7 @@ class CallRecorder:
         asynchronous = work is not None and hasattr(work, "get_future")
         on_device = calls[0].start_event is not None
         if on_device:
-            blocks = not asynchronous and self.stalls.blocks_compute(calls)
+            blocks = not asynchronous and self.stream_waits.blocks_compute(calls)
         else:
             blocks = self._in_training()
         for call in calls:
@@ -163,7 +163,7 @@ class CallRecorder:
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def waits(self, work: Any) -> CollectiveCall | None:
+    def on_wait_start(self, work: Any) -> CollectiveCall | None:
         """Note that somebody begins to wait for an asynchronous call; return it if known."""
         for message in self._messages.get(id(work), ()):
             self._wait_begins(message)
@@ -173,7 +173,7 @@ class CallRecorder:
         self._wait_begins(call)
         return call
 
-    def waited(self, work: Any) -> None:
+    def on_wait_end(self, work: Any) -> None:
         """Note that a wait is over: of handles without a future nothing else tells the end."""
         before: CollectiveCall | None = None
         for call in self._messages.pop(id(work), ()):
@@ -187,7 +187,7 @@ class CallRecorder:
 
     def _wait_begins(self, call: CollectiveCall) -> None:
         if call.start_event is not None:
-            self.stalls.waits(call)
+            self.stream_waits.waits(call)
         elif self._in_training() and not call.end_ns:
             call.wait_phase = self._phase()
             call.wait_ns = perf_counter_ns()
@@ -215,14 +215,14 @@ class CallRecorder:
     def _phase(self) -> int:
         return OTHER if self._clock is None else self._clock.current
 
-    def failed(self, call: CollectiveCall) -> None:
+    def on_error(self, call: CollectiveCall) -> None:
         """Note that a call raised: tell of it, unless it was refused before it was issued."""
         group = call.group
         counted = group.counted()
         if counted is not None and counted < group.recorded:
             group.recorded = counted  # its arguments were wrong, and the group never saw it
-            if call.sequence == group.circle.issued:
-                group.circle.issued -= 1
+            if call.sequence == group.rank_set.issued:
+                group.rank_set.issued -= 1
             call.sequence = 0
         elif self._on_failed is not None and call.sequence:
             self._on_failed(call)
@@ -277,8 +277,8 @@ class CallRecorder:
         call.end_ns = ended_ns
 
     def _hand_over(self) -> None:
-        batch = self.take()
+        batch = self.drain()
         if self._take_batch is None:
-            self.dropped_calls += batch.lose()
+            self.dropped_calls += batch.discard()
         else:
             self._take_batch(batch)

@@ -39,10 +39,10 @@ class StreamHooks:
         # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
         self._names: tuple[tuple[str, str, Callable[..., Any]], ...] = (
             ("Stream", "wait_stream", fail_open.wrap("streams", stalls.on_stream_wait)),
-            ("Stream", "synchronize", fail_open.wrap("streams", stalls.host_joins_stream)),
+            ("Stream", "synchronize", fail_open.wrap("streams", stalls.on_stream_sync)),
             ("Event", "record", fail_open.wrap("streams", stalls.records)),
             ("Event", "wait", fail_open.wrap("streams", stalls.on_event_wait)),
-            ("Event", "synchronize", fail_open.wrap("streams", stalls.host_joins_event)),
+            ("Event", "synchronize", fail_open.wrap("streams", stalls.on_event_sync)),
             ("", "synchronize", joins_device),
         )
 

@@ -90,7 +90,7 @@ class StreamWaitTracker:
         if carried:
             self._awaited(stream or torch.cuda.current_stream(), carried)
 
-    def host_joins_stream(self, stream: torch.cuda.Stream) -> None:
+    def on_stream_sync(self, stream: torch.cuda.Stream) -> None:
         """Note that the host is about to wait for a stream: meanwhile nobody feeds the compute one.
 
         An event on the compute stream passes once that has run dry.
@@ -100,7 +100,7 @@ class StreamWaitTracker:
             self._hold(carried)
             carried.clear()
 
-    def host_joins_event(self, event: torch.cuda.Event) -> None:
+    def on_event_sync(self, event: torch.cuda.Event) -> None:
         """Note that the host is about to wait for an event."""
         self._hold(self._recorded.pop(event, ()))
 

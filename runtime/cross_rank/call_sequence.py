@@ -1,4 +1,4 @@
-"""This rank's calls in one circle: what the others were told of, and what is yet to be matched.
+"""This rank's calls in one rank set: what the others were told of, and what is yet to be matched.
 
 Read from the tap's record of recent calls; nothing here runs on the training thread.
 """
@@ -22,10 +22,10 @@ MOST_SIGNATURES = 4096
 
 
 class CallSequence:
-    """Follows the calls of one circle.
+    """Follows the calls of one rank set.
 
     Attributes:
-        circle: The circle.
+        rank_set: The rank set.
         names: What each signature stands for.
         unmatched: Calls that were told to the others and wait for their answer, in order.
         alone: Settled calls that are not compared: such as send, or those dropped before they were
@@ -33,8 +33,8 @@ class CallSequence:
         lost: Whether calls were dropped since the last time, being more than are kept.
     """
 
-    def __init__(self, circle: RankSet, *, from_now: bool) -> None:
-        self.circle = circle
+    def __init__(self, rank_set: RankSet, *, from_now: bool) -> None:
+        self.rank_set = rank_set
         self.names: dict[int, str] = {}
         self.unmatched: deque[CollectiveCall] = deque()
         self.alone: list[CollectiveCall] = []
@@ -92,16 +92,16 @@ class CallSequence:
         return {one: self.names[one] for one in set(section.signatures.tolist())}
 
     def _skip_what_was(self) -> None:
-        for call in self.circle.recent.copy():
+        for call in self.rank_set.recent.copy():
             self._last_seen = call
             if call.sequence:
                 self._first_issued = self._next_timed = call.sequence + 1
 
     def _new_calls(self) -> list[CollectiveCall]:
         try:
-            new, complete = self._back_to_last_seen(self.circle.recent)
+            new, complete = self._back_to_last_seen(self.rank_set.recent)
         except RuntimeError:  # the tap has noted another meanwhile; a copy is taken at once
-            new, complete = self._back_to_last_seen(self.circle.recent.copy())
+            new, complete = self._back_to_last_seen(self.rank_set.recent.copy())
         self.lost |= not complete
         if new:
             self._last_seen = new[-1]

@@ -56,16 +56,16 @@ class CostTotals:
 
 
 class CommCosts:
-    """One circle's collectives on this rank, over one backend.
+    """One rank set's collectives on this rank, over one backend.
 
     Attributes:
-        circle: The circle.
+        rank_set: The rank set.
         link: What its link can do, from what was matched so far; None at first.
         wire_bytes: Bytes sent so far, by which one account is chosen to stand for its role.
     """
 
-    def __init__(self, circle: RankSet) -> None:
-        self.circle = circle
+    def __init__(self, rank_set: RankSet) -> None:
+        self.rank_set = rank_set
         self.link: Link | None = None
         self.wire_bytes = 0.0
         self._estimate = LinkEstimate()
@@ -120,7 +120,7 @@ class CommCosts:
 
     def publish(self, recorder: Recorder) -> None:
         """Set the gauges of the link; to be called within a commit."""
-        role = self.circle.role
+        role = self.rank_set.role
         if self.link is not None:
             recorder.set(communication.COMM_LINK_LATENCY, self.link.latency, role)
             if self.link.bandwidth is not None:
@@ -133,7 +133,7 @@ class CommCosts:
 
     def _needed_seconds(self, moved: float, duration: float) -> float:
         """Return how much of its duration a call needed, had all members come at once."""
-        if self.circle.size == 1:
+        if self.rank_set.size == 1:
             return duration
         if self.link is None:
             return duration if moved else 0.0  # without data, only waiting takes long

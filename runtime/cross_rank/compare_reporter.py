@@ -20,7 +20,7 @@ SECONDS_BETWEEN_LINES = 600.0
 
 
 class CompareReporter:
-    """Publishes verdicts. Only a circle's first rank logs, so that each line stands once.
+    """Publishes verdicts. Only a rank set's first rank logs, so that each line stands once.
 
     Attributes:
         divergence: Who left the common sequence of collectives, in words; None while nobody did.
@@ -37,23 +37,25 @@ class CompareReporter:
         self._named: set[tuple[int, str]] = set()  # as far as it was told
         self._told_at: dict[tuple[int, str], float] = {}
 
-    def announce(self, circle: RankSet, verdict: CompareResult, own_pace: StepTimes | None) -> None:
+    def announce(
+        self, rank_set: RankSet, verdict: CompareResult, own_pace: StepTimes | None
+    ) -> None:
         """Publish one verdict; `own_pace` is what this rank told last."""
         if verdict.divergence is not None:
             self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
-            self.divergence = verdict.divergence.sentence(circle.role)
-            if self._speaks_for(circle):
+            self.divergence = verdict.divergence.sentence(rank_set.role)
+            if self._speaks_for(rank_set):
                 logger.error("%s", self.divergence)
         if verdict.reference is not None:
             if own_pace is not None:
                 scores = verdict.reference.scores(own_pace)
                 for phase, score in zip(COMPARED_PHASES, scores, strict=True):
                     self._recorder.set(communication.STRAGGLER_SCORE, score, phase)
-            if self._speaks_for(circle):
+            if self._speaks_for(rank_set):
                 self._tell_stragglers(verdict)
 
-    def _speaks_for(self, circle: RankSet) -> bool:
-        return self._rank == circle.members[0]
+    def _speaks_for(self, rank_set: RankSet) -> bool:
+        return self._rank == rank_set.members[0]
 
     def _tell_stragglers(self, verdict: CompareResult) -> None:
         """Log who has become slow, and who is no longer."""

@@ -1,7 +1,7 @@
-"""The part of a rank that puts a circle's reports together and tells the members what came of it.
+"""Merges the reports of a rank set on one rank, which sends the result to all members.
 
-Above 64 members the first of each block of 64 puts its block together, and the first of the circle
-the blocks, so that none reads a thousand reports. It knows nothing of the store.
+Above 64 members the first of each block of 64 puts its block together, and the first of the rank
+set the blocks, so that none reads a thousand reports. It knows nothing of the store.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PACES_TO_MISS = 4
 
 
 def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Return the blocks, each by its first rank; a circle that needs none has its members alone."""
+    """Return the blocks by their first ranks; one block per member for a small rank set."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
 
 class Coordinator:
-    """Puts the reports of some ranks on one circle together.
+    """Puts the reports of some ranks on one rank set together.
 
     Args:
-        circle: The circle.
+        rank_set: The rank set.
         children: The ranks whose reports come here, each with those that it reports for: itself,
             or its block.
     """
 
-    def __init__(self, circle: RankSet, children: Mapping[int, Sequence[int]]) -> None:
-        self._circle = circle
+    def __init__(self, rank_set: RankSet, children: Mapping[int, Sequence[int]]) -> None:
+        self._rank_set = rank_set
         self._children = children
         self._ranks = frozenset(rank for ranks in children.values() for rank in ranks)
         self._meeting = ReportMerger(children)
@@ -53,7 +53,7 @@ class Coordinator:
 
     def add(self, child: int, report: RankReport) -> None:
         """Take what a child reports."""
-        key, meeting = self._circle.key, self._meeting
+        key, meeting = self._rank_set.key, self._meeting
         if key not in report.sections:
             return
         meeting.add(child, report.sections[key], report.names)
@@ -72,7 +72,7 @@ class Coordinator:
 
     def take_report(self) -> RankReport | None:
         """As the first of a block: return what all of the block have reported, or None."""
-        key, meeting = self._circle.key, self._meeting
+        key, meeting = self._rank_set.key, self._meeting
         section, divergence = meeting.take(), self._new_divergence()
         if section is None and divergence is None and not self._all_paces_came():
             return None
@@ -88,10 +88,10 @@ class Coordinator:
         )
 
     def take_verdict(self, *, compares_pace: bool) -> CompareResult | None:
-        """As the first of the circle: return what came of it, or None if nothing is new.
+        """As the first of the rank set: return what came of it, or None if nothing is new.
 
         Args:
-            compares_pace: Whether this is the circle over which stragglers are looked for.
+            compares_pace: Whether this is the rank set over which stragglers are looked for.
         """
         section, divergence = self._meeting.take(), self._new_divergence()
         reference, stragglers = self._compare_pace() if compares_pace else (None, ())

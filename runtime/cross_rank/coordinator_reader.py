@@ -1,4 +1,4 @@
-"""The reports that come to this rank, as the first of a circle or of a block, through the store."""
+"""Reads the reports that arrive at the first rank of a rank set, or of a block, from the store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def report_stream(rank: int) -> str:
 
 
 def verdict_stream(key: str) -> str:
-    """Name the row of texts in which a circle's verdicts stand."""
+    """Name the row of texts in which a rank set's verdicts stand."""
     return f"verdict/{key}"
 
 
-def _block_stream(circle: RankSet, rank: int) -> str:
-    return f"block/{circle.key}/{rank}"
+def _block_stream(rank_set: RankSet, rank: int) -> str:
+    return f"block/{rank_set.key}/{rank}"
 
 
 class _Reader:
@@ -46,7 +46,7 @@ class _Reader:
 
 
 class CoordinatorReader:
-    """Convenes the circles, and the blocks of circles, of which this rank is the first.
+    """Convenes the rank sets, and the blocks of rank sets, of which this rank is the first.
 
     Args:
         store: The store.
@@ -74,47 +74,48 @@ class CoordinatorReader:
         self._known: set[str] = set()
         self._readers: dict[str, _Reader] = {}
         self._blocks: list[tuple[RankSet, Coordinator, StoreLogWriter]] = []
-        self._circles: list[tuple[RankSet, Coordinator, StoreLogWriter]] = []
+        self._rank_sets: list[tuple[RankSet, Coordinator, StoreLogWriter]] = []
 
-    def seat(self, circle: RankSet) -> None:
-        """Convene a circle, if that is this rank's to do. Does nothing the second time."""
-        if circle.key in self._known or circle.size < 2:
+    def seat(self, rank_set: RankSet) -> None:
+        """Convene a rank set, if that is this rank's to do. Does nothing the second time."""
+        if rank_set.key in self._known or rank_set.size < 2:
             return
-        self._known.add(circle.key)
-        blocks = rank_blocks(circle.members)
-        in_blocks = len(blocks) < circle.size
+        self._known.add(rank_set.key)
+        blocks = rank_blocks(rank_set.members)
+        in_blocks = len(blocks) < rank_set.size
         if in_blocks and self._rank in blocks:
-            convener = Coordinator(circle, {rank: (rank,) for rank in blocks[self._rank]})
+            convener = Coordinator(rank_set, {rank: (rank,) for rank in blocks[self._rank]})
             self._subscribe(convener, {rank: report_stream(rank) for rank in blocks[self._rank]})
-            self._blocks.append((circle, convener, self._outbox(_block_stream(circle, self._rank))))
-        if self._rank == circle.members[0]:
-            convener = Coordinator(circle, blocks)
+            outbox = self._outbox(_block_stream(rank_set, self._rank))
+            self._blocks.append((rank_set, convener, outbox))
+        if self._rank == rank_set.members[0]:
+            convener = Coordinator(rank_set, blocks)
             streams = {
-                child: _block_stream(circle, child) if in_blocks else report_stream(child)
+                child: _block_stream(rank_set, child) if in_blocks else report_stream(child)
                 for child in blocks
             }
             self._subscribe(convener, streams)
-            self._circles.append((circle, convener, self._outbox(verdict_stream(circle.key))))
+            self._rank_sets.append((rank_set, convener, self._outbox(verdict_stream(rank_set.key))))
 
     def look(self, compared: RankSet | None) -> list[tuple[RankSet, CompareResult]]:
         """Read what has come, pass on what came of it, and return this rank's own verdicts.
 
         Args:
-            compared: The circle over which stragglers are looked for.
+            compared: The rank set over which stragglers are looked for.
         """
         for reader in self._readers.values():
             self._read(reader)
-        for circle, convener, outbox in self._blocks:
+        for rank_set, convener, outbox in self._blocks:
             report = convener.take_report()
             if report is not None or self._must_speak(outbox):
-                outbox.post(encode(report or RankReport(sections={circle.key: NOTHING_NEW})))
+                outbox.post(encode(report or RankReport(sections={rank_set.key: NOTHING_NEW})))
         verdicts = []
-        for circle, convener, outbox in self._circles:
-            verdict = convener.take_verdict(compares_pace=circle is compared)
+        for rank_set, convener, outbox in self._rank_sets:
+            verdict = convener.take_verdict(compares_pace=rank_set is compared)
             if verdict is not None or self._must_speak(outbox):
                 outbox.post(pack_verdict(verdict or NO_RESULT))
             if verdict is not None:
-                verdicts.append((circle, verdict))
+                verdicts.append((rank_set, verdict))
         return verdicts
 
     def longest_silence(self) -> float:
@@ -123,7 +124,7 @@ class CoordinatorReader:
         silences = (
             reader.inbox.silent_seconds()
             for name, reader in self._readers.items()
-            if reader.inbox.has_heard or name in reports  # of a block not all may use the circle
+            if reader.inbox.has_heard or name in reports  # of a block not all may use the rank set
         )
         return max(silences, default=0.0)
 

@@ -47,7 +47,7 @@ class CrossRankThread:
             known where the ranks meet. None instead of it compares nothing.
         rank: This rank.
         host: This rank's host.
-        circles: Gives the circles of ranks seen so far.
+        rank_sets: Gives the rank sets of ranks seen so far.
         recorder: Where the values are written.
         fail_open: Guards what runs here.
         seconds: Time between two exchanges.
@@ -69,7 +69,7 @@ class CrossRankThread:
         connect: Callable[[], Store | None] | None,
         rank: int,
         host: str,
-        circles: Callable[[], Iterable[RankSet]],
+        rank_sets: Callable[[], Iterable[RankSet]],
         recorder: Recorder,
         fail_open: FailOpen,
         seconds: float,
@@ -85,14 +85,14 @@ class CrossRankThread:
         self._stuck_seconds = stuck_seconds
         self._moved = moved
         self._rank, self._host = rank, host
-        self._circles = circles
+        self._rank_sets = rank_sets
         self._recorder = recorder
         self._seconds = seconds
         self._patience_seconds = PATIENCE_EXCHANGES * seconds
         self._idle_seconds = idle_seconds
         self._now = now
         self._books = LocalAccounting(
-            circles, recorder, volume_ratio, now, lambda: self._is_compared
+            rank_sets, recorder, volume_ratio, now, lambda: self._is_compared
         )
         self._announcer = CompareReporter(recorder, rank, now)
         self._connection = None if connect is None else StoreConnection(connect, now)
@@ -249,17 +249,17 @@ class CrossRankThread:
             letters.report(RankReport(sections=sections, names=names, paces=paces))
 
     def _read(self, letters: StoreChannel) -> None:
-        circles = list(self._circles())
-        for circle, verdict in letters.read(circles, largest_rank_set(circles)):
-            self._books.match(circle, verdict)
-            self._announcer.announce(circle, verdict, self._own_pace)
+        rank_sets = list(self._rank_sets())
+        for rank_set, verdict in letters.read(rank_sets, largest_rank_set(rank_sets)):
+            self._books.match(rank_set, verdict)
+            self._announcer.announce(rank_set, verdict, self._own_pace)
         letters.beat(self._books.arrived(), self.pause())
         self._recorder.set(communication.PEER_HEARTBEAT_AGE, letters.silence())
         if self._hangs:
             letters.tell_of_hang()
         idle_seconds = self._idle_seconds()
         if idle_seconds > min(self._stuck_seconds, NOTICE_IDLE_SECONDS):
-            letters.look_for_peers(circles, is_stuck=idle_seconds > self._stuck_seconds)
+            letters.look_for_peers(rank_sets, is_stuck=idle_seconds > self._stuck_seconds)
         else:
             letters.forget_peers()
 

@@ -87,7 +87,7 @@ class CollectiveErrorAnalyzer:
 
 def attribute_failure(rank: int, failed: CollectiveCall) -> Attribution | None:
     """Look at the calls that led to the one that raised; None if nothing can be told."""
-    calls = [call for call in failed.group.circle.recent.copy() if call.sequence]
+    calls = [call for call in failed.group.rank_set.recent.copy() if call.sequence]
     while calls and calls[-1].sequence > failed.sequence:
         calls.pop()  # issued since, while the one that failed was under way
     if len(calls) < 2 or calls[-1] is not failed:
@@ -99,7 +99,7 @@ def attribute_failure(rank: int, failed: CollectiveCall) -> Attribution | None:
     return Attribution(
         rank=rank,
         role=failed.group.role,
-        members=failed.group.circle.members,
+        members=failed.group.rank_set.members,
         sequence=failed.sequence,
         issued=_words(last),
         expected=_words(usual) if surprising else None,

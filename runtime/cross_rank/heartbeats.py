@@ -28,7 +28,7 @@ READINGS_TO_BELIEVE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A rank's last sign of life, and the last call it issued, by the circle's key.
+    """A rank's last sign of life, and the last call it issued, by the rank set's key.
 
     `age_seconds` is how long it was seen to stand still, None if it was read only once. `pause`
     says why the rank may lawfully stand still, None while it trains.
@@ -98,7 +98,7 @@ class HeartbeatTable:
         """Look who hangs and, now and then, for the signs of life of some ranks.
 
         Args:
-            ranks: All that share a circle with this rank.
+            ranks: All that share a rank set with this rank.
             is_stuck: Whether training has stood still for `stuck_seconds`. If not, only a rank that
                 was told of a hang wants to know more.
         """

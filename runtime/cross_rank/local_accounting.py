@@ -19,7 +19,7 @@ from .compare_result import CompareResult
 
 
 class _RankSetState:
-    """One circle: its calls, their costs, and when which of them were told.
+    """One rank set: its calls, their costs, and when which of them were told.
 
     Attributes:
         compared: Whether the last answer held durations. Where none comes, or one without them,
@@ -35,15 +35,15 @@ class _RankSetState:
     def account_of(self, call: CollectiveCall) -> CommCosts:
         account = self.accounts.get(call.group.backend)
         if account is None:
-            account = self.accounts[call.group.backend] = CommCosts(self.course.circle)
+            account = self.accounts[call.group.backend] = CommCosts(self.course.rank_set)
         return account
 
 
 class LocalAccounting:
-    """Follows all circles of this rank, from those it is made with on.
+    """Follows all rank sets of this rank, from those it is made with on.
 
     Args:
-        circles: Gives the circles seen so far.
+        rank_sets: Gives the rank sets seen so far.
         recorder: Where the costs are written.
         volume_ratio: Gives wire bytes of a step over the least possible; None while unknown.
         compares: Whether the ranks are compared at all; if not, causes cannot be told.
@@ -55,40 +55,41 @@ class LocalAccounting:
 
     def __init__(
         self,
-        circles: Callable[[], Iterable[RankSet]],
+        rank_sets: Callable[[], Iterable[RankSet]],
         recorder: Recorder,
         volume_ratio: Callable[[], float | None],
         now: Callable[[], float] = time.monotonic,
         compares: Callable[[], bool] = lambda: True,
     ) -> None:
         self.unmatched = 0
-        self._circles = circles
+        self._rank_sets = rank_sets
         self._recorder = recorder
         self._volume_ratio = volume_ratio
         self._now = now
         self._compares = compares
         self._totals = CostTotals()
         self._entries: dict[RankSet, _RankSetState] = {
-            circle: _RankSetState(CallSequence(circle, from_now=True)) for circle in circles()
+            rank_set: _RankSetState(CallSequence(rank_set, from_now=True))
+            for rank_set in rank_sets()
         }
 
     def follow(self) -> None:
         """Take in new calls, so that none is lost until they are told."""
-        for circle in self._circles():
-            entry = self._entry(circle)
+        for rank_set in self._rank_sets():
+            entry = self._entry(rank_set)
             entry.course.follow()
             self._count_unasked(entry)
 
     def take_sections(self) -> tuple[dict[str, CallReport], dict[int, str]]:
-        """Return what is new, by the circle's key, with what its signatures stand for."""
+        """Return what is new, by the rank set's key, with what its signatures stand for."""
         sections: dict[str, CallReport] = {}
         names: dict[int, str] = {}
-        for circle in self._circles():
-            entry = self._entry(circle)
+        for rank_set in self._rank_sets():
+            entry = self._entry(rank_set)
             section = entry.course.take_section()
             self._count_unasked(entry)
-            if circle.size > 1:
-                sections[circle.key] = section
+            if rank_set.size > 1:
+                sections[rank_set.key] = section
                 names.update(entry.course.names_in(section))
                 if len(section.durations):
                     end = section.first_timed + len(section.durations)
@@ -99,9 +100,9 @@ class LocalAccounting:
         """Whether calls wait for an answer of the others."""
         return any(entry.told for entry in self._entries.values())
 
-    def match(self, circle: RankSet, verdict: CompareResult) -> None:
+    def match(self, rank_set: RankSet, verdict: CompareResult) -> None:
         """Count the calls whose least duration over the ranks is known now."""
-        entry = self._entries.get(circle)
+        entry = self._entries.get(rank_set)
         if entry is None:
             return
         waiting, volume_ratio = entry.course.unmatched, self._volume_ratio()
@@ -145,7 +146,7 @@ class LocalAccounting:
         totals, self._totals = self._totals, CostTotals()
         standing: dict[str, CommCosts] = {}
         for entry in self._entries.values():
-            role = entry.course.circle.role
+            role = entry.course.rank_set.role
             for account in entry.accounts.values():
                 account.renew()
                 if role not in standing or account.wire_bytes > standing[role].wire_bytes:
@@ -156,18 +157,18 @@ class LocalAccounting:
         self._recorder.set(communication.EXCHANGE_FAILURES, self.unmatched, "unmatched")
 
     def arrived(self) -> Mapping[str, int]:
-        """Return the number of the last call issued, by the circle's key."""
-        return {circle.key: circle.issued for circle in self._circles()}
+        """Return the number of the last call issued, by the rank set's key."""
+        return {rank_set.key: rank_set.issued for rank_set in self._rank_sets()}
 
-    def _entry(self, circle: RankSet) -> _RankSetState:
-        if circle not in self._entries:
-            self._entries[circle] = _RankSetState(CallSequence(circle, from_now=False))
-        return self._entries[circle]
+    def _entry(self, rank_set: RankSet) -> _RankSetState:
+        if rank_set not in self._entries:
+            self._entries[rank_set] = _RankSetState(CallSequence(rank_set, from_now=False))
+        return self._entries[rank_set]
 
     def _count_unasked(self, entry: _RankSetState) -> None:
         """Count the calls of which no other rank is asked."""
         calls = entry.course.alone
-        if entry.course.circle.size == 1:
+        if entry.course.rank_set.size == 1:
             calls = [*calls, *entry.course.unmatched]
             entry.course.unmatched.clear()
         for call in calls:
@@ -176,7 +177,7 @@ class LocalAccounting:
 
     def _count_alone(self, entry: _RankSetState, call: CollectiveCall, *, compared: bool) -> None:
         account = entry.account_of(call)
-        if entry.course.circle.size == 1 or (compared and self._compares()):
+        if entry.course.rank_set.size == 1 or (compared and self._compares()):
             account.alone(call, self._totals, self._volume_ratio())
         else:
             account.incomparable(call, self._totals)

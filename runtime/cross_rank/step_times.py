@@ -14,7 +14,7 @@ from .call_report import StepTimes
 LEAST_STEPS = 8
 MOST_STEPS = 256
 WARM_UP_STEPS = 3  # memory is allocated, traces are recorded, code is compiled
-# Of these roles the members of a circle do the same work, so that they can be compared in pace. The
+# Of these roles the members of a rank set do the same work, so that their step times compare. The
 # whole job does so only if it is no pipeline.
 _ALIKE = ("dp", "world", "tp", "ep", "sp")
 _PLACES = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
@@ -55,13 +55,13 @@ class StepTimeSampler:
         )
 
 
-def largest_rank_set(circles: Iterable[RankSet]) -> RankSet | None:
-    """Return the circle over whose members the pace is compared: data parallel if there is one."""
-    shared = [circle for circle in circles if circle.size > 1]
-    is_pipeline = any(circle.role == "pp" for circle in shared)
+def largest_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
+    """Return the rank set whose members' step times are compared: data parallel if there is one."""
+    shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
+    is_pipeline = any(rank_set.role == "pp" for rank_set in shared)
     alike = [role for role in _ALIKE if not (is_pipeline and role == "world")]
     return min(
-        (circle for circle in shared if circle.role in alike),
+        (rank_set for rank_set in shared if rank_set.role in alike),
         default=None,
-        key=lambda circle: (alike.index(circle.role), -circle.size, circle.key),
+        key=lambda rank_set: (alike.index(rank_set.role), -rank_set.size, rank_set.key),
     )

@@ -65,21 +65,21 @@ class StoreChannel:
         self._outbox.post(encode(report))
 
     def read(
-        self, circles: Iterable[RankSet], compared: RankSet | None
+        self, rank_sets: Iterable[RankSet], compared: RankSet | None
     ) -> list[tuple[RankSet, CompareResult]]:
-        """Convene the circles of which this rank is the first, and return all new verdicts.
+        """Convene the rank sets of which this rank is the first, and return all new verdicts.
 
         Args:
-            circles: This rank's circles.
-            compared: The circle over which stragglers are looked for.
+            rank_sets: This rank's rank sets.
+            compared: The rank set over which stragglers are looked for.
         """
-        shared = [circle for circle in circles if circle.size > 1]
-        for circle in shared:
-            self._table.seat(circle)
+        shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
+        for rank_set in shared:
+            self._table.seat(rank_set)
         verdicts = self._table.look(compared)
-        for circle in shared:
-            if circle.members[0] != self._rank:
-                verdicts += [(circle, verdict) for verdict in self._read_verdicts(circle.key)]
+        for rank_set in shared:
+            if rank_set.members[0] != self._rank:
+                verdicts += [(rank_set, verdict) for verdict in self._read_verdicts(rank_set.key)]
         return verdicts
 
     def silence(self) -> float:
@@ -92,19 +92,19 @@ class StoreChannel:
         """Leave a sign of life.
 
         Args:
-            arrived: The number of the last call issued, by the circle's key.
+            arrived: The number of the last call issued, by the rank set's key.
             pause: Why this rank may lawfully stand still; None while it trains.
         """
         self._signs.beat(arrived, pause)
 
-    def look_for_peers(self, circles: Iterable[RankSet], *, is_stuck: bool) -> None:
-        """Look who hangs and, now and then, for the signs of life of all that share a circle.
+    def look_for_peers(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
+        """Look who hangs and, now and then, for the signs of life of all that share a rank set.
 
         Args:
-            circles: This rank's circles.
+            rank_sets: This rank's rank sets.
             is_stuck: Whether training has stood still for `stuck_seconds`.
         """
-        ranks = {rank for circle in circles for rank in circle.members}
+        ranks = {rank for rank_set in rank_sets for rank in rank_set.members}
         self._signs.look(ranks, is_stuck=is_stuck)
 
     def forget_peers(self) -> None:

@@ -46,8 +46,8 @@ def step_shares(
 ) -> ComputeCommOverlap:
     """Split a window by what went on in it; intervals may overlap, and reach beyond it."""
     computing, communicating = _within(window, compute), _within(window, comm)
-    compute_ns, comm_ns = IntervalUnion().cover(computing), IntervalUnion().cover(communicating)
-    busy_ns = IntervalUnion().cover(computing + communicating)
+    compute_ns, comm_ns = IntervalUnion().add_ns(computing), IntervalUnion().add_ns(communicating)
+    busy_ns = IntervalUnion().add_ns(computing + communicating)
     return ComputeCommOverlap(
         compute=(busy_ns - comm_ns) / 1e9,
         comm=(busy_ns - compute_ns) / 1e9,

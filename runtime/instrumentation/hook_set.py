@@ -59,10 +59,10 @@ class EngineInstrumentation:
         self._engine_hooks.restore()
         self._earlier_ns += self._engine_hooks.cost_ns
         self._memory.rebind_engine(engine)
-        notes = self._context.notes
-        notes.groups.set_roles(role_of, p2p_role)
-        self._give(notes.take())
-        notes.groups.drain_coverage()
+        calls = self._context.call_recorder
+        calls.groups.set_roles(role_of, p2p_role)
+        self._give(calls.drain())
+        calls.groups.drain_coverage()
         self._engine_hooks = self._hook(engine)
 
     def discard_window(self) -> None:
@@ -89,7 +89,7 @@ class EngineInstrumentation:
         close_step = StepCollector(
             engine,
             context.clock,
-            context.notes,
+            context.call_recorder,
             context.fail_open,
             self._give,
             memory.step_ended,

@@ -31,7 +31,7 @@ class StepCollector:
         self,
         engine: Any,
         clock: PhaseTimer,
-        notes: CallRecorder,
+        calls: CallRecorder,
         fail_open: FailOpen,
         give: Callable[[RawStep], None],
         read_memory: Callable[[], StepMemorySample | None],
@@ -39,11 +39,11 @@ class StepCollector:
     ) -> None:
         self._engine = weakref.ref(engine)
         self._clock = clock
-        self._notes = notes
+        self._calls = calls
         self._give = give
         self._read_memory = fail_open.wrap("memory", read_memory)
         self._coverage_due = 0.0
-        self._coverage = fail_open.wrap("coverage", notes.groups.drain_coverage)
+        self._coverage = fail_open.wrap("coverage", calls.groups.drain_coverage)
         self._trace = fail_open.wrap("trace", current_trace_labels)
         self._gradient_norm = fail_open.wrap("gradient_norm", _gradient_norm)
         self._learning_rate = fail_open.wrap("learning_rate", _learning_rate)
@@ -68,7 +68,7 @@ class StepCollector:
             loss_scale=self._loss_scale(engine) if self._scales_loss else None,
             trace=self._trace(),
             memory=self._read_memory(),
-            batch=self._notes.take(),
+            batch=self._calls.drain(),
         )
         self._give(closed)
         if self._profile is not None:

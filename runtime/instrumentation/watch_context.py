@@ -20,7 +20,7 @@ class WatchContext:
     """The watch of one engine, as its parts see it.
 
     `engine` gives the watched engine, None once it is gone; `watch_index` is how many watches this
-    process has had; `notes` are those of its collectives; `run_id` gives the run's name, once it is
+    process has had; `call_recorder` has its collectives; `run_id` gives the run's name, once it is
     known, and `folder` the run folder, where there is one.
     """
 
@@ -28,7 +28,7 @@ class WatchContext:
     identity: ProcessInfo
     watch_index: int
     settings: Settings
-    notes: CallRecorder
+    call_recorder: CallRecorder
     clock: PhaseTimer
     run_id: Callable[[], str | None]
     folder: Callable[[], Path | None]

@@ -74,7 +74,7 @@ class MemoryMonitor:
         if settings.enabled:
             self._log_devices_without_step_peaks()
             offload = wrap("offload", OffloadTraffic)
-            self._offload = offload(engine, context.fail_open, context.notes.events)
+            self._offload = offload(engine, context.fail_open, context.call_recorder.events)
         self._duties = self._wrapped_duties()
 
     @property

@@ -59,7 +59,7 @@ class OverheadMetrics:
 
 def own_costs(
     context: WatchContext,
-    tap: CollectiveInstrumentation,
+    collectives: CollectiveInstrumentation,
     *,
     hooks_ns: Callable[[], int],
     thread: WatchThread,
@@ -71,7 +71,7 @@ def own_costs(
 
     Args:
         context: The watch.
-        tap: The tap on the collectives.
+        collectives: The instrumentation of the collectives.
         hooks_ns: Returns the nanoseconds spent in hooks on the engine.
         thread: The watch thread.
         comparison: Has the exchange's thread.
@@ -80,13 +80,13 @@ def own_costs(
     """
     seconds: dict[str, Callable[[], float]] = {
         "hooks": lambda: hooks_ns() / 1e9,
-        "collectives": lambda: tap.total_cost_ns / 1e9,
+        "collectives": lambda: collectives.total_cost_ns / 1e9,
         "watch_thread": lambda: thread.cpu_seconds,
         "cross_rank_thread": lambda: comparison.cpu_seconds,
     }
     dropped: dict[str, Callable[[], int]] = {
-        "collectives": lambda: context.notes.dropped_calls + thread.dropped_calls,
-        "graph_capture": lambda: context.notes.dropped_in_capture,
+        "collectives": lambda: context.call_recorder.dropped_calls + thread.dropped_calls,
+        "graph_capture": lambda: context.call_recorder.dropped_in_capture,
         "steps": lambda: thread.dropped_steps,
         "timing": lambda: thread.untimed_calls,
         "run_log": lambda: folder.dropped,

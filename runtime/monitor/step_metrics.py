@@ -58,7 +58,7 @@ class StepMetrics:
         These calls are in the counters and in no step. They are not timed: some may be under way,
         or wait for events that nobody has read.
         """
-        batch.lose()
+        batch.discard()
         tally = PeriodTotals()
         tally.add(batch.calls, CommTime(0.0, {}))
         self.publish([], tally)

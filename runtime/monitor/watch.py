@@ -47,7 +47,7 @@ class Watch:
 
     Args:
         engine: A DeepSpeed engine.
-        tap: The process's tap, open or not.
+        collectives: The instrumentation of this process's collectives, open or not.
         fail_open: Guards whatever runs inside training.
         settings: The settings of this run.
         watch_index: How many watches this process has had; the same on all ranks.
@@ -63,7 +63,7 @@ class Watch:
     def __init__(
         self,
         engine: Any,
-        tap: CollectiveInstrumentation,
+        collectives: CollectiveInstrumentation,
         fail_open: FailOpen,
         settings: Settings,
         watch_index: int,
@@ -72,7 +72,7 @@ class Watch:
         self.settings = settings
         self._watch_index = watch_index
         self.fail_open = fail_open
-        self._tap = tap
+        self._collectives = collectives
         self.recorder = Recorder()
         self._identity = this_process()
         self._clock = PhaseTimer()
@@ -157,7 +157,7 @@ class Watch:
                 self.advisor.disable()
                 self._ended_by(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
-            self._thread.enqueue(self._tap.notes.take())
+            self._thread.enqueue(self._collectives.call_recorder.drain())
             self._thread.stop()
             self._comparison.stop()
             self._memory.close()
@@ -221,7 +221,7 @@ class Watch:
         self._thread = self._new_thread(device)
         self._costs = own_costs(
             context,
-            self._tap,
+            self._collectives,
             hooks_ns=lambda: self._engine_side.cost_ns + self._memory.cost_ns,
             thread=self._thread,
             comparison=self._comparison,
@@ -240,7 +240,7 @@ class Watch:
             publisher=self._publisher,
             sampler=sampler,
             take_memory=self._memory.take,
-            events=self._tap.notes.events,
+            events=self._collectives.call_recorder.events,
             fail_open=self.fail_open,
             append=self._folder.append,
             keep_pace=self._comparison.keep_pace,
@@ -262,7 +262,7 @@ class Watch:
             identity=self._identity,
             watch_index=self._watch_index,
             settings=self.settings,
-            notes=self._tap.notes,
+            call_recorder=self._collectives.call_recorder,
             clock=self._clock,
             run_id=lambda: self.run_id,
             folder=lambda: self.run_folder,
@@ -272,14 +272,14 @@ class Watch:
 
     def _open_hooks(self, engine: Any, undo: ExitStack) -> None:
         warn_of_comms_logger()
-        notes = self._tap.notes
-        self._tap.open()
-        undo.callback(self._tap.close)
-        self._tap.open_backend(deepspeed_comm.cdb)
-        notes.groups.set_roles(role_of, p2p_role)
-        self._publisher.publish_earlier(notes.take())
-        notes.groups.drain_coverage()
-        notes.connect(self._clock, self._thread.enqueue, self._comparison.inquest)
+        calls = self._collectives.call_recorder
+        self._collectives.open()
+        undo.callback(self._collectives.close)
+        self._collectives.open_backend(deepspeed_comm.cdb)
+        calls.groups.set_roles(role_of, p2p_role)
+        self._publisher.publish_earlier(calls.drain())
+        calls.groups.drain_coverage()
+        calls.connect(self._clock, self._thread.enqueue, self._comparison.inquest)
         undo.callback(self._comparison.close_hooks)
         self._engine_side = EngineInstrumentation(
             self._context,
@@ -294,7 +294,7 @@ class Watch:
         self._engine_side.restore()
         self._memory.close_hooks()
         self._comparison.close_hooks()
-        self._tap.close()
+        self._collectives.close()
         self._flops.close()
 
     def _serve_until_read(self) -> None:

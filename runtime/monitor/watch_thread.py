@@ -109,7 +109,7 @@ class WatchThread:
             self._inbox.put(item)
         else:
             self.dropped_steps += isinstance(item, RawStep)
-            self.dropped_calls += _batch_of(item).lose()
+            self.dropped_calls += _batch_of(item).discard()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Publish what is there and end. Safe to call twice, and where the thread never ran."""
@@ -155,7 +155,7 @@ class WatchThread:
                 self._waiting_since = self._waiting_since or time.monotonic()
                 if not final and time.monotonic() - self._waiting_since < PATIENCE_SECONDS:
                     return
-                self.untimed_calls += _batch_of(head).give_up()
+                self.untimed_calls += _batch_of(head).expire()
             self._waiting_since, self._poll_seconds = 0.0, FIRST_POLL_SECONDS
             self._pending.popleft()
             self._take_calls(_batch_of(head))
@@ -163,7 +163,7 @@ class WatchThread:
                 self._take_step(head)
 
     def _take_calls(self, batch: Batch) -> None:
-        batch.resolve(self._events)
+        batch.read_events(self._events)
         time_taken = self._clock.measure(batch)
         self._comm.add(batch.calls, time_taken)
         self._tally.add(batch.calls, time_taken)

@@ -74,8 +74,8 @@ class SimulatedGroup:
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.size = len(members)
-        self.circle = RankSet(members)
-        self.circle.roles = [self.role]
+        self.rank_set = RankSet(members)
+        self.rank_set.roles = [self.role]
         self._durations_ns = np.random.default_rng().gamma(2, 1e6, CALLS).astype(int).tolist()
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
@@ -87,12 +87,12 @@ class SimulatedGroup:
             group: Any = self
             size = 4096 * (1 + number % SIZES)
             call = CollectiveCall(0, group, size, torch.float32, PHASES.index("backward"))
-            self.circle.issued += 1
-            call.sequence = self.circle.issued
+            self.rank_set.issued += 1
+            call.sequence = self.rank_set.issued
             call.start_ns = self.busy_until_ns
             call.end_ns = call.issued_ns = call.start_ns + duration_ns
             call.settle()
-            self.circle.recent.append(call)
+            self.rank_set.recent.append(call)
 
 
 class Thousand:
@@ -102,15 +102,15 @@ class Thousand:
         self.spent_ms: defaultdict[str, list[float]] = defaultdict(list)
         members = tuple(range(NUM_RANKS))
         self._group = SimulatedGroup(members)
-        circle = self._group.circle
+        rank_set = self._group.rank_set
         self._blocks = rank_blocks(members)
         self._in_block = {
-            first: Coordinator(circle, {rank: (rank,) for rank in block})
+            first: Coordinator(rank_set, {rank: (rank,) for rank in block})
             for first, block in self._blocks.items()
         }
-        self._over_blocks = Coordinator(circle, self._blocks)
-        self._over_all = Coordinator(circle, {rank: (rank,) for rank in members})
-        self._books = LocalAccounting(lambda: [circle], Recorder(), lambda: None)
+        self._over_blocks = Coordinator(rank_set, self._blocks)
+        self._over_all = Coordinator(rank_set, {rank: (rank,) for rank in members})
+        self._books = LocalAccounting(lambda: [rank_set], Recorder(), lambda: None)
 
     def exchange(self) -> None:
         """Let all report, and measure what one rank of each kind does about it."""
@@ -152,7 +152,7 @@ class Thousand:
         return RankReport(sections=own.sections, names=own.names, paces={rank: PACE})
 
     def _match(self, text: bytes) -> None:
-        self._books.match(self._group.circle, compare_result.decode(text))
+        self._books.match(self._group.rank_set, compare_result.decode(text))
         self._books.give_up(20.0)
         self._books.publish()
 
@@ -180,7 +180,7 @@ def each_second(exchanges: int) -> list[list[float]]:
             connect=server.clone,
             rank=rank,
             host="host",
-            circles=lambda group=group: [group.circle],
+            rank_sets=lambda group=group: [group.rank_set],
             recorder=Recorder(),
             fail_open=FailOpen(),
             seconds=seconds,

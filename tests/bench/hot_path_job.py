@@ -44,26 +44,27 @@ def main() -> None:
     )
     tensor = torch.ones(1024, device=asked["device"])
     dist.all_reduce = c10d.all_reduce = all_reduce
-    tap = CollectiveInstrumentation(FailOpen())
-    tap.open()
-    tap.notes.connect(PhaseTimer(), lambda batch: None)
+    collectives = CollectiveInstrumentation(FailOpen())
+    collectives.open()
+    collectives.call_recorder.connect(PhaseTimer(), lambda batch: None)
     found = {
-        name: added_microseconds(tap, tensor, asynchronous, asked["repeats"])
+        name: added_microseconds(collectives, tensor, asynchronous, asked["repeats"])
         for name, asynchronous in (("all_reduce", False), ("all_reduce, async", True))
     }
-    tap.close()
+    collectives.close()
     training.report(found)
 
 
 def added_microseconds(
-    tap: CollectiveInstrumentation, tensor: torch.Tensor, asynchronous: bool, repeats: int
+    collectives: CollectiveInstrumentation, tensor: torch.Tensor, asynchronous: bool, repeats: int
 ) -> list[float]:
     """Return wrapped minus plain, per call, of each repeat; the two alternate."""
     added = []
     for _ in range(repeats + WARM_UP_REPEATS):
         plain, _ = per_call(all_reduce, tensor, asynchronous, list)
-        wrapped, batch = per_call(dist.all_reduce, tensor, asynchronous, tap.notes.take)
-        settle(tap, batch)
+        drain = collectives.call_recorder.drain
+        wrapped, batch = per_call(dist.all_reduce, tensor, asynchronous, drain)
+        settle(collectives, batch)
         added.append(wrapped - plain)
     return sorted(added[WARM_UP_REPEATS:])
 
@@ -82,13 +83,13 @@ def per_call(
     return (time.thread_time_ns() - begin) / CALLS / 1000, taken
 
 
-def settle(tap: CollectiveInstrumentation, batch: Batch) -> None:
+def settle(collectives: CollectiveInstrumentation, batch: Batch) -> None:
     """Do what the watch thread does with a batch, so that its events are used again."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if len(batch.calls) != CALLS or not batch.settled():
         raise AssertionError(f"the tap noted {len(batch.calls)} of {CALLS} calls, or lost an end")
-    batch.resolve(tap.notes.events)
+    batch.read_events(collectives.call_recorder.events)
 
 
 if __name__ == "__main__":

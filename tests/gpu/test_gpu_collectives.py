@@ -25,13 +25,13 @@ from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
 fail_open = FailOpen()
-tap = CollectiveInstrumentation(fail_open)
-tap.open()
+collectives = CollectiveInstrumentation(fail_open)
+collectives.open()
 dist.init_process_group("nccl")
 x = torch.ones(1 << 20, device="cuda")
 dist.all_reduce(x)
 torch.cuda.synchronize()
-tap.notes.take()
+collectives.call_recorder.drain()
 """
 
 
@@ -47,12 +47,12 @@ def test_calls_are_timed_by_events_without_waiting_for_the_device() -> None:
     run("""
 dist.all_reduce(x)
 dist.all_reduce(x, async_op=True).wait()
-batch = tap.notes.take()
+batch = collectives.call_recorder.drain()
 assert [OPS[call.op] for call in batch.calls] == ["all_reduce", "all_reduce"]
 assert not fail_open.failures, fail_open.failures
 torch.cuda.synchronize()
 assert batch.settled()
-batch.resolve(tap.notes.events)
+batch.read_events(collectives.call_recorder.events)
 for call in batch.calls:
     assert 0 < call.end_ns - call.start_ns < 1e9, (call.start_ns, call.end_ns)
 """)
@@ -62,10 +62,10 @@ def test_an_interval_spans_the_work_queued_before_the_collective_only() -> None:
     run("""
 torch.cuda._sleep(int(1e8))  # some 50 ms of work that comes before
 dist.all_reduce(x)
-batch = tap.notes.take()
+batch = collectives.call_recorder.drain()
 assert not batch.settled()
 torch.cuda.synchronize()
-batch.resolve(tap.notes.events)
+batch.read_events(collectives.call_recorder.events)
 (call,) = batch.calls
 assert call.end_ns - call.start_ns < 20e6
 """)
@@ -78,13 +78,13 @@ graph = torch.cuda.CUDAGraph()
 with torch.cuda.stream(stream):
     dist.all_reduce(x)
 torch.cuda.synchronize()
-tap.notes.take()
+collectives.call_recorder.drain()
 with torch.cuda.graph(graph, stream=stream):
     dist.all_reduce(x)
 graph.replay()
 torch.cuda.synchronize()
-assert tap.notes.take().calls == []
-assert tap.notes.dropped_in_capture == 1
+assert collectives.call_recorder.drain().calls == []
+assert collectives.call_recorder.dropped_in_capture == 1
 """)
 
 
@@ -92,7 +92,7 @@ def test_a_query_by_another_thread_leaves_a_capture_whole() -> None:
     run("""
 import threading
 dist.all_reduce(x)
-batch = tap.notes.take()
+batch = collectives.call_recorder.drain()
 stop = threading.Event()
 allowed = []
 def query():

@@ -70,16 +70,16 @@ def all_reduce(tensor, op=None, group=None, async_op=False):
 dist.all_reduce = c10d.all_reduce = all_reduce
 dist.Work.wait = lambda work: torch.cuda.current_stream().wait_event(work.done)
 fail_open = FailOpen()
-tap = CollectiveInstrumentation(fail_open)
-tap.open()
-tap.notes.connect(None, None)
+collectives = CollectiveInstrumentation(fail_open)
+collectives.open()
+collectives.call_recorder.connect(None, None)
 compute, side = torch.cuda.current_stream(), torch.cuda.Stream()
 
 def expect(exposed_ms, comm_ms):
-    batch = tap.notes.take()
+    batch = collectives.call_recorder.drain()
     while not batch.settled():  # a synchronisation would be a wait that counts
         time.sleep(0.001)
-    batch.resolve(tap.notes.events)
+    batch.read_events(collectives.call_recorder.events)
     step = StepCommTotals()
     step.add(batch.calls, CommTimeCounter().measure(batch))
     found = step.exposed_seconds * 1e3, step.seconds * 1e3
@@ -100,13 +100,13 @@ from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
 fail_open = FailOpen()
-tap = CollectiveInstrumentation(fail_open)
-tap.open()
+collectives = CollectiveInstrumentation(fail_open)
+collectives.open()
 dist.init_process_group("gloo")
-tap.notes.connect(None, None)
+collectives.call_recorder.connect(None, None)
 x = torch.ones(1 << 16, device="cuda")
 dist.all_reduce(x)
-tap.notes.take()
+collectives.call_recorder.drain()
 if dist.get_rank() == 1:
     time.sleep(0.3)
 work = dist.all_reduce(x, async_op=True)
@@ -115,10 +115,10 @@ began = time.perf_counter()
 work.wait()
 blocked = time.perf_counter() - began
 dist.barrier()
-batch = tap.notes.take()
+batch = collectives.call_recorder.drain()
 batch.calls.pop()  # the barrier
 assert batch.settled()
-batch.resolve(tap.notes.events)
+batch.read_events(collectives.call_recorder.events)
 step = StepCommTotals()
 step.add(batch.calls, CommTimeCounter().measure(batch))
 assert not fail_open.failures, fail_open.failures
@@ -216,19 +216,19 @@ with torch.cuda.stream(side):
     dist.all_reduce(x)
 with torch.cuda.stream(side):
     graph.capture_begin(capture_error_mode="thread_local")
-    tap.notes.stalls.host_joins_stream(side)
+    collectives.call_recorder.stream_waits.on_stream_sync(side)
     y = x + 1
     graph.capture_end()
 graph.replay()
 torch.cuda.synchronize()
-assert tap.notes.dropped_in_capture == 1
+assert collectives.call_recorder.dropped_in_capture == 1
 assert not fail_open.failures, fail_open.failures
 """)
 
 
 def test_streams_and_events_get_their_names_back() -> None:
     run("""
-tap.close()
+collectives.close()
 assert "hooked" not in torch.cuda.synchronize.__code__.co_name
 for owner, names in ((torch.cuda.Stream, "wait_stream synchronize"),
                      (torch.cuda.Event, "record wait synchronize")):

@@ -18,7 +18,7 @@ from .evidence import CallLine, GroupLine, Peer, Sources
 from .flight_recorder import flight_dump
 from .hang_watch import HangWatch
 
-Circles = Callable[[], list[RankSet]]
+RankSets = Callable[[], list[RankSet]]
 
 CALLS_PER_CIRCLE = 64
 
@@ -28,7 +28,7 @@ def watch_for_hangs(
     rank: int,
     settings: HangSettings,
     clock: PhaseTimer,
-    circles: Circles,
+    rank_sets: RankSets,
     exchange: CrossRankThread,
     folder: Callable[[], Path | None],
     recorder: Recorder,
@@ -45,7 +45,7 @@ def watch_for_hangs(
         clock=clock,
         sources=hang_sources(
             rank=rank,
-            circles=circles,
+            rank_sets=rank_sets,
             exchange=exchange,
             folder=folder,
             fail_open=fail_open,
@@ -59,7 +59,7 @@ def watch_for_hangs(
 def hang_sources(
     *,
     rank: int,
-    circles: Circles,
+    rank_sets: RankSets,
     exchange: CrossRankThread,
     folder: Callable[[], Path | None],
     fail_open: FailOpen,
@@ -69,11 +69,11 @@ def hang_sources(
     wrap = fail_open.wrap
     return Sources(
         folder=folder,
-        last_activity_ns=wrap("hang activity", Activity(circles)),
+        last_activity_ns=wrap("hang activity", Activity(rank_sets)),
         training=wrap("hang training mode", training),
         peers=wrap("hang peers", lambda: _peers(exchange, rank)),
-        groups=wrap("hang groups", lambda: [_group_line(each) for each in circles()]),
-        last_calls=wrap("hang calls", lambda: list(_last_calls(circles()))),
+        groups=wrap("hang groups", lambda: [_group_line(each) for each in rank_sets()]),
+        last_calls=wrap("hang calls", lambda: list(_last_calls(rank_sets()))),
         divergence=wrap("hang divergence", lambda: exchange.divergence),
         flight_dump=wrap("flight recorder", flight_dump),
         others_hang=wrap("hang notice", lambda: exchange.others_hang),
@@ -87,26 +87,26 @@ class Activity:
     It compares instead of being told, so that the hot path of a call has nothing to do for it.
     """
 
-    def __init__(self, circles: Circles, now_ns: Callable[[], int] = perf_counter_ns) -> None:
-        self._circles = circles
+    def __init__(self, rank_sets: RankSets, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        self._rank_sets = rank_sets
         self._now_ns = now_ns
         self._seen: list[tuple[int, bool, bool]] = []
         self._changed_ns = 0
 
     def __call__(self) -> int:
         """Return the time of the last look that found something new."""
-        seen = [_progress(circle) for circle in self._circles()]
+        seen = [_progress(rank_set) for rank_set in self._rank_sets()]
         if seen != self._seen:
             self._seen = seen
             self._changed_ns = self._now_ns()
         return self._changed_ns
 
 
-def _progress(circle: RankSet) -> tuple[int, bool, bool]:
+def _progress(rank_set: RankSet) -> tuple[int, bool, bool]:
     """Tell the last call from others, and whether it has returned and ended."""
-    if not circle.recent:
+    if not rank_set.recent:
         return (0, True, True)
-    last = circle.recent[-1]
+    last = rank_set.recent[-1]
     return (id(last), last.start_ns != 0, last.end_ns != 0)
 
 
@@ -124,25 +124,25 @@ def _peers(exchange: CrossRankThread, rank: int) -> Mapping[int, Peer] | None:
     } or None
 
 
-def _group_line(circle: RankSet) -> GroupLine:
-    numbered = (call for call in reversed(list(circle.recent)) if call.sequence)
+def _group_line(rank_set: RankSet) -> GroupLine:
+    numbered = (call for call in reversed(list(rank_set.recent)) if call.sequence)
     last = next(numbered, None)
     return GroupLine(
-        key=circle.key,
-        role=circle.role,
-        members=circle.members,
-        issued=circle.issued,
+        key=rank_set.key,
+        role=rank_set.role,
+        members=rank_set.members,
+        issued=rank_set.issued,
         waits=last is not None and (not last.start_ns or _is_under_way(last)),
     )
 
 
-def _last_calls(circles: list[RankSet]) -> Iterator[CallLine]:
-    """Yield the last calls among each circle of ranks, and all that are under way."""
+def _last_calls(rank_sets: list[RankSet]) -> Iterator[CallLine]:
+    """Yield the last calls among each rank set, and all that are under way."""
     now_ns = perf_counter_ns()
-    for circle in circles:
+    for rank_set in rank_sets:
         returned: set[Group] = set()  # groups of which a later call has returned
         lines = []
-        for place, call in enumerate(reversed(list(circle.recent))):
+        for place, call in enumerate(reversed(list(rank_set.recent))):
             under_way = _is_under_way(call) if call.start_ns else call.group not in returned
             if call.start_ns:
                 returned.add(call.group)
@@ -166,8 +166,8 @@ def _call_line(call: CollectiveCall, now_ns: int, *, under_way: bool) -> CallLin
     elif call.start_ns and (under_way or call.start_event is None):
         seconds = ((now_ns if under_way else call.end_ns) - call.start_ns) / 1e9
     return CallLine(
-        group=call.group.circle.key,
-        role=call.group.circle.role,
+        group=call.group.rank_set.key,
+        role=call.group.rank_set.role,
         sequence=call.sequence,
         op=OPS[call.op],
         payload_bytes=call.payload_bytes,

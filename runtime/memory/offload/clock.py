@@ -84,8 +84,8 @@ class OffloadClock:
             moves, start, end = self._unread.popleft()
             _share(self._device_ns, moves, start.elapsed_time(end) * 1e6)
             if self._events is not None:
-                self._events.give_back(start)
-                self._events.give_back(end)
+                self._events.release(start)
+                self._events.release(end)
 
     def _now(self) -> int | torch.cuda.Event | None:
         """Mark this moment for the innermost stretch; None where it cannot be timed."""

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from fakes.sleeping_collectives import MS, HandClock, SleepingCollectives, add_up, tap_over
+from fakes.sleeping_collectives import (
+    MS,
+    HandClock,
+    SleepingCollectives,
+    add_up,
+    instrumentation_over,
+)
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
@@ -22,11 +28,11 @@ class Rank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = HandClock()
         self.collectives = SleepingCollectives(self.clock)
-        self.tap: CollectiveInstrumentation = tap_over(
+        self.instrumentation: CollectiveInstrumentation = instrumentation_over(
             monkeypatch, self.collectives.all_reduce, self.clock, "gloo"
         )
         self.phases = PhaseTimer(self.clock)
-        self.tap.notes.connect(self.phases, None)
+        self.instrumentation.call_recorder.connect(self.phases, None)
         self.batches = []
 
     def reduce(self, milliseconds: float, **options: object):
@@ -39,20 +45,20 @@ class Rank:
         self.clock.elapse(milliseconds)
 
     def end_step(self) -> None:
-        self.batches.append(self.tap.notes.take())
+        self.batches.append(self.instrumentation.call_recorder.drain())
 
     def steps(self) -> list[StepCommTotals]:
         """Close the last step, let all of it end, and add each up."""
         self.end_step()
         self.clock.elapse(1000)
-        return add_up(self.batches, self.tap)
+        return add_up(self.batches, self.instrumentation)
 
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     made = Rank(monkeypatch)
     yield made
-    made.tap.close()
+    made.instrumentation.close()
 
 
 def synchronous(rank: Rank) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.cuda_streams import FakeCuda
-from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, tap_over
+from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, instrumentation_over
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.collectives.totals import StepCommTotals
@@ -28,9 +28,11 @@ class Rank:
             (torch.cuda, "synchronize"),
         ]
         self.before = self.standing()
-        self.tap = tap_over(monkeypatch, self.cuda.all_reduce, self.host, "nccl")
+        self.instrumentation = instrumentation_over(
+            monkeypatch, self.cuda.all_reduce, self.host, "nccl"
+        )
         self.phases = PhaseTimer(self.host)
-        self.tap.notes.connect(self.phases, None)
+        self.instrumentation.call_recorder.connect(self.phases, None)
         self.compute, self.side = self.cuda.current, self.cuda.new_stream()
         self.batches = []
 
@@ -47,20 +49,20 @@ class Rank:
         return self.cuda.stream(self.side)
 
     def end_step(self) -> None:
-        self.batches.append(self.tap.notes.take())
+        self.batches.append(self.instrumentation.call_recorder.drain())
 
     def steps(self) -> list[StepCommTotals]:
         """Close the last step, let all of it end, and add each up."""
         self.end_step()
         self.host.elapse(1000)
-        return add_up(self.batches, self.tap)
+        return add_up(self.batches, self.instrumentation)
 
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     made = Rank(monkeypatch)
     yield made
-    made.tap.close()
+    made.instrumentation.close()
 
 
 def synchronous_on_the_compute_stream(rank: Rank) -> None:
@@ -307,7 +309,7 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_it_is_counted(rank: R
     (step,) = rank.steps()
 
     assert after == before
-    assert rank.tap.notes.dropped_in_capture == 1
+    assert rank.instrumentation.call_recorder.dropped_in_capture == 1
     assert step.exposed_seconds == 0.0
 
 
@@ -329,7 +331,7 @@ def test_events_are_used_again_once_read(rank: Rank) -> None:
 def test_a_handle_that_is_dropped_is_forgotten(rank: Rank) -> None:
     rank.begin(10)
 
-    assert rank.tap.notes._works == {}
+    assert rank.instrumentation.call_recorder._works == {}
 
 
 def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
@@ -338,7 +340,7 @@ def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
 
     with rank.on_side():
         rank.reduce(10)
-    rank.tap.close()
+    rank.instrumentation.close()
     records = rank.cuda.num_records
     kept(rank.side)  # a wrapper that somebody holds on to is a pass-through
 
@@ -349,9 +351,9 @@ def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
 
 
 def test_a_build_without_cuda_keeps_its_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank.tap.close()
+    rank.instrumentation.close()
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
 
-    rank.tap.open()
+    rank.instrumentation.open()
 
     assert rank.standing() == rank.before

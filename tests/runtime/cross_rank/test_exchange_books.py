@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from fakes.circles import FakeGroup
 from fakes.rank_books import PATIENCE, Rank
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
@@ -160,7 +160,7 @@ def test_messages_of_ever_new_sizes_do_not_pile_up(rank: Rank) -> None:
         rank.group.run("send", 1000 + size, 1)
     rank.tell()
 
-    (account,) = rank.books._entries[rank.group.circle].accounts.values()
+    (account,) = rank.books._entries[rank.group.rank_set].accounts.values()
     assert len(account._messages) == MOST_MESSAGE_SIZES
 
 
@@ -202,7 +202,7 @@ def test_a_group_of_one_tells_nothing_and_all_of_it_is_transfer() -> None:
 
 def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
     fast = FakeGroup((0, 1), backend="nccl")
-    slow = FakeGroup((0, 1), role="world", backend="gloo", circle=fast.circle)
+    slow = FakeGroup((0, 1), role="world", backend="gloo", rank_set=fast.rank_set)
     rank = Rank(fast)
     for size in (1_000_000, 100_000_000):
         for group, bandwidth in ((fast, 1e11), (slow, 1e8)):
@@ -210,7 +210,7 @@ def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
     told = rank.tell()
     rank.learn(1, *(1000 * told.durations).tolist())
 
-    bandwidth = rank.value(communication.COMM_LINK_BANDWIDTH, fast.circle.role) / 1000
+    bandwidth = rank.value(communication.COMM_LINK_BANDWIDTH, fast.rank_set.role) / 1000
 
     assert bandwidth == pytest.approx(1e11, rel=0.01)
 
@@ -218,7 +218,7 @@ def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
 def test_calls_from_before_the_watch_are_not_told() -> None:
     group = FakeGroup((0, 1))
     group.run()
-    course = CallSequence(group.circle, from_now=True)
+    course = CallSequence(group.rank_set, from_now=True)
     group.run(size=8)
 
     section = course.take_section()
@@ -235,7 +235,7 @@ def test_calls_from_before_the_watch_are_not_told() -> None:
 
 def test_a_call_under_way_is_told_as_issued_and_later_with_its_duration() -> None:
     group = FakeGroup((0, 1))
-    course = CallSequence(group.circle, from_now=False)
+    course = CallSequence(group.rank_set, from_now=False)
     group.run(ms=1)
     waiting = group.issue("barrier")
     first = course.take_section()
@@ -294,7 +294,7 @@ def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
     for _ in range(RECENT_CALLS):
         rank.group.run()
     for _ in range(4):  # lost, as the others' record is full
-        rank.group.circle.recent.popleft()
+        rank.group.rank_set.recent.popleft()
     rank.group.settle(open_call, 1)
 
     before, after = rank.tell(), rank.tell()
@@ -305,7 +305,7 @@ def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
 
 def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
     group = FakeGroup((0, 1))
-    course = CallSequence(group.circle, from_now=False)
+    course = CallSequence(group.rank_set, from_now=False)
     group.issue()
     for _ in range(3):
         for _ in range(RECENT_CALLS // 2):
@@ -322,7 +322,7 @@ def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
 def test_ever_new_sizes_do_not_pile_up_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courses, "MOST_SIGNATURES", 10)
     group = FakeGroup((0, 1))
-    course = CallSequence(group.circle, from_now=False)
+    course = CallSequence(group.rank_set, from_now=False)
     for size in range(100):
         group.run(size=4 * size)
         section = course.take_section()

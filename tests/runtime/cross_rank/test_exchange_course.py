@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-from fakes.circles import FakeGroup
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
@@ -21,7 +21,7 @@ def group() -> FakeGroup:
 
 @pytest.fixture
 def course(group: FakeGroup) -> CallSequence:
-    return CallSequence(group.circle, from_now=False)
+    return CallSequence(group.rank_set, from_now=False)
 
 
 def run(group: FakeGroup, num_calls: int) -> None:
@@ -135,7 +135,7 @@ def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
         def copy(self) -> deque[CollectiveCall]:
             return deque(self)
 
-    group.circle.recent = BusyRecord(maxlen=RECENT_CALLS)
+    group.rank_set.recent = BusyRecord(maxlen=RECENT_CALLS)
     run(group, 3)
 
     first = course.take_section()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from fakes.circles import FakeGroup
 from fakes.parties import SECONDS, Parties, Party
+from fakes.rank_sets import FakeGroup
 from torch.distributed import PrefixStore, TCPStore
 
 from zerowatch.metrics.catalog import communication

@@ -7,9 +7,9 @@ from collections import deque
 
 import numpy as np
 import pytest
-from fakes.circles import FakeGroup
 from fakes.parties import SECONDS, Parties, Party
 from fakes.rank_books import PATIENCE, Rank
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.cross_rank.compare_result import CompareResult
@@ -53,7 +53,7 @@ def test_after_a_divergence_calls_are_exposed_unmatched_and_teach_nothing(rank: 
     rank.tell()
     divergence = Divergence(sequence=3, issued={0: "a", 1: "b"}, named=(0, 1))
     rank.books.match(
-        rank.group.circle,
+        rank.group.rank_set,
         CompareResult(first=3, least=np.full(4, NAN, np.float32), divergence=divergence),
     )
     rank.learn(7, NAN, NAN)
@@ -250,7 +250,7 @@ def test_one_call_too_many_on_one_rank_ends_the_comparing_of_that_group_only() -
     parties = Parties(2)
     for party, milliseconds in zip(parties.all, (10, 4), strict=True):
         other = FakeGroup((0, 1), role="world")
-        other.circle.key = "other"
+        other.rank_set.key = "other"
         party.groups.append(other)
         for _ in range(5):
             party.run(milliseconds)
@@ -274,7 +274,7 @@ def test_one_call_too_many_on_one_rank_ends_the_comparing_of_that_group_only() -
 def test_more_calls_than_are_kept_are_compared_whole_as_each_look_takes_them() -> None:
     parties = Parties(2)
     for party in parties.all:
-        party.groups[0].circle.recent = deque(maxlen=64)
+        party.groups[0].rank_set.recent = deque(maxlen=64)
     for _ in range(3 * LOOKS_PER_EXCHANGE):
         for party, milliseconds in zip(parties.all, (10, 4), strict=True):
             for _ in range(40):

@@ -8,8 +8,8 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
-from fakes.circles import FakeGroup
 from fakes.parties import SECONDS, Parties, Party
+from fakes.rank_sets import FakeGroup
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.circles import FakeGroup
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
 from zerowatch.runtime.cross_rank.step_times import (
@@ -110,8 +110,8 @@ def test_of_very_many_steps_the_last_are_kept(keeper: StepTimeSampler) -> None:
 def test_the_stages_of_a_pipeline_are_not_compared_in_pace(
     roles: tuple[str, ...], compared: str | None
 ) -> None:
-    circles = [FakeGroup((0, 1), role=role).circle for role in roles]
+    rank_sets = [FakeGroup((0, 1), role=role).rank_set for role in roles]
 
-    found = largest_rank_set(circles)
+    found = largest_rank_set(rank_sets)
 
     assert (found and found.role) == compared

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from fakes.circles import FakeGroup
 from fakes.parties import SECONDS, STUCK_SECONDS, Parties, Party
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.cross_rank.compare_reporter import SECONDS_BETWEEN_LINES
@@ -186,7 +186,7 @@ def test_groups_first_used_long_after_the_start_are_compared() -> None:
     parties.exchange(times=PATIENCE_EXCHANGES + 2)
     for party, milliseconds in zip(parties.all, (10, 4), strict=True):
         late = FakeGroup((0, 1), role="world")
-        late.circle.key = "late"
+        late.rank_set.key = "late"
         party.groups.append(late)
         late.run(ms=milliseconds)
         parties.exchange(1 - party.rank)  # one after the other
@@ -201,7 +201,7 @@ def test_two_groups_are_matched_each_by_its_own_numbers() -> None:
     parties = Parties(2)
     for party in parties.all:
         other = FakeGroup((0, 1), role="tp")
-        other.circle.key = "other"
+        other.rank_set.key = "other"
         party.groups.append(other)
         party.run(10 if party.rank == 0 else 8)
         other.run(ms=3 if party.rank == 0 else 9)
@@ -226,10 +226,10 @@ def test_an_idle_job_keeps_in_touch() -> None:
     assert [party.failures("peer") for party in parties.all] == [0, 0, 0]
 
 
-def test_a_circle_that_its_first_rank_never_used_makes_nobody_silent() -> None:
+def test_a_rank_set_that_its_first_rank_never_used_makes_nobody_silent() -> None:
     parties = Parties(2)
     unused = FakeGroup((0, 1), role="tp")
-    unused.circle.key = "unused"
+    unused.rank_set.key = "unused"
     parties[1].groups.append(unused)
 
     parties.exchange(times=3 * PATIENCE_EXCHANGES)

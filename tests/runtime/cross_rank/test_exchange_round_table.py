@@ -32,8 +32,8 @@ class Ranks:
     def __init__(self, num_ranks: int = NUM_RANKS) -> None:
         self.clock = FakeClock()
         self.store = HashStore()
-        self.circle = RankSet(tuple(range(num_ranks)))
-        self.circle.roles = ["dp"]
+        self.rank_set = RankSet(tuple(range(num_ranks)))
+        self.rank_set.roles = ["dp"]
         self.failures: list[int] = []
         self.letters = [self.open(rank) for rank in range(num_ranks)]
         self.durations = np.random.default_rng(0).random((num_ranks, CALLS)).astype(np.float32)
@@ -61,7 +61,7 @@ class Ranks:
         pace = StepTimes(
             steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4
         )
-        report = RankReport(sections={self.circle.key: section}, names=NAMES, paces={rank: pace})
+        report = RankReport(sections={self.rank_set.key: section}, names=NAMES, paces={rank: pace})
         self.letters[rank].report(report)
 
     def read(self, *silent: int) -> dict[int, list[CompareResult]]:
@@ -70,7 +70,7 @@ class Ranks:
         for _ in range(3):
             for rank, letters in enumerate(self.letters):
                 if rank not in silent:
-                    verdicts = letters.read([self.circle], self.circle)
+                    verdicts = letters.read([self.rank_set], self.rank_set)
                     heard[rank] += [verdict for _, verdict in verdicts]
         return heard
 
@@ -171,7 +171,7 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
                 history=None,
             )
         )
-        letters.report(RankReport(sections={ranks.circle.key: section}))
+        letters.report(RankReport(sections={ranks.rank_set.key: section}))
     heard = ranks.read()
 
     assert durations_in(heard[2]) == [0.5]
@@ -207,9 +207,9 @@ def test_what_nobody_can_read_is_counted_and_passed_over() -> None:
     ranks = Ranks(2)
     ranks.store.set("report/1/0", b"rubbish")
     ranks.letters[1]._outbox._next = 1
-    ranks.store.set(f"verdict/{ranks.circle.key}/0", b"rubbish")
-    ranks.letters[0].read([ranks.circle], None)
-    ranks.letters[0]._table._circles[0][2]._next = 1
+    ranks.store.set(f"verdict/{ranks.rank_set.key}/0", b"rubbish")
+    ranks.letters[0].read([ranks.rank_set], None)
+    ranks.letters[0]._table._rank_sets[0][2]._next = 1
     for rank in (0, 1):
         ranks.report(rank)
 
@@ -236,10 +236,10 @@ def pace(forward: float = 0.1) -> StepTimes:
 
 
 def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
-    circle = RankSet((0, 1, 2))
-    convener = Coordinator(circle, rank_blocks(circle.members))
+    rank_set = RankSet((0, 1, 2))
+    convener = Coordinator(rank_set, rank_blocks(rank_set.members))
     verdicts = []
-    for rank in circle.members:
+    for rank in rank_set.members:
         section = CallReport(
             first_timed=1,
             durations=np.empty(0, np.float32),
@@ -247,7 +247,7 @@ def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
             signatures=np.empty(0, np.uint32),
             history=None,
         )
-        convener.add(rank, RankReport(sections={circle.key: section}, paces={rank: pace()}))
+        convener.add(rank, RankReport(sections={rank_set.key: section}, paces={rank: pace()}))
         verdicts.append(convener.take_verdict(compares_pace=True))
 
     assert verdicts[:2] == [None, None]
@@ -255,11 +255,11 @@ def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
 
 
 def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared() -> None:
-    circle = RankSet((0, 1, 2))
-    convener = Coordinator(circle, rank_blocks(circle.members))
+    rank_set = RankSet((0, 1, 2))
+    convener = Coordinator(rank_set, rank_blocks(rank_set.members))
     compared = []
     for _ in range(PACES_TO_MISS + 3):
-        for rank in circle.members:
+        for rank in rank_set.members:
             paces = {} if rank == 2 else {rank: pace()}
             section = CallReport(
                 first_timed=1,
@@ -268,7 +268,7 @@ def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared
                 signatures=np.empty(0, np.uint32),
                 history=None,
             )
-            convener.add(rank, RankReport(sections={circle.key: section}, paces=paces))
+            convener.add(rank, RankReport(sections={rank_set.key: section}, paces=paces))
         compared.append(convener.take_verdict(compares_pace=True) is not None)
 
     assert compared == [False] * PACES_TO_MISS + [True] * 3

@@ -25,17 +25,17 @@ class TwoRanks:
     role = "dp"
     busy_until_ns = -(2**63)
 
-    def __init__(self, circle: RankSet | None = None) -> None:
-        self.circle = circle or RankSet((0, 1))
-        self.circle.roles = ["dp"]
+    def __init__(self, rank_set: RankSet | None = None) -> None:
+        self.rank_set = rank_set or RankSet((0, 1))
+        self.rank_set.roles = ["dp"]
 
     def begin(self) -> CollectiveCall:
         call = CollectiveCall(
             OPS.index("all_reduce"), self, 4096, torch.float32, PHASES.index("backward")
         )
-        self.circle.issued += 1
-        call.sequence = self.circle.issued
-        self.circle.recent.append(call)
+        self.rank_set.issued += 1
+        call.sequence = self.rank_set.issued
+        self.rank_set.recent.append(call)
         return call
 
 
@@ -69,7 +69,7 @@ def group() -> TwoRanks:
 def sources(group: TwoRanks, exchange: Any = None) -> Sources:
     return hang_sources(
         rank=0,
-        circles=lambda: [group.circle],
+        rank_sets=lambda: [group.rank_set],
         exchange=exchange or Peers(),
         folder=lambda: None,
         fail_open=FailOpen(),
@@ -101,7 +101,7 @@ def test_a_call_passed_by_in_a_graph_capture_is_not_under_way_for_ever(group: Tw
 
 def test_a_call_of_another_group_of_the_same_ranks_does_not_end_one(group: TwoRanks) -> None:
     group.begin()
-    returned(TwoRanks(group.circle).begin())
+    returned(TwoRanks(group.rank_set).begin())
 
     assert states(group) == [(1, "under way"), (2, "done")]
 
@@ -146,7 +146,7 @@ def test_a_line_tells_all_of_a_call(group: TwoRanks) -> None:
 
     (line,) = sources(group).last_calls() or ()
 
-    assert (line.group, line.role, line.sequence) == (group.circle.key, "dp", 1)
+    assert (line.group, line.role, line.sequence) == (group.rank_set.key, "dp", 1)
     assert (line.op, line.payload_bytes, line.dtype) == ("all_reduce", 4096, "float32")
     assert (line.phase, line.seconds) == ("backward", pytest.approx(0.005))
 
@@ -164,7 +164,7 @@ def test_only_the_last_calls_are_told_and_all_that_are_under_way(group: TwoRanks
 
 def test_activity_is_when_a_call_was_seen_to_begin_or_end(group: TwoRanks) -> None:
     now = [100]
-    activity = Activity(lambda: [group.circle], now_ns=lambda: now[0])
+    activity = Activity(lambda: [group.rank_set], now_ns=lambda: now[0])
     times = [activity()]
 
     def look_at(moment: int) -> None:
@@ -207,7 +207,7 @@ def begun(group: TwoRanks) -> None:
 
 def ended(group: TwoRanks) -> None:
     begun(group)
-    returned(group.circle.recent[-1])
+    returned(group.rank_set.recent[-1])
 
 
 def in_the_background(group: TwoRanks) -> None:
@@ -219,7 +219,7 @@ def before_a_message(group: TwoRanks) -> None:
     begun(group)
     message = returned(group.begin())
     message.sequence = 0
-    group.circle.issued -= 1
+    group.rank_set.issued -= 1
 
 
 def message_only(group: TwoRanks) -> None:
@@ -237,7 +237,7 @@ def test_a_group_waits_while_its_last_numbered_collective_is_under_way(
 
     (line,) = sources(group).groups() or ()
 
-    assert (line.members, line.issued, line.waits) == ((0, 1), group.circle.issued, waits)
+    assert (line.members, line.issued, line.waits) == ((0, 1), group.rank_set.issued, waits)
 
 
 def test_the_others_are_told_of_a_hang_and_of_its_end(group: TwoRanks) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.circles import FakeGroup
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_MISMATCHES
 from zerowatch.metrics.recorder import Recorder

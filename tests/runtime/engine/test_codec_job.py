@@ -130,7 +130,7 @@ def test_the_bytes_that_travel_are_counted(two: list[dict]) -> None:
     block_bytes, num_values = 256 + 4, 640 * 100
 
     for rank in two:
-        seen = rank["tap"]
+        seen = rank["recorded"]
         # Half of the values to the other rank, and all sums to all.
         assert seen["all_to_all/dp"] == num_values / 2 / 256 * block_bytes
         assert seen["all_gather/dp"] == num_values / 256 * block_bytes

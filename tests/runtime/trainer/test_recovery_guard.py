@@ -243,23 +243,23 @@ def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
 
 
 def tapped(backend: Backend) -> CollectiveInstrumentation:
-    tap = CollectiveInstrumentation(FailOpen())
-    tap.open()
-    tap.open_backend(backend)
-    return tap
+    collectives = CollectiveInstrumentation(FailOpen())
+    collectives.open()
+    collectives.open_backend(backend)
+    return collectives
 
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_beside_the_tap_it_closes_in_any_order(guard_first: bool, votes: Votes) -> None:
     backend, guard = Backend(), CollectiveGuard(votes)
-    tap = tapped(backend)
+    collectives = tapped(backend)
     guard.open(backend)
     guard.armed = True
     with guard.window():
         backend.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
     assert votes.held == 2
 
-    for each in (guard, tap) if guard_first else (tap, guard):
+    for each in (guard, collectives) if guard_first else (collectives, guard):
         each.close()
 
     with guard.window():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fakes.circles import FakeGroup
 from fakes.clock import FakeClock
+from fakes.rank_sets import FakeGroup
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import Store
 
@@ -45,7 +45,7 @@ class Party:
             connect=connect,
             rank=rank,
             host=f"host-{rank}",
-            circles=lambda: [group.circle for group in self.groups],
+            rank_sets=lambda: [group.rank_set for group in self.groups],
             recorder=self.recorder,
             fail_open=self.fail_open,
             seconds=SECONDS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fakes.circles import FakeGroup
 from fakes.clock import FakeClock
+from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
@@ -29,7 +29,7 @@ class Rank:
         self.clock = FakeClock()
         self.compares = True
         self.books = LocalAccounting(
-            lambda: [group.circle],
+            lambda: [group.rank_set],
             self.recorder,
             lambda: volume_ratio,
             self.clock,
@@ -37,11 +37,11 @@ class Rank:
         )
 
     def tell(self) -> Any:
-        return self.books.take_sections()[0].get(self.group.circle.key)
+        return self.books.take_sections()[0].get(self.group.rank_set.key)
 
     def learn(self, first: int, *milliseconds: float) -> None:
         least = np.array(milliseconds, np.float32) / 1000
-        self.books.match(self.group.circle, CompareResult(first=first, least=least))
+        self.books.match(self.group.rank_set, CompareResult(first=first, least=least))
 
     def value(self, spec: MetricSpec, *labels: str) -> float:
         """Publish, and return one value in milliseconds."""

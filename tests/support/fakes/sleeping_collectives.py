@@ -21,13 +21,13 @@ MS = 1_000_000
 
 
 class StandInGroup:
-    """A group of four ranks as the tap knows it."""
+    """A group of four ranks as Groups keeps it."""
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
         self.busy_until_ns = -(2**63)
         self.recorded = 0
-        self.circle = RankSet(tuple(range(4)))
+        self.rank_set = RankSet(tuple(range(4)))
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
@@ -69,7 +69,7 @@ class HandClock:
 
 
 class StandInWork(dist.Work):
-    """A handle; `wait` of the class is replaced, as the tap wraps that of the class."""
+    """A handle; `wait` of the class is replaced, as the instrumentation wraps that of the class."""
 
     def __init__(self, future: Any, wait: Callable[[], None]) -> None:
         super().__init__()
@@ -98,27 +98,30 @@ class SleepingCollectives:
         return StandInWork(future, lambda: self.clock.reach(end_ns))
 
 
-def tap_over(
+def instrumentation_over(
     monkeypatch: Any, all_reduce: Callable[..., Any], clock: HandClock, backend: str
 ) -> CollectiveInstrumentation:
-    """Return an open tap around a stand-in for all_reduce, on a group of four ranks."""
+    """Return open instrumentation around a stand-in for all_reduce, on a group of four ranks."""
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "all_reduce", all_reduce)
     monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
     for module in ("recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
-    tap = CollectiveInstrumentation(FailOpen())
-    monkeypatch.setattr(tap.notes, "groups", StandInGroups(StandInGroup(backend=backend)))
-    tap.open()
-    return tap
+    collectives = CollectiveInstrumentation(FailOpen())
+    groups = StandInGroups(StandInGroup(backend=backend))
+    monkeypatch.setattr(collectives.call_recorder, "groups", groups)
+    collectives.open()
+    return collectives
 
 
-def add_up(batches: Iterable[Batch], tap: CollectiveInstrumentation) -> list[StepCommTotals]:
+def add_up(
+    batches: Iterable[Batch], collectives: CollectiveInstrumentation
+) -> list[StepCommTotals]:
     """Add up each step's calls, all of which have ended, as the watch thread does."""
     measuring, steps = CommTimeCounter(), []
     for batch in batches:
         assert batch.settled()
-        batch.resolve(tap.notes.events)
+        batch.read_events(collectives.call_recorder.events)
         steps.append(StepCommTotals())
         steps[-1].add(batch.calls, measuring.measure(batch))
     return steps

@@ -214,7 +214,7 @@ def conserved() -> dict[str, float]:
     return worst
 
 
-def seen_by_the_tap() -> dict[str, float]:
+def recorded_traffic() -> dict[str, float]:
     """Train a watched engine; return the payload of each kind of call."""
     model = torch.nn.Linear(640, 100, bias=False)
     engine = zerowatch.initialize(
@@ -246,7 +246,7 @@ def main(folder: str, *names: str) -> None:
             name: non_finite(name) for name in ("stage 0", "stage 2", "stage 3")
         }
         report["loss scaling"] = loss_scaling()
-        report["tap"] = seen_by_the_tap()
+        report["recorded"] = recorded_traffic()
     Path(folder, f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
 
 

@@ -455,25 +455,25 @@ def a_forked_child_lets_go_of_everything() -> None:
 
 def only_collectives_that_all_ranks_issue_in_one_order_are_numbered() -> None:
     engine = make()
-    (circle,) = engine.watch._tap.notes.groups.circles()
-    numbers = [circle.issued]
+    (rank_set,) = engine.watch._collectives.call_recorder.groups.rank_sets()
+    numbers = [rank_set.issued]
 
     dist.all_reduce(torch.ones(1))
-    numbers.append(circle.issued)
+    numbers.append(rank_set.issued)
     aside = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
     aside.start()
     aside.join()
-    numbers.append(circle.issued)
+    numbers.append(rank_set.issued)
     try:
         dist.all_reduce("no tensor")
     except TypeError:
-        numbers.append(circle.issued)
+        numbers.append(rank_set.issued)
     step(engine)  # autograd's thread issues some of its collectives
     engine.watch.close()
 
     first = numbers[0]
     assert numbers == [first, first + 1, first + 1, first + 1]
-    assert circle.issued > first + 1
+    assert rank_set.issued > first + 1
     assert engine.watch.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
 
 

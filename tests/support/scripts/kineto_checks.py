@@ -148,23 +148,23 @@ class Stopwatch:
         self.blocked += (time.perf_counter_ns() - began) / 1e9
 
 
-def waited_for_at_once(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def waited_for_at_once(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     watch.wait(watch.issue(async_op=True))
 
 
-def waited_for_halfway(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def waited_for_halfway(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     time.sleep(LATE_SECONDS / 2)
     watch.wait(work)
 
 
-def waited_for_when_done(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def waited_for_when_done(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     time.sleep(2 * LATE_SECONDS)
     watch.wait(work)
 
 
-def hidden_behind_matmul(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def hidden_behind_matmul(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
     matrix, until = torch.ones(256, 256), time.perf_counter() + LATE_SECONDS / 2
     while time.perf_counter() < until:
@@ -172,7 +172,9 @@ def hidden_behind_matmul(watch: Stopwatch, tap: CollectiveInstrumentation) -> No
     watch.wait(work)
 
 
-def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def two_waited_for_in_the_other_order(
+    watch: Stopwatch, collectives: CollectiveInstrumentation
+) -> None:
     first = watch.issue(async_op=True)
     second = watch.issue(async_op=True)
     time.sleep(LATE_SECONDS / 2)
@@ -180,19 +182,19 @@ def two_waited_for_in_the_other_order(watch: Stopwatch, tap: CollectiveInstrumen
     watch.wait(first)
 
 
-def waited_for_in_the_next_step(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def waited_for_in_the_next_step(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     work = watch.issue(async_op=True)
-    BATCHES.append(tap.notes.take())
+    BATCHES.append(collectives.call_recorder.drain())
     time.sleep(LATE_SECONDS / 2)
     watch.wait(work)
 
 
-def never_waited_for(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def never_waited_for(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     watch.issue(async_op=True)
     time.sleep(2 * LATE_SECONDS)
 
 
-def synchronous(watch: Stopwatch, tap: CollectiveInstrumentation) -> None:
+def synchronous(watch: Stopwatch, collectives: CollectiveInstrumentation) -> None:
     watch.issue()
 
 
@@ -210,27 +212,28 @@ BATCHES: list[Any] = []  # closed while their calls were under way
 
 
 def compare_blocked() -> dict[str, dict[str, float]]:
-    tap = CollectiveInstrumentation(FailOpen())
-    tap.open()
-    tap.notes.connect(None, None)
-    compared = {case.__name__: compare_case(case, tap) for case in CASES}
-    tap.close()
+    collectives = CollectiveInstrumentation(FailOpen())
+    collectives.open()
+    collectives.call_recorder.connect(None, None)
+    compared = {case.__name__: compare_case(case, collectives) for case in CASES}
+    collectives.close()
     return compared
 
 
 def compare_case(
-    case: Callable[[Stopwatch, CollectiveInstrumentation], None], tap: CollectiveInstrumentation
+    case: Callable[[Stopwatch, CollectiveInstrumentation], None],
+    collectives: CollectiveInstrumentation,
 ) -> dict[str, float]:
-    """Return what the tap and this script say of one case, rank 1 being late."""
+    """Return what zerowatch and this script say of one case, rank 1 being late."""
     dist.barrier()
-    tap.notes.take()
+    collectives.call_recorder.drain()
     BATCHES.clear()
     watch = Stopwatch()
     if dist.get_rank() == 1:
         time.sleep(LATE_SECONDS)
-    case(watch, tap)
+    case(watch, collectives)
     dist.barrier()
-    BATCHES.append(tap.notes.take())
+    BATCHES.append(collectives.call_recorder.drain())
     BATCHES[-1].calls.pop()  # the barrier
     comm, clock = StepCommTotals(), CommTimeCounter()
     for batch in BATCHES:

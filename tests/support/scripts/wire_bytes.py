@@ -69,15 +69,15 @@ def be_rank(rank: int, ranks: int, folder: Path, barrier: Any) -> None:
 
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    tap = CollectiveInstrumentation(FailOpen())
-    tap.open()
+    collectives = CollectiveInstrumentation(FailOpen())
+    collectives.open()
     found = {}
     for name, operation in operations(torch, dist, ranks).items():
         operation()  # the first time connections are made
-        tap.notes.take()
+        collectives.call_recorder.drain()
         # TCP sends again what overran a buffer, so that the least is what the operation needs.
         counted = min(counted_bytes(operation, barrier) for _ in range(REPEATS))
-        call, *_ = tap.notes.take().calls
+        call, *_ = collectives.call_recorder.drain().calls
         assert call.payload_bytes == PAYLOAD_BYTES
         factor = call.group.wire_factor(call.op, call.payload_bytes)
         found[name] = [ranks * call.payload_bytes * factor, counted]

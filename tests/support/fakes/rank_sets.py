@@ -14,17 +14,17 @@ POINT_TO_POINT = ("send", "recv")
 
 
 class FakeGroup:
-    """One rank's view of a process group, with a circle of its own unless one is given."""
+    """One rank's view of a process group, with a rank set of its own unless one is given."""
 
     def __init__(
         self,
         members: tuple[int, ...],
         role: str = "dp",
         backend: str = "gloo",
-        circle: RankSet | None = None,
+        rank_set: RankSet | None = None,
     ) -> None:
-        self.circle = circle or RankSet(members)
-        self.circle.roles = [role]
+        self.rank_set = rank_set or RankSet(members)
+        self.rank_set.roles = [role]
         self.role, self.backend, self.size = role, backend, len(members)
         self.busy_until_ns = -(2**63)
         self._now_ns = 0
@@ -36,9 +36,9 @@ class FakeGroup:
         """Issue a call that is under way."""
         call = CollectiveCall(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
         if op not in POINT_TO_POINT:
-            self.circle.issued += 1
-            call.sequence = self.circle.issued
-        self.circle.recent.append(call)
+            self.rank_set.issued += 1
+            call.sequence = self.rank_set.issued
+        self.rank_set.recent.append(call)
         return call
 
     def settle(
