@@ -61,7 +61,7 @@ class MemoryMonitor:
             self._meter,
             context.clock,
             context.fail_open,
-            judge=self._forecasts.judge,
+            judge=self._forecasts.assess_batch,
             raised=self._raised,
             look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
@@ -141,7 +141,7 @@ class MemoryMonitor:
         duties: dict[str, Callable[[], object]] = {"memory metrics": self._publish_figures}
         if self._enabled:
             duties["memory baseline"] = self._forget_if_moved
-            duties["forecasts"] = self._forecasts.renew
+            duties["forecasts"] = self._forecasts.update
             duties["leaks"] = self._leaks.look
             duties["killed ranks"] = self._write_liveness_file
         offload = self._offload
@@ -153,7 +153,7 @@ class MemoryMonitor:
         """Begin to learn anew, on the thread that learns."""
         if self._moved:
             self._moved = False
-            self._forecasts.begin_anew()
+            self._forecasts.reset()
             self._leaks.begin_anew()
 
     def _publish_figures(self) -> None:

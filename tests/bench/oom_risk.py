@@ -27,7 +27,7 @@ from oom_risk_followed import (
     pooled,
     warnings,
 )
-from oom_risk_rules import OUTLOOK_EVERY
+from oom_risk_rules import FORECAST_EVERY
 from oom_risk_runs import Run, generate
 from oom_risk_scores import ALARM, LEAD_STEPS, brier, reliability
 from options import Options
@@ -148,16 +148,16 @@ def _batch_row(followed: Sequence[Followed]) -> Row:
 
 def _cost_rows(run: Run) -> Iterator[Row]:
     """Measure what following a run costs, in CPU time of this thread."""
-    forecaster, outlook = Forecaster(), None
-    spent_us: dict[str, list[float]] = {"reading": [], "outlook": [], "batch": []}
+    forecaster, forecast = Forecaster(), None
+    spent_us: dict[str, list[float]] = {"reading": [], "forecast": [], "batch": []}
     for number, point in enumerate(run.points):
-        if outlook is not None:
-            spent_us["batch"].append(_microseconds(partial(outlook.batch_risk, point.shapes[0])))
+        if forecast is not None:
+            spent_us["batch"].append(_microseconds(partial(forecast.batch_risk, point.shapes[0])))
         spent_us["reading"].append(_microseconds(partial(forecaster.add, point)))
-        if number % OUTLOOK_EVERY == 0:
-            spent_us["outlook"].append(_microseconds(forecaster.outlook))
-            outlook = forecaster.outlook()
-    for what, goal_us in (("reading", 50), ("outlook", 2000), ("batch", 5)):
+        if number % FORECAST_EVERY == 0:
+            spent_us["forecast"].append(_microseconds(forecaster.forecast))
+            forecast = forecaster.forecast()
+    for what, goal_us in (("reading", 50), ("forecast", 2000), ("batch", 5)):
         low, median, high = np.percentile(spent_us[what], (5, 50, 95))
         yield Row(
             what=f"CPU time of one {what}",

@@ -18,9 +18,9 @@ from zerowatch.runtime.memory.forecast.forecaster import Forecaster
 
 Array = npt.NDArray[np.float64]
 HORIZON = 50
-OUTLOOK_EVERY = 4  # readings; a live one is asked once a second, with four readings at most
+FORECAST_EVERY = 4  # readings; a live one is asked once a second, with four readings at most
 THRESHOLD = 0.92
-LINE_READINGS, LEAST_READINGS = 100, 8
+LINE_READINGS, MIN_READINGS = 100, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +39,21 @@ class Forecast:
 
 def forecast(run: Run) -> Forecast:
     """Follow a run with our forecaster, as a live one would."""
-    forecaster, outlook = Forecaster(), None
+    forecaster, latest = Forecaster(), None
     risk = np.full(len(run.shapes), np.nan)
     batch_risk = np.zeros(len(run.shapes))
     points = {point.step: point for point in run.points}
     read = 0
     for step, shape in enumerate(run.shapes):
-        if outlook is not None:
-            batch_risk[step] = outlook.batch_risk(shape)
+        if latest is not None:
+            batch_risk[step] = latest.batch_risk(shape)
         if step in points:
             forecaster.add(points[step])
             read += 1
-            if read % OUTLOOK_EVERY == 0:
-                outlook = forecaster.outlook()
-        if outlook is not None:
-            risk[step] = outlook.risk_ratio
+            if read % FORECAST_EVERY == 0:
+                latest = forecaster.forecast()
+        if latest is not None:
+            risk[step] = latest.risk_ratio
     return Forecast(risk=risk, batch_risk=batch_risk)
 
 
@@ -73,7 +73,7 @@ def along_line(run: Run) -> Array:
     limit = run.points[0].limit_bytes
     risks = np.zeros(len(steps))
     ahead = np.arange(1, HORIZON + 1, 7) + 3.0
-    for last in range(LEAST_READINGS, len(steps) + 1):
+    for last in range(MIN_READINGS, len(steps) + 1):
         x = steps[max(0, last - LINE_READINGS) : last]
         y = needs[max(0, last - LINE_READINGS) : last]
         away = x - x.mean()

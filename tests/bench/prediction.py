@@ -1,4 +1,4 @@
-"""Real training on CPU, each step's peak RSS foretold from the steps before: by how much it misses.
+"""Real training on CPU: the error of each step's peak RSS predicted from the steps before.
 
 Three patterns of lengths, under glibc's default allocator and under one that gives memory back.
 """
@@ -21,9 +21,9 @@ from scripts.peaks import (
     GIVES_BACK,
     WARM_UP_STEPS,
     Job,
-    foretold_unseen,
-    middle_and_p95,
-    misses,
+    median_and_p95,
+    misses_on_longer,
+    one_step_misses,
 )
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint
@@ -44,9 +44,9 @@ def bench(options: Options) -> Iterator[Row]:
         yield _row(f"{pattern} lengths, memory given back", gives_back, *GOAL)
         yield _row(f"{pattern} lengths, default allocator", default, FIRST_TRIAL, None)
     gives_back, _ = _record("rising", steps)
-    unseen = foretold_unseen(gives_back, times=2)
-    middle, p95 = middle_and_p95([miss.of_peak for miss in unseen])
-    rise_middle, rise_p95 = middle_and_p95([miss.of_rise for miss in unseen])
+    unseen = misses_on_longer(gives_back, times=2)
+    middle, p95 = median_and_p95([miss.of_peak for miss in unseen])
+    rise_middle, rise_p95 = median_and_p95([miss.of_rise for miss in unseen])
     yield Row(
         what="next peak, lengths twice as long as any seen",
         measured=f"{middle:.2%} median, {p95:.2%} p95",
@@ -66,10 +66,10 @@ def _record(pattern: str, steps: int) -> tuple[list[PeakPoint], list[PeakPoint]]
 
 
 def _row(what: str, points: Sequence[PeakPoint], goal: float, p95_goal: float | None) -> Row:
-    found = list(misses(points))
-    middle, p95 = middle_and_p95([miss.of_peak for miss in found])
-    rise_middle, rise_p95 = middle_and_p95([miss.of_rise for miss in found])
-    naive_middle, naive_p95 = middle_and_p95(_misses_of_the_last_peak(points))
+    found = list(one_step_misses(points))
+    middle, p95 = median_and_p95([miss.of_peak for miss in found])
+    rise_middle, rise_p95 = median_and_p95([miss.of_rise for miss in found])
+    naive_middle, naive_p95 = median_and_p95(_misses_of_the_last_peak(points))
     return Row(
         what=f"next peak, {what}",
         measured=f"{middle:.2%} median, {p95:.2%} p95",

@@ -1,10 +1,10 @@
-"""Peaks of real training on a GPU, foretold one step ahead from the steps before."""
+"""Peaks of real training on a GPU, predicted one step ahead from the steps before."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from scripts.peaks import Job, foretold_unseen, middle_and_p95, misses
+from scripts.peaks import Job, median_and_p95, misses_on_longer, one_step_misses
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint
 
@@ -30,16 +30,16 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PeakPoint
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_next_peaks_are_foretold_within_one_percent_and_three_at_worst(series, pattern):
-    middle, p95 = middle_and_p95([miss.of_peak for miss in misses(series[pattern])])
+def test_next_peaks_are_predicted_within_one_percent_and_three_at_worst(series, pattern):
+    median, p95 = median_and_p95([miss.of_peak for miss in one_step_misses(series[pattern])])
 
-    assert middle < 0.01
+    assert median < 0.01
     assert p95 < 0.03
 
 
-def test_lengths_twice_as_long_as_any_seen_are_foretold(series):
-    unseen = foretold_unseen(series["rising"], times=2)
+def test_lengths_twice_the_longest_are_predicted(series):
+    longer = misses_on_longer(series["rising"], times=2)
 
-    middle, _ = middle_and_p95([miss.of_peak for miss in unseen])
-    assert len(unseen) > 20
-    assert middle < 0.1
+    median, _ = median_and_p95([miss.of_peak for miss in longer])
+    assert len(longer) > 20
+    assert median < 0.1

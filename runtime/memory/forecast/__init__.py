@@ -1,1 +1,1 @@
-"""How much memory the next steps will need, and how likely that is too much: pure, on series."""
+"""Prediction of peak memory, out-of-memory risk and leaks; pure functions of recorded series."""

@@ -1,9 +1,11 @@
-"""Follows the memory of one device and forecasts it; for the watch thread."""
+"""Forecasts the memory of one device from the readings of its last steps; for the watch thread."""
 
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from math import inf
 
 import numpy as np
@@ -12,104 +14,112 @@ import numpy.typing as npt
 from .error_tail import ErrorTail, fit_tail
 from .memory_forecast import MemoryForecast
 from .peak_model import PeakModel, fit_peaks
-from .prediction_errors import KEPT, PredictionErrors, median_ratio
-from .recent_batches import brought_forward, recent_batches, with_larger
 from .risk import Growth, combine, growing_weight, risk_ahead
-from .series import PeakPoint
+from .series import PeakPoint, Shape
 from .trend import Trend, fit_trend
 
 Array = npt.NDArray[np.float64]
-KEPT_POINTS, FITTED_POINTS, RECENT_POINTS = 512, 256, 200
+MAX_POINTS, RECENT_POINTS, MAX_ERRORS, MAX_RATIOS = 512, 200, 192, 256
+FITTED_POINTS = 256
 # The first steps are unlike the rest: optimizer states appear, kernels are chosen.
 WARM_UP_POINTS = 3
-KEPT_RATIOS = 256
-# The risk that is told is the mean of those found in so many steps.
+# The published risk is the mean over this many steps.
 SMOOTHING_STEPS = 20
 REFIT_AFTER, REFIT_SHARE = 8, 0.1
-# Readings in a row that must be far off, and how far, before the past is taken for another regime.
+# A regime change: this many consecutive readings are off by this many widths, all to one side.
 REGIME_POINTS, REGIME_WIDTHS = 4, 8.0
-# CUDA's allocator reserves in blocks of 2 MiB; RSS wavers by as much.
-LEAST_WIDTH_BYTES, LEAST_WIDTH_RATIO = float(1 << 20), 2e-4
+# CUDA's allocator reserves in blocks of 2 MiB; RSS fluctuates by as much.
+MIN_WIDTH_BYTES, MIN_WIDTH_RATIO = float(1 << 20), 2e-4
 EXPECTED_WIDTH_RATIO = 0.01
+# Distance of the next record from the largest of N values, in mean excesses of the upper tenth;
+# the three are equally likely.
+_RECORD_EXCESSES = np.array((0.25, 0.75, 1.75))
+_SAME_RATIO = 1e-3
 _STEP, _FLOOR, _UNUSABLE = range(3)
 
 
 class Forecaster:
-    """Keeps the last readings of one device, and a model of its peaks."""
+    """Keeps the last readings of one device and a model of its peaks.
+
+    Example:
+        >>> forecaster = Forecaster()
+        >>> forecaster.add(point)  # after each step
+        >>> forecast = forecaster.forecast()  # None until a few steps are known
+    """
 
     def __init__(self) -> None:
-        self._points: deque[PeakPoint] = deque(maxlen=KEPT_POINTS)
-        self._rows = np.empty((2 * KEPT_POINTS, 3))
+        self._points: deque[PeakPoint] = deque(maxlen=MAX_POINTS)
+        self._rows = np.empty((2 * MAX_POINTS, 3))
         self._num_rows = 0
         self._since_fit = 0
         self._warm_up = WARM_UP_POINTS
         self._model: PeakModel | None = None
-        self._misses: PredictionErrors | None = None  # by this model
-        self._ratios: deque[float] = deque(maxlen=KEPT_RATIOS)
+        self._errors: PredictionErrors | None = None  # of this model
+        self._ratios: deque[float] = deque(maxlen=MAX_RATIOS)
         self._reservable = inf
-        self._since_refusal = 0
-        # As of the last outlook:
+        self._since_retry = 0
+        # As of the last forecast:
         self._floor = self._unusable = Trend(level=0.0)
         self._width = inf
         self._risks: deque[tuple[int, float]] = deque()
 
     def add(self, point: PeakPoint) -> None:
-        """Take in a reading, and note by how much it was mispredicted."""
+        """Add a reading, and record the error of its prediction."""
         if self._warm_up > 0:
             self._warm_up -= 1
             return
-        if self._misses is not None and self._points:
-            said = self._misses.note(self._points[-1], point)
-            self._ratios.append(abs(point.peak_bytes - said) / max(point.peak_bytes, 1.0))
-        self._note_refusal(point)
+        if self._errors is not None and self._points:
+            predicted = self._errors.add(self._points[-1], point)
+            self._ratios.append(abs(point.peak_bytes - predicted) / max(point.peak_bytes, 1.0))
+        self._update_reservable(point)
         self._points.append(point)
         if self._num_rows == len(self._rows):
-            self._rows[:KEPT_POINTS] = self._rows[KEPT_POINTS:]
-            self._num_rows = KEPT_POINTS
+            self._rows[:MAX_POINTS] = self._rows[MAX_POINTS:]
+            self._num_rows = MAX_POINTS
         self._rows[self._num_rows] = (point.step, point.floor_bytes, point.unusable_bytes)
         self._num_rows += 1
         self._since_fit += 1
 
-    def _note_refusal(self, point: PeakPoint) -> None:
-        """Learn from a retry that no more can be reserved than is, whatever the limit says."""
-        self._since_refusal += 1
+    def forecast(self) -> MemoryForecast | None:
+        """Return a forecast from all readings; None while they are too few."""
+        count = len(self._points)
+        due = max(min(REFIT_AFTER, count // 4), REFIT_SHARE * count, 1)
+        if self._since_fit >= due or self._has_regime_changed():
+            self._refit()
+        if self._model is None or self._errors is None:
+            return None
+        return self._forecast(self._model, self._errors)
+
+    def _update_reservable(self, point: PeakPoint) -> None:
+        """After an allocator retry, take what is reserved as the limit, whatever the limit says."""
+        self._since_retry += 1
         if self._points and point.retries > self._points[-1].retries:
-            self._since_refusal = 0
+            self._since_retry = 0
             self._reservable = point.reserved_bytes
-        elif self._since_refusal > KEPT_POINTS:
+        elif self._since_retry > MAX_POINTS:
             self._reservable = inf
         else:
             self._reservable = max(self._reservable, point.reserved_bytes)
-
-    def outlook(self) -> MemoryForecast | None:
-        """Forecast from all that was taken in; None while too little is known."""
-        count = len(self._points)
-        due = max(min(REFIT_AFTER, count // 4), REFIT_SHARE * count, 1)
-        if self._since_fit >= due or self._is_far_off():
-            self._refit()
-        if self._model is None or self._misses is None:
-            return None
-        return self._look_ahead(self._model, self._misses)
 
     def _refit(self) -> None:
         fitted = fit_peaks(self._last(FITTED_POINTS))
         if fitted is None:
             return
         self._since_fit = 0
-        self._take(fitted)
-        if self._is_far_off():
-            self._forget()
+        self._set_model(fitted)
+        if self._has_regime_changed():
+            self._restart()
 
-    def _is_far_off(self) -> bool:
-        """Say whether the model misses the last readings, all of them and alike: a new regime."""
-        if self._misses is None or len(self._points) < 3 * REGIME_POINTS:
+    def _has_regime_changed(self) -> bool:
+        """Return whether the last readings are all far off the model, and to the same side."""
+        if self._errors is None or len(self._points) < 3 * REGIME_POINTS:
             return False
-        last = list(self._misses.errors)[-REGIME_POINTS:]
+        last = list(self._errors.errors)[-REGIME_POINTS:]
         far = REGIME_WIDTHS * self._width
         return min(last) > far or max(last) < -far
 
-    def _forget(self) -> None:
-        """Begin anew from the last few readings; the old model serves until they yield one."""
+    def _restart(self) -> None:
+        """Restart from the last few readings; the old model serves until they yield one."""
         kept = self._last(REGIME_POINTS + 1)
         self._risks.clear()
         self._points.clear()
@@ -119,24 +129,24 @@ class Forecaster:
         self._ratios.clear()
         fitted = fit_peaks(kept) or self._model
         if fitted is not None:
-            self._take(fitted)
+            self._set_model(fitted)
 
-    def _take(self, model: PeakModel) -> None:
-        self._model, self._misses = model, PredictionErrors(model, self._last(KEPT + 1))
+    def _set_model(self, model: PeakModel) -> None:
+        self._model, self._errors = model, PredictionErrors(model, self._last(MAX_ERRORS + 1))
 
     def _last(self, count: int) -> list[PeakPoint]:
         return list(islice(self._points, max(0, len(self._points) - count), None))
 
-    def _look_ahead(self, model: PeakModel, misses: PredictionErrors) -> MemoryForecast:
+    def _forecast(self, model: PeakModel, errors: PredictionErrors) -> MemoryForecast:
         last, recent = self._points[-1], self._last(RECENT_POINTS)
         need = last.peak_bytes + last.unusable_bytes
-        least = max(LEAST_WIDTH_BYTES, LEAST_WIDTH_RATIO * need)
-        rows = self._rows[max(0, self._num_rows - KEPT_POINTS) : self._num_rows]
-        self._look_at_trends(rows, least)
-        found = recent_batches(model, recent, self._floor.level)
+        least = max(MIN_WIDTH_BYTES, MIN_WIDTH_RATIO * need)
+        rows = self._rows[max(0, self._num_rows - MAX_POINTS) : self._num_rows]
+        self._fit_trends(rows, least)
+        found = predict_recent(model, recent, self._floor.level)
         steps = rows[-len(recent) :, _STEP]
         shapes = fit_trend(steps, found.peaks, least) if np.ptp(found.peaks) else Trend(level=0.0)
-        tail = fit_tail(np.array(misses.errors), expected=EXPECTED_WIDTH_RATIO * need, least=least)
+        tail = fit_tail(np.array(errors.errors), expected=EXPECTED_WIDTH_RATIO * need, least=least)
         self._width = tail.width
         predicted = model.predict(found.largest, last.floor_bytes)
         limit = min(last.limit_bytes, self._reservable)
@@ -145,14 +155,14 @@ class Forecaster:
         growth = combine((self._floor, self._unusable, shapes), need, per_reading)
         peaks = found.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
-            peaks = brought_forward(steps, peaks, shapes)
+            peaks = extrapolate(steps, peaks, shapes)
         return MemoryForecast(
             step=last.step,
             predicted_peak_bytes=predicted,
             headroom_bytes=headroom,
-            risk_ratio=self._smoothed(self._risk(limit, peaks, growth, tail, misses, per_reading)),
+            risk_ratio=self._smoothed(self._risk(limit, peaks, growth, tail, errors, per_reading)),
             eta_steps=_eta(headroom, growth),
-            error_ratio=median_ratio(self._ratios),
+            error_ratio=float(np.median(self._ratios)) if self._ratios else 0.0,
             limit_bytes=limit,
             model=model,
             floor_bytes=last.floor_bytes,
@@ -161,14 +171,14 @@ class Forecaster:
         )
 
     def _smoothed(self, risk: float) -> float:
-        """Return the mean risk of late: what is seen for a moment only is no alarm."""
+        """Return the mean risk of the last SMOOTHING_STEPS, so that one outlier raises no alarm."""
         step = self._points[-1].step
         while self._risks and self._risks[0][0] <= step - SMOOTHING_STEPS:
             self._risks.popleft()
         self._risks.append((step, risk))
         return sum(risk for _, risk in self._risks) / len(self._risks)
 
-    def _look_at_trends(self, rows: Array, least: float) -> None:
+    def _fit_trends(self, rows: Array, least: float) -> None:
         steps = rows[:, _STEP]
         self._floor = fit_trend(steps, rows[:, _FLOOR], least)
         if rows[-1, _UNUSABLE]:
@@ -180,12 +190,12 @@ class Forecaster:
         peaks: Array,
         growth: Growth,
         tail: ErrorTail,
-        misses: PredictionErrors,
+        errors: PredictionErrors,
         per_reading: float,
     ) -> float:
         if limit == inf:
             return 0.0
-        values, shares = with_larger(peaks, self._floor.level)
+        values, shares = add_records(peaks, self._floor.level)
         tail = tail.widened(float(np.hypot(self._floor.noise, self._unusable.noise)))
         return risk_ahead(
             limit - self._unusable.level - values,
@@ -193,13 +203,97 @@ class Forecaster:
             tail,
             growth,
             per_reading=per_reading,
-            survived=float(tail.all_passed(np.array(misses.rooms)).sum()),
+            survived=float(tail.exceedances(np.array(errors.margins)).sum()),
             known=len(self._points) * per_reading,
         )
 
 
+class PredictionErrors:
+    """Errors of one model on the last readings, those it was fitted to and those that came later.
+
+    Attributes:
+        errors: Observed minus predicted peak, in bytes, unusable memory included. Memory that
+            appeared in a step and stayed is growth of the floor, not an error of the peak.
+        margins: Limit minus predicted peak, in bytes.
+    """
+
+    def __init__(self, model: PeakModel, points: Sequence[PeakPoint]) -> None:
+        self.errors: deque[float] = deque(maxlen=MAX_ERRORS)
+        self.margins: deque[float] = deque(maxlen=MAX_ERRORS)
+        self._model = model
+        for before, point in pairwise(points[-MAX_ERRORS - 1 :]):
+            self.add(before, point)
+
+    def add(self, before: PeakPoint, point: PeakPoint) -> float:
+        """Add a reading and its predecessor; return the predicted peak in bytes."""
+        predicted = self._model.predict(point.shapes, before.floor_bytes)
+        error = point.peak_bytes - predicted
+        if error > 0 and point.floor_bytes > before.floor_bytes:
+            since = point.peak_bytes - self._model.predict(point.shapes, point.floor_bytes)
+            error = max(since, 0.0)
+        error += point.unusable_bytes - before.unusable_bytes
+        self.errors.append(error)
+        needed = point.peak_bytes + point.unusable_bytes
+        self.margins.append(point.limit_bytes - needed + error)
+        return predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentPeaks:
+    """Peaks that recent micro-batches would have if they ran now, in bytes.
+
+    Attributes:
+        peaks: One for each reading.
+        largest: The micro-batches of the reading with the largest peak.
+    """
+
+    peaks: Array
+    largest: tuple[Shape, ...]
+
+
+def predict_recent(
+    model: PeakModel, points: Sequence[PeakPoint], floor_bytes: float
+) -> RecentPeaks:
+    """Predict the peak of each reading from today's floor; distinct shapes are predicted once."""
+    known: dict[tuple[Shape, ...], float] = {}
+    for point in points:
+        if point.shapes not in known:
+            known[point.shapes] = model.predict(point.shapes, floor_bytes)
+    return RecentPeaks(
+        peaks=np.array([known[point.shapes] for point in points]),
+        largest=max(known, key=lambda shapes: known[shapes]),
+    )
+
+
+def extrapolate(steps: Array, peaks: Array, trend: Trend) -> Array:
+    """Move the peaks that a trend covers along it, to the last step."""
+    stretch = slice(-trend.points, None)
+    grown: Array = peaks[stretch] + trend.slope * (steps[-1] - steps[stretch])
+    return grown
+
+
+def add_records(peaks: Array, floor_bytes: float) -> tuple[Array, Array]:
+    """Return possible peaks and their probabilities: those observed, and some larger.
+
+    By symmetry a new maximum of N + 1 comes with probability 1 / (N + 1). If the maximum was
+    reached several times, lengths are capped or of a few kinds, and no larger one is expected.
+    """
+    values, counts = np.unique(peaks, return_counts=True)
+    total = len(peaks)
+    at_maximum = values >= values[-1] - _SAME_RATIO * (values[-1] - floor_bytes)
+    repeats = int(counts[at_maximum].sum())
+    record = 10.0 ** (1 - repeats) / (total + 1)
+    if len(values) < 4 or repeats > 3:
+        return values, counts / total
+    upper = np.quantile(peaks, 0.9)
+    excess = float((peaks[peaks >= upper] - upper).mean())
+    larger = values[-1] + excess * _RECORD_EXCESSES
+    shares = np.concatenate((counts / total * (1 - record), np.full(3, record / 3)))
+    return np.concatenate((values, larger)), shares
+
+
 def _eta(headroom: float, growth: Growth) -> float:
-    """Return the steps until the median peak passes the limit; infinite if nothing grows."""
+    """Return the steps until the median peak exceeds the limit; infinite without growth."""
     if headroom <= 0:
         return 0.0
     return headroom / growth.slope if growth.weight > 0.5 and growth.slope > 0 else inf

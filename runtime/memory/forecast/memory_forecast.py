@@ -1,4 +1,4 @@
-"""What is to be expected of one device's memory, as known after some step."""
+"""The forecast of one device's memory after a given step, as plain data."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from .error_tail import ErrorTail
 from .peak_model import PeakModel
 from .series import Shape
 
-# By how much a prediction may be off for a batch larger than any seen: so much of what it needs
-# more than those, in addition to the usual error.
+# Extra prediction error for a batch larger than any observed: this share of its additional need.
 EXTRAPOLATION_RATIO = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """A forecast; its methods are cheap enough for the training thread, and touch no device.
+    """A forecast. Its methods are cheap enough for the training thread and use no device.
 
     Attributes:
-        step: The last step it knows of.
+        step: The last step that it is based on.
         predicted_peak_bytes: Median of the next step's peak, for the largest micro-batch of the
             last 200 readings.
-        headroom_bytes: What the limit leaves beyond that peak and beyond what fragmentation makes
-            unusable; infinite without a limit.
-        risk_ratio: Probability that a peak within the next 50 steps passes the limit, as thought on
-            average of late; never over 0.87, as even what looks certain may not come.
-        eta_steps: Steps until the median peak passes the limit; infinite if nothing grows.
-        error_ratio: Median of the last errors of prediction, relative to the peak that came.
-        limit_bytes: The limit as last known, or what could be reserved when the allocator was last
-            refused more; infinite if there is none.
-        model: Predicts a peak from its micro-batches and the floor.
-        floor_bytes: The floor that the next step begins with.
-        unusable_bytes: What fragmentation takes from the next step.
-        tail: Errors of predicting the very next step.
+        headroom_bytes: Limit minus that peak and minus fragmented memory; infinite without a limit.
+        risk_ratio: Probability that a peak within the next 50 steps exceeds the limit, averaged
+            over the last 20 steps; at most 0.87, as the forecast itself may be wrong.
+        eta_steps: Steps until the median peak exceeds the limit; infinite without growth.
+        error_ratio: Median absolute error of the last predictions, relative to the observed peak.
+        limit_bytes: The current limit, or what was reserved at the allocator's last retry; infinite
+            without either.
+        model: Predicts a peak from micro-batches and floor.
+        floor_bytes: Memory in use before the next step.
+        unusable_bytes: Memory lost to fragmentation in the next step.
+        tail: Distribution of the errors of predicting the next step.
     """
 
     step: int
@@ -48,17 +46,17 @@ class MemoryForecast:
     unusable_bytes: float
     tail: ErrorTail
 
-    def predicted(self, shape: Shape) -> float:
+    def predict_peak(self, shape: Shape) -> float:
         """Return the median peak of a step of this micro-batch, in bytes."""
         return self.model.predict((shape,), self.floor_bytes)
 
     def batch_risk(self, shape: Shape) -> float:
-        """Return the probability that this micro-batch, about to run, passes the limit."""
+        """Return the probability that this micro-batch exceeds the limit if it runs next."""
         if self.limit_bytes == inf:
             return 0.0
-        predicted = self.model.predict((shape,), self.floor_bytes)
-        room = self.limit_bytes - self.unusable_bytes - predicted
+        predicted = self.predict_peak(shape)
+        margin = self.limit_bytes - self.unusable_bytes - predicted
         further = predicted - self.predicted_peak_bytes
         if further > 0:
-            room *= self.tail.width / (self.tail.width + EXTRAPOLATION_RATIO * further)
-        return self.tail.passed(room)
+            margin *= self.tail.width / (self.tail.width + EXTRAPOLATION_RATIO * further)
+        return self.tail.exceedance(margin)

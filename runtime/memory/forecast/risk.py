@@ -1,4 +1,4 @@
-"""How likely it is that a peak of the next steps passes the limit."""
+"""Probability that a peak of the next steps exceeds the memory limit."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from .trend import Trend
 
 Array = npt.NDArray[np.float64]
 HORIZON_STEPS = 50
-# The horizon is looked at in so many parts, each at its middle.
+# The horizon is evaluated in this many parts, each at its midpoint.
 _PARTS = 8
 _AHEAD = (np.arange(_PARTS) + 0.5) * HORIZON_STEPS / _PARTS
-# Five points that stand for a normal distribution (Gauss-Hermite quadrature).
+# Gauss-Hermite quadrature of a normal distribution by five points.
 _NODES = np.array((-2.857, -1.356, 0.0, 1.356, 2.857))
 _NODE_WEIGHTS = np.array((0.01126, 0.22208, 0.53332, 0.22208, 0.01126))
-# Most series do not grow: how much more likely that is beforehand, and by how much others grow in
-# the horizon, relative to the need.
-STILL_ODDS, USUAL_GROWTH_RATIO = 10.0, 0.02
-MOST_RISK = 1 - 1e-6
-# How often what looks certain comes, on those generated runs of tests/bench/oom_risk.py that are
-# for tuning: growth may stop, noise may be another than it was.
+# Prior odds against growth, and the typical growth within the horizon relative to the need.
+NO_GROWTH_ODDS, TYPICAL_GROWTH_RATIO = 10.0, 0.02
+MAX_RISK = 1 - 1e-6
+# Observed frequency of events predicted as certain, on the tuning runs of
+# tests/bench/oom_risk.py: growth may stop, noise may change.
 TRUST = 0.87
-# What has grown for so many steps may stop as soon (Laplace's rule of succession, with a prior).
+# Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior).
 LASTING_STEPS = 24.0
-# So many steps must be known for what they say of the next 50 to count in full: few do not tell how
-# large peaks get, and fewer still do not tell of growth.
-KNOWING_PEAKS, KNOWING_GROWTH = 150.0, 40.0
+# Steps needed for full confidence in the largest peaks, and in growth.
+STEPS_FOR_PEAKS, STEPS_FOR_GROWTH = 150.0, 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """By how much need grows per step, in bytes, and how sure that is.
+    """Growth of the need per step, in bytes, with its standard deviation.
 
     `weight` is the probability that it grows at all.
     """
@@ -46,9 +44,10 @@ class Growth:
 
 
 def growing_weight(trend: Trend, need: float, per_reading: float) -> float:
-    """Return the probability that a series grows at all, rather than stands still.
+    """Return the probability that a series grows.
 
-    By Bayes: a slope of exactly zero against one from a normal distribution of usual growths.
+    By Bayes' rule: a slope of exactly zero against one drawn from a normal distribution of typical
+    growth.
     """
     if trend.slope_deviation <= 0 or trend.slope <= 0:
         return 0.0
@@ -56,28 +55,28 @@ def growing_weight(trend: Trend, need: float, per_reading: float) -> float:
     score = trend.slope / trend.slope_deviation
     # Student's t, as the deviation is itself an estimate.
     evidence = 0.5 * (freedom + 1) * np.log1p(score**2 / freedom)
-    usual = USUAL_GROWTH_RATIO * need / HORIZON_STEPS
-    penalty = 0.5 * np.log1p((usual / trend.slope_deviation) ** 2)
-    odds = np.exp(min(evidence - penalty, 50.0)) / STILL_ODDS
+    typical = TYPICAL_GROWTH_RATIO * need / HORIZON_STEPS
+    penalty = 0.5 * np.log1p((typical / trend.slope_deviation) ** 2)
+    odds = np.exp(min(evidence - penalty, 50.0)) / NO_GROWTH_ODDS
     steps = trend.points * per_reading
     lasts = steps / (steps + LASTING_STEPS)
     return float(lasts * odds / (1 + odds) / (1 + trend.stepwise))
 
 
 def combine(trends: Sequence[Trend], need: float, per_reading: float) -> Growth:
-    """Add up the growth of all parts of what is needed."""
+    """Return the total growth of all parts of the need."""
     weights = [growing_weight(trend, need, per_reading) for trend in trends]
-    weight = 1 - float(np.prod([1 - one for one in weights]))
+    weight = 1 - float(np.prod([1 - each for each in weights]))
     if weight < 1e-3:
         return Growth()
     pairs = list(zip(weights, trends, strict=True))
-    slope = sum(one * trend.slope for one, trend in pairs) / weight
-    variance = sum(one * trend.slope_deviation**2 for one, trend in pairs) / weight
+    slope = sum(each * trend.slope for each, trend in pairs) / weight
+    variance = sum(each * trend.slope_deviation**2 for each, trend in pairs) / weight
     return Growth(slope=slope, deviation=float(np.sqrt(variance)), weight=weight)
 
 
 def risk_ahead(
-    rooms: Array,
+    margins: Array,
     shares: Array,
     tail: ErrorTail,
     growth: Growth,
@@ -86,32 +85,34 @@ def risk_ahead(
     survived: float,
     known: float,
 ) -> float:
-    """Return the probability that a peak within the horizon passes the limit.
+    """Return the probability that a peak within the horizon exceeds the limit.
 
     Args:
-        rooms: The limit minus what is predicted for each kind of reading, bytes.
-        shares: How likely each of these is.
-        tail: Errors of prediction.
-        growth: Of what is needed.
-        per_reading: Steps from reading to reading.
-        survived: How many of the last readings should have passed the limit, by the same account.
-            None did: the account is too dark. With a factor on it that is unknown beforehand
-            (exponentially distributed around 1), none of `survived` says it is 1 / (1 + survived).
-        known: How many steps all this is known from.
+        margins: [k] limit minus predicted peak of each kind of reading, bytes.
+        shares: [k] probability of each kind.
+        tail: Distribution of prediction errors.
+        growth: Growth of the need.
+        per_reading: Steps between readings.
+        survived: Expected number of past readings above the limit, by the same model. None was, so
+            the model is too pessimistic. Let an unknown factor on it be exponentially distributed
+            around 1. Given none of `survived`, its expectation is 1 / (1 + survived).
+        known: Number of steps that the model is based on.
     """
     factor = HORIZON_STEPS / per_reading / (1 + survived)
-    still = float(_passed(rooms, shares, tail, np.zeros((1, 1)), factor)[0])
-    still *= min(known / KNOWING_PEAKS, 1.0)
+    steady = float(_exceedance(margins, shares, tail, np.zeros((1, 1)), factor)[0])
+    steady *= min(known / STEPS_FOR_PEAKS, 1.0)
     if growth.weight == 0:
-        return TRUST * still
+        return TRUST * steady
     slopes = np.maximum(growth.slope + growth.deviation * _NODES, 0)
-    growing = _passed(rooms, shares, tail, slopes[:, None] * _AHEAD, factor)
-    mean = float(growing @ _NODE_WEIGHTS) * min(known / KNOWING_GROWTH, 1.0)
-    return TRUST * ((1 - growth.weight) * still + growth.weight * mean)
+    growing = _exceedance(margins, shares, tail, slopes[:, None] * _AHEAD, factor)
+    mean = float(growing @ _NODE_WEIGHTS) * min(known / STEPS_FOR_GROWTH, 1.0)
+    return TRUST * ((1 - growth.weight) * steady + growth.weight * mean)
 
 
-def _passed(rooms: Array, shares: Array, tail: ErrorTail, grown: Array, readings: float) -> Array:
-    """Return, for each row of growth over the horizon, the probability that a peak passes."""
-    left = rooms[None, None, :] - grown[:, :, None]
-    each = np.minimum(tail.all_passed(left) @ shares, MOST_RISK)
+def _exceedance(
+    margins: Array, shares: Array, tail: ErrorTail, growths: Array, readings: float
+) -> Array:
+    """Return, for each row of growth over the horizon, the probability of exceeding the limit."""
+    left = margins[None, None, :] - growths[:, :, None]
+    each = np.minimum(tail.exceedances(left) @ shares, MAX_RISK)
     return np.asarray(1 - np.exp(readings * np.log1p(-each).mean(axis=1)))

@@ -1,4 +1,4 @@
-"""What forecasts are made from: readings of one device's memory, in the order of the steps."""
+"""Input of the forecasts: readings of one device's memory, in the order of the steps."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """The size of one micro-batch: so many samples of so many tokens each, padding included.
+    """Size of one micro-batch: number of samples, and tokens per sample, padding included.
 
-    `length` is the tokens of the longest sample; of data without tokens, the elements per sample.
+    `length` is the token count of the longest sample; for data without tokens, elements per sample.
     """
 
     samples: int
@@ -18,17 +18,17 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPoint:
-    """One reading, at the end of a step; it covers all since the reading before.
+    """One reading at the end of a step; it covers all steps since the previous reading.
 
     Attributes:
         step: The step that has just ended.
-        peak_bytes: The most that was in use since the reading before (CPU: RSS; CUDA: allocated).
-        floor_bytes: What is in use now, between steps.
-        limit_bytes: What `peak_bytes` may reach, as known now; infinite where there is no limit.
-        reserved_bytes: What is held for this process at its peak (CUDA: reserved; CPU: as peak).
-        unusable_bytes: Reserved, but in pieces too small to serve a large request.
-        retries: How often the allocator had to free its cache and try again, so far.
-        shapes: The distinct micro-batches since the reading before; empty where unknown.
+        peak_bytes: Peak since the previous reading (CPU: RSS; CUDA: allocated).
+        floor_bytes: In use now, between steps.
+        limit_bytes: Upper bound of `peak_bytes`, as known now; infinite without a limit.
+        reserved_bytes: Reserved for this process at its peak (CUDA: reserved; CPU: as peak).
+        unusable_bytes: Reserved, but in blocks too small to serve a large request.
+        retries: Total times the allocator freed its cache and retried.
+        shapes: Distinct micro-batches since the previous reading; empty if unknown.
     """
 
     step: int

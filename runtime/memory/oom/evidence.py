@@ -36,7 +36,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foresight:
+class PeakPrediction:
     """What was thought of a step before it: its peak, and the risk of the next 50 steps."""
 
     step: int
@@ -95,7 +95,7 @@ class Evidence:
     shape: Shape | None = None
     batch_risk_ratio: float | None = None
     peaks: Sequence[PeakPoint] = ()
-    foresights: Mapping[int, Foresight] | None = None
+    foresights: Mapping[int, PeakPrediction] | None = None
     alarm_step: int | None = None
     limit: Limit | None = None
     remedies: Sequence[Remedy] | None = None
@@ -143,7 +143,7 @@ class OomContext:
     batch_risk: Callable[[str], float | None] = _unknown
     categories: Callable[[str], Mapping[str, float] | None] = _unknown
     peaks: Callable[[str], Sequence[PeakPoint] | None] = _unknown
-    foresights: Callable[[str], Sequence[Foresight] | None] = _unknown
+    foresights: Callable[[str], Sequence[PeakPrediction] | None] = _unknown
     alarm_step: Callable[[str], int | None] = _unknown
     limit: Callable[[str], Limit | None] = _unknown
     growth: Callable[[str], float | None] = _unknown

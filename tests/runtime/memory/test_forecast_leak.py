@@ -1,4 +1,4 @@
-"""A leak is told from a warm-up, a step, noise, a saw-tooth, a plateau."""
+"""A leak is distinguished from a warm-up, a step, noise, a saw-tooth and a plateau."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zerowatch.runtime.memory.forecast.leak import Leak, find_leak
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 STEPS = 400
-# RSS after each step, or every 0.25 s, of the GPT of bench/training.py on one rank that leaks
-# nothing: 4 layers 128 wide, and 2 layers 64 wide that warm up for a thousand steps.
+# RSS after each step, or every 0.25 s, of the GPT of bench/training.py on one rank without a leak:
+# 4 layers of width 128, and 2 layers of width 64 that warm up for a thousand steps.
 CREEPING = ("floors-width-128", "floors-width-64")
 REPLAYS = Path(__file__).parents[2] / "support" / "replays"
 
 
 def noise(size_bytes: float, seed: int, memory: float = 0.0) -> np.ndarray:
-    """Return noise of this deviation that keeps this share of itself from step to step."""
+    """Return noise of this deviation with this autocorrelation."""
     fresh = np.random.default_rng(seed).standard_normal(STEPS) * size_bytes
     kept = np.zeros(STEPS)
     for step in range(STEPS):
@@ -33,7 +33,7 @@ def leak_in(sizes: Sequence[float] | np.ndarray) -> Leak | None:
 
 
 def floors_of(name: str) -> tuple[list[int], list[float]]:
-    """Return the steps of a recorded run and what was in use after each."""
+    """Return the steps of a recorded run and the bytes in use after each."""
     records = [json.loads(line) for line in (REPLAYS / f"{name}.jsonl").read_text().splitlines()]
     return [record["step"] for record in records], [float(record["floor"]) for record in records]
 
@@ -48,7 +48,7 @@ def test_a_leak_under_noise_is_found_with_its_size(memory: float) -> None:
     assert leak.bytes_per_step == pytest.approx(2 * MIB, rel=0.1)
 
 
-def test_a_leak_that_began_later_is_told_from_what_was_before() -> None:
+def test_a_leak_that_starts_later_is_found_with_its_first_step() -> None:
     began = 200
     sizes = 4 * GIB + 3 * MIB * np.maximum(0, np.arange(STEPS) - began) + noise(4 * MIB, 2)
 
@@ -85,29 +85,29 @@ HARMLESS = {
     "a saw-tooth": 4 * GIB + 8 * MIB * (np.arange(STEPS) % 90),
     "a slow warm-up": 4 * GIB - 2 * GIB * np.exp(-np.arange(STEPS) / 20),
     "a cache that filled up": 4 * GIB + 4 * MIB * np.minimum(np.arange(STEPS), 200),
-    "what shrinks": 4 * GIB - 2 * MIB * np.arange(STEPS),
+    "a series that shrinks": 4 * GIB - 2 * MIB * np.arange(STEPS),
     "growth of almost nothing": 4 * GIB + 1e3 * np.arange(STEPS),
 }
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-def test_no_leak_is(what: str) -> None:
+def test_no_leak_is_found_in(what: str) -> None:
     assert leak_in(HARMLESS[what]) is None
 
 
-def test_noise_that_lasts_is_hardly_ever_taken_for_a_leak() -> None:
+def test_autocorrelated_noise_is_rarely_taken_for_a_leak() -> None:
     taken = [leak_in(4 * GIB + noise(60 * MIB, seed, 0.9)) for seed in range(200)]
 
     assert sum(leak is not None for leak in taken) <= 1
 
 
-def test_few_readings_are_no_leak() -> None:
+def test_few_readings_are_not_a_leak() -> None:
     assert find_leak((), ()) is None
     assert leak_in(4 * GIB + 50 * MIB * np.arange(40)) is None
 
 
 @pytest.mark.parametrize("name", CREEPING)
-def test_a_real_run_that_creeps_as_it_warms_up_never_leaks(name: str) -> None:
+def test_the_slow_warm_up_of_a_real_run_is_not_a_leak(name: str) -> None:
     steps, floors = floors_of(name)
 
     found = [find_leak(steps[:end], floors[:end]) for end in range(len(floors) + 1)]
@@ -129,8 +129,8 @@ def test_a_leak_in_a_real_run_is_found_within_two_hundred_readings(
     assert leak.bytes_per_step == pytest.approx(per_reading, rel=0.25)
 
 
-def test_what_comes_and_goes_more_and_more_is_no_leak() -> None:
-    comes = np.random.default_rng(7).random(STEPS) < 0.7
-    sizes = 500 * MIB + comes * MIB * np.arange(STEPS)
+def test_growing_temporary_memory_is_not_a_leak() -> None:
+    is_present = np.random.default_rng(7).random(STEPS) < 0.7
+    sizes = 500 * MIB + is_present * MIB * np.arange(STEPS)
 
     assert leak_in(sizes) is None

@@ -1,6 +1,6 @@
-"""Risk is a probability: on generated runs it is calibrated, comes early, and beats plain rules.
+"""The risk is a calibrated, early probability on generated runs, and beats simple rules.
 
-The bench `oom_risk` does the same on 600 runs, with the goals proper.
+The bench `oom_risk` does the same on 600 runs, with the actual goals.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def test_the_runs_are_of_all_kinds_and_half_end_out_of_memory(
 
 
 @pytest.mark.parametrize("rule", (THRESHOLD, LINE))
-def test_the_brier_score_beats_a_plain_rule(followed: Sequence[Followed], rule: str) -> None:
+def test_the_brier_score_beats_a_simple_rule(followed: Sequence[Followed], rule: str) -> None:
     assert brier(*pooled(followed, OURS)) < brier(*pooled(followed, rule))
 
 
-def test_the_brier_score_beats_saying_the_same_always(followed: Sequence[Followed]) -> None:
+def test_the_brier_score_beats_a_constant_forecast(followed: Sequence[Followed]) -> None:
     risks, came = pooled(followed, OURS)
 
     assert brier(risks, came) < 0.9 * came.mean() * (1 - came.mean())
 
 
-def test_what_is_said_to_be_likely_comes_as_often(followed: Sequence[Followed]) -> None:
+def test_predicted_probabilities_match_observed_frequencies(followed: Sequence[Followed]) -> None:
     risks, came = pooled(followed, OURS)
 
     unlikely, likely = risks < 0.1, risks > 0.7
@@ -71,14 +71,14 @@ def test_what_is_said_to_be_likely_comes_as_often(followed: Sequence[Followed]) 
     assert came[likely].mean() == pytest.approx(risks[likely].mean(), abs=0.2)
 
 
-def test_leaks_are_told_twenty_steps_before(leaking: Sequence[Followed]) -> None:
+def test_leaks_are_predicted_twenty_steps_ahead(leaking: Sequence[Followed]) -> None:
     found = leads(leaking, OURS, "leak")
 
     assert len(found) >= 5
     assert np.mean([lead >= LEAD_STEPS for lead in found]) >= 0.75
 
 
-def test_a_fatal_batch_is_known_before_it_runs(followed: Sequence[Followed]) -> None:
+def test_a_fatal_batch_is_predicted_before_it_runs(followed: Sequence[Followed]) -> None:
     found = warnings(followed, OURS)
 
     assert len(found) >= 3
@@ -91,35 +91,35 @@ def test_false_alarms_are_rare(followed: Sequence[Followed]) -> None:
     assert count <= 4  # of some 14,000 safe steps
 
 
-def test_the_tail_of_errors_is_that_of_what_they_were_drawn_from() -> None:
+def test_the_fitted_tail_is_that_of_the_true_distribution() -> None:
     drawn = np.random.default_rng(0).standard_t(4, 20_000) * 1e6
 
     tail = fit_tail(drawn[:256], expected=1e6, least=1e3)
 
-    for room in (0.0, 1e6, 2e6, 5e6):
-        assert tail.passed(room) == pytest.approx((drawn > room).mean(), rel=0.6)
+    for margin in (0.0, 1e6, 2e6, 5e6):
+        assert tail.exceedance(margin) == pytest.approx((drawn > margin).mean(), rel=0.6)
 
 
-def test_one_error_is_judged_as_many_are() -> None:
+def test_the_scalar_and_the_vectorised_tail_agree() -> None:
     tail = fit_tail(np.random.default_rng(1).normal(0, 1e6, 100), expected=1e6, least=1e3)
-    rooms = np.linspace(-8e6, 8e6, 101)
+    margins = np.linspace(-8e6, 8e6, 101)
 
-    one_by_one = [tail.passed(room) for room in rooms.tolist()]
+    one_by_one = [tail.exceedance(margin) for margin in margins.tolist()]
 
-    assert one_by_one == pytest.approx(tail.all_passed(rooms).tolist(), rel=1e-9)
+    assert one_by_one == pytest.approx(tail.exceedances(margins).tolist(), rel=1e-9)
     assert one_by_one == sorted(one_by_one, reverse=True)
 
 
 @pytest.mark.parametrize("errors", ([], [0.0], [0.0] * 200, [-5e9, 5e9]))
-def test_nothing_is_impossible_or_certain_however_little_is_known(errors: list[float]) -> None:
+def test_no_probability_is_zero_or_one(errors: list[float]) -> None:
     tail = fit_tail(errors, expected=1e7, least=1e6)
 
-    for room in (-1e12, 0.0, 1e6, 1e12, np.inf):
-        assert 0.0 < tail.passed(room) < 1.0
+    for margin in (-1e12, 0.0, 1e6, 1e12, np.inf):
+        assert 0.0 < tail.exceedance(margin) < 1.0
 
 
 def test_with_few_errors_the_expected_width_counts() -> None:
     few = fit_tail([0.0] * 3, expected=1e7, least=1e5)
     many = fit_tail([0.0] * 100, expected=1e7, least=1e5)
 
-    assert few.passed(1e7) > 0.05 > many.passed(1e7)
+    assert few.exceedance(1e7) > 0.05 > many.exceedance(1e7)

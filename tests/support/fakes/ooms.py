@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
-from zerowatch.runtime.memory.oom.evidence import Evidence, Foresight, Limit, OomContext, RunFacts
+from zerowatch.runtime.memory.oom.evidence import (
+    Evidence,
+    Limit,
+    OomContext,
+    PeakPrediction,
+    RunFacts,
+)
 from zerowatch.runtime.memory.oom.parse_error import OomError
 from zerowatch.runtime.memory.oom.would_fit import Layout, LayoutBytes
 
@@ -75,7 +81,7 @@ def evidence(**changes: Any) -> Evidence:
         shape=Shape(8, 2048),
         peaks=[point(step, (800 + step) * MIB) for step in range(31, 61)],
         foresights={
-            step: Foresight(step=step, predicted_bytes=850.0 * MIB, risk_ratio=0.12)
+            step: PeakPrediction(step=step, predicted_bytes=850.0 * MIB, risk_ratio=0.12)
             for step in range(40, 61)
         },
         limit=Limit(num_bytes=1.0 * GIB, name="RLIMIT_AS"),

@@ -1,4 +1,4 @@
-"""Series of real peaks: how they are recorded, kept, and foretold one step ahead."""
+"""Recorded series of real peak memory, and the errors of predicting them one step ahead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.launching import SCRIPTS, environment
 from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 
-# With it glibc gives freed memory back, so that RSS shows what is in use; its default keeps much.
+# With it glibc returns freed memory, so that RSS shows what is in use; by default it keeps much.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 DEFAULT_ALLOCATOR: dict[str, str] = {}
 REPLAYS = Path(__file__).parents[1] / "replays"
@@ -27,12 +27,12 @@ REFIT_STEPS = 3  # the live model is fitted once a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
-    """By how much a foretold peak missed.
+class PredictionMiss:
+    """Relative error of one predicted peak.
 
     Attributes:
         of_peak: Predicted over actual peak, less 1.
-        of_rise: The same bytes over what the peak stood above the lowest floor so far.
+        of_rise: The same bytes over the height of the peak above the lowest floor so far.
     """
 
     of_peak: float
@@ -41,7 +41,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A running job that writes `series`, and beside it what it says."""
+    """A running job that writes `series`, and its output beside it."""
 
     series: Path
     process: subprocess.Popen[bytes]
@@ -68,18 +68,18 @@ class Job:
             self.process.kill()
             self.process.wait()
         if self.process.returncode:
-            said = self.series.with_suffix(".out").read_text(errors="replace")
-            raise RuntimeError(f"the job exited with {self.process.returncode}:\n{said[-3000:]}")
+            output = self.series.with_suffix(".out").read_text(errors="replace")
+            raise RuntimeError(f"the job exited with {self.process.returncode}:\n{output[-3000:]}")
         return read_series(self.series)
 
 
 def read_series(path: Path) -> list[PeakPoint]:
-    """Read what the job wrote."""
+    """Read the series that a job wrote."""
     return [_point(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-def misses(points: Sequence[PeakPoint]) -> Iterator[Miss]:
-    """Foretell each step after the warm-up from those before it."""
+def one_step_misses(points: Sequence[PeakPoint]) -> Iterator[PredictionMiss]:
+    """Predict each step after the warm-up from the steps before it."""
     model = None
     for at in range(WARM_UP_STEPS, len(points)):
         if (at - WARM_UP_STEPS) % REFIT_STEPS == 0:
@@ -87,8 +87,8 @@ def misses(points: Sequence[PeakPoint]) -> Iterator[Miss]:
         yield _miss(model, points[at - 1], points[at], points[:at])
 
 
-def foretold_unseen(points: Sequence[PeakPoint], *, times: float) -> list[Miss]:
-    """Foretell each step from those only whose batches were shorter by so many times."""
+def misses_on_longer(points: Sequence[PeakPoint], *, times: float) -> list[PredictionMiss]:
+    """Predict each step only from steps whose batches were shorter by this factor."""
     found = []
     for before, after in itertools.pairwise(points):
         longest = max(shape.length for shape in after.shapes) / times
@@ -99,7 +99,7 @@ def foretold_unseen(points: Sequence[PeakPoint], *, times: float) -> list[Miss]:
     return found
 
 
-def middle_and_p95(values: Sequence[float]) -> tuple[float, float]:
+def median_and_p95(values: Sequence[float]) -> tuple[float, float]:
     """Return the median and the 95th percentile of the sizes of `values`."""
     sizes = [abs(value) for value in values]
     return median(sizes), quantiles(sizes, n=20, method="inclusive")[-1]
@@ -107,11 +107,11 @@ def middle_and_p95(values: Sequence[float]) -> tuple[float, float]:
 
 def _miss(
     model: PeakModel | None, before: PeakPoint, after: PeakPoint, known: Sequence[PeakPoint]
-) -> Miss:
+) -> PredictionMiss:
     assert model is not None
     missed = model.predict(after.shapes, before.floor_bytes) - after.peak_bytes
     lowest = min(point.floor_bytes for point in known)
-    return Miss(
+    return PredictionMiss(
         of_peak=missed / after.peak_bytes,
         of_rise=missed / max(after.peak_bytes - lowest, 1.0),
     )

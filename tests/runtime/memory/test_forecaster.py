@@ -1,4 +1,4 @@
-"""What a forecaster says of series whose answer is known."""
+"""Forecasts of synthetic series with a known answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from scripts.peaks import REPLAYS, read_series
 
 from zerowatch.runtime.memory.forecast.forecaster import Forecaster
-from zerowatch.runtime.memory.forecast.heap_floor import heap_floor
 from zerowatch.runtime.memory.forecast.memory_forecast import MemoryForecast
+from zerowatch.runtime.memory.forecast.peak_model import heap_floor
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 
 GIB, MIB = float(1 << 30), float(1 << 20)
@@ -47,55 +47,55 @@ def varied(step: int) -> Shape:
     return Shape(4, 64 + 16 * (step * 7 % 11))
 
 
-def outlook_after(
+def forecast_after(
     points: Iterable[PeakPoint], forecaster: Forecaster | None = None
 ) -> MemoryForecast:
-    """Let a forecaster follow, as the watch thread would."""
+    """Return the forecast after these readings, updated every fourth as on the watch thread."""
     forecaster = forecaster or Forecaster()
     found = None
     for number, each in enumerate(points):
         forecaster.add(each)
         if number % 4 == 3:
-            found = forecaster.outlook()
-    found = forecaster.outlook()
+            found = forecaster.forecast()
+    found = forecaster.forecast()
     assert found is not None
     return found
 
 
-def test_nothing_is_said_before_enough_is_known() -> None:
+def test_there_is_no_forecast_before_enough_readings() -> None:
     forecaster = Forecaster()
 
-    assert forecaster.outlook() is None
+    assert forecaster.forecast() is None
     for step in range(3):
         forecaster.add(point(step))
-    assert forecaster.outlook() is None
+    assert forecaster.forecast() is None
 
 
-def test_a_steady_run_far_from_its_limit_is_safe() -> None:
-    outlook = outlook_after(point(step) for step in range(100))
+def test_a_steady_run_far_from_its_limit_has_no_risk() -> None:
+    forecast = forecast_after(point(step) for step in range(100))
 
-    assert outlook.step == 99
-    assert outlook.predicted_peak_bytes == pytest.approx(point(0).peak_bytes, rel=1e-3)
-    assert outlook.headroom_bytes == pytest.approx(7 * GIB, rel=1e-2)
-    assert outlook.risk_ratio < 1e-3
-    assert outlook.eta_steps == math.inf
-    assert outlook.error_ratio < 1e-6
-
-
-def test_a_batch_longer_than_any_before_is_known_not_to_fit() -> None:
-    outlook = outlook_after(point(step, varied(step), limit=11 * GIB) for step in range(100))
-
-    assert outlook.predicted(LONG) == pytest.approx(FLOOR + PER_TOKEN * 4 * 512, rel=1e-2)
-    assert outlook.batch_risk(LONG) > 0.9
-    assert outlook.batch_risk(USUAL) < 0.01
+    assert forecast.step == 99
+    assert forecast.predicted_peak_bytes == pytest.approx(point(0).peak_bytes, rel=1e-3)
+    assert forecast.headroom_bytes == pytest.approx(7 * GIB, rel=1e-2)
+    assert forecast.risk_ratio < 1e-3
+    assert forecast.eta_steps == math.inf
+    assert forecast.error_ratio < 1e-6
 
 
-# How much more a batch twice as large took, in MiB: in the same job with an allocator that gives
-# back 110. A heap that keeps freed memory shows part of it.
+def test_a_batch_longer_than_any_before_is_predicted_not_to_fit() -> None:
+    forecast = forecast_after(point(step, varied(step), limit=11 * GIB) for step in range(100))
+
+    assert forecast.predict_peak(LONG) == pytest.approx(FLOOR + PER_TOKEN * 4 * 512, rel=1e-2)
+    assert forecast.batch_risk(LONG) > 0.9
+    assert forecast.batch_risk(USUAL) < 0.01
+
+
+# Additional need of a batch twice as large, in MiB: 110 in the same job with an allocator that
+# returns memory. A heap that keeps freed memory shows part of it.
 @pytest.mark.parametrize(
     ("allocator", "least", "most"), [("gives-back", 105, 115), ("default", 60, 115)]
 )
-def test_where_all_batches_are_alike_one_twice_as_large_is_known_not_to_fit(
+def test_after_equal_batches_one_twice_as_large_is_predicted_not_to_fit(
     allocator: str, least: float, most: float
 ) -> None:
     readings = read_series(REPLAYS / f"peaks-fixed-{allocator}.jsonl")
@@ -104,16 +104,16 @@ def test_where_all_batches_are_alike_one_twice_as_large_is_known_not_to_fit(
     limit = highest + 0.25 * least * MIB
     large = Shape(2 * usual.samples, usual.length)
 
-    outlook = outlook_after(replace(reading, limit_bytes=limit) for reading in readings)
+    forecast = forecast_after(replace(reading, limit_bytes=limit) for reading in readings)
 
-    more = outlook.predicted(large) - outlook.predicted(usual)
+    more = forecast.predict_peak(large) - forecast.predict_peak(usual)
     assert least * MIB < more < most * MIB
-    assert outlook.predicted_peak_bytes == pytest.approx(readings[-1].peak_bytes, rel=0.03)
-    assert outlook.batch_risk(large) > 0.5
-    assert outlook.batch_risk(usual) < 0.05
+    assert forecast.predicted_peak_bytes == pytest.approx(readings[-1].peak_bytes, rel=0.03)
+    assert forecast.batch_risk(large) > 0.5
+    assert forecast.batch_risk(usual) < 0.05
 
 
-def test_what_is_freed_for_good_or_leaks_is_not_what_a_step_takes() -> None:
+def test_memory_freed_for_good_or_leaked_does_not_count_as_need_of_a_step() -> None:
     freed = np.where(np.arange(60) < 30, 900.0, 500.0) * MIB
     leaking = (500.0 + 10 * np.arange(60)) * MIB
 
@@ -122,102 +122,104 @@ def test_what_is_freed_for_good_or_leaks_is_not_what_a_step_takes() -> None:
     assert heap_floor(freed[:1], freed[:1]) == 0.0
 
 
-def test_what_is_given_back_and_taken_again_is_what_a_step_takes() -> None:
+def test_memory_released_and_allocated_again_counts_as_need_of_a_step() -> None:
     floors = (600.0 - 80 * (np.arange(60) % 10 == 5)) * MIB
     peaks = np.full(60, 610.0 * MIB)
 
     assert heap_floor(floors, peaks) == 90 * MIB
 
 
-def test_a_leak_is_seen_to_pass_the_limit_and_when() -> None:
+def test_the_step_at_which_a_leak_exceeds_the_limit_is_predicted() -> None:
     slope = 8 * MIB
     limit = FLOOR + PER_TOKEN * 512 + 230 * slope
 
-    outlook = outlook_after(
+    forecast = forecast_after(
         point(step, floor=FLOOR + slope * step, limit=limit) for step in range(201)
     )
 
-    assert outlook.eta_steps == pytest.approx(30, abs=3)
-    assert outlook.risk_ratio > 0.6
+    assert forecast.eta_steps == pytest.approx(30, abs=3)
+    assert forecast.risk_ratio > 0.6
 
 
-def test_a_leak_far_from_the_limit_is_no_risk_yet() -> None:
+def test_a_leak_far_from_the_limit_has_a_low_risk() -> None:
     slope = 8 * MIB
     limit = FLOOR + PER_TOKEN * 512 + 400 * slope
 
-    outlook = outlook_after(
+    forecast = forecast_after(
         point(step, floor=FLOOR + slope * step, limit=limit) for step in range(201)
     )
 
-    assert outlook.eta_steps == pytest.approx(200, rel=0.05)
-    assert outlook.risk_ratio < 0.05
+    assert forecast.eta_steps == pytest.approx(200, rel=0.05)
+    assert forecast.risk_ratio < 0.05
 
 
-def test_fragmentation_that_creeps_up_counts_like_a_leak() -> None:
+def test_growing_fragmentation_counts_like_a_leak() -> None:
     slope = 8 * MIB
     limit = FLOOR + PER_TOKEN * 512 + 230 * slope
 
-    outlook = outlook_after(point(step, unusable=slope * step, limit=limit) for step in range(201))
+    forecast = forecast_after(
+        point(step, unusable=slope * step, limit=limit) for step in range(201)
+    )
 
-    assert outlook.eta_steps == pytest.approx(30, abs=3)
-    assert outlook.risk_ratio > 0.6
+    assert forecast.eta_steps == pytest.approx(30, abs=3)
+    assert forecast.risk_ratio > 0.6
 
 
-def test_texts_sorted_by_length_are_expected_to_go_on_growing() -> None:
+def test_texts_sorted_by_length_are_expected_to_keep_growing() -> None:
     shapes = [Shape(4, 100 + step) for step in range(201)]
     limit = FLOOR + PER_TOKEN * 4 * 325
 
-    outlook = outlook_after(point(step, shape, limit=limit) for step, shape in enumerate(shapes))
+    forecast = forecast_after(point(step, shape, limit=limit) for step, shape in enumerate(shapes))
 
-    assert outlook.risk_ratio > 0.6
+    assert forecast.risk_ratio > 0.6
 
 
 def test_without_a_limit_there_is_no_risk() -> None:
-    outlook = outlook_after(point(step, varied(step), limit=math.inf) for step in range(50))
+    forecast = forecast_after(point(step, varied(step), limit=math.inf) for step in range(50))
 
-    assert outlook.risk_ratio == 0.0
-    assert outlook.headroom_bytes == math.inf
-    assert outlook.batch_risk(Shape(1000, 100_000)) == 0.0
+    assert forecast.risk_ratio == 0.0
+    assert forecast.headroom_bytes == math.inf
+    assert forecast.batch_risk(Shape(1000, 100_000)) == 0.0
 
 
 def test_the_last_limit_counts() -> None:
     before = [point(step) for step in range(150)]
     after = [point(step, limit=9.01 * GIB) for step in range(150, 170)]
 
-    outlook = outlook_after(before + after)
+    forecast = forecast_after(before + after)
 
-    assert outlook.limit_bytes == 9.01 * GIB
-    assert outlook.headroom_bytes < 0.02 * GIB
+    assert forecast.limit_bytes == 9.01 * GIB
+    assert forecast.headroom_bytes < 0.02 * GIB
 
 
-def test_a_retry_shows_that_no_more_can_be_reserved() -> None:
+def test_an_allocator_retry_bounds_the_limit_by_what_is_reserved() -> None:
     before = [point(step, reserved=9.5 * GIB) for step in range(50)]
     refused = [point(50, reserved=9.6 * GIB, retries=1.0)]
 
-    outlook = outlook_after(before + refused)
+    forecast = forecast_after(before + refused)
 
-    assert outlook.limit_bytes == 9.6 * GIB
+    assert forecast.limit_bytes == 9.6 * GIB
 
 
-def test_another_need_per_token_is_learnt_within_a_few_readings() -> None:
+def test_a_changed_need_per_token_is_learnt_within_a_few_readings() -> None:
     before = [point(step, varied(step)) for step in range(200)]
     after = [point(step, varied(step), per_token=2 * PER_TOKEN) for step in range(200, 216)]
 
-    outlook = outlook_after(before + after)
+    forecast = forecast_after(before + after)
 
     expected = FLOOR + 2 * PER_TOKEN * 512
-    assert outlook.predicted(USUAL) == pytest.approx(expected, rel=0.02)
+    assert forecast.predict_peak(USUAL) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_jump_of_the_floor_is_no_trend() -> None:
+def test_a_jump_of_the_floor_is_not_a_trend() -> None:
     before = [point(step) for step in range(100)]
     after = [point(step, floor=FLOOR + 2 * GIB) for step in range(100, 140)]
 
-    outlook = outlook_after(before + after)
+    forecast = forecast_after(before + after)
 
-    assert outlook.eta_steps == math.inf
-    assert outlook.risk_ratio < 0.01
-    assert outlook.predicted_peak_bytes == pytest.approx(after[-1].peak_bytes, rel=1e-3)
+    assert forecast.eta_steps == math.inf
+    assert forecast.risk_ratio < 0.01
+    assert forecast.predicted_peak_bytes == pytest.approx(after[-1].peak_bytes, rel=1e-3)
 
 
 def test_readings_without_shapes_are_predicted_by_their_level() -> None:
@@ -232,9 +234,9 @@ def test_readings_without_shapes_are_predicted_by_their_level() -> None:
         for step in range(60)
     ]
 
-    outlook = outlook_after(readings)
+    forecast = forecast_after(readings)
 
-    assert outlook.predicted_peak_bytes == pytest.approx(10 * GIB, rel=1e-2)
+    assert forecast.predicted_peak_bytes == pytest.approx(10 * GIB, rel=1e-2)
 
 
 def test_all_figures_stay_finite_on_wild_readings() -> None:
@@ -246,11 +248,11 @@ def test_all_figures_stay_finite_on_wild_readings() -> None:
         forecaster.add(
             point(step, shape, floor=floor, limit=float(random.pareto(1) * 10 * GIB) + 1.0)
         )
-        outlook = forecaster.outlook()
-        if outlook is None:
+        forecast = forecaster.forecast()
+        if forecast is None:
             continue
-        shown = (outlook.predicted_peak_bytes, outlook.headroom_bytes, outlook.error_ratio)
+        shown = (forecast.predicted_peak_bytes, forecast.headroom_bytes, forecast.error_ratio)
         assert all(map(math.isfinite, shown))
-        assert 0.0 <= outlook.risk_ratio < 1.0
-        assert 0.0 < outlook.batch_risk(shape) < 1.0
-        assert outlook.eta_steps >= 0
+        assert 0.0 <= forecast.risk_ratio < 1.0
+        assert 0.0 < forecast.batch_risk(shape) < 1.0
+        assert forecast.eta_steps >= 0

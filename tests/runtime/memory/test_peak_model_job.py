@@ -1,9 +1,9 @@
-"""Peaks of real training on CPU, foretold one step ahead from the steps before."""
+"""Peaks of real training on CPU, predicted one step ahead from the steps before."""
 
 from __future__ import annotations
 
 import pytest
-from scripts.peaks import GIVES_BACK, Job, middle_and_p95, misses
+from scripts.peaks import GIVES_BACK, Job, median_and_p95, one_step_misses
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint
 
@@ -23,22 +23,22 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PeakPoint
 
 
 @pytest.mark.parametrize("pattern", STEPS)
-def test_next_peaks_are_foretold_within_two_percent_and_six_at_worst(series, pattern):
-    middle, p95 = middle_and_p95([miss.of_peak for miss in misses(series[pattern])])
+def test_next_peaks_are_predicted_within_two_percent_and_six_at_worst(series, pattern):
+    median, p95 = median_and_p95([miss.of_peak for miss in one_step_misses(series[pattern])])
 
-    assert middle < 0.02
+    assert median < 0.02
     assert p95 < 0.06
 
 
 @pytest.mark.parametrize("pattern", STEPS)
-def test_what_steps_add_is_foretold_too_not_only_what_is_always_there(series, pattern):
-    middle, _ = middle_and_p95([miss.of_rise for miss in misses(series[pattern])])
+def test_the_rise_of_each_step_is_predicted_within_five_percent(series, pattern):
+    median, _ = median_and_p95([miss.of_rise for miss in one_step_misses(series[pattern])])
 
-    assert middle < 0.05
+    assert median < 0.05
 
 
 @pytest.mark.parametrize("pattern", ["sorted", "random"])
-def test_peaks_differ_enough_to_be_worth_foretelling(series, pattern):
+def test_peaks_vary_by_more_than_a_factor_of_1_4(series, pattern):
     peaks = [point.peak_bytes for point in series[pattern][1:]]
 
     assert max(peaks) > 1.4 * min(peaks)

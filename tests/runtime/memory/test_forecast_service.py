@@ -1,4 +1,4 @@
-"""Forecasts on a run: what is published, when people are warned, and what a report can ask."""
+"""Forecasts during a run: published metrics, warnings, and data for out-of-memory reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 class Run:
-    """A device whose peaks follow the lengths of its batches; the test turns the clock."""
+    """A device whose peaks depend on the lengths of its batches, on a fake clock."""
 
     def __init__(self, clock: FakeClock, limit_bytes: float = 8 * GIB) -> None:
         self.clock = clock
@@ -35,7 +35,7 @@ class Run:
         for _ in range(num_steps):
             self.step += 1
             shape = Shape(4, self._noise.choice(lengths))
-            self.forecasts.judge(shape)
+            self.forecasts.assess_batch(shape)
             peak = self.floor_bytes + shape.length * 2 * MIB + self._noise.gauss(0, 2 * MIB)
             self.floor_bytes += growth_bytes
             self.forecasts.add(
@@ -51,7 +51,7 @@ class Run:
                 }
             )
             self.clock.seconds += 2.0
-            self.forecasts.renew()
+            self.forecasts.update()
 
     def value(self, spec: object) -> float:
         return self.recorder.snapshot().values[spec]["cuda:0",]  # type: ignore[index]
@@ -62,12 +62,12 @@ SHORT, LONG = range(64, 512, 64), range(64, 2048, 64)
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
-    turned = FakeClock()
-    monkeypatch.setattr(module.time, "monotonic", turned)
-    return turned
+    fake = FakeClock()
+    monkeypatch.setattr(module.time, "monotonic", fake)
+    return fake
 
 
-def test_a_run_with_room_has_next_to_no_risk(clock: FakeClock) -> None:
+def test_a_run_far_below_its_limit_has_almost_no_risk(clock: FakeClock) -> None:
     run = Run(clock)
 
     run.train(80, lengths=SHORT)
@@ -78,7 +78,7 @@ def test_a_run_with_room_has_next_to_no_risk(clock: FakeClock) -> None:
     assert run.value(memory.MEMORY_PREDICTION_ERROR) < 0.02
 
 
-def test_a_growing_run_is_warned_of_once_and_well_before(
+def test_a_growing_run_is_warned_about_once_and_early(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(clock, limit_bytes=6 * GIB)
@@ -88,13 +88,13 @@ def test_a_growing_run_is_warned_of_once_and_well_before(
 
     (line,) = (record.message for record in caplog.records)
     assert "memory of cuda:0 is likely to run out within 50 steps" in line
-    assert "the limit is 6.00 GiB" in line
-    alarm = run.forecasts.foreseen["cuda:0"]
+    assert "limit 6.00 GiB" in line
+    alarm = run.forecasts.alarm_steps["cuda:0"]
     fatal = next(step for step in range(200) if 2 * GIB + step * 30 * MIB + 0.9 * GIB > 6 * GIB)
     assert alarm is not None and alarm <= fatal - 20
 
 
-def test_a_budget_that_was_passed_is_told_as_such(
+def test_an_exceeded_budget_is_logged_with_risk_1(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(clock)
@@ -105,29 +105,29 @@ def test_a_budget_that_was_passed_is_told_as_such(
         run.train(5, lengths=range(448, 449))
 
     (line,) = (r.message for r in caplog.records if "micro-batch (" not in r.message)
-    assert "memory of cuda:0 has passed its limit" in line
+    assert "memory of cuda:0 has exceeded its limit" in line
     assert run.value(memory.OOM_RISK) == 1.0
 
 
-def test_a_batch_too_long_is_warned_of_as_it_begins(
+def test_a_batch_too_long_is_warned_about_as_it_begins(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(clock, limit_bytes=4 * GIB)
     run.train(80, lengths=SHORT)
 
     with caplog.at_level(logging.WARNING):
-        run.forecasts.judge(Shape(4, 1800))
+        run.forecasts.assess_batch(Shape(4, 1800))
 
     (line,) = (record.message for record in caplog.records)
     assert line.startswith("this micro-batch (4 x 1800) is likely not to fit into the memory of")
-    assert run.forecasts.judged("cuda:0") > 0.5
+    assert run.forecasts.batch_risk("cuda:0") > 0.5
 
 
-def test_the_riskiest_batch_since_the_last_renewal_is_published(clock: FakeClock) -> None:
+def test_the_highest_batch_risk_since_the_last_update_is_published(clock: FakeClock) -> None:
     run = Run(clock, limit_bytes=4 * GIB)
     run.train(80, lengths=SHORT)
 
-    run.forecasts.judge(Shape(4, 1800))
+    run.forecasts.assess_batch(Shape(4, 1800))
     run.train(1, lengths=SHORT)
 
     assert run.value(memory.OOM_NEXT_BATCH_RISK) > 0.5
@@ -135,15 +135,15 @@ def test_the_riskiest_batch_since_the_last_renewal_is_published(clock: FakeClock
     assert run.value(memory.OOM_NEXT_BATCH_RISK) < 0.1
 
 
-def test_a_report_gets_the_last_peaks_and_what_was_thought_of_them(clock: FakeClock) -> None:
+def test_the_last_peaks_and_their_predictions_are_available_to_reports(clock: FakeClock) -> None:
     run = Run(clock)
 
     run.train(80, lengths=LONG)
 
     peaks = run.forecasts.last_peaks("cuda:0")
-    thoughts = run.forecasts.last_foresights("cuda:0")
-    assert [peak.step for peak in peaks] == [each.step for each in thoughts] == [*range(61, 81)]
-    assert thoughts[-1].predicted_bytes == pytest.approx(peaks[-1].peak_bytes, rel=0.05)
+    predictions = run.forecasts.last_predictions("cuda:0")
+    assert [peak.step for peak in peaks] == [each.step for each in predictions] == [*range(61, 81)]
+    assert predictions[-1].predicted_bytes == pytest.approx(peaks[-1].peak_bytes, rel=0.05)
 
 
 def test_a_device_without_a_limit_has_neither_risk_nor_headroom(clock: FakeClock) -> None:
@@ -155,16 +155,16 @@ def test_a_device_without_a_limit_has_neither_risk_nor_headroom(clock: FakeClock
     assert memory.MEMORY_HEADROOM not in run.recorder.snapshot().values
 
 
-@pytest.mark.parametrize(("limit_bytes", "is_renewed"), [(100 * GIB, False), (3.2 * GIB, True)])
-def test_outlooks_are_renewed_at_once_only_where_the_limit_is_near(
-    clock: FakeClock, limit_bytes: float, is_renewed: bool
+@pytest.mark.parametrize(("limit_bytes", "is_updated"), [(100 * GIB, False), (3.2 * GIB, True)])
+def test_forecasts_are_updated_every_second_only_close_to_the_limit(
+    clock: FakeClock, limit_bytes: float, is_updated: bool
 ) -> None:
     run = Run(clock, limit_bytes)
     run.train(80, lengths=SHORT)
     clock.seconds += 10
     run.train(1, lengths=SHORT)
-    before = run.forecasts.outlooks["cuda:0"]
+    before = run.forecasts.forecasts["cuda:0"]
 
     run.train(1, lengths=SHORT)
 
-    assert (run.forecasts.outlooks["cuda:0"] is not before) == is_renewed
+    assert (run.forecasts.forecasts["cuda:0"] is not before) == is_updated

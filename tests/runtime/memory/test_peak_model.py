@@ -1,4 +1,4 @@
-"""The peak model: on made-up needs that it must find, and on recorded runs it must foretell."""
+"""The peak model on synthetic needs that it must recover, and on recorded runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from scripts.peaks import REPLAYS, foretold_unseen, middle_and_p95, misses, read_series
+from scripts.peaks import REPLAYS, median_and_p95, misses_on_longer, one_step_misses, read_series
 
 from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
@@ -28,12 +28,12 @@ def with_scores(shape: Shape) -> float:
 def series(
     steps: Sequence[Sequence[Shape]], need: Need, *, leak: float = 0.0, noise: float = 0.0
 ) -> list[PeakPoint]:
-    """Return what steps of these micro-batches read, after a first point for the floor."""
-    chance = random.Random(5)
+    """Return the readings of steps of these micro-batches, after a first point for the floor."""
+    rng = random.Random(5)
     points = [point(0, FLOOR, FLOOR, ())]
     for step, shapes in enumerate(steps, start=1):
         before = points[-1].floor_bytes
-        peak = before + max(map(need, shapes)) + noise * chance.gauss(0, 1)
+        peak = before + max(map(need, shapes)) + noise * rng.gauss(0, 1)
         points.append(point(step, peak, before + leak, tuple(shapes)))
     return points
 
@@ -50,8 +50,8 @@ def point(step: int, peak: float, floor: float, shapes: tuple[Shape, ...]) -> Pe
 
 
 def lengths(longest: int, count: int = 60) -> list[list[Shape]]:
-    chance = random.Random(3)
-    return [[Shape(8, chance.randint(16, longest))] for _ in range(count)]
+    rng = random.Random(3)
+    return [[Shape(8, rng.randint(16, longest))] for _ in range(count)]
 
 
 def fitted(points: Sequence[PeakPoint]) -> PeakModel:
@@ -62,7 +62,7 @@ def fitted(points: Sequence[PeakPoint]) -> PeakModel:
 
 @pytest.mark.parametrize("need", [per_token, with_scores])
 @pytest.mark.parametrize("longest", [512, 1024, 4096])
-def test_lengths_never_seen_are_foretold_from_shorter_ones(need: Need, longest: int) -> None:
+def test_unseen_lengths_are_predicted_from_shorter_ones(need: Need, longest: int) -> None:
     model = fitted(series(lengths(256), need, noise=0.1 * MIB))
     unseen = Shape(8, longest)
 
@@ -72,15 +72,15 @@ def test_lengths_never_seen_are_foretold_from_shorter_ones(need: Need, longest: 
 
 
 def test_samples_and_lengths_may_both_change() -> None:
-    chance = random.Random(8)
-    steps = [[Shape(chance.randint(1, 16), chance.randint(16, 512))] for _ in range(80)]
+    rng = random.Random(8)
+    steps = [[Shape(rng.randint(1, 16), rng.randint(16, 512))] for _ in range(80)]
     model = fitted(series(steps, with_scores, noise=0.1 * MIB))
 
     for unseen in (Shape(32, 256), Shape(4, 1024), Shape(64, 64)):
         assert model.predict([unseen], 0.0) == pytest.approx(with_scores(unseen), rel=0.03)
 
 
-def test_a_leak_shows_in_the_floor_and_leaves_the_rise_alone() -> None:
+def test_a_leak_changes_the_floor_and_not_the_rise() -> None:
     model = fitted(series(lengths(512), with_scores, leak=3 * MIB, noise=0.1 * MIB))
 
     predicted = model.predict([Shape(8, 300)], FLOOR + 1000 * MIB)
@@ -88,9 +88,9 @@ def test_a_leak_shows_in_the_floor_and_leaves_the_rise_alone() -> None:
     assert predicted == pytest.approx(FLOOR + 1000 * MIB + with_scores(Shape(8, 300)), rel=0.002)
 
 
-def test_of_several_micro_batches_the_neediest_counts() -> None:
-    chance = random.Random(4)
-    steps = [[Shape(8, chance.randint(16, 512)) for _ in range(3)] for _ in range(60)]
+def test_of_several_micro_batches_the_largest_counts() -> None:
+    rng = random.Random(4)
+    steps = [[Shape(8, rng.randint(16, 512)) for _ in range(3)] for _ in range(60)]
     model = fitted(series(steps, with_scores, noise=0.1 * MIB))
 
     predicted = model.predict([Shape(8, 64), Shape(8, 512), Shape(8, 100)], FLOOR)
@@ -98,20 +98,18 @@ def test_of_several_micro_batches_the_neediest_counts() -> None:
     assert predicted == pytest.approx(FLOOR + with_scores(Shape(8, 512)), rel=0.005)
 
 
-def test_the_neediest_is_found_where_many_short_samples_need_more_than_few_long_ones() -> None:
+def test_many_short_samples_can_be_the_largest_micro_batch() -> None:
     def per_sample(shape: Shape) -> float:
         return 4 * MIB * shape.samples
 
-    chance = random.Random(4)
-    steps = [
-        [Shape(chance.randint(1, 64), chance.randint(16, 512)) for _ in range(3)] for _ in range(60)
-    ]
+    rng = random.Random(4)
+    steps = [[Shape(rng.randint(1, 64), rng.randint(16, 512)) for _ in range(3)] for _ in range(60)]
     model = fitted(series(steps, per_sample, noise=0.1 * MIB))
 
     assert model.predict([Shape(64, 16)], 0.0) == pytest.approx(256 * MIB, rel=0.05)
 
 
-def test_short_batches_do_not_need_less_than_the_optimizer_takes() -> None:
+def test_short_batches_need_at_least_what_the_optimizer_takes() -> None:
     def need(shape: Shape) -> float:
         return max(40 * MIB, per_token(shape) - 10 * MIB)
 
@@ -122,11 +120,11 @@ def test_short_batches_do_not_need_less_than_the_optimizer_takes() -> None:
         assert predicted == pytest.approx(FLOOR + need(Shape(8, length)), rel=0.01)
 
 
-def test_a_heap_that_keeps_what_is_freed_hides_what_small_steps_need() -> None:
+def test_a_heap_that_keeps_freed_memory_hides_the_need_of_small_steps() -> None:
     points = [point(0, FLOOR, FLOOR, ())]
     for step, shapes in enumerate(lengths(512), start=1):
         peak = max(points[-1].floor_bytes, FLOOR + with_scores(shapes[0]))
-        kept = FLOOR + 0.6 * (peak - FLOOR)  # the top of the heap is given back
+        kept = FLOOR + 0.6 * (peak - FLOOR)  # the top of the heap is returned
         points.append(point(step, peak, max(points[-1].floor_bytes, kept), tuple(shapes)))
     model = fitted(points)
     high = points[-1].floor_bytes
@@ -138,10 +136,10 @@ def test_a_heap_that_keeps_what_is_freed_hides_what_small_steps_need() -> None:
 
 
 def test_a_larger_batch_never_needs_less() -> None:
-    chance = random.Random(6)
-    for _ in range(50):  # needs without rhyme or reason
-        steps = [[Shape(chance.randint(1, 9), chance.randint(1, 99))] for _ in range(30)]
-        model = fitted(series(steps, lambda _: chance.expovariate(1e-8)))
+    rng = random.Random(6)
+    for _ in range(50):  # random needs
+        steps = [[Shape(rng.randint(1, 9), rng.randint(1, 99))] for _ in range(30)]
+        model = fitted(series(steps, lambda _: rng.expovariate(1e-8)))
 
         small = model.predict([Shape(3, 50)], FLOOR)
 
@@ -157,7 +155,7 @@ def test_one_shape_only_gives_its_median_rise() -> None:
     assert predicted == pytest.approx(FLOOR + with_scores(Shape(8, 256)), abs=2 * MIB)
 
 
-def test_without_shapes_the_usual_rise_is_foretold() -> None:
+def test_without_shapes_the_typical_rise_is_predicted() -> None:
     unknown = [point(i, FLOOR + (90 + i % 3) * MIB, FLOOR, ()) for i in range(30)]
 
     assert fitted(unknown).predict([], 2 * FLOOR) == pytest.approx(
@@ -165,15 +163,15 @@ def test_without_shapes_the_usual_rise_is_foretold() -> None:
     )
 
 
-def test_a_step_of_unknown_shape_is_taken_for_a_usual_one() -> None:
+def test_a_step_of_unknown_shape_counts_as_typical() -> None:
     model = fitted(series(lengths(512), per_token))
 
-    usual = model.predict([], FLOOR)
+    typical = model.predict([], FLOOR)
 
-    assert model.predict([Shape(8, 150)], FLOOR) < usual < model.predict([Shape(8, 400)], FLOOR)
+    assert model.predict([Shape(8, 150)], FLOOR) < typical < model.predict([Shape(8, 400)], FLOOR)
 
 
-def test_points_of_unknown_shape_among_others_are_passed_over() -> None:
+def test_points_of_unknown_shape_among_others_are_ignored() -> None:
     points = series(lengths(512), with_scores, noise=0.1 * MIB)
     for at in range(0, len(points), 3):
         points[at] = point(at, points[at].peak_bytes, points[at].floor_bytes, ())
@@ -183,17 +181,17 @@ def test_points_of_unknown_shape_among_others_are_passed_over() -> None:
     assert predicted == pytest.approx(FLOOR + with_scores(Shape(8, 512)), rel=0.005)
 
 
-def test_of_one_shape_alone_a_longer_batch_is_taken_to_need_more_by_its_tokens() -> None:
+def test_after_one_shape_only_a_longer_batch_needs_more_per_token() -> None:
     model = fitted(series([[Shape(8, 256)]] * 30, per_token, noise=0.1 * MIB))
 
     assert model.predict([Shape(8, 512)], 0.0) == pytest.approx(per_token(Shape(8, 512)), rel=0.02)
 
 
-def test_warm_up_and_hiccups_do_not_move_the_rest() -> None:
+def test_warm_up_and_outliers_do_not_change_the_fit() -> None:
     points = series(lengths(512), with_scores, noise=0.1 * MIB)
     for at in (1, 2, 20, 33, 50):
-        strange = points[at]
-        points[at] = point(at, strange.peak_bytes + 400 * MIB, strange.floor_bytes, strange.shapes)
+        outlier = points[at]
+        points[at] = point(at, outlier.peak_bytes + 400 * MIB, outlier.floor_bytes, outlier.shapes)
 
     predicted = fitted(points).predict([Shape(8, 512)], FLOOR)
 
@@ -201,7 +199,7 @@ def test_warm_up_and_hiccups_do_not_move_the_rest() -> None:
 
 
 def changed(points: Sequence[PeakPoint], steps: int, need: Need) -> list[PeakPoint]:
-    """Return the points as if each of the last steps had taken `need` more."""
+    """Return the points with `need` added to each of the last steps."""
     late = [
         point(p.step, p.peak_bytes + max(map(need, p.shapes)), p.floor_bytes, p.shapes)
         for p in points[-steps:]
@@ -209,7 +207,7 @@ def changed(points: Sequence[PeakPoint], steps: int, need: Need) -> list[PeakPoi
     return [*points[:-steps], *late]
 
 
-def test_a_need_that_has_risen_is_followed_within_some_steps() -> None:
+def test_an_increased_need_is_learnt_within_ten_steps() -> None:
     points = series(lengths(512, 200), with_scores, noise=0.1 * MIB)
 
     model = fitted(changed(points, 10, lambda _: 200 * MIB))
@@ -219,7 +217,7 @@ def test_a_need_that_has_risen_is_followed_within_some_steps() -> None:
         assert model.predict([Shape(8, length)], FLOOR) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_need_that_has_become_another_is_learnt_anew() -> None:
+def test_a_changed_need_is_learnt_from_the_steps_after_the_change() -> None:
     points = series(lengths(512, 200), per_token, noise=0.1 * MIB)
 
     model = fitted(changed(points, 30, with_scores))
@@ -230,7 +228,7 @@ def test_a_need_that_has_become_another_is_learnt_anew() -> None:
         assert model.predict([shape], FLOOR) == pytest.approx(expected, rel=0.01)
 
 
-def test_nothing_is_foretold_from_a_few_points() -> None:
+def test_there_is_no_model_from_a_few_points() -> None:
     points = series(lengths(512), per_token)
 
     assert fit_peaks([]) is None
@@ -238,8 +236,8 @@ def test_nothing_is_foretold_from_a_few_points() -> None:
     assert fit_peaks(points[:6]) is not None
 
 
-# Held-out, one step ahead: median and 95th percentile of what is missed, relative to the peak. The
-# runs were recorded by scripts/peaks_job.py, with the allocator that gives back and by default.
+# Held-out, one step ahead: median and 95th percentile of the error relative to the peak. The runs
+# were recorded by scripts/peaks_job.py, with an allocator that returns memory and the default one.
 @pytest.mark.parametrize(
     ("name", "goal", "p95_goal"),
     [
@@ -254,21 +252,21 @@ def test_nothing_is_foretold_from_a_few_points() -> None:
         ("sorted-default", 0.01, 0.08),
     ],
 )
-def test_a_recorded_run_is_foretold(name: str, goal: float, p95_goal: float) -> None:
+def test_a_recorded_run_is_predicted(name: str, goal: float, p95_goal: float) -> None:
     points = read_series(REPLAYS / f"peaks-{name}.jsonl")
 
-    middle, p95 = middle_and_p95([miss.of_peak for miss in misses(points)])
+    median, p95 = median_and_p95([miss.of_peak for miss in one_step_misses(points)])
 
-    assert middle < goal
+    assert median < goal
     assert p95 < p95_goal
 
 
-def test_lengths_twice_as_long_as_any_seen_are_foretold_in_a_recorded_run() -> None:
+def test_lengths_twice_the_longest_are_predicted_in_a_recorded_run() -> None:
     points = read_series(REPLAYS / "peaks-rising-gives-back.jsonl")
 
-    unseen = foretold_unseen(points, times=2)
+    longer = misses_on_longer(points, times=2)
 
-    middle, p95 = middle_and_p95([miss.of_peak for miss in unseen])
-    assert len(unseen) > 20
-    assert middle < 0.02
+    median, p95 = median_and_p95([miss.of_peak for miss in longer])
+    assert len(longer) > 20
+    assert median < 0.02
     assert p95 < 0.04
