@@ -10,7 +10,7 @@ SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py)
 # The servers that tests start, as program:package.
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager
 
-.PHONY: demo test check bench bench-oom fmt clean servers
+.PHONY: demo test check bench bench-oom docs fmt clean servers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
@@ -31,6 +31,10 @@ bench: $(INSTALLED)
 # Runs out of memory in every way that is known: a quarter of an hour.
 bench-oom: $(INSTALLED)
 	$(VENV_PYTHON) tests/bench/oom_matrix.py $(ARGS)
+
+# The site, in .build/site; a broken link or reference is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 fmt: $(INSTALLED)
 	.venv/bin/ruff format .

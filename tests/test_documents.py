@@ -7,7 +7,7 @@ import re
 import pytest
 from package_tree import ROOT
 
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "METRICS.md", "SETTINGS.md")
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 TREE_PATH = re.compile(r"(?<![\w/.-])(?:runtime|metrics|dashboards|docker|tests)/[\w/.-]*\w")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
