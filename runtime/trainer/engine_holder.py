@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,25 +18,38 @@ from ...errors import DsConfigError, RebuildError, ZerowatchError
 from ..common.host_group import HostGroup
 from ..common.training_config import leaner_engines, merged, training_config, zero_stage
 from ..engine.compression.gradient_compressor import GradientCompressor
-from ..engine.live_settings import activation_checkpointing
+from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing
 from ..engine.live_settings.choose_modules import ModuleSelector
-from ..engine.live_settings.memory_savings import MemorySaving, memory_savings
-from ..engine.live_settings.optimizer_state_offload import OptimizerStateOffload
+from ..engine.live_settings.minimal_buckets import MinimalBuckets
+from ..engine.live_settings.optimizer_state_offload import (
+    OffloadedOptimizerStates,
+    OptimizerStateOffload,
+)
 from ..engine.rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
 from .metrics import RebuildOutcome, TrainerMetrics
-from .oom_recovery.escalation import STEPS, Escalation
+from .oom_recovery.escalation import EngineChange, Escalation
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTING, _, SLEEP, REBUILT = STEPS
-CODEC = "gradient codec"
-
 Undo = Callable[[], None]
-Apply = Callable[[Any], Undo]
+
+
+class Attachment(Protocol):
+    """A setting that can be attached to an engine, and to the engine that replaces it."""
+
+    def attach(self, engine: Any) -> Undo:
+        """Apply the setting between two windows, and return the undo."""
+
+
+class MemorySaving(Attachment, Protocol):
+    """An attachment that reduces memory use."""
+
+    def unsupported_reason(self, engine: Any) -> str | None:
+        """Return why it would free no memory on this engine; None if it may."""
 
 
 class EngineHolder:
-    """Holds the engine of a run, and what was laid on it.
+    """Engine of a run and what is attached to it.
 
     Args:
         engine: The first one; its watch goes along to others.
@@ -66,7 +79,7 @@ class EngineHolder:
         self._watch, self._host_group, self._figures = engine.watch, host_group, figures
         self._make_engine = make_engine
         self.on_adopted: list[Callable[[], None]] = []
-        self._laid_on: dict[str, tuple[Apply, Undo]] = {}
+        self._attached: dict[EngineChange, tuple[Attachment, Undo]] = {}
 
     def checkpoint_activations(self, chosen: ModuleSelector | bool) -> None:
         """Checkpoint activations of the chosen modules; of the repeated block by True; or stop.
@@ -75,10 +88,10 @@ class EngineHolder:
             ZerowatchError: No such module is there.
         """
         if chosen is False:
-            self.attach(CHECKPOINTING, None)
+            self.attach(EngineChange.ACTIVATION_CHECKPOINTING, None)
             return
-        which = None if chosen is True else chosen
-        self.attach(CHECKPOINTING, partial(activation_checkpointing.apply, chosen=which))
+        checkpointing = ActivationCheckpointing(None if chosen is True else chosen)
+        self.attach(EngineChange.ACTIVATION_CHECKPOINTING, checkpointing)
 
     def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
         """Send gradients in another form from the next window on; None for DeepSpeed's own way.
@@ -89,7 +102,7 @@ class EngineHolder:
         codec = None
         if kind is not None or asynchronous:
             codec = GradientCompressor(kind or "plain", asynchronous=asynchronous)
-            reason = codec.refusal(self.engine)
+            reason = codec.unsupported_reason(self.engine)
             if reason is not None:
                 raise ValueError(f"gradients cannot be sent as {codec.kind}: {reason}")
         self.send_through(codec)
@@ -100,25 +113,25 @@ class EngineHolder:
         Raises:
             ValueError: The engine's gradients cannot be had; the one before is on.
         """
-        self.attach(CODEC, None if codec is None else codec.attach)
+        self.attach(EngineChange.GRADIENT_COMPRESSION, codec)
         self.codec = codec
 
-    def attached(self, name: str) -> Apply | None:
-        """Return what laid on the engine what it bears under a name; None where that is nothing."""
-        return self._laid_on[name][0] if name in self._laid_on else None
+    def attached(self, change: EngineChange) -> Attachment | None:
+        """Return what is attached to the engine for a change; None if nothing is."""
+        return self._attached[change][0] if change in self._attached else None
 
-    def attach(self, name: str, apply: Apply | None) -> None:
-        """Lay something on the engine in the place of what it bears under a name, or nothing.
+    def attach(self, change: EngineChange, attachment: Attachment | None) -> None:
+        """Replace what is attached to the engine for a change; None only detaches.
 
-        What `apply` raises is raised; the engine then bears what it bore before.
+        If the new one raises, the previous one is attached again and the error is re-raised.
         """
-        before = self.attached(name)
-        self._detach(name)
+        before = self.attached(change)
+        self._detach(change)
         with ExitStack() as undo:
             if before is not None:
-                undo.callback(self._attach, name, before)
-            if apply is not None:
-                self._attach(name, apply)
+                undo.callback(self._attach, change, before)
+            if attachment is not None:
+                self._attach(change, attachment)
             undo.pop_all()
 
     def begin_window(self, unit: float) -> None:
@@ -135,8 +148,8 @@ class EngineHolder:
         self._watch.discard_window()
         if self.codec is not None:
             self.codec.abort_window()
-        for sleep in self._sleeping():
-            sleep.lie_down()
+        for states in self._offloaded():
+            states.offload()
 
     def commit_window(self, *, skipped: bool) -> None:
         """Let the codec keep what it lost in a window, if that had an update, and tell how much."""
@@ -182,65 +195,63 @@ class EngineHolder:
 
     @contextmanager
     def _detached(self) -> Iterator[None]:
-        """Take everything off the engine for the time of the block, and lay it on what is then."""
+        """Detach everything during the block, then attach it to the engine of that moment."""
         try:
-            for _, undo in reversed(self._laid_on.values()):
+            for _, undo in reversed(self._attached.values()):
                 undo()
             yield
         finally:
             if self.engine.optimizer is not None:  # else no engine could be built at all
                 self._reattach_all()
 
-    def wake(self) -> None:
-        """Have the optimizer's states back where they are updated, if they sleep."""
-        for sleep in self._sleeping():
-            sleep.wake()
+    def reload_optimizer_states(self) -> None:
+        """Copy offloaded optimizer states back to the device."""
+        for states in self._offloaded():
+            states.reload()
 
     @contextmanager
     def optimizer_states_on_device(self) -> Iterator[None]:
-        """Have them back for the time of the block, in which they may be read."""
-        self.wake()
+        """Keep optimizer states on the device during the block, in which they may be read."""
+        self.reload_optimizer_states()
         try:
             yield
         finally:
-            for sleep in self._sleeping():
-                sleep.lie_down()
+            for states in self._offloaded():
+                states.offload()
 
     def escalations(self, chosen: ModuleSelector = None) -> list[Escalation]:
-        """Return what may be given up for memory, in order, from here on."""
+        """Return the changes that reduce memory use, cheapest first, from the present config on."""
         on_host = self.engine.device == torch.device("cpu")
         rebuilds = leaner_engines(self.config, self._host_group.world_size, on_host=on_host)
+        checkpointing = ActivationCheckpointing(chosen)
+        savings: list[tuple[EngineChange, MemorySaving]] = [
+            (EngineChange.ACTIVATION_CHECKPOINTING, checkpointing),
+            (EngineChange.MINIMAL_BUCKETS, MinimalBuckets()),
+            (EngineChange.OPTIMIZER_STATE_OFFLOAD, OptimizerStateOffload()),
+        ]
         return [
-            *(
-                Escalation(name=rung.name, apply=partial(self._take, rung))
-                for rung in memory_savings(chosen)
-            ),
-            *(Escalation(name=REBUILT, apply=partial(self._try_rebuild, one)) for one in rebuilds),
+            *(_AttachSaving(self, change, saving) for change, saving in savings),
+            *(_Rebuild(self, ds_changes) for ds_changes in rebuilds),
         ]
 
     def close(self) -> None:
-        """Take everything off the engine again. Safe to call twice."""
-        for name in reversed(list(self._laid_on)):
-            self._detach(name)
+        """Detach everything from the engine. Safe to call twice."""
+        for change in reversed(list(self._attached)):
+            self._detach(change)
 
-    def _take(self, rung: MemorySaving) -> bool:
-        if rung.name in self._laid_on or rung.unavailable(self.engine) is not None:
+    def try_attach(self, change: EngineChange, saving: MemorySaving) -> bool:
+        """Attach a memory saving; return False if it is attached, unsupported, or fails."""
+        if change in self._attached or saving.unsupported_reason(self.engine) is not None:
             return False
         try:
-            self._attach(rung.name, rung.apply)
+            self._attach(change, saving)
         except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
-            logger.warning("%s: %s", rung.name, error)
+            logger.warning("%s: %s", change.value, error)
             return False
         return True
 
-    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ds config with changes, and still such that the run ends its windows."""
-        try:
-            return training_config(merged(self.config, changes))
-        except DsConfigError as error:
-            raise RebuildError(f"the engine was not rebuilt: {error}") from error
-
-    def _try_rebuild(self, changes: Mapping[str, Any]) -> bool:
+    def try_rebuild(self, changes: Mapping[str, Any]) -> bool:
+        """Rebuild with changes of the ds config; return False if it is outdated or fails."""
         config = merged(self.config, changes)
         if config == self.config or zero_stage(config) < zero_stage(self.config):
             return False  # it was rebuilt since these were listed
@@ -250,6 +261,13 @@ class EngineHolder:
             logger.warning("%s", error)
             return False
         return True
+
+    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ds config with changes, and still such that the run ends its windows."""
+        try:
+            return training_config(merged(self.config, changes))
+        except DsConfigError as error:
+            raise RebuildError(f"the engine was not rebuilt: {error}") from error
 
     def _rebuilt(self, config: Mapping[str, Any]) -> Any:
         with self._watch.suspended():
@@ -263,26 +281,49 @@ class EngineHolder:
         for tell in self.on_adopted:
             tell()
 
-    def _sleeping(self) -> list[OptimizerStateOffload]:
-        return [
-            undo for _, undo in self._laid_on.values() if isinstance(undo, OptimizerStateOffload)
-        ]
+    def _offloaded(self) -> list[OffloadedOptimizerStates]:
+        undos = (undo for _, undo in self._attached.values())
+        return [undo for undo in undos if isinstance(undo, OffloadedOptimizerStates)]
 
-    def _attach(self, name: str, apply: Apply) -> None:
-        self._laid_on[name] = (apply, apply(self.engine))
+    def _attach(self, change: EngineChange, attachment: Attachment) -> None:
+        self._attached[change] = (attachment, attachment.attach(self.engine))
 
-    def _detach(self, name: str) -> None:
-        if name in self._laid_on:
-            self._laid_on.pop(name)[1]()
+    def _detach(self, change: EngineChange) -> None:
+        if change in self._attached:
+            self._attached.pop(change)[1]()
 
     def _reattach_all(self) -> None:
-        """Lay on this engine what the last one bore, as far as it can be there."""
-        for name, (apply, _) in list(self._laid_on.items()):
+        """Attach to this engine what the last one had, as far as this one supports it."""
+        for change, (attachment, _) in list(self._attached.items()):
             try:
-                self._attach(name, apply)
+                self._attach(change, attachment)
             except (ValueError, RuntimeError, MemoryError, ZerowatchError) as error:
                 # Perhaps on this rank alone: others would wait for it, were it raised.
-                del self._laid_on[name]
-                if name == CODEC:
+                del self._attached[change]
+                if change is EngineChange.GRADIENT_COMPRESSION:
                     self.codec = None
-                logger.warning("%s is off on the new engine: %s", name, error)
+                logger.warning("%s is off on the new engine: %s", change.value, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttachSaving:
+    """Escalation that attaches a memory saving."""
+
+    holder: EngineHolder
+    change: EngineChange
+    saving: MemorySaving
+
+    def apply(self) -> bool:
+        return self.holder.try_attach(self.change, self.saving)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rebuild:
+    """Escalation that rebuilds the engine with changes of the ds config."""
+
+    holder: EngineHolder
+    ds_changes: Mapping[str, Any]
+    change: EngineChange = EngineChange.REBUILD
+
+    def apply(self) -> bool:
+        return self.holder.try_rebuild(self.ds_changes)

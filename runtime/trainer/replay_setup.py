@@ -11,7 +11,7 @@ from deepspeed.comm import comm as deepspeed_comm
 from ..common.host_group import HostGroup
 from .oom_recovery.abort import can_abort
 from .oom_recovery.collective_guard import CollectiveGuard
-from .oom_recovery.escalation import Escalation, Ladder
+from .oom_recovery.escalation import Escalation, EscalationPolicy
 from .oom_recovery.fit import MemoryMeasurements
 from .oom_recovery.micro_batch_planner import MicroBatchPlanner
 from .oom_recovery.optimizer_states import materialise_optimizer_states
@@ -44,7 +44,7 @@ def new_replay(
         engine: Returns the engine; another one after a rebuild.
         host_group: Of the run.
         guard: From `new_guard`.
-        escalations: What to give up where not even one sample fits.
+        escalations: What to change when not even one sample fits.
         measured: What this rank knows of its memory.
     """
     return OomReplay(
@@ -53,7 +53,7 @@ def new_replay(
         guard=guard,
         plans=MicroBatchPlanner(),
         capture_rng=lambda: RngState.capture().restore,
-        ladder=Ladder(escalations),
+        escalation=EscalationPolicy(escalations),
         measured=measured,
     )
 

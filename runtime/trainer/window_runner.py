@@ -151,7 +151,8 @@ class WindowRunner:
         cut = sizes(window.num_samples, num_micro_batches)
         sums = train_micro_batches(self._changes.engine, self._loss, window, cut)
         self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
-        self._changes.wake()  # here, where running out of memory can still be undone
+        # Here, where running out of memory can still be undone.
+        self._changes.reload_optimizer_states()
         return sums
 
     def _usable(self, own: Sums) -> Sums:

@@ -91,10 +91,10 @@ def work_with(run: TrainingRun, configuration: Mapping[str, Any]) -> None:
         run.rebuild({"zero_optimization": {"stage": stage}})
     run.set_micro_batch(configuration.get("micro_batch_samples", 4))
     live = {name: value for name, value in configuration.items() if name in LIVE}
-    if LIVE[WHOLE].unavailable(run.engine) is None:
+    if LIVE[WHOLE].unsupported_reason(run.engine) is None:
         LIVE[WHOLE].apply(run.engine, True)
     for name in sorted(live, key=lambda name: name == WHOLE):
-        if LIVE[name].unavailable(run.engine) is None:
+        if LIVE[name].unsupported_reason(run.engine) is None:
             LIVE[name].apply(run.engine, live[name])
     kind = configuration.get("gradient_compression")
     run.compress(kind, asynchronous=configuration.get("asynchronous_reduction", False))
@@ -105,7 +105,7 @@ def configuration_of(run: TrainingRun) -> dict[str, Any]:
     live = {
         name: knob.get(run.engine)
         for name, knob in LIVE.items()
-        if knob.unavailable(run.engine) is None
+        if knob.unsupported_reason(run.engine) is None
     }
     codec = run._changes.codec  # the run itself does not tell
     return {

@@ -64,7 +64,7 @@ class GradientCompressor:
         self._engine: Any = None
         self._seam: ReductionPatch | None = None
 
-    def refusal(self, engine: Any) -> str | None:
+    def unsupported_reason(self, engine: Any) -> str | None:
         """Return why this codec cannot be attached to an engine; None if it can."""
         return unsupported_reason(engine, asynchronous=self.asynchronous)
 
@@ -80,7 +80,7 @@ class GradientCompressor:
         """
         if self._seam is not None:
             raise ValueError("the codec is attached already: undo that first")
-        reason = self.refusal(engine)
+        reason = self.unsupported_reason(engine)
         if reason is not None:
             raise ValueError(f"gradients cannot be sent as {self.kind}: {reason}")
         if dist.get_world_size(group=engine.seq_data_parallel_group) < 2:

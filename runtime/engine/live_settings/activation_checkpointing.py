@@ -1,65 +1,176 @@
-"""Activation checkpointing on a live engine: on between two windows, off between two others.
+"""Activation checkpointing on a live engine: switched on and off between windows.
 
-A Hugging Face model that nobody chose modules of is switched by its own methods. Any other model's
-chosen modules get a forward that runs again in backward, with the same random numbers. ZeRO 3 sees
-the new order of modules by itself and records it; that takes two windows without prefetch.
+A Hugging Face model without a choice of modules is switched by its own methods. In any other model
+the chosen modules get a forward that is recomputed in backward, with the same random numbers.
+ZeRO 3 traces the new order of modules by itself; that takes two windows without prefetch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals import forget_releases
-from ...common.undo import Undo, UndoOnce, chain
-from .checkpointed_forward import checkpoint_forward
+from ...common.undo import Undo, UndoOnce, chain, own_attributes, restore_attributes
 from .choose_modules import ModuleSelector, choose_modules
-from .transformers_checkpointing import enable, has_own_switch, is_on
-from .zero_optimizer import of_stage_3, wait_for_device
+from .zero_optimizer import synchronize_device, zero_3_optimizer
 
 logger = logging.getLogger(__name__)
 
-
-def unavailable(engine: Any, chosen: ModuleSelector = None) -> str | None:
-    """Say why it cannot be switched on for these modules; None where it can."""
-    if getattr(engine, "pipeline_parallelism", False):
-        return "a pipeline engine checkpoints by activation_checkpoint_interval"
-    if chosen is None and has_own_switch(engine.module):
-        return "the model's own checkpointing is on already" if is_on(engine.module) else None
-    try:
-        choose_modules(engine.module, chosen)
-    except ZerowatchError as nothing_found:
-        return str(nothing_found)
-    return None
+# Names of a Hugging Face model.
+_FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_HOOKS = ("_require_grads_hooks", "_require_grads_hook")
+_NOT_REENTRANT = {"use_reentrant": False}
 
 
-def apply(engine: Any, chosen: ModuleSelector = None) -> Undo:
-    """Switch it on, and return what puts the very forwards and flags back.
+class ActivationCheckpointing:
+    """Setting of an engine that recomputes activations in backward instead of keeping them.
 
     Args:
-        engine: A DeepSpeed engine between two windows, on all ranks alike.
-        chosen: A class or its name, a pattern of module names such as "blocks.*", or several of
-            these; by default a Hugging Face model's own switch, else the block that repeats.
-
-    Raises:
-        ZerowatchError: No module is meant, or it is on already.
+        modules: A class or its name, a pattern of module names such as "blocks.*", or several of
+            these; by default a Hugging Face model's own switch, else the repeated block.
     """
-    reason = unavailable(engine, chosen)
-    if reason is not None:
-        raise ZerowatchError(f"activation checkpointing cannot be switched on: {reason}")
-    wait_for_device()
-    undo = _switch_on(engine, chosen)
-    if of_stage_3(engine) is None:
-        return undo
-    forget_releases()
-    return UndoOnce(chain([forget_releases, undo]))
+
+    def __init__(self, modules: ModuleSelector = None) -> None:
+        self._modules = modules
+
+    def unsupported_reason(self, engine: Any) -> str | None:
+        """Return why it cannot be switched on for these modules; None if it can."""
+        if getattr(engine, "pipeline_parallelism", False):
+            return "a pipeline engine checkpoints by activation_checkpoint_interval"
+        model = engine.module
+        if self._modules is None and _has_own_switch(model):
+            return "the model's own checkpointing is on already" if _is_on(model) else None
+        try:
+            choose_modules(model, self._modules)
+        except ZerowatchError as no_match:
+            return str(no_match)
+        return None
+
+    def attach(self, engine: Any) -> Undo:
+        """Switch it on, on all ranks alike, and return the undo.
+
+        The undo restores the original forward methods and flags.
+
+        Raises:
+            ZerowatchError: No module matches, or it is on already.
+        """
+        reason = self.unsupported_reason(engine)
+        if reason is not None:
+            raise ZerowatchError(f"activation checkpointing cannot be switched on: {reason}")
+        synchronize_device()
+        undo = self._switch_on(engine.module)
+        if zero_3_optimizer(engine) is None:
+            return undo
+        forget_releases()
+        return UndoOnce(chain([forget_releases, undo]))
+
+    def _switch_on(self, model: nn.Module) -> Undo:
+        if self._modules is None and _has_own_switch(model):
+            logger.info("activation checkpointing on, by the model's own switch")
+            return _enable_own_switch(model)
+        modules = choose_modules(model, self._modules)
+        logger.info("activation checkpointing on for %s", ", ".join(modules))
+        return chain([checkpoint_forward(module) for module in modules.values()])
 
 
-def _switch_on(engine: Any, chosen: ModuleSelector) -> Undo:
-    if chosen is None and has_own_switch(engine.module):
-        logger.info("activation checkpointing on, by the model's own switch")
-        return enable(engine.module)
-    modules = choose_modules(engine.module, chosen)
-    logger.info("activation checkpointing on, of %s", ", ".join(modules))
-    return chain([checkpoint_forward(module) for module in modules.values()])
+def checkpoint_forward(module: nn.Module) -> Undo:
+    """Wrap `forward` of this instance to keep only its input while training with gradients.
+
+    The replacement is a method, so that a copy of the module runs its own forward, and a pickled
+    module comes back with the original one.
+    """
+    before = own_attributes(module, ["forward"])
+    original = module.forward
+    unbound = getattr(original, "__func__", None)
+    is_on = True
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = original if unbound is None else functools.partial(unbound, self)
+        if not (is_on and self.training and torch.is_grad_enabled()):
+            return run(*args, **kwargs)
+        contexts = functools.partial(_contexts, self)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    ours = MethodType(functools.wraps(original)(forward), module)
+    forward.__name__ = "forward"  # unpickling looks the method up by this name
+    module.forward = ours
+
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False  # in case another wrapper was put on top since
+        if vars(module).get("forward") is ours:
+            restore_attributes(module, before)
+
+    return UndoOnce(undo)
+
+
+def _contexts(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return contextlib.nullcontext(), _copied_statistics(module)
+
+
+@contextlib.contextmanager
+def _copied_statistics(module: nn.Module) -> Iterator[None]:
+    """Let recomputation update copies of running statistics: they include this batch already."""
+    own = [(each, dict(each._buffers)) for each in module.modules() if isinstance(each, _NormBase)]
+    for norm, buffers in own:
+        for name, buffer in buffers.items():
+            norm._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for norm, buffers in own:
+            norm._buffers.update(buffers)
+
+
+def _has_own_switch(model: nn.Module) -> bool:
+    """Whether this is a Hugging Face model with a method that switches checkpointing on."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False)) and hasattr(
+        model, "gradient_checkpointing_enable"
+    )
+
+
+def _is_on(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _enable_own_switch(model: Any) -> Undo:
+    """Switch on without reentrant autograd, and return what restores flags and hooks."""
+    flags = [(module, own_attributes(module, _FLAGS)) for module in model.modules()]
+    hooks = own_attributes(model, _HOOKS)
+    if hasattr(model, "activation_checkpointing_enable"):  # the older name warns from 5.23 on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=_NOT_REENTRANT)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_NOT_REENTRANT)
+    added = _handles(own_attributes(model, _HOOKS), known=_handles(hooks))
+
+    def undo() -> None:
+        for handle in added:
+            handle.remove()
+        restore_attributes(model, hooks)
+        for module, before in flags:
+            restore_attributes(module, before)
+
+    return UndoOnce(undo)
+
+
+def _handles(attributes: dict[str, object], known: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Return the handles of hooks that make the inputs of blocks require gradients."""
+    found: list[Any] = []
+    for value in attributes.values():
+        several = value if isinstance(value, list) else [value]
+        found += [each for each in several if hasattr(each, "remove")]
+    return tuple(each for each in found if all(each is not other for other in known))

@@ -1,4 +1,4 @@
-"""Which modules of a model a caller means, by class, by name, or as its repeated block."""
+"""Selection of modules of a model: by class, by name pattern, or as the repeated block."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import nn
 from ....errors import ZerowatchError
 from .zero_optimizer import total_elements
 
-# A class, its name, a pattern of module names as `blocks.*`, or several of these; None: the
-# repeated block.
+# A class, its name, a pattern of module names such as `blocks.*`, or several of these; None selects
+# the repeated block.
 ModuleSelector = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
-_SHOWN = 5  # close names in a message
+_NUM_SUGGESTIONS = 5
 
 
-def choose_modules(model: nn.Module, chosen: ModuleSelector) -> dict[str, nn.Module]:
-    """Return the chosen modules by name; none of them lies within another.
+def choose_modules(model: nn.Module, selector: ModuleSelector) -> dict[str, nn.Module]:
+    """Return the selected modules by name, without modules nested in another selected one.
 
     Raises:
-        ZerowatchError: No module of the model is meant.
+        ZerowatchError: No module of the model matches.
     """
-    if chosen is None:
+    if selector is None:
         return repeated_block(model)
-    wishes = [chosen] if isinstance(chosen, str | type) else list(chosen)
+    selectors = [selector] if isinstance(selector, str | type) else list(selector)
     found: dict[str, nn.Module] = {}
-    for wish in wishes:
-        matching = {name: each for name, each in _named(model) if _matches(name, each, wish)}
+    for each in selectors:
+        matching = {name: module for name, module in _named(model) if _matches(name, module, each)}
         if not matching:
-            raise ZerowatchError(_nothing_found(model, wish))
+            raise ZerowatchError(_no_match_message(model, each))
         found |= matching
     if not found:
         raise ZerowatchError("the choice of modules to checkpoint is empty")
@@ -40,10 +40,10 @@ def choose_modules(model: nn.Module, chosen: ModuleSelector) -> dict[str, nn.Mod
 
 
 def repeated_block(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that the model repeats: the list of equals with the most parameters.
+    """Return the repeated blocks: the container of equal modules with the most parameters.
 
     Raises:
-        ZerowatchError: It repeats nothing but single layers, if that.
+        ZerowatchError: The model repeats no block, or single layers only.
     """
     candidates = [
         {f"{name}.{key}".lstrip("."): each for key, each in container.named_children()}
@@ -53,10 +53,10 @@ def repeated_block(model: nn.Module) -> dict[str, nn.Module]:
     if not candidates:
         raise ZerowatchError(
             f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of several equal "
-            "blocks, so activation checkpointing has to be told what to checkpoint: a class or a "
-            'pattern of names such as "blocks.*"'
+            "blocks; select the modules to checkpoint by a class or a pattern of names such as "
+            '"blocks.*"'
         )
-    return max(candidates, key=_size)  # the first, and so the outermost, of equals
+    return max(candidates, key=_size)  # of equals the first, which is the outermost
 
 
 def _size(blocks: dict[str, nn.Module]) -> int:
@@ -69,20 +69,20 @@ def _repeats_a_block(container: nn.Module) -> bool:
 
 
 def _is_single_layer(container: nn.Module) -> bool:
-    """Whether the children are torch's own layers: each would keep its input all the same."""
+    """Whether the children are torch's own layers: checkpointed, each still keeps its input."""
     child = next(container.children())
     return type(child).__module__.startswith("torch.nn.") and not any(child.children())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules but the model itself, which would be run twice for nothing."""
+    """Yield all modules except the model itself: recomputing all of it saves nothing."""
     return ((name, module) for name, module in model.named_modules() if name)
 
 
-def _matches(name: str, module: nn.Module, wish: type[nn.Module] | str) -> bool:
-    if isinstance(wish, str):
-        return type(module).__name__ == wish or fnmatch.fnmatchcase(name, wish)
-    return isinstance(module, wish)
+def _matches(name: str, module: nn.Module, selector: type[nn.Module] | str) -> bool:
+    if isinstance(selector, str):
+        return type(module).__name__ == selector or fnmatch.fnmatchcase(name, selector)
+    return isinstance(module, selector)
 
 
 def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -90,14 +90,14 @@ def _outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: each for name, each in found.items() if id(each) not in inside}
 
 
-def _nothing_found(model: nn.Module, wish: type[nn.Module] | str) -> str:
-    looked_for = wish if isinstance(wish, str) else wish.__name__
+def _no_match_message(model: nn.Module, selector: type[nn.Module] | str) -> str:
+    wanted = selector if isinstance(selector, str) else selector.__name__
     names = [name for name, _ in _named(model)]
     known = [*dict.fromkeys(type(module).__name__ for _, module in _named(model)), *names]
-    close = difflib.get_close_matches(looked_for, known, n=_SHOWN, cutoff=0.5)
-    shown = close or known[:_SHOWN]
-    kind = "class or module name" if isinstance(wish, str) else "class"
-    text = f"no module of {type(model).__name__} has the {kind} {looked_for!r}; "
+    close = difflib.get_close_matches(wanted, known, n=_NUM_SUGGESTIONS, cutoff=0.5)
+    shown = close or known[:_NUM_SUGGESTIONS]
+    kind = "class or module name" if isinstance(selector, str) else "class"
+    text = f"no module of {type(model).__name__} has the {kind} {wanted!r}; "
     if not shown:
         return text + "it has no modules within it"
     return text + f"{'close' if close else 'there'} are {', '.join(map(repr, shown))}"

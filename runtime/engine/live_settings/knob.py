@@ -1,77 +1,78 @@
-"""One value of a live engine that can be read, changed between two windows, and put back."""
+"""Base class of the settings of a live engine that can be read, changed and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 from ....errors import ZerowatchError
 from ...common.undo import Undo, UndoOnce, chain
-from .zero_optimizer import wait_for_device
+from .zero_optimizer import synchronize_device
 
 Value = int | bool
 
 
-def _unknown(_: Any, __: Value) -> int | None:
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knob:
-    """A knob; every rank turns it alike, between `engine.step()` and the next forward.
+class Knob(ABC):
+    """One setting of a live engine, set alike on every rank between `step()` and the next forward.
 
     Attributes:
-        name: As in DeepSpeed's configuration, without the `stage3_` before it.
-        least: Smallest number of elements that makes sense; None for a switch.
-        exact: Whether results stay bitwise the same with any number of ranks; else sums over
-            more than two ranks may be added up in another order.
-        refusal: Why an engine has no such knob; None where it has.
-        get: Its value now.
-        change: Sets it on an engine that has it.
-        holds: Whether all that depends on it was changed along.
-        memory: Bytes that buffers of this value take more than those of the present one, less if
-            negative; None where that cannot be told. What is copied on the way comes on top.
+        name: The key in the ds config, without its `stage3_` prefix.
+        minimum: Smallest allowed number of elements; None for a switch.
     """
 
-    name: str
-    least: int | None
-    exact: bool
-    refusal: Callable[[Any], str | None]
-    get: Callable[[Any], Value]
-    change: Callable[[Any, Value], Undo]
-    holds: Callable[[Any, Value], bool]
-    memory: Callable[[Any, Value], int | None] = _unknown
+    name: ClassVar[str]
+    minimum: ClassVar[int | None] = None
 
-    def unavailable(self, engine: Any) -> str | None:
-        """Say why this engine has no such knob; None where it has."""
-        return self.refusal(engine)
+    @abstractmethod
+    def unsupported_reason(self, engine: Any) -> str | None:
+        """Return why this engine does not have the setting; None if it does."""
+
+    @abstractmethod
+    def get(self, engine: Any) -> Value:
+        """Return the present value on an engine that has the setting."""
 
     def apply(self, engine: Any, value: Value) -> Undo:
-        """Set the knob, and return what puts back exactly what was there.
+        """Set the value and return the undo, which restores exactly what was there.
 
         Raises:
-            ZerowatchError: The engine has no such knob, or it has no such value.
+            ZerowatchError: The engine does not have the setting, or the value is not allowed.
         """
-        reason = self.refusal(engine) or self._wrong(value)
+        reason = self.unsupported_reason(engine) or self._invalid_reason(value)
         if reason is not None:
             raise ZerowatchError(f"{self.name} cannot be set to {value!r}: {reason}")
-        wait_for_device()
-        return UndoOnce(chain([self.change(engine, value), wait_for_device]))
+        synchronize_device()
+        return UndoOnce(chain([self._set(engine, value), synchronize_device]))
 
-    def verify(self, engine: Any, value: Value) -> bool:
-        """Whether the engine really works with this value; False where it has no such knob."""
-        if self.refusal(engine) is not None:
+    def is_applied(self, engine: Any, value: Value) -> bool:
+        """Whether the engine and its buffers match the value; False without the setting."""
+        if self.unsupported_reason(engine) is not None:
             return False
-        return self.get(engine) == value and self.holds(engine, value)
+        return self.get(engine) == value and self._is_consistent(engine, value)
 
     def memory_bytes(self, engine: Any, value: Value) -> int | None:
-        """Return the bytes that this value needs more than the present one; negative: less."""
-        return None if self.refusal(engine) is not None else self.memory(engine, value)
+        """Return the change in buffer bytes from the present value to this one.
 
-    def _wrong(self, value: Value) -> str | None:
-        if self.least is None:
+        Negative if the buffers shrink, None if not known. Temporary copies come on top.
+        """
+        if self.unsupported_reason(engine) is not None:
+            return None
+        return self._memory_bytes(engine, value)
+
+    @abstractmethod
+    def _set(self, engine: Any, value: Value) -> Undo:
+        """Set a valid value on an engine that has the setting."""
+
+    def _is_consistent(self, engine: Any, value: Value) -> bool:
+        """Whether everything derived from the value was updated along with it."""
+        return True
+
+    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+        """Return `memory_bytes` for an engine that has the setting."""
+        return None
+
+    def _invalid_reason(self, value: Value) -> str | None:
+        if self.minimum is None:
             return None if isinstance(value, bool) else "it is a switch, True or False"
-        if isinstance(value, bool) or not isinstance(value, int) or value < self.least:
-            return f"it is a whole number of elements, {self.least} or more"
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.minimum:
+            return f"it is a whole number of elements, {self.minimum} or more"
         return None

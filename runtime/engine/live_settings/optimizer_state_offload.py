@@ -1,19 +1,19 @@
-"""The optimizer's states on the host, but for the moment of the update.
+"""Optimizer states in host memory, except during the update.
 
-They are needed in `step()` only. Between two updates their storages on the device are emptied and
-the bytes lie on the host: 8 of the 12 bytes that Adam keeps per parameter, and the 4 of the master
-weights, at the price of two copies per step. The tensors stay the very same objects with the same
-views, so that nothing has to be linked anew, with any optimizer and under every stage;
-`engine.offload_states` makes other tensors, and under ZeRO 3 takes FusedAdam only.
+The states are needed in `step()` only. Between two updates their storages on the device are emptied
+and the bytes are kept on the host: 8 of the 12 bytes that Adam keeps per parameter, and the 4 of
+the master weights, at the price of two copies per step. The tensors stay the same objects with the
+same views, so this works with any optimizer and ZeRO stage. `engine.offload_states` replaces the
+tensors, and under ZeRO 3 supports FusedAdam only.
 
-Nobody may read these tensors while they sleep. Undo it, or call `wake`, before anything but
-training: saving, loading, rebuilding, `safe_get_full_*`.
+The tensors must not be read while they are offloaded. Undo the setting, or call `reload`, before
+anything but training: saving, loading, rebuilding, `safe_get_full_*`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,113 +24,103 @@ from ...common.deepspeed_internals import ENGINE
 from ...common.deepspeed_internals_live_settings import missing
 from ...common.patching import AttributePatch
 
-# Master weights, by the optimizer that has them: ZeRO 1 and 2, ZeRO 3, BF16_Optimizer, FP16's.
+# Attributes with master weights: of ZeRO 1 and 2, ZeRO 3, BF16_Optimizer and FP16_Optimizer.
 MASTER_WEIGHTS = (
     "single_partition_of_fp32_groups",
     "fp32_partitioned_groups_flat",
     "fp32_groups_flat_partition",
     "fp32_groups_flat",
 )
-_SMALLEST_BYTES = 4096  # step counts and the like are not worth a copy
-
-
-def unavailable(engine: Any) -> str | None:
-    """Say why the optimizer's states cannot sleep, or would free nothing; None where they can."""
-    if get_accelerator().device_name() == "cpu":
-        return "the device's memory is the host's own, so nothing would be given back"
-    return unsupported_reason(engine)
-
-
-def unsupported_reason(engine: Any) -> str | None:
-    """Say why this engine's states cannot be moved, whatever the device."""
-    gone = missing(engine, ENGINE, "basic_optimizer")
-    if gone is not None:
-        return gone
-    if engine.optimizer is None or not hasattr(engine.basic_optimizer, "state"):
-        return "the engine has no optimizer with states"
-    if getattr(engine, "pipeline_parallelism", False):
-        return "a pipeline engine updates within train_batch"
-    offload = engine.zero_offload_optimizer()
-    if offload is not None and str(offload.device) != "none":
-        return "the optimizer is on the host or on NVMe already"
-    return None
-
-
-def memory_bytes(engine: Any) -> int | None:
-    """Return the bytes of device memory that sleep would give back, negative; None without any."""
-    if unavailable(engine) is not None:
-        return None
-    return -sum(storage.nbytes() for storage in _storages(engine))
-
-
-def apply(engine: Any) -> OptimizerStateOffload:
-    """Let the states sleep but for each update; what is returned is the undo.
-
-    Raises:
-        ZerowatchError: They cannot, for the reason that `unavailable` gives.
-    """
-    reason = unavailable(engine)
-    if reason is not None:
-        raise ZerowatchError(f"the optimizer cannot sleep: {reason}")
-    return OptimizerStateOffload(engine)
+_SMALLEST_BYTES = 4096  # step counts and other scalars are not worth a copy
 
 
 class OptimizerStateOffload:
-    """Moves the states to and fro until it is called, which wakes them for good.
+    """Setting of an engine that keeps its optimizer states on the host between updates."""
+
+    def unsupported_reason(self, engine: Any) -> str | None:
+        """Return why the states cannot be offloaded, or would free nothing; None if they can."""
+        if get_accelerator().device_name() == "cpu":
+            return "the device's memory is the host's own, so nothing would be freed"
+        gone = missing(engine, ENGINE, "basic_optimizer")
+        if gone is not None:
+            return gone
+        if engine.optimizer is None or not hasattr(engine.basic_optimizer, "state"):
+            return "the engine has no optimizer with states"
+        if getattr(engine, "pipeline_parallelism", False):
+            return "a pipeline engine updates within train_batch"
+        offload = engine.zero_offload_optimizer()
+        if offload is not None and str(offload.device) != "none":
+            return "the optimizer is on the host or on NVMe already"
+        return None
+
+    def attach(self, engine: Any) -> OffloadedOptimizerStates:
+        """Offload the states except during each update; the returned object is the undo.
+
+        Raises:
+            ZerowatchError: They cannot be offloaded, for the `unsupported_reason`.
+        """
+        reason = self.unsupported_reason(engine)
+        if reason is not None:
+            raise ZerowatchError(f"optimizer states cannot be offloaded: {reason}")
+        return OffloadedOptimizerStates(engine)
+
+
+class OffloadedOptimizerStates:
+    """Optimizer states of one engine that move to the host and back, until this is called.
 
     Works on any device; on a CPU it only costs time.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
-        self._beds: dict[int, _HostBuffer] = {}
-        self._is_over = False
-        self.lie_down()  # first: where that fails nothing is wrapped
-        self._wrap = AttributePatch(engine.optimizer, "step", self._around_update)
+        self._buffers: dict[int, _HostBuffer] = {}
+        self._is_closed = False
+        self.offload()  # first: if it fails nothing is patched
+        self._patch = AttributePatch(engine.optimizer, "step", self._reload_for)
 
     def __call__(self) -> None:
-        """Wake them, and restore the optimizer's `step`. Safe to call twice."""
-        self._is_over = True
-        self.wake()
-        self._beds.clear()
-        self._wrap.restore()
+        """Reload the states for good, and restore the optimizer's `step`. Safe to call twice."""
+        self._is_closed = True
+        self.reload()
+        self._buffers.clear()
+        self._patch.restore()
 
-    def wake(self) -> None:
-        """Bring them back until the next update has ended; where they are awake does nothing.
+    def reload(self) -> None:
+        """Copy the states to the device until the next update has ended. Safe to call twice.
 
-        An out-of-memory error on the way leaves it to be called again.
+        After an out-of-memory error it can be called again.
         """
-        for bed in self._beds.values():
-            bed.reload()
+        for buffer in self._buffers.values():
+            buffer.reload()
 
-    def _around_update(self, original: Any) -> Any:
-        def step(*given: Any, **named: Any) -> Any:
-            self.wake()
-            result = original(*given, **named)
-            self.lie_down()
+    def offload(self) -> None:
+        """Move the states to the host, also if only some are on the device. Safe to call twice."""
+        engine = self._engine()
+        if engine is None or self._is_closed:
+            return
+        found = {id(storage): storage for storage in _storages(engine)}
+        # Buffers of states that a loaded checkpoint has replaced are dropped.
+        self._buffers = {
+            key: self._buffers.get(key) or _HostBuffer(storage) for key, storage in found.items()
+        }
+        for buffer in self._buffers.values():
+            buffer.fill()
+        get_accelerator().synchronize()
+        for buffer in self._buffers.values():
+            buffer.free_storage()
+
+    def _reload_for(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.reload()
+            result = original(*args, **kwargs)
+            self.offload()
             return result
 
         return step
 
-    def lie_down(self) -> None:
-        """Move them to the host, also where only some are awake. Safe to call twice."""
-        engine = self._engine()
-        if engine is None or self._is_over:
-            return
-        found = {id(storage): storage for storage in _storages(engine)}
-        # States that a loaded checkpoint replaced leave their beds.
-        self._beds = {
-            key: self._beds.get(key) or _HostBuffer(storage) for key, storage in found.items()
-        }
-        for bed in self._beds.values():
-            bed.fill()
-        get_accelerator().synchronize()
-        for bed in self._beds.values():
-            bed.lie_down()
-
 
 class _HostBuffer:
-    """The place on the host for one storage."""
+    """Host copy of one storage."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -142,7 +132,7 @@ class _HostBuffer:
         if self._storage.nbytes():
             self._host.copy_(_bytes_of(self._storage), non_blocking=True)
 
-    def lie_down(self) -> None:
+    def free_storage(self) -> None:
         self._storage.resize_(0)
 
     def reload(self) -> None:
@@ -158,7 +148,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def _storages(engine: Any) -> list[torch.UntypedStorage]:
     """Return each storage on the device that holds nothing but states and master weights."""
     device = torch.device(get_accelerator().current_device_name())
-    used = {id(tensor.untyped_storage()) for tensor in _needed(engine)}
+    used = {id(tensor.untyped_storage()) for tensor in _needed_outside_update(engine)}
     found = {
         id(tensor.untyped_storage()): tensor.untyped_storage()
         for tensor in _states(engine)
@@ -174,8 +164,8 @@ def _states(engine: Any) -> Iterator[torch.Tensor]:
         yield from vars(engine.optimizer).get(name, ())
 
 
-def _needed(engine: Any) -> Iterator[torch.Tensor]:
-    """Yield what forward and backward use, in case it shares a storage: fp32 under stage 0 does."""
+def _needed_outside_update(engine: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of forward and backward: fp32 under stage 0 shares their storages."""
     for parameter in engine.module.parameters():
         held = (parameter, parameter.grad, getattr(parameter, "ds_tensor", None))
         yield from (tensor for tensor in held if tensor is not None)

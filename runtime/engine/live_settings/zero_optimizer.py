@@ -1,4 +1,4 @@
-"""Finds the parts of a DeepSpeed engine that the changes here touch."""
+"""Accessors for the parts of a DeepSpeed engine that live settings change."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
-def of_stages_1_and_2(engine: Any) -> Any | None:
-    """Return the engine's optimizer if it is that of ZeRO 1 and 2."""
+def zero_1_2_optimizer(engine: Any) -> Any | None:
+    """Return the engine's optimizer if it is the one of ZeRO 1 and 2."""
     return engine.optimizer if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else None
 
 
-def of_stage_3(engine: Any) -> Any | None:
-    """Return the engine's optimizer if it is that of ZeRO 3."""
+def zero_3_optimizer(engine: Any) -> Any | None:
+    """Return the engine's optimizer if it is the one of ZeRO 3."""
     return engine.optimizer if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3) else None
 
 
 def num_elements(parameter: torch.Tensor) -> int:
-    """Return the elements of a whole parameter, of which ZeRO 3 may hold a part only."""
+    """Return the number of elements of the whole parameter; ZeRO 3 may hold only a partition."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def total_elements(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the elements of whole parameters."""
+    """Return the number of elements of whole parameters."""
     return sum(map(num_elements, parameters))
 
 
-def wait_for_device() -> None:
-    """Wait until the device does nothing: no collective may still read what is about to change."""
-    get_accelerator().synchronize()
+def largest_itemsize(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes per element of the widest parameter dtype; 0 without parameters."""
+    return max((parameter.element_size() for parameter in parameters), default=0)
 
 
-def coordinator(zero_3: Any) -> Any:
-    """Return what fetches ZeRO 3's parameters."""
+def param_coordinator(zero_3: Any) -> Any:
+    """Return the coordinator that gathers the parameters of ZeRO 3."""
     return zero_3.parameter_offload.param_coordinator
+
+
+def synchronize_device() -> None:
+    """Wait until the device is idle, so that no collective reads what is about to change."""
+    get_accelerator().synchronize()

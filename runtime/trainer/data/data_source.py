@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -13,17 +12,16 @@ from torch.utils.data import IterableDataset
 from ....metrics.step_record import StepRecord
 from ...common.host_group import HostGroup
 from ..engine_holder import EngineHolder
+from ..oom_recovery.escalation import EngineChange
 from .balancer import Balancer, EndedWindow
 from .busy_time import BusyTime
-from .learning_rate import exponent_of, follow_batch
+from .learning_rate import BatchLearningRate, scaling_exponent
 from .resumable_loader import ResumableLoader, resumable_loader
 from .schedule import ShareSchedule
 from .shares import Shares
 from .stream_loader import StreamLoader
 
 logger = logging.getLogger(__name__)
-
-RATE = "learning rate of another batch"
 
 
 class TrainingData:
@@ -67,10 +65,10 @@ class TrainingData:
             return "one rank by itself shares nothing out"
         return None if self._balancer is not None else self._no_order()
 
-    def fixed_size(self) -> str | None:
+    def unsupported_resize_reason(self) -> str | None:
         """Say why batches cannot be of another size; None where they can."""
         optimizer = self._changes.engine.basic_optimizer
-        if exponent_of(optimizer) is None:
+        if scaling_exponent(optimizer) is None:
             return f"nobody knows how {type(optimizer).__name__}'s learning rate goes with it"
         return self._no_order()
 
@@ -185,10 +183,12 @@ class TrainingData:
 
     def _scale_rate(self, loader: ResumableLoader) -> None:
         """Have the learning rate go with the batch, on engines to come as well."""
-        if loader.is_resized and self._changes.attached(RATE) is None:
-            self._changes.attach(RATE, partial(follow_batch, ratio=self._batch_ratio))
+        if loader.is_resized and self._changes.attached(EngineChange.LEARNING_RATE) is None:
+            self._changes.attach(EngineChange.LEARNING_RATE, BatchLearningRate(self))
 
-    def _batch_ratio(self) -> float:
+    @property
+    def batch_ratio(self) -> float:
+        """Present batch size over the initial one."""
         return self._loader.batch_ratio if isinstance(self._loader, ResumableLoader) else 1.0
 
     def _new_shares(self, balancer: Balancer, window: EndedWindow) -> Shares | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...common.host_collectives import HostCollectives
 from .abort import abort_window, can_abort
 from .collective_guard import CollectiveGuard, PeerOutOfMemory
-from .escalation import Ladder
+from .escalation import EscalationPolicy
 from .fit import MemoryMeasurements
 from .micro_batch_planner import BatchShares, MicroBatchPlanner, suggest_size
 from .oom_capture import OomCapture
@@ -56,7 +56,7 @@ class OomReplay:
         guard: Open, and on all ranks.
         plans: How windows are cut.
         capture_rng: Reads the random generators, and returns what puts them back.
-        ladder: What to give up when not even one sample fits.
+        escalation: What to change when not even one sample fits.
         measured: Tells what this rank knows of its memory; without it, sizes are halved.
 
     Attributes:
@@ -74,7 +74,7 @@ class OomReplay:
         guard: CollectiveGuard,
         plans: MicroBatchPlanner,
         capture_rng: Callable[[], Callable[[], None]],
-        ladder: Ladder | None = None,
+        escalation: EscalationPolicy | None = None,
         measured: Callable[[], MemoryMeasurements] | None = None,
     ) -> None:
         self.plans = plans
@@ -82,7 +82,7 @@ class OomReplay:
         self.on_error: list[Callable[[BaseException], None]] = []
         self._engine, self._host_group, self._guard = engine, host_group, guard
         self._capture_rng, self._measured = capture_rng, measured
-        self._ladder = ladder or Ladder()
+        self._escalation = escalation or EscalationPolicy()
         self._num_attempts = 0
 
     def run(
@@ -213,12 +213,12 @@ class OomReplay:
             self.plans.ran_out(share, failing, size)
             now = f"micro-batches of {self.plans.sizing.bound(share.length)}"
         else:
-            rung = self._ladder.climb(self._host_group.all_max)
-            if rung is None:
-                taken = "; ".join(self._ladder.taken) or "nothing"
-                _give_up(own_error, f"{what}, with nothing left to give up (given up: {taken})")
+            change = self._escalation.apply_next(self._host_group.all_max)
+            if change is None:
+                applied = "; ".join(each.value for each in self._escalation.applied) or "nothing"
+                _give_up(own_error, f"{what}, with nothing left to give up (given up: {applied})")
             self.plans.forget()
-            now = rung
+            now = change.value
         self._guard.armed = True
         if self._host_group.rank == 0:
             logger.warning("%s: the window is run again, with %s", what, now)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...trainer.engine_holder import CHECKPOINTING, SLEEP, EngineHolder
+from ...trainer.engine_holder import EngineHolder
+from ...trainer.oom_recovery.escalation import EngineChange
 from ..policy.types import Undo
 
 
@@ -12,12 +13,13 @@ def restore_attachments(changes: EngineHolder) -> Undo:
     An engine in between may not have borne it, and then it was let go of.
     """
     codec = changes.codec
-    places = {name: changes.attached(name) for name in (CHECKPOINTING, SLEEP)}
+    kinds = (EngineChange.ACTIVATION_CHECKPOINTING, EngineChange.OPTIMIZER_STATE_OFFLOAD)
+    attachments = {kind: changes.attached(kind) for kind in kinds}
 
     def undo() -> None:
-        for name, apply in places.items():
-            if changes.attached(name) is not apply:
-                changes.attach(name, apply)
+        for kind, attachment in attachments.items():
+            if changes.attached(kind) is not attachment:
+                changes.attach(kind, attachment)
         if changes.codec is not codec:
             changes.send_through(codec)
 

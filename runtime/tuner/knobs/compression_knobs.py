@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...engine.compression.gradient_compressor import PLAIN, GradientCompressor
 from ...engine.compression.unsupported import unsupported_reason
-from ...engine.live_settings.zero_optimizer import of_stages_1_and_2, total_elements
+from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_holder import EngineHolder
 from ..policy.types import Undo, Value
 
@@ -61,7 +61,7 @@ class CompressionKnob:
     def __init__(self, changes: EngineHolder, world_size: int) -> None:
         self._changes, self._world_size = changes, world_size
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why gradients only go as DeepSpeed sends them."""
         if self._changes.codec is not None:
             return None
@@ -80,7 +80,7 @@ class CompressionKnob:
         now = self.get()
         return (None, *KINDS, *([now] if now not in (None, *KINDS) else []))
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether they travel so."""
         return value == self.get()
 
@@ -99,11 +99,11 @@ class AsyncReductionKnob:
     def __init__(self, changes: EngineHolder, world_size: int) -> None:
         self._changes, self._world_size = changes, world_size
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why there is nothing to go on with."""
         if self._world_size == 1:
             return ALONE
-        if of_stages_1_and_2(self._changes.engine) is None:
+        if zero_1_2_optimizer(self._changes.engine) is None:
             return "only ZeRO 1 and 2 reduce buckets that can be waited for later"
         return unsupported_reason(self._changes.engine, asynchronous=False)
 
@@ -116,7 +116,7 @@ class AsyncReductionKnob:
         can = self.get() or unsupported_reason(self._changes.engine, asynchronous=True) is None
         return (False, True) if can else (False,)
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether they do."""
         return value == self.get()
 

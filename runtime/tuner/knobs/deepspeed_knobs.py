@@ -41,9 +41,9 @@ class DeepSpeedKnob:
         """Whether it stands where it was turned to, on this engine or on one before."""
         return self._began_as_ours or bool(self._turned)
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why the engine has no such knob."""
-        return self._knob.unavailable(self._engine())
+        return self._knob.unsupported_reason(self._engine())
 
     def get(self) -> Value:
         """Return its value now."""
@@ -51,10 +51,10 @@ class DeepSpeedKnob:
 
     def options(self) -> Sequence[Value]:
         """Return both positions of a switch, or the sizes that differ in what they do."""
-        if self._knob.least is None:
+        if self._knob.minimum is None:
             return (False, True)
         flat = total_elements(self._engine().module.parameters())
-        return powers_of_two(flat, int(self.get() or 0), with_zero=self._knob.least == 0)
+        return powers_of_two(flat, int(self.get() or 0), with_zero=self._knob.minimum == 0)
 
     def turn(self, value: Value) -> Undo:
         """Set it; what puts it back knows if the knob is gone by then."""
@@ -62,14 +62,14 @@ class DeepSpeedKnob:
         self._set(value)
 
         def undo() -> None:
-            if self.unavailable() is None:
+            if self.unsupported_reason() is None:
                 self._set(before)
 
         return undo
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether the engine really works with it."""
-        return isinstance(value, int) and self._knob.verify(self._engine(), value)
+        return isinstance(value, int) and self._knob.is_applied(self._engine(), value)
 
     def memory_bytes(self, value: Value) -> int | None:
         """Return what it needs more than the present value."""
@@ -85,7 +85,7 @@ class DeepSpeedKnob:
         self._began_as_ours = self.is_ours
         self._turned.clear()
         value = configured(self.name, config)
-        if not self.is_ours or value is None or self.unavailable() is not None:
+        if not self.is_ours or value is None or self.unsupported_reason() is not None:
             return
         try:
             self._set(value)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ....errors import ZerowatchError
-from ...engine.live_settings import activation_checkpointing
+from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing
 from ..policy.types import Configuration, Undo, Value
 from .candidate_sizes import micro_batch_sizes
 from .deepspeed_knobs import deepspeed_knobs
@@ -54,7 +54,7 @@ class EngineKnobs:
         """Return what each knob could be set to; one that is fixed is absent."""
         return read_options(self._dials, self._told)
 
-    def refusal(self, _: Configuration) -> str:
+    def unsupported_reason(self, _: Configuration) -> str:
         """Refuse."""
         return NOT_OURS
 
@@ -79,7 +79,7 @@ class _MicroBatchKnob:
     def __init__(self, engine: Callable[[], Any]) -> None:
         self._engine = engine
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         return None
 
     def get(self) -> int:
@@ -91,7 +91,7 @@ class _MicroBatchKnob:
         window = now * int(self._engine().gradient_accumulation_steps())
         return [size for size in micro_batch_sizes(window, now) if window % size == 0]
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         return value == self.get()
 
     def memory_bytes(self, _: Value) -> int | None:
@@ -106,8 +106,8 @@ class _CheckpointingKnob:
     def __init__(self, engine: Callable[[], Any]) -> None:
         self._engine = engine
 
-    def unavailable(self) -> str | None:
-        return activation_checkpointing.unavailable(self._engine())
+    def unsupported_reason(self) -> str | None:
+        return ActivationCheckpointing().unsupported_reason(self._engine())
 
     def get(self) -> bool:
         return False  # where it is on it is not available
@@ -115,7 +115,7 @@ class _CheckpointingKnob:
     def options(self) -> Sequence[Value]:
         return (False, True)
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         return value is False
 
     def memory_bytes(self, _: Value) -> int | None:

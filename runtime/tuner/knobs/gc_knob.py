@@ -23,7 +23,7 @@ class GcKnob:
         self._is_ours = self._froze = self._was_enabled = self._has_swept = False
         self._windows = 0
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say so where the script switched it off itself."""
         return None if self._is_ours or gc.isenabled() else "the script has switched it off"
 
@@ -47,7 +47,7 @@ class GcKnob:
         self._set(value == BETWEEN_STEPS)
         return lambda: self._set(before == BETWEEN_STEPS)
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether it is so."""
         return value == self.get()
 

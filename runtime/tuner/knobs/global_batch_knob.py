@@ -23,9 +23,9 @@ class GlobalBatchKnob:
     def __init__(self, sharing: TrainingData) -> None:
         self._sharing = sharing
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why batches are as they are in this job."""
-        return self._sharing.fixed_size()
+        return self._sharing.unsupported_resize_reason()
 
     def get(self) -> int:
         """Return what batches are to hold."""
@@ -50,7 +50,7 @@ class GlobalBatchKnob:
 
         return undo
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether that is asked for."""
         return value == self.get()
 

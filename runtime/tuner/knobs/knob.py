@@ -17,7 +17,7 @@ class ReadableKnob(Protocol):
 
     name: str
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why this job has no such knob as it runs now; None where it has."""
 
     def get(self) -> Value:
@@ -26,7 +26,7 @@ class ReadableKnob(Protocol):
     def options(self) -> Sequence[Value]:
         """Return what it could be set to from here, in order, the present value included."""
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether the job really works with this value."""
 
     def memory_bytes(self, value: Value) -> int | None:

@@ -42,11 +42,11 @@ class ZeroLayouts:
     ) -> None:
         self._engine, self._config, self._complete = engine, config, complete
         self.world_size = world_size
-        self._refusals: dict[tuple[Any, ...], str | None] = {}
+        self._unsupported_reasons: dict[tuple[Any, ...], str | None] = {}
 
     def forget(self) -> None:
         """Look anew at what can be rebuilt, as the engine is another."""
-        self._refusals.clear()
+        self._unsupported_reasons.clear()
 
     @property
     def on_host(self) -> bool:
@@ -75,13 +75,13 @@ class ZeroLayouts:
                 zero[name] = self._offload_block(on=bool(wanted[name]))
         return self._complete(merged(config, {ZERO: zero}))
 
-    def refusal(self, target: Configuration) -> str | None:
+    def unsupported_reason(self, target: Configuration) -> str | None:
         """Say why the engine cannot be rebuilt with that layout; None if it can, by all signs."""
         wanted = {**self.now(), **{name: target[name] for name in LAYOUT if name in target}}
         key = tuple(wanted.items())
-        if key not in self._refusals:
-            self._refusals[key] = self._look(target)
-        return self._refusals[key]
+        if key not in self._unsupported_reasons:
+            self._unsupported_reasons[key] = self._look(target)
+        return self._unsupported_reasons[key]
 
     def memory_bytes(self, target: Configuration) -> int | None:
         """Return what that layout needs more on the device that is trained on, if planned."""
@@ -121,7 +121,7 @@ class ZeroLayoutKnob:
         self.name = name
         self._layouts = layouts
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why it is of no use; an offload is always there, if only to be taken back."""
         if self.name == STAGE and self._layouts.world_size == 1:
             return "a lone rank shares nothing out"
@@ -136,7 +136,7 @@ class ZeroLayoutKnob:
         every = _STAGES if self.name == STAGE else (False, True)
         return [value for value in every if value == self.get() or self._is_of_use(value)]
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether the ds config in use says so."""
         return value == self.get()
 
@@ -147,7 +147,7 @@ class ZeroLayoutKnob:
     def _is_of_use(self, value: Value) -> bool:
         if self.name in OFFLOADS and value and self._layouts.on_host:
             return False
-        return self._layouts.refusal({self.name: value}) is None
+        return self._layouts.unsupported_reason({self.name: value}) is None
 
 
 def layout_of(config: Mapping[str, Any]) -> dict[str, Value]:

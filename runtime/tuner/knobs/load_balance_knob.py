@@ -23,7 +23,7 @@ class LoadBalanceKnob:
     def __init__(self, sharing: TrainingData) -> None:
         self._sharing = sharing
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say why shares stay even in this job."""
         return self._sharing.always_even()
 
@@ -50,7 +50,7 @@ class LoadBalanceKnob:
 
         return undo
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether it is so."""
         return value == self.get()
 

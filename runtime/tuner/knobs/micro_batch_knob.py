@@ -24,7 +24,7 @@ class MicroBatchKnob:
     def __init__(self, windows: WindowRunner, largest_share: Callable[[], int]) -> None:
         self._windows, self._largest_share = windows, largest_share
 
-    def unavailable(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Say so where ranks were given different sizes: one for all would undo that."""
         opened = self._windows.opened
         if opened is not None and len(set(opened.share.wanted)) > 1:
@@ -54,7 +54,7 @@ class MicroBatchKnob:
 
         return undo
 
-    def holds(self, value: Value) -> bool:
+    def is_applied(self, value: Value) -> bool:
         """Whether that is asked for."""
         return value == self.get()
 

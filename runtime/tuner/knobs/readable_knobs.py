@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 def read_values(dials: Iterable[ReadableKnob]) -> dict[str, Value]:
     """Return the value of each knob that is there."""
-    return {dial.name: dial.get() for dial in dials if dial.unavailable() is None}
+    return {dial.name: dial.get() for dial in dials if dial.unsupported_reason() is None}
 
 
 def read_options(dials: Iterable[ReadableKnob], told: set[str]) -> Mapping[str, Sequence[Value]]:
@@ -25,7 +25,7 @@ def read_options(dials: Iterable[ReadableKnob], told: set[str]) -> Mapping[str, 
     """
     found: dict[str, Sequence[Value]] = {}
     for dial in dials:
-        reason = dial.unavailable()
+        reason = dial.unsupported_reason()
         options = () if reason is not None else tuple(dial.options())
         if len(options) > 1:
             found[dial.name] = options
@@ -41,10 +41,10 @@ def unknown_or_missing(dials: Sequence[ReadableKnob], target: Configuration) -> 
     unknown = target.keys() - by_name.keys()
     if unknown:
         return f"there is no knob {', '.join(sorted(unknown))}"
-    gone = [(name, by_name[name].unavailable()) for name in target]
+    gone = [(name, by_name[name].unsupported_reason()) for name in target]
     missing = [f"{name}: {reason}" for name, reason in gone if reason is not None]
     present = [by_name[name] for name, reason in gone if reason is None]
-    if missing and all(dial.holds(target[dial.name]) for dial in present):
+    if missing and all(dial.is_applied(target[dial.name]) for dial in present):
         return missing[0]
     return None
 
@@ -53,6 +53,7 @@ def all_applied(dials: Sequence[ReadableKnob], target: Configuration) -> bool:
     """Whether all knobs of a target that are there read back."""
     by_name = {dial.name: dial for dial in dials}
     return all(
-        name in by_name and (by_name[name].unavailable() is not None or by_name[name].holds(value))
+        name in by_name
+        and (by_name[name].unsupported_reason() is not None or by_name[name].is_applied(value))
         for name, value in target.items()
     )

@@ -110,7 +110,7 @@ class RunKnobs:
         """Return what each knob could be set to here; one that is fixed is absent."""
         return read_options(self._dials, self._told)
 
-    def refusal(self, target: Configuration) -> str | None:
+    def unsupported_reason(self, target: Configuration) -> str | None:
         """Say why this rank should not work with that, such as its memory; None if it may."""
         reason = unknown_or_missing(self._dials, target) or exceeds_host(
             self.values(), target, self._host_risk()
@@ -119,7 +119,7 @@ class RunKnobs:
             return reason
         layout = None
         if self._layouts.changed(target) is not None:
-            reason = self._layouts.refusal(target)
+            reason = self._layouts.unsupported_reason(target)
             layout = self._layouts.memory_bytes(target)
         return reason or self._out_of_memory(target, layout or 0)
 
@@ -173,7 +173,7 @@ class RunKnobs:
         """Have another engine, and turn the rest on it; on all ranks or on none."""
         changes = self._changes
         with Attempt(self._host_group) as ready:
-            changes.wake()  # where memory may run out on one rank alone
+            changes.reload_optimizer_states()  # where memory may run out on one rank alone
         if ready.error is not None:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
         undos.add(restore_attachments(changes))
@@ -205,14 +205,14 @@ class RunKnobs:
         self, hands: Sequence[WritableKnob], target: Configuration
     ) -> Iterator[tuple[WritableKnob, Value]]:
         for hand in hands:
-            is_meant = hand.name in target and hand.unavailable() is None
+            is_meant = hand.name in target and hand.unsupported_reason() is None
             if is_meant and target[hand.name] != hand.get():
                 yield hand, target[hand.name]
 
     def _form(self, target: Configuration, before: CodecConfig) -> CodecConfig:
         """Return how gradients shall travel: as before, if the target does not say."""
         wanted = [
-            target.get(dial.name, was) if dial.unavailable() is None else plain
+            target.get(dial.name, was) if dial.unsupported_reason() is None else plain
             for dial, was, plain in zip(self._codec, before, CodecConfig(None, False), strict=True)
         ]
         return CodecConfig(*wanted)
@@ -225,7 +225,7 @@ class RunKnobs:
         changes = self._changes
         before = changes.config
         for hand in self._live:
-            if hand.unavailable() is None:
+            if hand.unsupported_reason() is None:
                 value = hand.get() if hand.is_ours else configured(hand.name, self._given)
                 changes.config = with_knob(changes.config, hand.name, value)
         changes.engine.config = changes.config
@@ -262,5 +262,5 @@ class RunKnobs:
     def _needs(self, target: Configuration) -> Iterator[int]:
         """Yield what each change needs more on the present engine, as far as that is known."""
         for dial in self._dials:
-            if dial.name in target and dial.unavailable() is None:
+            if dial.name in target and dial.unsupported_reason() is None:
                 yield dial.memory_bytes(target[dial.name]) or 0

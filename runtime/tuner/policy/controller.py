@@ -202,15 +202,15 @@ class Controller:
         if usual is None:
             return
         self._enter("propose")
-        for experiment, refusal in self._search.experiments(situation, step, usual):
+        for experiment, unsupported_reason in self._search.experiments(situation, step, usual):
             self._enter("preflight")
             self._experiment = experiment
-            if refusal is None:
+            if unsupported_reason is None:
                 self._known.begins(experiment.proposal.changes)
                 self._listener.tries(experiment.proposal, experiment.before)
                 self.course.set(experiment.wanted, experiment.proposal.why)
                 return
-            self._drop(refusal)
+            self._drop(unsupported_reason)
         self._situation = None
         self._enter("observe")
 

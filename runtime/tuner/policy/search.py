@@ -81,14 +81,14 @@ class Search:
         """Yield what would give memory back, and is possible here; it is not tried, but done."""
         for proposal in propose(situation):
             experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
-            if self._hands.refusal(experiment.after) is None:
+            if self._hands.unsupported_reason(experiment.after) is None:
                 yield experiment
 
     def advice(self, situation: TunerInput) -> Iterator[Experiment]:
         """Yield what would be tried first, if that was not said before and is possible here."""
         for proposal in propose(situation):
             experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
-            if self._hands.refusal(experiment.after) is None:
+            if self._hands.unsupported_reason(experiment.after) is None:
                 if proposal.changes not in self._said:
                     self._said.append(proposal.changes)
                     yield experiment
@@ -110,7 +110,7 @@ class Search:
             plan = self._plan(proposal, step_seconds, usual)
             if self._is_worth_it(proposal, plan, step_seconds, step.number):
                 experiment = Experiment(proposal, situation, plan)
-                yield experiment, self._hands.refusal(experiment.after)
+                yield experiment, self._hands.unsupported_reason(experiment.after)
 
     def switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
         """Take what it took to go from one configuration to another."""

@@ -103,7 +103,7 @@ class _RankTransaction:
         def ask() -> None:
             self._before = dict(self._hands.values())
             if self._order.checked:
-                self.problem = self._hands.refusal(self._order.target)
+                self.problem = self._hands.unsupported_reason(self._order.target)
 
         self._attempt("look", ask)
 

@@ -133,7 +133,7 @@ class KnobSetter(Protocol):
     def options(self) -> Mapping[str, Sequence[Value]]:
         """Return what each knob could be set to here, in order; a knob that is gone is absent."""
 
-    def refusal(self, target: Configuration) -> str | None:
+    def unsupported_reason(self, target: Configuration) -> str | None:
         """Say why this rank should not work with that, such as its memory; None if it may."""
 
     def apply(self, target: Configuration) -> Undo:

@@ -13,8 +13,10 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.engine.live_settings import activation_checkpointing
-from zerowatch.runtime.engine.live_settings.checkpointed_forward import checkpoint_forward
+from zerowatch.runtime.engine.live_settings.activation_checkpointing import (
+    ActivationCheckpointing,
+    checkpoint_forward,
+)
 from zerowatch.runtime.engine.live_settings.choose_modules import choose_modules
 
 
@@ -93,14 +95,14 @@ def test_modules_are_chosen_by_class_name_or_pattern_and_never_within_each_other
 )
 def test_a_choice_with_nothing_in_it_names_what_was_looked_for_and_what_is_close(chosen, told):
     with pytest.raises(ZerowatchError, match=told):
-        activation_checkpointing.apply(engine_of(Model()), chosen)
+        ActivationCheckpointing(chosen).attach(engine_of(Model()))
 
 
 def test_a_model_without_repeated_blocks_has_to_be_told():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
 
     with pytest.raises(ZerowatchError, match=r"Sequential has no .* of several equal blocks"):
-        activation_checkpointing.apply(engine_of(model))
+        ActivationCheckpointing().attach(engine_of(model))
 
 
 @pytest.mark.parametrize("chosen", [None, "layers.1", Attention, "embed", "*"])
@@ -108,7 +110,7 @@ def test_gradients_are_bitwise_the_same_with_the_same_random_numbers(chosen):
     model, x = Model(), torch.randn(5, 4)
     expected = gradients(model, x)
 
-    undo = activation_checkpointing.apply(engine_of(model), chosen)
+    undo = ActivationCheckpointing(chosen).attach(engine_of(model))
     actual = gradients(model, x)
     undo()
     after = gradients(model, x)
@@ -119,7 +121,7 @@ def test_gradients_are_bitwise_the_same_with_the_same_random_numbers(chosen):
 
 def test_forward_runs_again_only_while_training_with_gradients():
     model, x = Model(), torch.randn(5, 4)
-    undo = activation_checkpointing.apply(engine_of(model))
+    undo = ActivationCheckpointing().attach(engine_of(model))
     layer = model.layers[0]
 
     gradients(model, x)
@@ -139,7 +141,7 @@ def test_undo_restores_a_forward_that_was_the_instances_own():
     own = model.layers[1].forward
     model.layers[1].forward = own
 
-    undo = activation_checkpointing.apply(engine_of(model), "layers.*")
+    undo = ActivationCheckpointing("layers.*").attach(engine_of(model))
     undo()
     undo()
 
@@ -206,9 +208,9 @@ def test_a_hugging_face_model_is_switched_by_its_own_means_and_put_back():
     before = state_of(model)
     expected = gradients(model, **tokens)
 
-    undo = activation_checkpointing.apply(engine_of(model))
+    undo = ActivationCheckpointing().attach(engine_of(model))
     was_on = [block.gradient_checkpointing for block in model.transformer.h]
-    again = activation_checkpointing.unavailable(engine_of(model))
+    again = ActivationCheckpointing().unsupported_reason(engine_of(model))
     actual = gradients(model, **tokens)
     undo()
 

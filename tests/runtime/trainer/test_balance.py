@@ -21,7 +21,7 @@ from zerowatch.runtime.trainer.data.balancer import (
     better_shares,
 )
 from zerowatch.runtime.trainer.data.busy_time import BusyTime
-from zerowatch.runtime.trainer.data.learning_rate import exponent_of, follow_batch
+from zerowatch.runtime.trainer.data.learning_rate import BatchLearningRate, scaling_exponent
 from zerowatch.runtime.trainer.data.schedule import MAX_CHANGES, ShareSchedule
 from zerowatch.runtime.trainer.data.shares import (
     busy_seconds,
@@ -434,11 +434,11 @@ class Lion(Counting):
 
 @pytest.mark.parametrize(("kind", "factor"), [(AdamLike, 2.0), (LikeSGD, 4.0)])
 def test_the_rate_goes_with_the_batch_for_the_time_of_an_update(kind, factor):
-    optimizer, ratios = kind(), [1.0, 4.0, 4.0]
-    undo = follow_batch(SimpleNamespace(basic_optimizer=optimizer), lambda: ratios[0])
-    for _ in range(2):
-        optimizer.step()
-        ratios.pop(0)
+    optimizer, source = kind(), SimpleNamespace(batch_ratio=1.0)
+    undo = BatchLearningRate(source).attach(SimpleNamespace(basic_optimizer=optimizer))
+    optimizer.step()
+    source.batch_ratio = 4.0
+    optimizer.step()
     assert optimizer.param_groups == [{"lr": 0.1}]
     undo()
     optimizer.step()
@@ -448,4 +448,4 @@ def test_the_rate_goes_with_the_batch_for_the_time_of_an_update(kind, factor):
 
 
 def test_of_some_optimizers_nobody_knows_how_the_rate_goes():
-    assert exponent_of(Lion()) is None
+    assert scaling_exponent(Lion()) is None

@@ -9,6 +9,7 @@ import pytest
 
 from zerowatch.runtime.trainer import engine_holder
 from zerowatch.runtime.trainer.engine_holder import EngineHolder
+from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
 
 
 @pytest.fixture
@@ -24,15 +25,17 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
 def test_what_cannot_be_laid_on_another_engine_is_left_off_and_told_of(changes, caplog, error):
     first = changes.engine
 
-    def apply(engine):
-        if engine is not first:
-            raise error("no room for pinned memory")
-        return lambda: None
+    class Unmovable:
+        def attach(self, engine):
+            if engine is not first:
+                raise error("no room for pinned memory")
+            return lambda: None
 
-    changes.attach("sleep", apply)
+    changes.attach(EngineChange.OPTIMIZER_STATE_OFFLOAD, Unmovable())
 
     changes.rebuild_as({"zero_optimization": {"stage": 1}})
 
     assert changes.engine is not first
-    assert changes.attached("sleep") is None
-    assert "sleep is off on the new engine: no room for pinned memory" in caplog.text
+    assert changes.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
+    assert EngineChange.OPTIMIZER_STATE_OFFLOAD.value in caplog.text
+    assert "no room for pinned memory" in caplog.text

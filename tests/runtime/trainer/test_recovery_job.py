@@ -100,10 +100,10 @@ def test_where_nothing_helps_the_error_is_the_rank_s_own_and_the_run_intact(
     assert peer["intact"]
 
 
-def test_where_one_sample_is_too_much_the_ladder_gives_room(ends: Told) -> None:
+def test_where_one_sample_is_too_much_an_escalation_frees_memory(ends: Told) -> None:
     for rank in ends:
-        told = rank["climbs"]
-        assert [step.split()[0] for step in told["asked"]] == ["activation", "smaller"]
+        told = rank["escalates"]
+        assert told["asked"] == ["ACTIVATION_CHECKPOINTING", "MINIMAL_BUCKETS"]
         assert set(told["sizes"]) == {1}
         assert told["replays"] == 3
 

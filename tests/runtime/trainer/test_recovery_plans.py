@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fakes.escalation import FakeEscalation
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
+from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.fit import (
     MemoryMeasurements,
     PeakSample,
@@ -214,22 +215,29 @@ def test_a_rank_asks_for_the_guard_where_its_headroom_is_low(
     assert asks(is_changed=changed, headroom_bytes=headroom, limit_bytes=limit) == expected
 
 
-def test_the_ladder_is_climbed_in_its_order_past_what_changes_nothing() -> None:
+def test_escalations_are_applied_in_their_order_past_what_changes_nothing() -> None:
+    checkpointing, buckets, rebuild = (
+        EngineChange.ACTIVATION_CHECKPOINTING,
+        EngineChange.MINIMAL_BUCKETS,
+        EngineChange.REBUILD,
+    )
     called = []
 
-    def step(name: str, applies: bool) -> Escalation:
-        return Escalation(name=name, apply=lambda: called.append(name) or applies)
+    def escalation(change: EngineChange, has_effect: bool) -> FakeEscalation:
+        return FakeEscalation(change, lambda: called.append(change) or has_effect)
 
-    ladder = Ladder([step(STEPS[3], True), step(STEPS[0], True), step(STEPS[1], False)])
+    policy = EscalationPolicy(
+        [escalation(rebuild, True), escalation(checkpointing, True), escalation(buckets, False)]
+    )
 
-    climbed = [ladder.climb(lambda value: value) for _ in range(3)]
+    applied = [policy.apply_next(lambda value: value) for _ in range(3)]
 
-    assert climbed == [STEPS[0], STEPS[3], None]
-    assert called == [STEPS[0], STEPS[1], STEPS[3]]
-    assert ladder.taken == [STEPS[0], STEPS[3]]
+    assert applied == [checkpointing, rebuild, None]
+    assert called == [checkpointing, buckets, rebuild]
+    assert policy.applied == [checkpointing, rebuild]
 
 
-def test_a_step_counts_as_taken_on_all_ranks_if_it_changed_anything_on_one() -> None:
-    ladder = Ladder([Escalation(name=STEPS[1], apply=lambda: False)])
+def test_an_escalation_counts_as_applied_on_all_ranks_if_it_changed_anything_on_one() -> None:
+    policy = EscalationPolicy([FakeEscalation(EngineChange.MINIMAL_BUCKETS, lambda: False)])
 
-    assert ladder.climb(lambda _: 1) == STEPS[1]
+    assert policy.apply_next(lambda _: 1) is EngineChange.MINIMAL_BUCKETS

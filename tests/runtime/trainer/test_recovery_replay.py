@@ -7,16 +7,22 @@ import logging
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes.escalation import FakeEscalation
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
-from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
+from zerowatch.runtime.trainer.oom_recovery.escalation import (
+    ESCALATION_ORDER,
+    EngineChange,
+    EscalationPolicy,
+)
 from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements, PeakSample
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     BatchShares,
@@ -163,22 +169,22 @@ def test_errors_of_its_own_are_told_and_peers_are_not() -> None:
     assert on_ranks(2, train) == [[], [OUT]]
 
 
-def test_where_one_sample_is_too_much_the_ladder_is_climbed() -> None:
-    def train(host_group: FakeHostGroup) -> tuple[list[int], list[str]]:
+def test_where_one_sample_is_too_much_escalations_are_applied() -> None:
+    def train(host_group: FakeHostGroup) -> tuple[list[int], list[EngineChange]]:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
-        taken: list[str] = []
+        taken: list[EngineChange] = []
 
-        def apply(name: str) -> bool:
-            taken.append(name)
+        def apply(change: EngineChange) -> bool:
+            taken.append(change)
             rank.fits = 8
-            return name == STEPS[2]
+            return change is ESCALATION_ORDER[2]
 
-        steps = [Escalation(name=name, apply=lambda name=name: apply(name)) for name in STEPS]
-        rank.replay._ladder = Ladder(steps)
+        steps = [FakeEscalation(change, partial(apply, change)) for change in ESCALATION_ORDER]
+        rank.replay._escalation = EscalationPolicy(steps)
         rank.replay.run(share(2), rank.attempt)
         return rank.asked, taken
 
-    assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(STEPS[:3]))] * 2
+    assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(ESCALATION_ORDER[:3]))] * 2
 
 
 def test_with_nothing_left_each_rank_raises_what_it_had(caplog: pytest.LogCaptureFixture) -> None:

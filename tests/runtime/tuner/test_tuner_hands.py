@@ -171,7 +171,7 @@ def test_what_a_script_froze_stays_frozen(garbage):
 def test_garbage_that_a_script_collects_itself_is_no_knob(garbage):
     gc.disable()
     try:
-        assert garbage.unavailable() == "the script has switched it off"
+        assert garbage.unsupported_reason() == "the script has switched it off"
     finally:
         gc.enable()
 

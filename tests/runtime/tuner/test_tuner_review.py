@@ -208,7 +208,9 @@ def test_blocks_that_are_rounded_together_stay_where_every_bit_must() -> None:
 
 def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
     def rank(host_group: Any) -> Outcome:
-        hands = SimpleNamespace(values=dict, refusal=lambda _: "" if host_group.rank else None)
+        hands = SimpleNamespace(
+            values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
+        )
         return apply_order(Order(target={}, why="test"), cast(Any, hands), host_group)
 
     for outcome in on_ranks(2, rank):
@@ -219,12 +221,12 @@ def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
 def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
     windows: Any = SimpleNamespace(micro_batch_samples=4, opened=None)
     hand = MicroBatchKnob(windows, lambda: 8)
-    assert hand.unavailable() is None
+    assert hand.unsupported_reason() is None
 
     windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 4]))
-    assert hand.unavailable() is None
+    assert hand.unsupported_reason() is None
     windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 2]))
-    assert hand.unavailable() is not None
+    assert hand.unsupported_reason() is not None
 
 
 def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:

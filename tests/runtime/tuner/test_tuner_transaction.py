@@ -41,8 +41,8 @@ class FakeHands:
     def options(self) -> Mapping[str, Any]:
         return {}
 
-    def refusal(self, target: Mapping[str, Any]) -> str | None:
-        return self._call("refusal", None)
+    def unsupported_reason(self, target: Mapping[str, Any]) -> str | None:
+        return self._call("unsupported_reason", None)
 
     def apply(self, target: Mapping[str, Any]) -> Callable[[], None]:
         self._call("apply", None)
@@ -105,7 +105,7 @@ def test_without_an_order_nothing_is_done():
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ({"refusal": lambda: "no room"}, "rank 1: no room"),
+        ({"unsupported_reason": lambda: "no room"}, "rank 1: no room"),
         ({"apply": raising(ZerowatchError("no such knob"))}, "rank 1: no such knob"),
         ({"apply": raising(RuntimeError("out of memory"))}, "rank 1: RuntimeError: out of memory"),
         ({"apply": raising(MemoryError())}, "rank 1: MemoryError:"),
@@ -128,20 +128,20 @@ def test_what_fails_on_one_rank_is_undone_on_all_and_all_know_why(world_size, fa
 
 
 def test_nothing_is_touched_where_a_rank_refuses():
-    hands = [FakeHands(), FakeHands(refusal=lambda: "no room")]
+    hands = [FakeHands(), FakeHands(unsupported_reason=lambda: "no room")]
 
     met(hands, order())
 
-    assert [each.calls for each in hands] == [["refusal"], ["refusal"]]
+    assert [each.calls for each in hands] == [["unsupported_reason"], ["unsupported_reason"]]
 
 
 def test_the_way_back_is_not_asked_whether_it_fits():
-    hands = [FakeHands(), FakeHands(refusal=lambda: "no room")]
+    hands = [FakeHands(), FakeHands(unsupported_reason=lambda: "no room")]
 
     told = met(hands, order(checked=False))
 
     assert told[0][1].done
-    assert "refusal" not in hands[1].calls
+    assert "unsupported_reason" not in hands[1].calls
 
 
 def test_all_ranks_know_where_one_could_not_undo():
@@ -163,7 +163,7 @@ def test_the_words_are_those_of_a_rank_that_failed_by_itself():
 
 
 def test_long_words_are_cut_and_odd_letters_survive():
-    hands = [FakeHands(), FakeHands(refusal=lambda: "é" * 1000)]
+    hands = [FakeHands(), FakeHands(unsupported_reason=lambda: "é" * 1000)]
 
     told = met(hands, order())
 
@@ -189,7 +189,7 @@ def test_a_peer_that_is_gone_is_raised_when_this_rank_is_as_before():
     with pytest.raises(RuntimeError, match="closed by peer"):
         exchange_order(Alone(), hands, order())
 
-    assert hands.calls == ["refusal", "apply", "undo"]
+    assert hands.calls == ["unsupported_reason", "apply", "undo"]
     assert hands.knobs == BEFORE
 
 

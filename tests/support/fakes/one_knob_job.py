@@ -89,7 +89,7 @@ class OneKnobJob:
     def options(self) -> Mapping[str, Sequence[Value]]:
         return {KNOB: (OLD, NEW)}
 
-    def refusal(self, target: Configuration) -> str | None:
+    def unsupported_reason(self, target: Configuration) -> str | None:
         return None
 
     def apply(self, target: Configuration) -> Undo:

@@ -146,7 +146,7 @@ class Job:
     def options(self) -> Mapping[str, Sequence[Value]]:
         return OPTIONS
 
-    def refusal(self, target: Configuration) -> str | None:
+    def unsupported_reason(self, target: Configuration) -> str | None:
         return None
 
     def apply(self, target: Configuration) -> Undo:

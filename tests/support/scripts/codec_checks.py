@@ -126,7 +126,7 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
     for kind in ("plain", "int8"):
         engine = make_engine(name)
         codec = GradientCompressor(kind, asynchronous=True)
-        if codec.refusal(engine) is not None:
+        if codec.unsupported_reason(engine) is not None:
             return {}
         codec.attach(engine)
         train(engine, codec, range(2))

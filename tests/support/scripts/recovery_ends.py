@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import STEPS, Escalation, Ladder
+from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.guard_schedule import GuardSchedule
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
 
@@ -40,7 +41,7 @@ def unarmed() -> MicroBatchPlanner:
 def gives_up(name: str) -> dict[str, Any]:
     """Run out for good in one window, and train on with the next: is the engine as before?"""
     trained = Trained(ENGINES[name])
-    trained.replay._ladder = Ladder()
+    trained.replay._escalation = EscalationPolicy()
     trained.train(0, None)
     error = None
     try:
@@ -58,22 +59,31 @@ def gives_up(name: str) -> dict[str, Any]:
     return told | {"intact": torch.equal(weights, expected.close())}
 
 
-def climbs(name: str) -> dict[str, Any]:
-    """Find room on the second step of the ladder."""
+@dataclass(frozen=True)
+class Recorded:
+    """An escalation that is recorded, and in effect removes the fault."""
+
+    change: EngineChange
+    trained: Trained
+    has_effect: bool
+    applied: list[str]
+
+    def apply(self) -> bool:
+        self.applied.append(self.change.name)
+        if self.has_effect:
+            self.trained.fault = None
+        return self.has_effect
+
+
+def escalates(name: str) -> dict[str, Any]:
+    """Run out of memory until the second escalation helps."""
     trained = Trained(ENGINES[name])
     asked: list[str] = []
-
-    def makes_room() -> bool:
-        asked.append(STEPS[1])
-        trained.fault = None
-        return True
-
-    def does_not() -> bool:
-        asked.append(STEPS[0])
-        return False
-
-    trained.replay._ladder = Ladder(
-        [Escalation(name=STEPS[0], apply=does_not), Escalation(name=STEPS[1], apply=makes_room)]
+    trained.replay._escalation = EscalationPolicy(
+        [
+            Recorded(EngineChange.ACTIVATION_CHECKPOINTING, trained, False, asked),
+            Recorded(EngineChange.MINIMAL_BUCKETS, trained, True, asked),
+        ]
     )
     result = trained.train(0, NEVER_ON_ONE)
     told = {"asked": asked, "sizes": result.micro_batches, "replays": result.replays}
@@ -101,7 +111,7 @@ def main(folder: Path) -> None:
     gc.freeze()
     told = {
         "gives up": {name: gives_up(name) for name in ("stage 1", "stage 3, small buckets")},
-        "climbs": climbs("stage 2"),
+        "escalates": escalates("stage 2"),
         "all run out, no votes": {
             name: without_votes(name, TWO_ON_ALL) for name in ("stage 2", "stage 3")
         },

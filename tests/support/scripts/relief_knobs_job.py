@@ -40,11 +40,11 @@ def turned(case: Case, expected: torch.Tensor, counts: Counts) -> dict:
     def before_window(window: int) -> None:
         if window == APPLY_BEFORE:
             undos.append(knob.apply(engine, case.value))
-            found["holds_after_apply"] = knob.verify(engine, case.value)
+            found["holds_after_apply"] = knob.is_applied(engine, case.value)
         if window == UNDO_BEFORE:
             undos[0]()
             undos[0]()
-            found["holds_after_undo"] = knob.verify(engine, found["was"])
+            found["holds_after_undo"] = knob.is_applied(engine, found["was"])
         counts.window.clear()
 
     train(engine, dist.get_rank(), before_window, lambda: windows.append(counts.close(engine)))
@@ -72,7 +72,7 @@ def reasons() -> dict[str, dict[str, str | None]]:
     told = {}
     for stage in range(4):
         engine = make_engine(stage, {})
-        told[f"stage {stage}"] = {knob.name: knob.unavailable(engine) for knob in KNOBS}
+        told[f"stage {stage}"] = {knob.name: knob.unsupported_reason(engine) for knob in KNOBS}
         give_up(engine)
     return told
 

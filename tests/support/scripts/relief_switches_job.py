@@ -1,4 +1,4 @@
-"""Switches activation checkpointing and the optimizer's sleep on and off on live engines.
+"""Switches activation checkpointing and optimizer state offload on and off on live engines.
 
 `relief_switches_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """
@@ -29,10 +29,12 @@ from relief_engines import (
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from zerowatch.runtime.common.undo import Undo, chain
-from zerowatch.runtime.engine.live_settings import (
-    activation_checkpointing,
-    memory_savings,
-    optimizer_state_offload,
+from zerowatch.runtime.engine.live_settings import optimizer_state_offload
+from zerowatch.runtime.engine.live_settings.activation_checkpointing import ActivationCheckpointing
+from zerowatch.runtime.engine.live_settings.minimal_buckets import MinimalBuckets
+from zerowatch.runtime.engine.live_settings.optimizer_state_offload import (
+    OffloadedOptimizerStates,
+    OptimizerStateOffload,
 )
 
 
@@ -45,19 +47,16 @@ class Case:
     transformers: bool = False
 
 
-def every_rung(engine) -> Undo:
-    """Take all rungs that this engine has; on a CPU the optimizer does not sleep."""
+def every_saving(engine) -> Undo:
+    """Apply all memory savings that this engine supports; on a CPU that excludes the offload."""
+    savings = [ActivationCheckpointing(), MinimalBuckets(), OptimizerStateOffload()]
     return chain(
-        [
-            rung.apply(engine)
-            for rung in memory_savings.memory_savings()
-            if rung.unavailable(engine) is None
-        ]
+        [each.attach(engine) for each in savings if each.unsupported_reason(engine) is None]
     )
 
 
-BY_DEFAULT = activation_checkpointing.apply
-BY_PATTERN = partial(activation_checkpointing.apply, chosen="blocks.[01]")
+BY_DEFAULT = ActivationCheckpointing().attach
+BY_PATTERN = ActivationCheckpointing("blocks.[01]").attach
 CASES = [
     *(
         Case(name=f"checkpointing, stage {stage}", stage=stage, apply=BY_DEFAULT)
@@ -69,19 +68,19 @@ CASES = [
     ),
     *(
         Case(
-            name=f"sleep, stage {stage}",
+            name=f"offload, stage {stage}",
             stage=stage,
-            apply=optimizer_state_offload.OptimizerStateOffload,
+            apply=OffloadedOptimizerStates,
         )
         for stage in range(4)
     ),
     Case(
-        name="sleep, BF16_Optimizer",
+        name="offload, BF16_Optimizer",
         stage=1,
-        apply=optimizer_state_offload.OptimizerStateOffload,
+        apply=OffloadedOptimizerStates,
         bf16=True,
     ),
-    Case(name="every rung, stage 3", stage=3, apply=every_rung),
+    Case(name="every saving, stage 3", stage=3, apply=every_saving),
 ]
 
 
@@ -103,7 +102,7 @@ def as_language(forward: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Te
 
 def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
     engine = make(case)
-    found: dict = {"saved": [], "asleep": []}
+    found: dict = {"saved": [], "num_offloaded": []}
     undos: list[Undo] = []
     forwards = {name: vars(m).get("forward") for name, m in engine.module.named_modules()}
 
@@ -120,10 +119,10 @@ def run(case: Case, is_applied: bool) -> tuple[torch.Tensor, dict]:
     def after_window() -> None:
         found["saved"].append(engine.saved)
         storages = [tensor.untyped_storage() for tensor in optimizer_state_offload._states(engine)]
-        found["asleep"].append(sum(storage.nbytes() == 0 for storage in storages))
+        found["num_offloaded"].append(sum(storage.nbytes() == 0 for storage in storages))
 
     train(engine, dist.get_rank(), before_window, after_window)
-    found["unavailable"] = optimizer_state_offload.unavailable(engine)
+    found["unsupported_reason"] = OptimizerStateOffload().unsupported_reason(engine)
     if case.stage and not case.transformers:
         first = next(engine.module.parameters())
         state = deepspeed.utils.safe_get_full_optimizer_state(first, "exp_avg")

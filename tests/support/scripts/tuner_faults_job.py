@@ -43,7 +43,10 @@ def fails(error: BaseException) -> Callable[..., Any]:
 
 # The garbage collector is turned last: all else is done by then.
 FAULTS: dict[str, tuple[Fault, bool]] = {
-    "refused": (lambda run, hands: patch(hands, "refusal", lambda target: "no room"), False),
+    "refused": (
+        lambda run, hands: patch(hands, "unsupported_reason", lambda target: "no room"),
+        False,
+    ),
     "apply fails": (lambda run, hands: patch(hands, "apply", fails(ZerowatchError("no"))), False),
     "out of memory half way": (
         lambda run, hands: patch(hands._garbage, "turn", fails(RuntimeError(OUT_OF_MEMORY))),

@@ -1,0 +1,17 @@
+"""An escalation whose effect is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
+
+
+@dataclass(frozen=True)
+class FakeEscalation:
+    change: EngineChange
+    effect: Callable[[], bool]
+
+    def apply(self) -> bool:
+        return self.effect()
