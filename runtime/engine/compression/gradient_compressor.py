@@ -18,7 +18,7 @@ from .residuals import Residuals
 from .stage_0 import Stage0
 from .stage_1_and_2 import Stage1And2
 from .stage_3 import Stage3
-from .unsupported import place_of, unsupported_reason
+from .unsupported import reducer_class, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class GradientCompressor:
         return undo
 
     def _made(self, engine: Any) -> ReductionPatch | None:
-        names, place = names_of(engine.module), place_of(engine)
+        names, place = names_of(engine.module), reducer_class(engine)
         if place == ZERO_1_AND_2:
             return Stage1And2(
                 engine.optimizer, self._compressor, names, asynchronous=self.asynchronous

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...common.deepspeed_internals import BF16, ENGINE, ZERO_1_AND_2, ZERO_3, missing_names
-from ...common.deepspeed_internals_compression import PRIVATE_NAMES
+from ...common.deepspeed_internals import (
+    BF16,
+    ENGINE,
+    INTERNALS,
+    ZERO_1_AND_2,
+    ZERO_3,
+    missing_names,
+)
 
 
-def place_of(engine: Any) -> str:
-    """Return whose methods reduce an engine's gradients, as `deepspeed_places.py` spells it."""
+def reducer_class(engine: Any) -> str:
+    """Return the class whose methods reduce an engine's gradients, as "module:Class"."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
         return BF16
@@ -19,10 +25,11 @@ def place_of(engine: Any) -> str:
 
 def unsupported_reason(engine: Any, *, asynchronous: bool) -> str | None:
     """Return why the codec cannot be attached; None if it can."""
-    place = place_of(engine)
+    place = reducer_class(engine)
     owner = engine if place == ENGINE else engine.optimizer
-    missing = missing_names(owner, place, PRIVATE_NAMES[place])
-    missing += missing_names(engine, ENGINE, PRIVATE_NAMES[ENGINE])
+    internals = INTERNALS["engine/compression"]
+    missing = missing_names(owner, place, internals[place])
+    missing += missing_names(engine, ENGINE, internals[ENGINE])
     if missing:
         return f"this DeepSpeed has no {', '.join(missing)}"
     reason = _of_the_model(engine) or _of_the_optimizer(engine.optimizer)

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ....errors import ZerowatchError
-from ...common.deepspeed_internals import forget_releases
+from ...common.deepspeed_internals import clear_release_cache
 from ...common.undo import Undo, UndoOnce, chain, own_attributes, restore_attributes
 from .choose_modules import ModuleSelector, choose_modules
 from .zero_optimizer import synchronize_device, zero_3_optimizer
@@ -73,8 +73,8 @@ class ActivationCheckpointing:
         undo = self._switch_on(engine.module)
         if zero_3_optimizer(engine) is None:
             return undo
-        forget_releases()
-        return UndoOnce(chain([forget_releases, undo]))
+        clear_release_cache()
+        return UndoOnce(chain([clear_release_cache, undo]))
 
     def _switch_on(self, model: nn.Module) -> Undo:
         if self._modules is None and _has_own_switch(model):

@@ -22,8 +22,8 @@ from ...common.deepspeed_internals import (
     ZERO_1_AND_2,
     ZERO_3,
     attribute,
+    missing_reason,
 )
-from ...common.deepspeed_internals_live_settings import missing
 from ...common.patching import AttributePatch
 from ...common.undo import Undo, UndoOnce, chain, set_attributes
 from .knob import Knob, Value
@@ -51,10 +51,10 @@ class _ReduceBucketSize(Knob):
             (ZERO_3, zero_3_optimizer(engine)),
         ):
             if optimizer is not None:
-                return missing(optimizer, place, "reduce_bucket_size", "ipg_buckets")
+                return missing_reason(optimizer, place, "reduce_bucket_size", "ipg_buckets")
         if getattr(engine, "pipeline_parallelism", False):
             return "a pipeline engine passes its own bucket size with each call"
-        return missing(engine, ENGINE, "allreduce_gradients")
+        return missing_reason(engine, ENGINE, "allreduce_gradients")
 
     def get(self, engine: Any) -> int:
         if _has_bucket_setting(engine):
@@ -97,7 +97,7 @@ class _ReduceScatter(Knob):
         if zero is None:
             return _NOT_PARTITIONED
         names = ("reduce_scatter", "gradient_predivide_factor", "postscale_gradients")
-        gone = missing(zero, ZERO_1_AND_2 if zero_1_2 is not None else ZERO_3, *names)
+        gone = missing_reason(zero, ZERO_1_AND_2 if zero_1_2 is not None else ZERO_3, *names)
         if gone is not None:
             return gone
         if zero.gradient_predivide_factor != 1.0 or not zero.postscale_gradients:
@@ -124,7 +124,7 @@ class _MultiRankBucketAllreduce(Knob):
         zero = zero_1_2_optimizer(engine)
         if zero is None:
             return "only stages 1 and 2 choose between one all-reduce and a reduce per owner"
-        gone = missing(zero, ZERO_1_AND_2, "use_multi_rank_bucket_allreduce")
+        gone = missing_reason(zero, ZERO_1_AND_2, "use_multi_rank_bucket_allreduce")
         if gone is not None:
             return gone
         return None if zero.reduce_scatter else "reduce_scatter is off: everything is all-reduced"
@@ -144,9 +144,9 @@ class _ContiguousGradients(Knob):
         if zero_1_2 is None and zero_3 is None:
             return _NOT_PARTITIONED
         if zero_3 is not None:
-            return missing(zero_3, ZERO_3, "contiguous_gradients", "ipg_buckets")
+            return missing_reason(zero_3, ZERO_3, "contiguous_gradients", "ipg_buckets")
         names = ("contiguous_gradients", "_release_ipg_buffers", "_grad_acc_hooks", "cpu_offload")
-        gone = missing(zero_1_2, ZERO_1_AND_2, *names)
+        gone = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
         if gone is None and zero_1_2 is not None and zero_1_2.cpu_offload:
             return "an optimizer on the host needs contiguous gradients"
         return gone or _missing_hooks(zero_1_2)
@@ -191,7 +191,7 @@ class _OverlapComm(Knob):
         if zero_1_2 is None:
             return _NOT_PARTITIONED
         names = ("overlap_comm", "_grad_acc_hooks", "partition_gradients")
-        gone = missing(zero_1_2, ZERO_1_AND_2, *names)
+        gone = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
         if gone is not None:
             return gone
         if not zero_1_2.partition_gradients and not engine.managed_gradient_accumulation():
@@ -201,10 +201,10 @@ class _OverlapComm(Knob):
     def _unsupported_reason_of_stage_3(self, zero_3: Any) -> str | None:
         if get_accelerator().is_synchronized_device():
             return "this device has no streams, and stage 3 overlaps by streams alone"
-        gone = missing(zero_3, ZERO_3, "reduce_and_partition_stream", "parameter_offload")
+        gone = missing_reason(zero_3, ZERO_3, "reduce_and_partition_stream", "parameter_offload")
         if gone is not None:
             return gone
-        return missing(zero_3.parameter_offload, PARAMETER_OFFLOAD, "__allgather_stream")
+        return missing_reason(zero_3.parameter_offload, PARAMETER_OFFLOAD, "__allgather_stream")
 
     def get(self, engine: Any) -> bool:
         zero_3 = zero_3_optimizer(engine)

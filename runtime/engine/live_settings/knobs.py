@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...common.deepspeed_internals import ENGINE
-from ...common.deepspeed_internals_live_settings import missing
+from ...common.deepspeed_internals import ENGINE, missing_reason
 from ...common.undo import Undo, set_attributes
 from .bucket_knobs import (
     CONTIGUOUS_GRADIENTS,
@@ -29,7 +28,7 @@ class _TimerSynchronized(Knob):
     name = "timers.throughput.synchronized"
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        gone = missing(engine, ENGINE, "tput_timer")
+        gone = missing_reason(engine, ENGINE, "tput_timer")
         if gone is None and not hasattr(engine.tput_timer, "config"):
             return "this DeepSpeed's throughput timer has no setting"
         return gone

@@ -20,8 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ....errors import ZerowatchError
-from ...common.deepspeed_internals import ENGINE
-from ...common.deepspeed_internals_live_settings import missing
+from ...common.deepspeed_internals import ENGINE, missing_reason
 from ...common.patching import AttributePatch
 
 # Attributes with master weights: of ZeRO 1 and 2, ZeRO 3, BF16_Optimizer and FP16_Optimizer.
@@ -41,7 +40,7 @@ class OptimizerStateOffload:
         """Return why the states cannot be offloaded, or would free nothing; None if they can."""
         if get_accelerator().device_name() == "cpu":
             return "the device's memory is the host's own, so nothing would be freed"
-        gone = missing(engine, ENGINE, "basic_optimizer")
+        gone = missing_reason(engine, ENGINE, "basic_optimizer")
         if gone is not None:
             return gone
         if engine.optimizer is None or not hasattr(engine.basic_optimizer, "state"):

@@ -15,10 +15,10 @@ from ...common.deepspeed_internals import (
     PARAMETER_OFFLOAD,
     ZERO_3,
     attribute,
-    forget_releases,
-    remembered_releases,
+    clear_release_cache,
+    missing_reason,
+    release_cache,
 )
-from ...common.deepspeed_internals_live_settings import missing
 from ...common.undo import Undo, chain, own_attributes, restore_attributes, set_attributes
 from .knob import Knob, Value
 from .zero_optimizer import (
@@ -52,8 +52,8 @@ class _CoordinatorKnob(Knob):
             param_coordinator(engine.optimizer),
             **{attribute(COORDINATOR, self.private_name): int(value)},
         )
-        forget_releases()
-        return chain([forget_releases, undo])
+        clear_release_cache()
+        return chain([clear_release_cache, undo])
 
 
 class _PrefetchBucketSize(_CoordinatorKnob):
@@ -91,7 +91,7 @@ class _ParamPersistenceThreshold(Knob):
             "param_numel_persistence_threshold",
             "model_persistence_threshold",
         )
-        gone = missing(engine.optimizer.parameter_offload, PARAMETER_OFFLOAD, *names)
+        gone = missing_reason(engine.optimizer.parameter_offload, PARAMETER_OFFLOAD, *names)
         if gone is None and engine.zero_offload_param() is not None:
             return "parameters are offloaded; their persistent ones were chosen at the start"
         return gone
@@ -110,12 +110,12 @@ class _ParamPersistenceThreshold(Knob):
                 parameter = reference()
                 if parameter is not None:
                     restore_attributes(parameter, before)
-            forget_releases()
+            clear_release_cache()
 
         for parameter in parameters:
             parameter.ds_persist = False
         kept = offload.mark_persistent_parameters(int(value), offload.model_persistence_threshold)
-        forget_releases()
+        clear_release_cache()
         return chain(
             [
                 undo_flags,
@@ -159,13 +159,13 @@ def _unsupported_reason(engine: Any, private_name: str) -> str | None:
     zero_3 = zero_3_optimizer(engine)
     if zero_3 is None:
         return "only stage 3 gathers parameters"
-    gone = missing(zero_3, ZERO_3, "parameter_offload") or missing(
+    gone = missing_reason(zero_3, ZERO_3, "parameter_offload") or missing_reason(
         zero_3.parameter_offload, PARAMETER_OFFLOAD, "param_coordinator"
     )
     if gone is None:
         names = (private_name, "__params_to_release")
-        gone = missing(param_coordinator(zero_3), COORDINATOR, *names)
-    if gone is None and remembered_releases() is None:
+        gone = missing_reason(param_coordinator(zero_3), COORDINATOR, *names)
+    if gone is None and release_cache() is None:
         return "this DeepSpeed does not cache the parameters to release where expected"
     if gone is None and _is_on_nvme(engine):
         return "parameters are on NVMe, where the number of buffers is fixed at the start"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ...common.deepspeed_internals_rebuild import missing
+from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config_keys import misspelt_keys
 from .fill import ADAMS
 from .layout import base_optimizer, layout_of
@@ -71,7 +71,7 @@ def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, An
 
 
 def _of_engine(engine: Any) -> Iterator[str]:
-    for name in missing(engine):
+    for name in missing_for_rebuild(engine):
         yield f"this version of DeepSpeed has no {name}, which rebuilding leans on"
     if hasattr(type(engine), "train_batch"):
         yield "pipeline engines are not rebuilt: their layers are split over ranks"

@@ -14,7 +14,6 @@ from .rank_file import refused
 
 # Where it is missing, a disk that is full for this file leaves the other ranks waiting.
 _COPY = "_copy_recovery_script"
-PRIVATE_NAMES = {"deepspeed.runtime.engine:DeepSpeedEngine": (_COPY,)}
 
 
 def engine_facts(engine: Any) -> EngineFacts:

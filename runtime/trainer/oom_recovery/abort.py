@@ -16,14 +16,16 @@ from ...common.deepspeed_internals import (
     ENGINE,
     FP16,
     FP16_UNFUSED,
+    INTERNALS,
     ZERO_1_AND_2,
     ZERO_3,
+    class_path,
     missing_names,
-    place_of,
 )
-from ...common.deepspeed_internals_oom_recovery import PRIVATE_NAMES
 from .abort_stage_1_and_2 import abort_stage_1_and_2
 from .abort_stage_3 import abort_stage_3
+
+_INTERNALS = INTERNALS["trainer/oom_recovery"]
 
 
 def abort_window(engine: Any) -> None:
@@ -40,7 +42,7 @@ def abort_window(engine: Any) -> None:
         raise ZerowatchError(f"a window of this engine cannot be abandoned: {reason}")
     _synchronize()
     _abort_engine(engine)
-    _ABORTS.get(place_of(engine.optimizer), _abort_plain)(engine)
+    _ABORTS.get(class_path(engine.optimizer), _abort_plain)(engine)
     hooks = getattr(engine.optimizer, "_backward_hook_state", None)
     if hooks is not None:
         hooks.backward_active_depth = 0
@@ -50,9 +52,9 @@ def abort_window(engine: Any) -> None:
 
 def can_abort(engine: Any) -> str | None:
     """Say why a window of this engine cannot be abandoned; None if it can."""
-    if place_of(engine) != ENGINE:
+    if class_path(engine) != ENGINE:
         return f"{type(engine).__name__} runs its own schedule; only DeepSpeedEngine is known"
-    if missing := missing_names(engine, ENGINE, PRIVATE_NAMES[ENGINE]):
+    if missing := missing_names(engine, ENGINE, _INTERNALS[ENGINE]):
         return _unknown("engine", missing)
     if engine.managed_gradient_accumulation():
         return "set managed_gradient_accumulation to false, so that step() ends a window"
@@ -66,17 +68,17 @@ def can_abort(engine: Any) -> str | None:
 
 
 def _can_abort_optimizer(optimizer: Any) -> str | None:
-    place = place_of(optimizer)
+    place = class_path(optimizer)
     if place not in _ABORTS:
         if type(optimizer).__module__.startswith("deepspeed.runtime"):
             return f"{type(optimizer).__name__} is not known"
         return None
-    if missing := missing_names(optimizer, place, PRIVATE_NAMES[place]):
+    if missing := missing_names(optimizer, place, _INTERNALS[place]):
         return _unknown("optimizer", missing)
     if place != ZERO_3:
         return None
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    if missing := missing_names(coordinator, COORDINATOR, PRIVATE_NAMES[COORDINATOR]):
+    if missing := missing_names(coordinator, COORDINATOR, _INTERNALS[COORDINATOR]):
         return _unknown("coordinator of parameters", missing)
     if optimizer.swap_optimizer or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "its states are on NVMe, where reads and writes may be under way"

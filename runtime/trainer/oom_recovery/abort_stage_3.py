@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...common.deepspeed_internals import forget_releases
+from ...common.deepspeed_internals import clear_release_cache
 
 
 def abort_stage_3(engine: Any) -> None:
@@ -27,7 +27,7 @@ def abort_stage_3(engine: Any) -> None:
     coordinator.release_and_reset_all(module)
     for parameter in module.parameters():
         parameter.ds_secondary_tensor = None  # hpZ's copy, which some ranks may have made already
-    forget_releases()
+    clear_release_cache()
     _drop_gradients(optimizer)
 
 

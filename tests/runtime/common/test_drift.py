@@ -1,7 +1,7 @@
-"""Every private name of DeepSpeed and torch that zerowatch leans on is still there.
+"""Every private name of DeepSpeed and torch that zerowatch uses is still there.
 
-A name that is gone fails here, with what leans on it, before a user meets it. The rooms that change
-an engine list theirs themselves; what they only write, or what some engines have not, stands here.
+A name that is gone fails here, with the file that uses it, before a user meets it. The packages
+that change an engine have their names in `deepspeed_internals.py`; the rest is listed here.
 """
 
 from __future__ import annotations
@@ -13,35 +13,28 @@ from typing import Any
 
 import pytest
 
-from zerowatch.runtime.common import deepspeed_internals_compression as codec
-from zerowatch.runtime.common import deepspeed_internals_live_settings as relief
-from zerowatch.runtime.common import deepspeed_internals_oom_recovery as recovery
-from zerowatch.runtime.common import deepspeed_internals_rebuild as rebuild
-from zerowatch.runtime.common.deepspeed_internals import COORDINATOR, ENGINE, ZERO_1_AND_2, ZERO_3
-from zerowatch.runtime.trainer.checkpoint import engine_files as resume
+from zerowatch.runtime.common.deepspeed_internals import (
+    COORDINATOR,
+    ENGINE,
+    INTERNALS,
+    ZERO_1_AND_2,
+    ZERO_3,
+)
 
-ROOMS = {
-    "engine/compression": codec.PRIVATE_NAMES,
-    "engine/rebuild": rebuild.PRIVATE_NAMES,
-    "trainer/oom_recovery": recovery.PRIVATE_NAMES,
-    "engine/live_settings": relief.PRIVATE_NAMES,
-    "trainer/checkpoint": resume.PRIVATE_NAMES,
-}
-
-TAP = "runtime/collectives/instrument.py"
+COLLECTIVES = "runtime/collectives/instrument.py"
 ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
 STEP = "runtime/instrumentation/step_closer.py and runtime/monitor/watch.py"
 STREAMS = "runtime/collectives/stream_hooks.py"
 PROFILE = "runtime/instrumentation/profiled_steps.py"
-PLAN = "runtime/estimator/engine_plan.py"
+ESTIMATOR = "runtime/estimator/engine_plan.py"
 OFFLOAD = "runtime/memory/offload/"
 RECOVERY = "runtime/trainer/oom_recovery/"
 
 C10D = "torch.distributed.distributed_c10d"
 
-LEANED_ON: tuple[tuple[str, str, str], ...] = (
-    (C10D, TAP, "_world GroupMember P2POp batch_isend_irecv"),
-    (f"{C10D}:_World", TAP, "pg_coalesce_state"),
+USED_NAMES: tuple[tuple[str, str, str], ...] = (
+    (C10D, COLLECTIVES, "_world GroupMember P2POp batch_isend_irecv"),
+    (f"{C10D}:_World", COLLECTIVES, "pg_coalesce_state"),
     (C10D, "runtime/common/process_info.py", "_get_default_store Store"),
     (C10D, "runtime/common/rank_store.py", "_get_default_store PrefixStore Store"),
     (
@@ -49,7 +42,7 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/collectives/groups.py",
         "_get_sequence_number_for_group _get_backend size",
     ),
-    ("torch.distributed:Work", TAP, "get_future wait"),
+    ("torch.distributed:Work", COLLECTIVES, "get_future wait"),
     ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
     ("torch.cuda:Event", STREAMS, "record wait synchronize"),
     ("torch.cuda", STREAMS, "synchronize"),
@@ -65,9 +58,9 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/cross_rank/store_log.py",
         "check get set delete_key clone set_timeout",
     ),
-    (COORDINATOR, PLAN, "is_complete_trace"),
-    (ENGINE, PLAN, "seq_data_parallel_group optimizer_name basic_optimizer"),
-    ("torch.compiler", TAP, "is_compiling"),
+    (COORDINATOR, ESTIMATOR, "is_complete_trace"),
+    (ENGINE, ESTIMATOR, "seq_data_parallel_group optimizer_name basic_optimizer"),
+    ("torch.compiler", COLLECTIVES, "is_compiling"),
     (
         "torch.utils.data.dataloader:_BaseDataLoaderIter",
         "runtime/instrumentation/dataloader_hooks.py",
@@ -79,7 +72,11 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/monitor/watch.py and runtime/monitor/engine_info.py",
         "cdb comms_logger",
     ),
-    ("deepspeed.comm.torch:TorchBackend", TAP, "all_gather_function reduce_scatter_function"),
+    (
+        "deepspeed.comm.torch:TorchBackend",
+        COLLECTIVES,
+        "all_gather_function reduce_scatter_function",
+    ),
     (
         "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
         "runtime/instrumentation/dataloader_hooks.py",
@@ -132,7 +129,7 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
         "runtime/instrumentation/flops_counter.py",
         "start_profile stop_profile get_total_flops end_profile",
     ),
-    (ENGINE, PLAN, "_config"),
+    (ENGINE, ESTIMATOR, "_config"),
     (ENGINE, OFFLOAD, "offload_states reload_states"),
     (ENGINE, RECOVERY, "zero_grad"),
     (ZERO_1_AND_2, "runtime/memory/engine_tensors.py", "norm_for_param_grads"),
@@ -145,10 +142,10 @@ LEANED_ON: tuple[tuple[str, str, str], ...] = (
     (ZERO_3, OFFLOAD, "micro_step_id subgroup_to_device"),
 )
 
-CASES = [(place, user, name) for place, user, names in LEANED_ON for name in names.split()]
+CASES = [(place, user, name) for place, user, names in USED_NAMES for name in names.split()]
 CASES += [
-    (place, f"runtime/{room}/", name)
-    for room, table in ROOMS.items()
+    (place, f"runtime/{package}/", name)
+    for package, table in INTERNALS.items()
     for place, names in table.items()
     for name in names
 ]
@@ -180,12 +177,12 @@ def is_there(owner: Any, name: str) -> bool:
 @pytest.mark.parametrize(("place", "user", "name"), CASES)
 def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
     assert is_there(resolve(place), name), (
-        f"{place} has no {name!r} in this version; {user} leans on it. Find what replaced it, and "
+        f"{place} has no {name!r} in this version; {user} uses it. Find what replaced it, and "
         "change that file and this table together."
     )
 
 
-def test_deepspeeds_backend_takes_the_parameters_that_the_tap_reads() -> None:
+def test_deepspeeds_backend_takes_the_parameters_that_are_read() -> None:
     operations = importlib.import_module("zerowatch.runtime.collectives.operations")
     backend = resolve("deepspeed.comm.torch:TorchBackend")
 
@@ -197,7 +194,7 @@ def test_deepspeeds_backend_takes_the_parameters_that_the_tap_reads() -> None:
         assert actual == parameters, f"TorchBackend.{name} takes {actual}"
 
 
-def test_torchs_functions_take_parameters_that_the_tap_can_read() -> None:
+def test_torchs_functions_take_parameters_that_can_be_read() -> None:
     operations = importlib.import_module("zerowatch.runtime.collectives.operations")
     c10d = resolve(C10D)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from zerowatch.runtime.common.deepspeed_internals_compression import PRIVATE_NAMES
+from zerowatch.runtime.common.deepspeed_internals import INTERNALS
 from zerowatch.runtime.engine.compression.collective_steps import InFlightReduction, run_all
 from zerowatch.runtime.engine.compression.compression_error import CompressionError
 from zerowatch.runtime.engine.compression.formats import BLOCK
@@ -158,5 +158,5 @@ def test_a_codec_that_does_not_exist_is_named_with_those_that_do() -> None:
 
 
 def test_private_names_are_listed_once_and_in_order() -> None:
-    for names in PRIVATE_NAMES.values():
+    for names in INTERNALS["engine/compression"].values():
         assert list(names) == sorted(set(names))

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.common.deepspeed_internals_oom_recovery import PRIVATE_NAMES
+from zerowatch.runtime.common.deepspeed_internals import INTERNALS
 from zerowatch.runtime.trainer.oom_recovery.abort import abort_window, can_abort
 from zerowatch.runtime.trainer.oom_recovery.optimizer_states import materialise_optimizer_states
 
-NAMES = [(place, name) for place, names in PRIVATE_NAMES.items() for name in names]
+NAMES = [
+    (place, name) for place, names in INTERNALS["trainer/oom_recovery"].items() for name in names
+]
 
 
 def resolve(place: str) -> Any:

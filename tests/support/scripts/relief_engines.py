@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero import parameter_offload
 
-from zerowatch.runtime.common.deepspeed_internals import forget_releases
+from zerowatch.runtime.common.deepspeed_internals import clear_release_cache
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -171,5 +171,5 @@ def weights(engine) -> torch.Tensor:
 def give_up(engine) -> None:
     engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()
-    forget_releases()
+    clear_release_cache()
     gc.collect()
