@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..metrics.whole_file import atomic_write
+from ..metrics.atomic_file import atomic_write
 
 LOOK_SECONDS = 2.0
 Targets = list[dict[str, Any]]

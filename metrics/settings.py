@@ -6,19 +6,24 @@ zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SER
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     ByteSize,
+    ConfigDict,
     Field,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -28,13 +33,17 @@ from pydantic_settings import (
 )
 
 from ..errors import SettingsError
-from .setting_errors import check_environment_names, settings_error
-from .setting_section import Section
-from .setting_tuner import TunerSettings
+from .thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
 RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
+
+
+class Section(BaseModel):
+    """A section of the settings: frozen, and without options that do not exist."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ServeSettings(Section):
@@ -176,6 +185,44 @@ class OtelSettings(Section):
     """Seconds that an export may take; training never waits for one, the end of a run 1 at most."""
 
 
+class TunerSettings(Section):
+    """What the tuner may do, how sure it must be, and what it may cost."""
+
+    mode: Literal["off", "advise", "auto"] = "advise"
+    """`off`: no tuner. `advise` says what to change and changes nothing. `auto` changes it, where
+    the training is a TrainingRun (elsewhere it advises), and takes back what did not help."""
+    numerics: Literal["bitwise", "reassociation", "statistical", "unrestricted"] = "reassociation"
+    """What a change may do to the numbers: `bitwise` nothing; `reassociation` sum them in another
+    order; `statistical` also round them otherwise, the same on average; `unrestricted` also
+    change batch size and learning rate."""
+    rebuild: bool = True
+    """Whether the engine may be rebuilt for what cannot be changed in it."""
+    min_gain: float = Field(default=0.01, gt=0, lt=1)
+    """Least gain of throughput that is worth a change; 0.01 is 1 %. Never below 1 %, for a rebuild
+    3 %."""
+    exploration_ratio: float = Field(default=0.05, ge=0, le=1)
+    """Most of the training time that may be lost to trials, as a share of the time so far plus 10
+    minutes; 0 for no trials at all."""
+    observe_seconds: float = Field(default=20.0, gt=0)
+    """Seconds of training that a diagnosis of a TrainingRun is made from; 30 for any other."""
+    soak_steps: int = Field(default=200, ge=0)
+    """Most steps after an accepted change in which nothing else is tried; 10 seconds of training,
+    and at least 5 steps, if that is less."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Steps that the training will have; a change that cannot pay for its trial by then is not
+    tried. Without it, the run is taken to go on for long."""
+    comm_ratio_high: float = Field(default=COMM_RATIO_HIGH, gt=0, lt=1)
+    """Share of training time that waits for communication, above which it is a symptom."""
+    device_utilization_low: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
+    """A device's busy share below which it is a symptom."""
+    stop_file: Path | None = None
+    """While this file exists on rank 0's host, nothing is changed and what is on trial is taken
+    back; what was kept stays. By default `tuner.stop` in the run folder."""
+    history_dir: Path | None = None
+    """Directory of the tuner's history, reused by later runs of the same job; by default `.tuner`
+    in run_log.folder, and none if no run log is written. Delete it to reset."""
+
+
 class Settings(BaseSettings):
     """All settings. Build it with `load_settings`, which says what is wrong in one line."""
 
@@ -229,7 +276,7 @@ def load_settings(
     Raises:
         SettingsError: A source names a setting that does not exist, or a value that is not allowed.
     """
-    check_environment_names(Settings, ENVIRONMENT_PREFIX)
+    _check_environment_names(Settings, ENVIRONMENT_PREFIX)
     named_sources = {
         "call argument": dict(arguments or {}),
         "environment": _from_environment(),
@@ -243,7 +290,7 @@ def load_settings(
     try:
         return Settings(**merged)
     except ValidationError as error:
-        raise settings_error(Settings, error.errors()[0], "all sources together") from None
+        raise _settings_error(Settings, error.errors()[0], "all sources together") from None
 
 
 def _check_source(values: Mapping[str, Any], origin: str) -> None:
@@ -254,7 +301,7 @@ def _check_source(values: Mapping[str, Any], origin: str) -> None:
         for fault in error.errors():
             # A rule between two settings may be met by another source: only the whole can tell.
             if fault["type"] != "value_error":
-                raise settings_error(Settings, fault, origin) from None
+                raise _settings_error(Settings, fault, origin) from None
 
 
 def _from_environment() -> dict[str, Any]:
@@ -279,3 +326,50 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             merged[name] = value
     return merged
+
+
+def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) -> SettingsError:
+    """Say which option is wrong, what it got and what is allowed."""
+    option = ".".join(str(part) for part in fault["loc"]) or "settings"
+    if fault["type"] == "extra_forbidden":
+        known = [*settings.model_fields, *_option_names(settings.model_fields)]
+        return SettingsError(
+            f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
+        )
+    # What is wrong with an address may be that it holds a password.
+    shown = re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"]))
+    got = "" if isinstance(fault["input"], dict) else f", got {shown}"
+    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
+
+
+def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
+    """Reject a misspelt variable with our prefix, which pydantic-settings would pass over."""
+    known = {
+        prefix + name.replace(".", "_").upper() for name in _option_names(settings.model_fields)
+    }
+    for variable in os.environ:
+        if variable.startswith(prefix) and variable not in known:
+            raise SettingsError(
+                f"environment variable {variable} is no setting{_did_you_mean(variable, known)}"
+            )
+
+
+def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable[str]:
+    for name, field in fields.items():
+        inner = next(
+            (
+                kind
+                for kind in (field.annotation, *get_args(field.annotation))
+                if isinstance(kind, type) and issubclass(kind, BaseModel)
+            ),
+            None,
+        )
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from _option_names(inner.model_fields, f"{prefix}{name}.")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -10,8 +10,8 @@ from ..timing import Timing
 from .alert import Alert
 from .communication import communication_alerts
 from .memory import memory_alerts
+from .overhead import overhead_alerts
 from .training import training_alerts
-from .watching import watching_alerts
 from .window import window_alerts
 
 
@@ -22,5 +22,5 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
         *training_alerts(timing),
         *memory_alerts(),
         *window_alerts(timing),
-        *watching_alerts(timing),
+        *overhead_alerts(timing),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...metrics.catalog import watching
+from ...metrics.catalog import overhead
 from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
 from ..grafana.board import Board, Row
 from ..grafana.panels import BarGauge, Column, Stat, Table, TimeSeries
@@ -19,7 +19,7 @@ from ..grafana.style import (
 )
 from ..promql import by
 from ..recording import communication
-from ..recording import watching as recorded
+from ..recording import overhead as recorded
 from .parts import sized
 from .queries import RANKS, of_ranks, of_run, total, worst
 
@@ -100,7 +100,7 @@ TRUST = (
         "normal; minutes mean that its watch thread stands still, or that the run is over.",
         queries=(
             Query(
-                f"time() - {by('min', of_ranks(watching.WATCH_LAST_UPDATE_TIMESTAMP))}",
+                f"time() - {by('min', of_ranks(overhead.WATCH_LAST_UPDATE_TIMESTAMP))}",
                 "age",
                 shape="now",
             ),
@@ -115,7 +115,7 @@ TRUST = (
         title="Hooks that failed",
         description="Since the start, by hook. Such a hook is dropped and training goes on; the "
         "log has its traceback once. Please report it.",
-        queries=(Query(total(watching.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
+        queries=(Query(total(overhead.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
         plain=True,
@@ -126,7 +126,7 @@ TRUST = (
     Stat(
         title="Exports that failed",
         description="Since the start, by exporter. The log says why.",
-        queries=(Query(total(watching.EXPORTER_FAILURES, "exporter"), "{{exporter}}", "now"),),
+        queries=(Query(total(overhead.EXPORTER_FAILURES, "exporter"), "{{exporter}}", "now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
         plain=True,
@@ -141,7 +141,7 @@ TRUST = (
             title="Records that were lost",
             description="Since the start, by the part that lost them: training always goes first. "
             "run_log: is the disk full? steps or collectives: steps are shorter than records take.",
-            queries=(Query(total(watching.DROPPED_RECORDS, "part"), "{{part}}", shape="now"),),
+            queries=(Query(total(overhead.DROPPED_RECORDS, "part"), "{{part}}", shape="now"),),
             unit=PLAIN,
             minimum=0,
             thresholds=ANY_IS_BAD,

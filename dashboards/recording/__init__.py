@@ -7,7 +7,7 @@ shipped windows. A level names the labels that stay beside job: `run_rank` keeps
 
 from __future__ import annotations
 
-from . import communication, devices, memory, training, watching, window
+from . import communication, devices, memory, overhead, training, window
 from .rule import RecordingRule
 
 GROUPS: dict[str, tuple[RecordingRule, ...]] = {
@@ -16,5 +16,5 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-memory": memory.RULES,
     "zerowatch-window": window.RULES,
     "zerowatch-devices": devices.RULES,
-    "zerowatch-watch": watching.RULES,
+    "zerowatch-watch": overhead.RULES,
 }

@@ -1,8 +1,8 @@
-"""Every metric, as data: the one place where a metric's name stands."""
+"""Every metric, as data. Metric names are written here only."""
 
 from __future__ import annotations
 
-from . import communication, devices, memory, training, tuner, watching, window
+from . import communication, devices, memory, overhead, training, tuner, window
 from .spec import MetricSpec
 
 CATALOG: tuple[MetricSpec, ...] = (
@@ -12,5 +12,5 @@ CATALOG: tuple[MetricSpec, ...] = (
     *memory.METRICS,
     *devices.METRICS,
     *tuner.METRICS,
-    *watching.METRICS,
+    *overhead.METRICS,
 )

@@ -1,6 +1,6 @@
-"""Collectives, and the time that a step spends on them.
+"""Collectives, and the time of a step that they take.
 
-Definitions of payload, wire bytes, comm, exposed, wait and causes: ARCHITECTURE.md, glossary.
+docs/concepts.md defines payload, wire bytes, comm, exposed, wait and causes.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 from .labels import CAUSE, COMPARED_PHASES, GROUP, OP, PHASE
 from .spec import Label, counter, gauge, histogram
 
-UNVERIFIED = "(NCCL: not yet verified)"
-
 COLLECTIVE_CALLS = counter(
     "collective_calls_total", "Collective operations issued by this rank.", OP, GROUP, PHASE
 )
 COLLECTIVE_BYTES = counter(
-    "collective_bytes_total", "Payload bytes of collectives, by nccl-tests' convention.", OP, GROUP
+    "collective_bytes_total", "Payload bytes of collectives, as nccl-tests counts them.", OP, GROUP
 )
 COLLECTIVE_WIRE_BYTES = counter(
     "collective_wire_bytes_total",
@@ -24,66 +22,67 @@ COLLECTIVE_WIRE_BYTES = counter(
 )
 COLLECTIVE_SECONDS = histogram(
     "collective_seconds",
-    f"Duration of collectives from issue to completion {UNVERIFIED}.",
+    "Duration of collectives from issue to completion.",
     (0.0001, 0.0005, 0.002, 0.01, 0.05, 0.25, 2.0),
     OP,
 )
 COMM_SECONDS = counter(
     "comm_seconds_total",
-    f"Seconds during which a collective was under way, as a union {UNVERIFIED}.",
+    "Seconds during which at least one collective was in flight.",
     GROUP,
 )
 COMM_EXPOSED_SECONDS = counter(
     "comm_exposed_seconds_total",
-    "Seconds in which training could do nothing but wait for collectives; renewed with their "
-    f"causes, some seconds after comm_seconds {UNVERIFIED}.",
+    "Seconds in which training could do nothing but wait for collectives; updated together with "
+    "their causes, some seconds after comm_seconds.",
     GROUP,
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
-    f"Seconds of compared collectives spent waiting for a later rank {UNVERIFIED}.",
+    "Seconds of compared collectives spent waiting for a later rank.",
     GROUP,
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
-    f"Seconds of compared collectives spent moving data {UNVERIFIED}.",
+    "Seconds of compared collectives spent moving data.",
     GROUP,
 )
 COMM_CAUSE_SECONDS = counter(
     "comm_cause_seconds_total",
-    "Exposed seconds of compared collectives by root cause: imbalance (a later rank), latency (the "
-    "price of a call), redundancy (a perfect pattern would not have sent it: see comm_volume_ratio "
-    f"and `zerowatch estimate`), bandwidth (the rest) {UNVERIFIED}.",
+    "Exposed seconds of compared collectives by cause: imbalance (another rank was late), latency "
+    "(fixed cost of each call), redundancy (more bytes than the ZeRO stage needs: see "
+    "comm_volume_ratio and `zerowatch estimate`), bandwidth (the rest).",
     CAUSE,
 )
 COMM_BUS_BANDWIDTH = gauge(
     "comm_bus_bandwidth_bytes_per_second",
-    f"Wire bytes over transfer time of the last collectives {UNVERIFIED}.",
+    "Wire bytes over transfer time of the last collectives.",
     OP,
     GROUP,
 )
 COMM_LINK_LATENCY = gauge(
     "comm_link_latency_seconds",
-    f"Base latency of a collective on this group, estimated from recent ones {UNVERIFIED}.",
+    "Base latency of a collective on this group, estimated from recent ones.",
     GROUP,
 )
 COMM_LINK_BANDWIDTH = gauge(
     "comm_link_bandwidth_bytes_per_second",
-    f"Bandwidth on this group, estimated from recent collectives of several sizes {UNVERIFIED}.",
+    "Bandwidth on this group, estimated from recent collectives of several sizes.",
     GROUP,
 )
 COMM_LINK_BEST_BANDWIDTH = gauge(
     "comm_link_best_bandwidth_bytes_per_second",
-    f"Highest bandwidth kept up over three exchanges since the start {UNVERIFIED}.",
+    "Highest bandwidth sustained over three comparisons since the start.",
     GROUP,
 )
 COMM_EXPOSED_ERROR_RATIO = gauge(
     "comm_exposed_error_ratio",
-    "Disagreement on exposed seconds between us and the profiler, over the profiled step's time.",
+    "Difference between the exposed seconds measured here and by the profiler, over the profiled "
+    "step's time.",
 )
 STEP_TIME_RATIO = gauge(
     "step_time_ratio",
-    "Shares of the last profiled step: only computing, only communicating, both, neither.",
+    "Shares of the last profiled step: computation only, communication only, both, neither.",
     Label(name="part", values=("compute", "comm", "overlap", "idle")),
 )
 COMM_STEP_WIRE_BYTES = gauge(
@@ -95,35 +94,35 @@ COMM_STEP_WIRE_BYTES = gauge(
 STRAGGLER_SCORE = gauge(
     "straggler_score_ratio",
     "Time by which this rank is slower in a phase than the median rank, over the median step; "
-    f"blocked communication left out; not on CUDA {UNVERIFIED}.",
+    "without blocked communication; not on CUDA.",
     Label(name="phase", values=COMPARED_PHASES),
 )
 COMM_VOLUME_RATIO = gauge(
     "comm_volume_ratio",
-    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch estimate` says why.",
+    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch estimate` shows why.",
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",
-    "Collectives recorded over collectives the process groups counted; "
-    "under 0.99 do not trust the comm metrics.",
+    "Collectives recorded over collectives that the process groups counted; "
+    "below 0.99 do not trust the comm metrics.",
 )
 COLLECTIVE_MISMATCHES = counter(
-    "collective_mismatches_total", "Times the ranks' collective sequences were seen to differ."
+    "collective_mismatches_total", "Times that the sequences of collectives differed between ranks."
 )
 EXCHANGE_FAILURES = counter(
     "exchange_failures_total",
-    "Exchanges between ranks that failed: the store did not answer, a peer did not report in time, "
-    "or collectives could not be matched.",
+    "Comparisons between ranks that failed: no answer from the store, no report from a peer in "
+    "time, or collectives that could not be matched.",
     Label(name="reason", values=("store", "peer", "unmatched")),
 )
 PEER_HEARTBEAT_AGE = gauge(
     "peer_heartbeat_age_seconds",
-    "Seconds since the peer that was silent longest last reported; up to "
+    "Seconds since the last report of the peer that has been silent longest; up to "
     "cross_rank.interval_seconds plus 4 s is normal.",
 )
 HANGS = counter(
     "hangs_total",
-    "Times this rank made no progress for longer than hang.seconds and ten median steps.",
+    "Times that this rank made no progress for longer than hang.seconds and ten median steps.",
 )
 
 METRICS = (

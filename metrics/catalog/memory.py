@@ -1,4 +1,4 @@
-"""Memory: in use, at its peak, by category, and the risk of running out."""
+"""Memory: in use, peaks, categories, and the risk of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -24,69 +24,71 @@ MEMORY_CATEGORIES = (
 
 MEMORY_BYTES = gauge(
     "memory_bytes",
-    "Memory of a device, peaks those of the last minute; on cpu allocated is RSS and reserved the "
-    "virtual size.",
+    "Memory of a device; peaks are those of the last minute; on cpu allocated is RSS and reserved "
+    "is the virtual size.",
     DEVICE,
     Label(name="state", values=MEMORY_STATES),
 )
 _CATEGORY = Label(name="category", values=MEMORY_CATEGORIES)
 MEMORY_CATEGORY_BYTES = gauge(
     "memory_category_bytes",
-    "Memory of a device at a step's peak by what it holds; without the baseline on cpu.",
+    "Memory of a device at a step's peak by category; without the baseline on cpu.",
     DEVICE,
     _CATEGORY,
 )
 MEMORY_BASELINE = gauge(
     "memory_baseline_bytes",
-    "Memory in use beside the engine as watching began; with the categories it is a step's peak.",
+    "Memory in use beside the engine when monitoring started; with the categories it adds up to a "
+    "step's peak.",
     DEVICE,
 )
 MEMORY_PHASE_PEAK = gauge(
     "memory_phase_peak_bytes",
-    "Most memory in use in a phase of the step last looked at.",
+    "Highest memory use in a phase of the last step that was sampled in detail.",
     DEVICE,
     PHASE,
 )
 MEMORY_FRAGMENTATION = gauge(
-    "memory_fragmentation_bytes", "Memory reserved in pieces too small to be of use.", DEVICE
+    "memory_fragmentation_bytes", "Memory reserved in blocks too small to be usable.", DEVICE
 )
 MEMORY_PREDICTED_PEAK = gauge(
-    "memory_predicted_peak_bytes", "Median of the next step's peak as predicted.", DEVICE
+    "memory_predicted_peak_bytes", "Predicted median of the next step's peak.", DEVICE
 )
 MEMORY_PREDICTION_ERROR = gauge(
     "memory_prediction_error_ratio",
-    "Median of the last errors of prediction, each relative to the peak that came.",
+    "Median of recent prediction errors, each relative to the measured peak.",
     DEVICE,
 )
 MEMORY_LEAK = gauge(
     "memory_leak_bytes_per_step",
-    "Growth that no batch explains, by what grows; absent while nothing leaks.",
+    "Growth that batch shapes do not explain, by category; absent while nothing leaks.",
     DEVICE,
     _CATEGORY,
 )
 MEMORY_HEADROOM = gauge(
-    "memory_headroom_bytes", "Limit of a device minus the next peak that is predicted.", DEVICE
+    "memory_headroom_bytes", "Limit of a device minus the predicted next peak.", DEVICE
 )
 OOM_RISK = gauge(
-    "oom_risk_ratio", "Probability that a peak within the next 50 steps passes the limit.", DEVICE
+    "oom_risk_ratio", "Probability that a peak of the next 50 steps exceeds the limit.", DEVICE
 )
 OOM_NEXT_BATCH_RISK = gauge(
     "oom_next_batch_risk_ratio",
-    "Probability that a micro-batch passed the limit, judged as it began; highest since last told.",
+    "Probability that a micro-batch exceeds the limit, computed as its forward starts; maximum "
+    "since the last update.",
     DEVICE,
 )
 OOM_ETA_STEPS = gauge(
     "oom_eta_steps",
-    "Steps until the predicted peak passes the limit; +Inf if it never does.",
+    "Steps until the predicted peak exceeds the limit; +Inf if it never does.",
     DEVICE,
 )
 ALLOC_RETRIES = counter(
-    "alloc_retries_total", "Times the allocator had to free its cache and try again.", DEVICE
+    "alloc_retries_total", "Times that the allocator freed its cache and tried again.", DEVICE
 )
 OOMS = counter(
     "ooms_total",
-    "Out-of-memory errors: raised as they pass, fatal where they also end the run, replayed, or "
-    "killed by the kernel and found at the next start.",
+    "Out-of-memory errors: raised; fatal if they end the run; replayed; killed by the kernel and "
+    "found at the next start.",
     DEVICE,
     Label(name="outcome", values=("replayed", "fatal", "killed", "raised")),
 )
@@ -98,7 +100,8 @@ OFFLOAD_BYTES = counter(
 )
 OFFLOAD_SECONDS = counter(
     "offload_seconds_total",
-    "Seconds in code that offloads, casts and norms included; of NVMe only what blocked the host.",
+    "Seconds in offloading code, casts and norms included; for NVMe only while the host was "
+    "blocked.",
     _DIRECTION,
 )
 

@@ -1,4 +1,4 @@
-"""What a metric is: its name, kind, labels and help, as data."""
+"""The description of a metric: name, kind, labels and help."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetricSpec:
-    """One metric of the catalog. Compared by identity: it is the key under which values stand.
+    """One metric of the catalog. Compared by identity, because values are stored under it.
 
-    `labels` leaves out `rank`, which every series carries and the exporter adds. `buckets` are a
+    `labels` does not contain `rank`, which the exporter adds to every series. `buckets` are a
     histogram's upper bounds in the metric's unit, ascending, without +Inf.
     """
 
@@ -41,7 +41,7 @@ class MetricSpec:
 
 
 def counter(name: str, help: str, *labels: Label) -> MetricSpec:
-    """Describe a value that only grows; `name` ends in `_total`."""
+    """Describe a value that only increases; `name` ends in `_total`."""
     return MetricSpec(name=PREFIX + name, kind="counter", help=help, labels=labels)
 
 
@@ -51,12 +51,12 @@ def gauge(name: str, help: str, *labels: Label) -> MetricSpec:
 
 
 def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: Label) -> MetricSpec:
-    """Describe a distribution, counted in `buckets`."""
+    """Describe a distribution with upper bounds `buckets`."""
     return MetricSpec(
         name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets
     )
 
 
 def info(name: str, help: str, *labels: Label) -> MetricSpec:
-    """Describe facts held in labels, with the constant value 1."""
+    """Describe properties as labels, with the constant value 1."""
     return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels)

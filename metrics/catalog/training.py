@@ -7,7 +7,7 @@ from .spec import Label, counter, gauge, histogram, info
 
 RUN_INFO = info(
     "run_info",
-    "Facts about the run, held in labels.",
+    "Properties of the run, as labels.",
     Label(name="run_id"),
     Label(name="version"),
     Label(name="torch"),
@@ -17,43 +17,41 @@ RUN_INFO = info(
     Label(name="zero_stage"),
     Label(name="world_size"),
 )
-RUN_ACTIVE = gauge("run_active", "1 while the rank is training, 0 after the watch was closed.")
+RUN_ACTIVE = gauge("run_active", "1 while the rank is training, 0 after monitoring was closed.")
 STEPS = counter("steps_total", "Optimizer steps, skipped ones included.")
-SAMPLES = counter("samples_total", "Samples this rank has trained on.")
-TOKENS = counter("tokens_total", "Tokens this rank has trained on, where the batch shows them.")
+SAMPLES = counter("samples_total", "Samples that this rank has trained on.")
+TOKENS = counter("tokens_total", "Tokens that this rank has trained on, if the batch shows them.")
 SKIPPED_STEPS = counter(
-    "skipped_steps_total", "Steps whose update was skipped because a gradient overflowed."
+    "skipped_steps_total", "Steps whose update was skipped because of a gradient overflow."
 )
 NONFINITE_LOSSES = counter("nonfinite_losses_total", "Steps whose loss was not a finite number.")
 STEP_SECONDS = histogram(
     "step_seconds",
-    "Wall time of one optimizer step, evaluation and checkpoints left out.",
+    "Wall time of one optimizer step, without evaluation and checkpoints.",
     (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0),
 )
 PHASE_SECONDS = counter(
     "phase_seconds_total",
-    "Training-thread seconds by phase; phases exclude each other and add up to wall time.",
+    "Training-thread seconds by phase; phases do not overlap and add up to wall time.",
     PHASE,
 )
 LOSS = gauge("loss", "Mean loss of the step's micro-batches on this rank.")
 GRADIENT_NORM = gauge("gradient_norm", "Global 2-norm of the gradients before clipping.")
 LEARNING_RATE = gauge(
-    "learning_rate", "Learning rate of the first parameter group, for the step to come."
+    "learning_rate", "Learning rate of the first parameter group, for the next step."
 )
 LOSS_SCALE = gauge("loss_scale", "Loss scale of mixed-precision training.")
 LAST_STEP_TIMESTAMP = gauge(
     "last_step_timestamp_seconds", "Unix time at which the last step ended."
 )
 LAST_ACTIVITY_TIMESTAMP = gauge(
-    "last_activity_timestamp_seconds", "Unix time of the last sign of progress in training."
+    "last_activity_timestamp_seconds", "Unix time of the last progress in training."
 )
-FLOPS = counter(
-    "flops_total", "Floating point operations the model's arithmetic needed on this rank."
-)
-MFU = gauge("mfu_ratio", "Model FLOPs utilisation: arithmetic needed over the device's peak.")
+FLOPS = counter("flops_total", "Floating point operations that the model needs, on this rank.")
+MFU = gauge("mfu_ratio", "Model FLOPs utilisation: FLOP/s of the model over the device's peak.")
 PEAK_FLOPS = gauge(
     "device_peak_flops_per_second",
-    "Peak arithmetic of the device, from a table or measured.",
+    "Peak FLOP/s of the device, from a table or measured.",
     DEVICE,
 )
 

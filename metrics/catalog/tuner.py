@@ -1,4 +1,4 @@
-"""The auto-tuner: its state, what it changed and what that gained. On rank 0 only."""
+"""The tuner: its state, its changes and their gains. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TUNER_STATES = (
     "safe_mode",
     "frozen",
 )
-# What may hold a job back. The first four are the causes of communication that training waits for.
+# What may limit a job. The first four are the causes of exposed communication.
 SYMPTOMS = (
     "comm_bandwidth",
     "comm_redundancy",
@@ -34,19 +34,19 @@ SYMPTOMS = (
 
 TUNER_STATE = gauge(
     "tuner_state",
-    "1 for the state the tuner is in, 0 for the others.",
+    "1 for the current state of the tuner, 0 for the others.",
     Label(name="state", values=TUNER_STATES),
 )
-TUNER_KNOB_VALUE = gauge("tuner_knob_value", "Value of a knob now.", KNOB)
+TUNER_KNOB_VALUE = gauge("tuner_knob_value", "Current value of a knob.", KNOB)
 TUNER_GAIN = gauge("tuner_gain_ratio", "Measured gain of the last change of a knob.", KNOB)
 TUNER_GAIN_LOWER_BOUND = gauge(
     "tuner_gain_lower_bound_ratio",
-    "What the last change of a knob gained at least, by its confidence interval.",
+    "Lower confidence bound of the gain of the last change of a knob.",
     KNOB,
 )
 TUNER_SYMPTOM = gauge(
     "tuner_symptom_ratio",
-    "How much each symptom holds the job back, as a share of what its threshold is about.",
+    "Strength of each symptom, in the unit of its threshold.",
     Label(name="symptom", values=SYMPTOMS),
 )
 TUNER_DECISIONS = counter(
@@ -56,7 +56,7 @@ TUNER_DECISIONS = counter(
 )
 TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total",
-    "Seconds that trials and changes took beyond training as before.",
+    "Seconds lost to trials and changes, compared with the configuration before.",
 )
 
 METRICS = (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from ..catalog.watching import EXPORTER_FAILURES
+from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Recorder
 from ..settings import OtelSettings
 from ..snapshot import Exemplar

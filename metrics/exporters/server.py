@@ -12,8 +12,8 @@ from http import HTTPStatus
 from typing import Any
 
 from ...errors import SettingsError
+from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from ..catalog.training import RUN_ACTIVE
-from ..catalog.watching import EXPORTER_FAILURES, WATCH_SECONDS
 from ..recorder import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response

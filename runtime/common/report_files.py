@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...metrics.whole_file import atomic_write
+from ...metrics.atomic_file import atomic_write
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from ...metrics.catalog import training, watching
+from ...metrics.catalog import overhead, training
 from ...metrics.recorder import Recorder
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.fail_open import FailOpen
@@ -48,13 +48,13 @@ class OverheadMetrics:
         put = self._recorder
         with put.commit():
             put.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - self._clock.idle_seconds())
-            put.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
+            put.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, time.time())
             for part, spent in self._seconds.items():
-                put.set(watching.WATCH_SECONDS, spent(), part)
+                put.set(overhead.WATCH_SECONDS, spent(), part)
             for part, lost in self._dropped.items():
-                put.set(watching.DROPPED_RECORDS, lost(), part)
+                put.set(overhead.DROPPED_RECORDS, lost(), part)
             for hook, failures in list(self._fail_open.failures.items()):
-                put.set(watching.HOOK_FAILURES, failures, hook)
+                put.set(overhead.HOOK_FAILURES, failures, hook)
 
 
 def own_costs(

@@ -12,9 +12,9 @@ from zerowatch.metrics.catalog import (
     CATALOG,
     communication,
     memory,
+    overhead,
     training,
     tuner,
-    watching,
     window,
 )
 from zerowatch.metrics.catalog.spec import MetricSpec
@@ -35,9 +35,9 @@ _NEVER = {
     communication.HANGS,
     memory.ALLOC_RETRIES,
     memory.OOMS,
-    watching.HOOK_FAILURES,
-    watching.DROPPED_RECORDS,
-    watching.EXPORTER_FAILURES,
+    overhead.HOOK_FAILURES,
+    overhead.DROPPED_RECORDS,
+    overhead.EXPORTER_FAILURES,
 }
 _ABSENT = {memory.MEMORY_LEAK}  # as long as nothing leaks
 _ON_RANK_ZERO = (*tuner.METRICS, *window.ON_RANK_ZERO)
@@ -49,7 +49,7 @@ _PER_SECOND = {
     training.FLOPS: 4e14,
     communication.COMM_EXPOSED_SECONDS: 0.04,
     communication.COMM_CAUSE_SECONDS: 0.02,
-    watching.WATCH_SECONDS: 0.0005,
+    overhead.WATCH_SECONDS: 0.0005,
 }
 _LEVELS = {
     training.RUN_ACTIVE: 1.0,

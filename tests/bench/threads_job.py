@@ -12,7 +12,7 @@ from typing import Any
 import training
 from own_threads import cpu_seconds, ended_threads_seconds, own_threads
 
-from zerowatch.metrics.catalog.watching import WATCH_SECONDS
+from zerowatch.metrics.catalog.overhead import WATCH_SECONDS
 from zerowatch.runtime.initialize import watch
 
 HERE = Path(__file__).parent

@@ -30,7 +30,7 @@ from zerowatch.dashboards.promql import select
 from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION, DEVICE_UTILIZATION_BY_RANK
 from zerowatch.dashboards.recording.memory import OOM_RISK
 from zerowatch.dashboards.timing import Timing
-from zerowatch.metrics.catalog import devices, memory, training, tuner, watching, window
+from zerowatch.metrics.catalog import devices, memory, overhead, training, tuner, window
 
 pytestmark = pytest.mark.jobs
 
@@ -53,8 +53,8 @@ ABSENT = {
     DEVICE_UTILIZATION_BY_RANK.select('device!="cpu"'): NO_GPU,
     select(memory.MEMORY_LEAK): HEALTHY,
     select(memory.OOMS): HEALTHY,
-    select(watching.HOOK_FAILURES): HEALTHY,
-    select(watching.EXPORTER_FAILURES): HEALTHY,
+    select(overhead.HOOK_FAILURES): HEALTHY,
+    select(overhead.EXPORTER_FAILURES): HEALTHY,
     select(tuner.TUNER_GAIN): NOTHING_TRIED,
     select(tuner.TUNER_GAIN_LOWER_BOUND): NOTHING_TRIED,
     select(window.COMPRESSION_ERROR): "gradients travel as they are",

@@ -13,7 +13,7 @@ import threading
 import pytest
 from fakes.scraper import eventually, get
 
-from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES, WATCH_SECONDS
+from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from zerowatch.metrics.exporters.listener import MOST_CLIENTS
 
 TARGETS = [{"targets": ["127.0.0.1:9464"], "labels": {"run": "night-7", "rank": "0"}}]

@@ -10,7 +10,7 @@ import pytest
 from fakes.certificates import Authority
 from fakes.scraper import get
 
-from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
+from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 
 
 @pytest.fixture

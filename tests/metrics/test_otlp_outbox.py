@@ -7,8 +7,8 @@ import logging
 import pytest
 from fakes.clock import FakeClock
 
+from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import LOSS
-from zerowatch.metrics.catalog.watching import EXPORTER_FAILURES
 from zerowatch.metrics.exporters.circuit import CircuitBreaker
 from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, OtlpQueue
 from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace

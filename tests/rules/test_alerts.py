@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rules.cases import communication, memory, training, watching, window
+from rules.cases import communication, memory, overhead, training, window
 from rules.promtool import failures
 
 from zerowatch.dashboards.alerts import alerts
@@ -14,7 +14,7 @@ CASES = (
     *training.CASES,
     *memory.CASES,
     *window.CASES,
-    *watching.CASES,
+    *overhead.CASES,
 )
 NAMES = [alert.name for alert in alerts(Timing())]
 OF_NAME = {alert.name: alert for alert in alerts(Timing())}
@@ -42,7 +42,7 @@ def test_an_alert_carries_its_own_severity_and_component(case):
 
 
 def test_a_case_that_expects_the_wrong_minute_fails(alert_rules, tmp_path):
-    test = watching.CASES[2].test()
+    test = overhead.CASES[2].test()
     fires = next(look for look in test["promql_expr_test"] if look["exp_samples"])
     fires["eval_time"] = "3m"
 

@@ -12,7 +12,7 @@ from zerowatch.dashboards.recording import (
     communication,
     devices,
     memory,
-    watching,
+    overhead,
     window,
 )
 from zerowatch.dashboards.recording import training as recorded_training
@@ -112,7 +112,7 @@ CASES = {
         | of_rank(1, PHASES, growing(0.5), phase="backward"),
         {"": 0.1},
     ),
-    watching.WATCH_RATIO_BY_RANK: (
+    overhead.WATCH_RATIO_BY_RANK: (
         of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
         | of_both("zerowatch_watch_seconds_total", growing(0.002), part="collectives"),
         {'rank="0"': 0.003, 'rank="1"': 0.003},

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ....errors import CheckpointError
-from ....metrics.whole_file import atomic_write, sync
+from ....metrics.atomic_file import atomic_write, sync
 from .manifest import read_manifest
 
 LATEST = "latest"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ....metrics.whole_file import atomic_write
+from ....metrics.atomic_file import atomic_write
 from ...common.all_or_none import texts
 from ...common.host_collectives import HostCollectives
 

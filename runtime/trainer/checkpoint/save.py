@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError
-from ....metrics.whole_file import atomic_write, sync
+from ....metrics.atomic_file import atomic_write, sync
 from ...common.all_or_none import together
 from ...common.host_collectives import HostCollectives
 from .engine_files import engine_facts, is_writer_rank, write_engine

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from ....metrics.whole_file import atomic_write
+from ....metrics.atomic_file import atomic_write
 from .types import Configuration, Value
 
 logger = logging.getLogger(__name__)

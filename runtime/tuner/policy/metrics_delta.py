@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ....metrics.catalog import communication, devices, memory, training, watching
+from ....metrics.catalog import communication, devices, memory, overhead, training
 from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, PHASES
 from ....metrics.catalog.spec import MetricSpec
 from ....metrics.snapshot import Snapshot
@@ -79,7 +79,7 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     Exposed communication is told every few seconds only, so a stretch should have some 20 s.
     """
     stretch = _Stretch(before=before, after=after)
-    renewed = [one.value(watching.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
+    renewed = [one.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
     if None in renewed or renewed[0] == renewed[1]:
         return MetricsDelta(stale=True)
     phases = {phase: stretch.grown(training.PHASE_SECONDS, phase) for phase in PHASES}

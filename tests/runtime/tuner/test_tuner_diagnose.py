@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zerowatch.metrics.catalog import communication, devices, memory, training, watching
+from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.snapshot import Snapshot
@@ -211,7 +211,7 @@ class Rank:
     def goes_on(self) -> None:
         """Let the watch renew its values once more."""
         self.unix_seconds += 20
-        self.recorder.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, self.unix_seconds)
+        self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.unix_seconds)
 
     def trains(self, steps: int = 10, **phases: float) -> Rank:
         """Add steps of so many seconds by phase."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zerowatch.metrics.catalog import training, watching
+from zerowatch.metrics.catalog import overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
@@ -79,7 +79,7 @@ class OneKnobJob:
         for phase, ratio in (("backward", 1 - OTHER_RATIO), ("other", OTHER_RATIO)):
             self._recorder.add(training.PHASE_SECONDS, ratio * seconds, phase)
         self._recorder.add(training.STEPS, 1)
-        self._recorder.set(watching.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
+        self._recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
         step = StepTime(number=self.num_steps, seconds=seconds, samples=SAMPLES)
         self.controller.window_ended(step)
 

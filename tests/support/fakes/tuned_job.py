@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from zerowatch.metrics.catalog import communication, training, watching
+from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
@@ -121,7 +121,7 @@ class Job:
         put(communication.COMM_COVERAGE_RATIO, self.coverage)
         put(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")
         if self.is_watched:
-            put(watching.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
+            put(overhead.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
         self.controller.window_ended(
             StepTime(
                 number=self._steps,

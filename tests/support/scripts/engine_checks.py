@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import zerowatch
 import zerowatch.runtime.monitor.watch
-from zerowatch.metrics.catalog import communication, training, watching
+from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.operations import BACKEND_METHODS, OPERATIONS
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
@@ -267,7 +267,7 @@ def a_failing_hook_is_counted_and_dropped() -> None:
     engine.watch.close()
 
     assert records == []
-    failures = engine.watch.snapshot().values[watching.HOOK_FAILURES]
+    failures = engine.watch.snapshot().values[overhead.HOOK_FAILURES]
     assert sum(failures.values()) >= 1, failures
     for ours, theirs in zip(engine.module.parameters(), expected.module.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -25,7 +25,7 @@ from deepspeed.utils import groups
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerowatch
-from zerowatch.metrics.catalog import communication, watching
+from zerowatch.metrics.catalog import communication, overhead
 from zerowatch.runtime.instrumentation.pipeline_hooks import INSTRUCTION_MAP
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -77,7 +77,7 @@ def watched(engine, train: Callable[[], object]) -> dict:
             for key, count in calls.items()
             if count > before.get(key, 0)
         ],
-        "failures": [hook for (hook,) in snapshot.values.get(watching.HOOK_FAILURES, {})],
+        "failures": [hook for (hook,) in snapshot.values.get(overhead.HOOK_FAILURES, {})],
     }
 
 

@@ -15,7 +15,7 @@ from rebuild_cases import CPU, PLAIN, Case, Engine
 from rebuild_training import EPSILON, Run
 
 from zerowatch.errors import RebuildError
-from zerowatch.metrics.catalog import CATALOG, communication, training, watching
+from zerowatch.metrics.catalog import CATALOG, communication, overhead, training
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.engine.rebuild.rebuild import UndoneRebuildError, rebuild
 from zerowatch.runtime.initialize import watch
@@ -155,7 +155,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
         "active": after.value(training.RUN_ACTIVE),
         "info": [list(labels) for labels in facts],
         "fallen": _fallen(before, after),
-        "failures": {key[0]: n for key, n in after.values.get(watching.HOOK_FAILURES, {}).items()},
+        "failures": {key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items()},
         "seconds": after.distribution(training.STEP_SECONDS).count,
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
     }

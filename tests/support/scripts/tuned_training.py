@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zerowatch
-from zerowatch.metrics.catalog import tuner, watching
+from zerowatch.metrics.catalog import overhead, tuner
 from zerowatch.runtime.monitor import watch_thread
 from zerowatch.runtime.tuner import rank0
 from zerowatch.runtime.tuner.policy import proposals
@@ -170,7 +170,7 @@ class Trained:
                 for each in decisions
                 for change in each["changes"]
             ],
-            "failures": snapshot.value(watching.HOOK_FAILURES, "tuner") or 0,
-            "other failures": snapshot.total(watching.HOOK_FAILURES) or 0,
+            "failures": snapshot.value(overhead.HOOK_FAILURES, "tuner") or 0,
+            "other failures": snapshot.total(overhead.HOOK_FAILURES) or 0,
             "states": len(snapshot.values.get(tuner.TUNER_STATE, {})),
         }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from ...metrics.catalog import tuner
 from ...metrics.thresholds import WATCH_RATIO_HIGH
 from ..promql import by, select
-from ..recording.watching import WATCH_RATIO_BY_RANK
+from ..recording.overhead import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
 from .alert import PERCENT, RUN, Alert
 from .guards import after_some_steps, while_training
 
 
-def watching_alerts(timing: Timing) -> tuple[Alert, ...]:
+def overhead_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts with windows of this timing."""
     return (_watch_overhead(timing), _tuner_safe_mode())
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from ...metrics.catalog import watching
+from ...metrics.catalog import overhead
 from ..promql import by, rate
 from .rule import recorded
 
 WATCH_RATIO_BY_RANK = recorded(
-    watching.WATCH_SECONDS,
+    overhead.WATCH_SECONDS,
     "rate5m",  # seconds per second: a ratio as it stands
-    lambda timing: by("sum", rate(watching.WATCH_SECONDS, timing.short), "rank"),
+    lambda timing: by("sum", rate(overhead.WATCH_SECONDS, timing.short), "rank"),
     "rank",
 )
 WATCH_RATIO_BY_PART = recorded(
-    watching.WATCH_SECONDS,
+    overhead.WATCH_SECONDS,
     "avg_rate5m",
-    lambda timing: by("avg", rate(watching.WATCH_SECONDS, timing.short), "part"),
+    lambda timing: by("avg", rate(overhead.WATCH_SECONDS, timing.short), "part"),
     "part",
 )
 

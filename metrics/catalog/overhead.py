@@ -1,4 +1,4 @@
-"""What watching itself costs, and where it failed."""
+"""The cost of monitoring itself, and its failures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WATCH_SECONDS = counter(
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
-    "Hooks that raised; such a hook is dropped and training goes on.",
+    "Hooks that raised; such a hook is removed and training goes on.",
     Label(name="hook"),
 )
 DROPPED_RECORDS = counter(
     "dropped_records_total",
-    "Records that were lost, by the part that lost them.",
+    "Records lost, by the part that lost them.",
     Label(
         name="part",
         values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp"),
@@ -36,7 +36,7 @@ EXPORTER_FAILURES = counter(
     "exporter_failures_total", "Exports that failed.", Label(name="exporter")
 )
 WATCH_LAST_UPDATE_TIMESTAMP = gauge(
-    "watch_last_update_timestamp_seconds", "Unix time at which these values were last renewed."
+    "watch_last_update_timestamp_seconds", "Unix time of the last update of these values."
 )
 
 METRICS = (
