@@ -15,8 +15,7 @@ from ...metrics.catalog.labels import PHASES
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseTimer
 from ..devices.memory.free_heap import free_heap_bytes
-from ..memory.categories import Held
-from ..memory.category_sums import larger_of
+from ..memory.categories import Held, larger_of
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.series import Shape
 from ..memory.memory_reader import MemoryReader
@@ -131,10 +130,10 @@ class MemoryHooks:
         self._reading_due = now + READING_SECONDS
         shapes, self._shapes = tuple(self._shapes), {}
         reading = StepMemorySample(
-            readings=self._meter.take(),
+            readings=self._meter.sample_step(),
             shapes=shapes,
             trained_only=not self._clock.strayed,
-            look=look,
+            detail=look,
         )
         self._clock.strayed = False
         if self._look_seconds is not None and now >= self._look_due:

@@ -1,1 +1,1 @@
-"""What fills memory, what the next steps will need, leaks, and reports of out-of-memory errors."""
+"""Memory by category, forecasts of peaks, leak detection and out-of-memory reports."""

@@ -1,4 +1,4 @@
-"""Growth of memory that no batch explains: which category grows, and where it is allocated."""
+"""Detects memory leaks during a run: growth that no batch explains, its category and its sites."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from .leak_tracer import LeakTracer
 
 logger = logging.getLogger(__name__)
 
-LOOKED_AT_POINTS = 512
-RENEWAL_SECONDS = 10.0
-KEPT_LOOKS = 256
+MAX_POINTS = 512
+CHECK_SECONDS = 10.0
+MAX_CATEGORY_SAMPLES = 256
+CategorySamples = deque[tuple[int, Mapping[str, float]]]
 
 
 @dataclass(slots=True)
-class _Device:
-    """What is kept of one device."""
+class _DeviceState:
+    """Recent readings of one device, and its current leak."""
 
-    points: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=LOOKED_AT_POINTS))
-    looks: deque[tuple[int, Mapping[str, float]]] = field(
-        default_factory=lambda: deque(maxlen=KEPT_LOOKS)
-    )
-    category: str | None = None
-    is_told: bool = False
+    points: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    categories: CategorySamples = field(default_factory=lambda: deque(maxlen=MAX_CATEGORY_SAMPLES))
+    leaking_category: str | None = None
+    is_logged: bool = False
     growth_bytes_per_step: float | None = None
 
 
 class LeakMonitor:
-    """Looks for leaks on the watch thread. `folder` gives the run folder, where there is one."""
+    """Checks for leaks on the watch thread."""
 
     def __init__(
         self,
@@ -47,84 +46,92 @@ class LeakMonitor:
         *,
         trace_sites: bool,
     ) -> None:
+        """Create a monitor.
+
+        Args:
+            recorder: Where metric values go.
+            rank: This rank.
+            folder: Returns the run folder; None while there is none.
+            trace_sites: Whether to trace allocations once a leak is found.
+        """
         self._recorder = recorder
-        self._devices: dict[str, _Device] = {}
-        self._due = 0.0
-        self._sites = LeakTracer(rank, folder) if trace_sites else None
+        self._devices: dict[str, _DeviceState] = {}
+        self._check_due = 0.0
+        self._tracer = LeakTracer(rank, folder) if trace_sites else None
 
     def add(self, points: Mapping[str, PeakPoint]) -> None:
-        """Take the readings at the end of a step, by device."""
+        """Add the readings at the end of a step, by device."""
         for device, point in points.items():
-            known = self._devices.setdefault(device, _Device())
-            known.points.append((point.step, point.floor_bytes))
+            state = self._devices.setdefault(device, _DeviceState())
+            state.points.append((point.step, point.floor_bytes))
 
-    def add_look(self, step: int, categories: Mapping[str, Mapping[str, float]]) -> None:
-        """Take a step's categories, by device."""
+    def add_categories(self, step: int, categories: Mapping[str, Mapping[str, float]]) -> None:
+        """Add the categories of a step that was sampled in detail, by device."""
         for device, sizes in categories.items():
-            self._devices.setdefault(device, _Device()).looks.append((step, sizes))
+            self._devices.setdefault(device, _DeviceState()).categories.append((step, sizes))
 
-    def begin_anew(self) -> None:
-        """Forget what was read so far: the engine is another one, and holds another amount."""
-        for known in self._devices.values():
-            known.points.clear()
-            known.looks.clear()
+    def reset(self) -> None:
+        """Discard all readings: the engine was replaced, and holds another amount of memory."""
+        for state in self._devices.values():
+            state.points.clear()
+            state.categories.clear()
 
-    def look(self) -> None:
-        """Look for leaks anew, if that is due."""
+    def check(self) -> None:
+        """Check for leaks, if due."""
         now = time.monotonic()
-        if self._sites is not None:
-            self._sites.write_when_due()
-        if now < self._due:
+        if self._tracer is not None:
+            self._tracer.write_when_due()
+        if now < self._check_due:
             return
-        self._due = now + RENEWAL_SECONDS
-        for device, known in self._devices.items():
-            steps, floors = zip(*known.points, strict=True) if known.points else ((), ())
-            self._tell(device, known, find_leak(steps, floors))
+        self._check_due = now + CHECK_SECONDS
+        for device, state in self._devices.items():
+            steps, floors = zip(*state.points, strict=True) if state.points else ((), ())
+            self._publish(device, state, find_leak(steps, floors))
 
-    def growth(self, device: str) -> float | None:
-        """Return the bytes per step by which a device's memory leaks; None while it does not."""
-        known = self._devices.get(device)
-        return None if known is None else known.growth_bytes_per_step
+    def growth_bytes_per_step(self, device: str) -> float | None:
+        """Return the growth of a device's memory; None without a leak."""
+        state = self._devices.get(device)
+        return None if state is None else state.growth_bytes_per_step
 
     def close(self) -> None:
-        """Write what tracing has found so far, and end it. Safe to call twice."""
-        if self._sites is not None:
-            self._sites.close()
+        """Write the findings of a running trace, and stop it. Safe to call twice."""
+        if self._tracer is not None:
+            self._tracer.close()
 
-    def _tell(self, device: str, known: _Device, leak: Leak | None) -> None:
-        category = None if leak is None else _growing(known.looks, leak.since_step)
-        if known.category is not None and known.category != category:
-            self._recorder.remove(memory.MEMORY_LEAK, device, known.category)
+    def _publish(self, device: str, state: _DeviceState, leak: Leak | None) -> None:
+        category = None if leak is None else _growing_category(state.categories, leak.since_step)
+        if state.leaking_category is not None and state.leaking_category != category:
+            self._recorder.remove(memory.MEMORY_LEAK, device, state.leaking_category)
         if leak is not None and category is not None:
             self._recorder.set(memory.MEMORY_LEAK, leak.bytes_per_step, device, category)
-            if not known.is_told:
-                known.is_told = True
+            if not state.is_logged:
+                state.is_logged = True
                 self._warn(device, leak, category)
-        elif known.category is not None:
-            logger.info("memory of %s does not grow any more", device)
-        known.category = category
-        known.growth_bytes_per_step = None if leak is None else leak.bytes_per_step
+        elif state.leaking_category is not None:
+            logger.info("memory of %s has stopped growing", device)
+        state.leaking_category = category
+        state.growth_bytes_per_step = None if leak is None else leak.bytes_per_step
 
     def _warn(self, device: str, leak: Leak, category: str) -> None:
-        traced = ""
-        if self._sites is not None and self._sites.start(on_cuda=device != "cpu"):
-            traced = " Where it is allocated is traced now."
-        elif self._sites is None and category == "other":
-            traced = " Set memory.leak_sites to see where it is allocated."
+        tracing = ""
+        if self._tracer is not None and self._tracer.start(on_cuda=device != "cpu"):
+            tracing = ". Tracing its allocation sites now"
+        elif self._tracer is None and category == "other":
+            tracing = ". Set memory.leak_sites to trace its allocation sites"
         logger.warning(
-            "memory of %s grows by %s a step since step %d, which no batch explains: something "
-            "leaks, or a cache grows. It is counted as %s.%s",
+            "possible memory leak on %s: +%s per step since step %d, not explained by batch sizes "
+            "(category %s)%s",
             device,
             format_bytes(leak.bytes_per_step),
             leak.since_step,
             category,
-            traced,
+            tracing,
         )
 
 
-def _growing(looks: deque[tuple[int, Mapping[str, float]]], since_step: int) -> str:
-    """Return the category that grew most since a step; activations come and go with batches."""
-    since = [sizes for step, sizes in looks if step >= since_step]
+def _growing_category(samples: CategorySamples, since_step: int) -> str:
+    """Return the category with the largest growth since a step, activations left out."""
+    since = [sizes for step, sizes in samples if step >= since_step]
     if len(since) < 2:
         return "other"
     first, last = since[0], since[-1]

@@ -1,8 +1,8 @@
-"""Where memory that leaks is allocated: traced on request only, because tracing is slow.
+"""Traces where leaking memory is allocated; only on request, because tracing is slow.
 
-On the host tracemalloc tells the lines of Python that hold more and more objects, and the garbage
-collector which tensors there are more of; the memory of a tensor itself is not Python's. On CUDA
-torch's memory history is recorded for its viewer.
+On the host, tracemalloc finds the Python lines whose objects grow, and the garbage collector the
+tensors that grow in number; Python does not account for a tensor's own memory. On CUDA, torch's
+memory history is recorded for its viewer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 TRACE_SECONDS = 60.0
 TOP_SITES = 15
 FRAMES = 8
-_OURS = str(Path(__file__).parents[1])
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PACKAGE = str(Path(__file__).parents[1])
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 TensorKind = tuple[str, tuple[int, ...], str]
 
 
 class LeakTracer:
-    """Traces once, from `start` until a minute later. Used on the watch thread."""
+    """Traces allocations once, for one minute. Used on the watch thread."""
 
     def __init__(self, rank: int, folder: Callable[[], Path | None]) -> None:
         self._rank = rank
@@ -40,14 +40,14 @@ class LeakTracer:
         self._baseline: tracemalloc.Snapshot | None = None
         self._tensors: Counter[TensorKind] = Counter()
         self._on_cuda = False
-        self._began = 0.0
+        self._started_at = 0.0
         self._done = False
 
     def start(self, *, on_cuda: bool) -> bool:
-        """Begin to trace, and say so; not the second time, nor where the script traces itself."""
+        """Start tracing; return False if it ran already, or if the script uses tracemalloc."""
         if self._done or self._baseline is not None or tracemalloc.is_tracing():
             return False
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._tensors = _live_tensors()
         tracemalloc.start(FRAMES)
         self._baseline = tracemalloc.take_snapshot()
@@ -57,12 +57,12 @@ class LeakTracer:
         return True
 
     def write_when_due(self) -> None:
-        """Write what was found once it had time to show."""
-        if self._baseline is not None and time.monotonic() - self._began >= TRACE_SECONDS:
+        """Write the findings after TRACE_SECONDS, and stop tracing."""
+        if self._baseline is not None and time.monotonic() - self._started_at >= TRACE_SECONDS:
             self.close()
 
     def close(self) -> None:
-        """Write what was found and end tracing. Safe to call twice."""
+        """Write the findings and stop tracing. Safe to call twice."""
         baseline, self._baseline = self._baseline, None
         if baseline is None:
             return
@@ -73,33 +73,33 @@ class LeakTracer:
         if folder is not None:
             path = folder / "memory" / f"leak-rank-{self._rank}.txt"
             grown = _live_tensors() - self._tensors
-            write_or_warn(path, _text(traced, baseline, grown), mode=0o600)
-            logger.warning("where leaking memory is allocated: %s", path)
+            write_or_warn(path, _report_text(traced, baseline, grown), mode=0o600)
+            logger.warning("allocation sites of leaking memory written to %s", path)
         if self._on_cuda:
-            self._end_cuda_history(folder)
+            self._stop_cuda_history(folder)
 
-    def _end_cuda_history(self, folder: Path | None) -> None:
+    def _stop_cuda_history(self, folder: Path | None) -> None:
         if folder is not None:
             path = folder / "memory" / f"leak-rank-{self._rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _text(
+def _report_text(
     traced: tracemalloc.Snapshot, baseline: tracemalloc.Snapshot, grown: Counter[TensorKind]
 ) -> str:
     ignored = [
-        tracemalloc.Filter(False, f"{_OURS}/*"),
+        tracemalloc.Filter(False, f"{_PACKAGE}/*"),
         tracemalloc.Filter(False, "*/tracemalloc.py"),
     ]
     changes = traced.filter_traces(ignored).compare_to(baseline.filter_traces(ignored), "traceback")
     lines = [
-        "Where memory was allocated that is still held, since a leak was suspected",
+        "Allocation sites of memory that is still held, since a leak was suspected",
         "",
-        "Tensors there are more of (a tensor that only a graph holds is not seen):",
+        "Tensors that grew in number (tensors held only by an autograd graph are not seen):",
         *(_tensor_lines(grown) or ["  none"]),
         "",
-        "Lines of Python that hold more objects (their tensors' own memory is not counted here):",
+        "Python lines whose objects grew (the memory of tensors is not counted here):",
     ]
     growing = [change for change in changes if change.size_diff > 0][:TOP_SITES]
     for change in growing:
@@ -121,14 +121,14 @@ def _tensor_lines(grown: Counter[TensorKind]) -> list[str]:
 
 
 def _live_tensors() -> Counter[TensorKind]:
-    return Counter(map(_kind, _tensors(gc.get_objects())))
+    return Counter(map(_kind, _plain_tensors(gc.get_objects())))
 
 
 def _kind(tensor: torch.Tensor) -> TensorKind:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), str(tensor.device)
 
 
-def _tensors(objects: Iterable[object]) -> Iterable[torch.Tensor]:
-    # By exact type: isinstance asks an object for its class, and a lazy one then does things; a
-    # subclass may refuse to tell its shape, as lazy parameters do.
-    return (each for each in objects if type(each) in _PLAIN)  # type: ignore[misc]
+def _plain_tensors(objects: Iterable[object]) -> Iterable[torch.Tensor]:
+    # By exact type: isinstance reads `__class__`, which may run code of lazy objects. A subclass
+    # may raise when its shape is read, as lazy parameters do.
+    return (each for each in objects if type(each) in _TENSOR_TYPES)  # type: ignore[misc]

@@ -1,26 +1,34 @@
-"""From readings of memory to metric values. Keeps recent peaks, and the last look at categories."""
+"""Publishes memory readings as metrics; keeps recent peaks and the last categories."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import memory
 from ...metrics.recorder import Recorder
-from .category_sums import categories_at_peak
+from .categories import categories_at_peak
 from .memory_reader import Reading, Readings
-from .sliding_max import SlidingMax
 from .step_sample import StepMemorySample
+
+PEAK_SECONDS = 60.0  # at least as long as typical scrape intervals
 
 
 class MemoryMetrics:
-    """Publishes what was read. Used on the watch thread alone.
+    """Publishes memory readings. Used on the watch thread only.
 
     Attributes:
-        categories: Bytes by device and category at the peak of the step last looked at.
+        categories: Bytes by device and category at the peak of the last detailed sample.
     """
 
     def __init__(self, recorder: Recorder, baseline_bytes: Mapping[str, float]) -> None:
-        """Describe the figures; `baseline_bytes` is by device what was in use beside the engine."""
+        """Publish the baseline.
+
+        Args:
+            recorder: Where metric values go.
+            baseline_bytes: Bytes in use besides the engine, by device.
+        """
         self.categories: dict[str, Mapping[str, float]] = {}
         self._recorder = recorder
         self._baseline_bytes = baseline_bytes
@@ -28,46 +36,67 @@ class MemoryMetrics:
             recorder.set(memory.MEMORY_BASELINE, size, device)
         self._peaks: dict[tuple[str, str], SlidingMax] = {}
 
-    def publish(self, reading: StepMemorySample) -> None:
-        """Publish the end of a step."""
+    def publish(self, sample: StepMemorySample) -> None:
+        """Publish the sample at the end of a step."""
         with self._recorder.commit():
-            self.publish_states(reading.readings)
-            if reading.look is not None:
-                for device, states in reading.readings.items():
-                    self._publish_look(device, states, reading)
+            self.publish_readings(sample.readings)
+            if sample.detail is not None:
+                for device, states in sample.readings.items():
+                    self._publish_detail(device, states, sample)
 
-    def publish_states(self, readings: Readings) -> None:
-        """Publish what was read at any time."""
-        put = self._recorder
+    def publish_readings(self, readings: Readings) -> None:
+        """Publish readings taken at any time."""
+        recorder = self._recorder
         for device, states in readings.items():
             for state, value in states.items():
                 if state == "alloc_retries":
-                    put.set(memory.ALLOC_RETRIES, value, device)
+                    recorder.set(memory.ALLOC_RETRIES, value, device)
                 elif state == "unusable":
-                    put.set(memory.MEMORY_FRAGMENTATION, value, device)
+                    recorder.set(memory.MEMORY_FRAGMENTATION, value, device)
                 elif state.startswith("peak_"):
                     peak = self._peaks.setdefault((device, state), SlidingMax()).add(value)
-                    put.set(memory.MEMORY_BYTES, peak, device, state)
+                    recorder.set(memory.MEMORY_BYTES, peak, device, state)
                 else:
-                    put.set(memory.MEMORY_BYTES, value, device, state)
+                    recorder.set(memory.MEMORY_BYTES, value, device, state)
 
-    def _publish_look(self, device: str, states: Reading, reading: StepMemorySample) -> None:
-        look = reading.look
-        if look is None or "allocated" not in states:
+    def _publish_detail(self, device: str, states: Reading, sample: StepMemorySample) -> None:
+        detail = sample.detail
+        if detail is None or "allocated" not in states:
             return
-        peaks = look.phase_peaks.get(device, {})
+        peaks = detail.phase_peaks.get(device, {})
         for phase, peak in peaks.items():
             self._recorder.set(memory.MEMORY_PHASE_PEAK, peak, device, phase)
         passes = [peaks[phase] for phase in ("forward", "backward") if phase in peaks]
         if not passes:
             return
         categories = categories_at_peak(
-            look.held_before.get(device, {}),
-            look.held_after.get(device, {}),
-            floor_bytes=states["allocated"] - (look.heap_free_bytes if device == "cpu" else 0),
+            detail.held_before.get(device, {}),
+            detail.held_after.get(device, {}),
+            floor_bytes=states["allocated"] - (detail.heap_free_bytes if device == "cpu" else 0),
             peak_bytes=max(passes),
             baseline_bytes=self._baseline_bytes.get(device, 0.0),
         )
         self.categories[device] = categories
         for category, size in categories.items():
             self._recorder.set(memory.MEMORY_CATEGORY_BYTES, size, device, category)
+
+
+class SlidingMax:
+    """Maximum of the values of the last minute, so that no scrape misses a peak.
+
+    Keeps, in descending order, the values that may still become the maximum.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._values: deque[tuple[float, float]] = deque()
+
+    def add(self, value: float) -> float:
+        """Add a value and return the maximum of the last PEAK_SECONDS."""
+        now = self._now()
+        while self._values and self._values[-1][1] <= value:
+            self._values.pop()
+        self._values.append((now, value))
+        while self._values[0][0] < now - PEAK_SECONDS:
+            self._values.popleft()
+        return self._values[0][1]

@@ -1,4 +1,4 @@
-"""What the training thread read of memory at the end of a step."""
+"""Memory sample that the training thread takes at the end of a step, as plain data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .memory_reader import Reading, Readings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetailedSample:
-    """A step looked at closely.
+    """Memory of one step by phase and category.
 
     Attributes:
-        phase_peaks: By device and phase, the most that was in use, in bytes.
-        held_before: By device and category, the most that the engine held at two moments: as the
-            first backward pass ended, and as its optimizer's step began.
-        held_after: What it held once that had ended.
-        heap_free_bytes: What the C library kept then of the memory that was freed.
+        phase_peaks: Peak bytes by device and phase.
+        held_before: Bytes held by the engine, by device and category: the larger of two moments,
+            the end of the first backward pass and the start of the optimizer step.
+        held_after: Bytes held after the optimizer step.
+        heap_free_bytes: Freed memory that the C library's heap kept at that time.
     """
 
     phase_peaks: Mapping[str, Mapping[str, float]]
@@ -30,18 +30,22 @@ class DetailedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemorySample:
-    """All devices at the end of a step; peaks and `shapes` are those since the reading before.
+    """Readings of all devices at the end of a step.
 
-    `trained_only` says that there was neither evaluation nor a checkpoint meanwhile.
+    Attributes:
+        readings: Bytes by device and state; peaks are those since the previous sample.
+        shapes: Distinct micro-batches since the previous sample.
+        trained_only: Whether there was neither evaluation nor a checkpoint since then.
+        detail: Phases and categories, for the steps that are sampled in detail.
     """
 
     readings: Readings
     shapes: tuple[Shape, ...]
     trained_only: bool = True
-    look: DetailedSample | None = None
+    detail: DetailedSample | None = None
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
-        """Return, by device, what forecasts are made from."""
+        """Return the input of the forecasts, by device."""
         shapes = largest_shapes(self.shapes)
         return {
             device: _point(step, states, shapes)
@@ -51,7 +55,7 @@ class StepMemorySample:
 
 
 def largest_shapes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Leave out each micro-batch that another one is at least as large as, in both ways."""
+    """Drop each micro-batch for which another has at least as many samples and as much length."""
     if len(shapes) < 2:
         return shapes
     ordered = sorted(shapes, key=lambda shape: (shape.samples, shape.length), reverse=True)

@@ -1,4 +1,4 @@
-"""Memory of this rank: what it is, what the next steps will need, and reports once it is out."""
+"""Memory of this rank: categories, forecasts, leaks, offload traffic and out-of-memory reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..devices.memory.probe import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.raw_step import RawStep
 from ..instrumentation.watch_context import WatchContext
-from ..memory.category_sums import baseline
+from ..memory.categories import baseline
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.series import PeakPoint
 from ..memory.forecast_service import MemoryForecasts
@@ -24,184 +24,191 @@ from ..memory.metrics import MemoryMetrics
 from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.liveness_file import LivenessFile
-from ..memory.oom.parse_error import ends_by_memory
+from ..memory.oom.parse_error import is_caused_by_oom
 from ..memory.oom.post_mortem import PostMortem
 from ..memory.step_sample import StepMemorySample
 from .oom_context import MemoryParts, oom_sources
 
 logger = logging.getLogger(__name__)
 
-# Without steps, as in an evaluation or while data is loaded, memory is read this often.
+# Interval of readings while there are no steps, as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
-MAX_READINGS = 256
+MAX_SAMPLES = 256
 
 
 class MemoryMonitor:
-    """Made on the training thread; `take` and `publish` run on the watch thread.
+    """Monitors the memory of one engine.
+
+    Created on the training thread; `add_step` and `publish` run on the watch thread.
 
     Attributes:
-        hooks: What the engine's hooks call.
+        hooks: Called by the engine's hooks.
     """
 
     def __init__(self, context: WatchContext, engine: Any, probes: Sequence[MemoryProbe]) -> None:
         wrap, settings = context.fail_open.wrap, context.settings.memory
+        self._context = context
         self._enabled = settings.enabled
         self._probes = probes
         reads = {probe.device: wrap("memory", probe.read) for probe in probes}
-        self._meter = MemoryReader(reads, _budgets(settings, reads))
-        self._figures = MemoryMetrics(context.recorder, self._baseline(context, engine))
+        self._reader = MemoryReader(reads, _budgets(settings, reads))
+        self._metrics = MemoryMetrics(context.recorder, self._baseline(engine))
         self._forecasts = MemoryForecasts(context.recorder)
-        rank = context.identity.rank
         self._leaks = LeakMonitor(
-            context.recorder, rank, context.folder, trace_sites=settings.leak_sites
+            context.recorder,
+            context.identity.rank,
+            context.folder,
+            trace_sites=settings.leak_sites,
         )
-        self._readings: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_READINGS)
+        self._samples: deque[tuple[int, StepMemorySample]] = deque(maxlen=MAX_SAMPLES)
         self.hooks = MemoryHooks(
             engine,
-            self._meter,
+            self._reader,
             context.clock,
             context.fail_open,
             judge=self._forecasts.assess_batch,
-            raised=self._raised,
+            raised=self._on_exception,
             look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
-        self._context = context
         self._post_mortem = self._new_post_mortem() if settings.enabled else None
         self._oom_device = "cpu"
-        self._life: LivenessFile | None = None
-        self._closed = self._moved = False
+        self._liveness: LivenessFile | None = None
+        self._closed = self._engine_replaced = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
             self._log_devices_without_step_peaks()
             offload = wrap("offload", OffloadTraffic)
             self._offload = offload(engine, context.fail_open, context.call_recorder.events)
-        self._duties = self._wrapped_duties()
+        self._tasks = self._periodic_tasks()
 
     @property
     def cost_ns(self) -> int:
-        """Nanoseconds that hooks on offloading took on the training thread."""
+        """Nanoseconds that the offload hooks took on the training thread."""
         return 0 if self._offload is None else self._offload.cost_ns
 
-    def take(self, closed: RawStep) -> Mapping[str, float]:
-        """Take what was read at the end of a step; return the risk by device."""
-        reading = closed.memory
-        if reading is not None:
-            self._readings.append((closed.step, reading))
+    def add_step(self, step: RawStep) -> Mapping[str, float]:
+        """Add the memory sample of a step, if it has one; return the risk by device."""
+        sample = step.memory
+        if sample is not None:
+            self._samples.append((step.step, sample))
             if self._enabled:
-                points = reading.points(closed.step)
+                points = sample.points(step.step)
                 self._leaks.add(points)
-                if reading.trained_only:
-                    self._forecasts.add(self._with_own_peaks(points, reading))
+                if sample.trained_only:
+                    self._forecasts.add(self._with_step_peaks(points, sample))
         return self._forecasts.risks
 
     def publish(self) -> None:
-        """Publish what has come since the last second."""
-        for duty in self._duties:
-            duty()
+        """Publish all that arrived since the last call, a second ago."""
+        for task in self._tasks:
+            task()
 
-    def ended_by(self, error: BaseException | None) -> None:
-        """Take note of the error that ends this run, which need not have passed the engine."""
-        if error is not None and self._post_mortem is not None and ends_by_memory(error):
-            self._raised(error, is_end=True)
+    def on_run_error(self, error: BaseException | None) -> None:
+        """Count and report the error that ends this run, if it is out of memory.
+
+        It need not have passed through the engine.
+        """
+        if error is not None and self._post_mortem is not None and is_caused_by_oom(error):
+            self._on_exception(error, is_end=True)
             self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
     def rebind_engine(self, engine: Any) -> None:
-        """Look at another engine of the same model; what was learnt of the old one is forgotten."""
+        """Monitor another engine of the same model; discard what was learnt of the old one."""
         if self._offload is not None:
             self._context.fail_open.wrap("offload", self._offload.rebind_engine)(engine)
-        self._moved = True
+        self._engine_replaced = True
 
     def close_hooks(self) -> None:
-        """End what runs in training. Safe to call twice."""
+        """Remove all hooks from training. Safe to call twice."""
         self.hooks.close()
         if self._offload is not None:
             self._offload.restore()
 
     def close(self) -> None:
-        """End what is under way. Safe to call twice."""
+        """Remove hooks, close probes and files. Safe to call twice."""
         self._closed = True
         wrap = self._context.fail_open.wrap
         for end in (self.close_hooks, *(probe.close for probe in self._probes), self._leaks.close):
             wrap("memory", end)()
-        if self._life is not None:
-            self._life.close()
+        if self._liveness is not None:
+            self._liveness.close()
 
     def _new_post_mortem(self) -> PostMortem:
         parts = MemoryParts(
-            meter=self._meter,
+            reader=self._reader,
             hooks=self.hooks,
-            figures=self._figures,
+            metrics=self._metrics,
             forecasts=self._forecasts,
             leaks=self._leaks,
         )
         return PostMortem(self._context.identity.rank, oom_sources(self._context, parts))
 
-    def _wrapped_duties(self) -> list[Callable[[], object]]:
-        """List what is done each second; one that fails leaves the others be."""
-        duties: dict[str, Callable[[], object]] = {"memory metrics": self._publish_figures}
+    def _periodic_tasks(self) -> list[Callable[[], object]]:
+        """Return what runs every second; a task that fails does not stop the others."""
+        tasks: dict[str, Callable[[], object]] = {"memory metrics": self._publish_samples}
         if self._enabled:
-            duties["memory baseline"] = self._forget_if_moved
-            duties["forecasts"] = self._forecasts.update
-            duties["leaks"] = self._leaks.look
-            duties["killed ranks"] = self._write_liveness_file
+            tasks["memory baseline"] = self._reset_if_engine_replaced
+            tasks["forecasts"] = self._forecasts.update
+            tasks["leaks"] = self._leaks.check
+            tasks["killed ranks"] = self._write_liveness_file
         offload = self._offload
         if offload is not None:
-            duties["offload"] = lambda: offload.publish(self._context.recorder)
-        return [self._context.fail_open.wrap(name, duty) for name, duty in duties.items()]
+            tasks["offload"] = lambda: offload.publish(self._context.recorder)
+        return [self._context.fail_open.wrap(name, task) for name, task in tasks.items()]
 
-    def _forget_if_moved(self) -> None:
-        """Begin to learn anew, on the thread that learns."""
-        if self._moved:
-            self._moved = False
+    def _reset_if_engine_replaced(self) -> None:
+        """Discard what was learnt, on the thread that learns."""
+        if self._engine_replaced:
+            self._engine_replaced = False
             self._forecasts.reset()
-            self._leaks.begin_anew()
+            self._leaks.reset()
 
-    def _publish_figures(self) -> None:
-        while self._readings:
-            step, reading = self._readings.popleft()
-            self._figures.publish(reading)
-            if reading.look is not None:
-                self._leaks.add_look(step, self._figures.categories)
-        if self._meter.age_seconds > IDLE_SECONDS:
-            self._figures.publish_states(self._meter.read())
+    def _publish_samples(self) -> None:
+        while self._samples:
+            step, sample = self._samples.popleft()
+            self._metrics.publish(sample)
+            if sample.detail is not None:
+                self._leaks.add_categories(step, self._metrics.categories)
+        if self._reader.age_seconds > IDLE_SECONDS:
+            self._metrics.publish_readings(self._reader.read())
 
-    def _with_own_peaks(
-        self, points: Mapping[str, PeakPoint], reading: StepMemorySample
+    def _with_step_peaks(
+        self, points: Mapping[str, PeakPoint], sample: StepMemorySample
     ) -> Mapping[str, PeakPoint]:
-        """Leave out devices whose peaks are not of these steps alone."""
+        """Drop devices whose peaks are not attributed to steps."""
         own = {probe.device for probe in self._probes if probe.own_peaks}
         return {
             device: point
             for device, point in points.items()
-            if device in own and "peak_allocated" in reading.readings[device]
+            if device in own and "peak_allocated" in sample.readings[device]
         }
 
     def _log_devices_without_step_peaks(self) -> None:
-        blind = [probe.device for probe in self._probes if not probe.own_peaks]
-        if blind:
+        devices = [probe.device for probe in self._probes if not probe.own_peaks]
+        if devices:
             logger.info(
-                "nothing is foreseen of the memory of %s: its peaks are not told by step "
-                "(memory.reset_peak_counters is off, or the system does not allow it)",
-                " and ".join(blind),
+                "memory forecast disabled for %s: per-step peaks are not available "
+                "(memory.reset_peak_counters is off, or the system does not support it)",
+                " and ".join(devices),
             )
 
     def _write_liveness_file(self) -> None:
-        """Once there is a run folder, look for ranks that were killed, and leave a life file."""
-        folder = None if self._life is not None or self._closed else self._context.folder()
+        """Once there is a run folder, report killed ranks and write this rank's liveness file."""
+        skip = self._liveness is not None or self._closed
+        folder = None if skip else self._context.folder()
         if folder is None:
             return
         rank, host = self._context.identity.rank, self._context.identity.host
-        killed = [
-            found for found in detect_killed_ranks(folder.parent, host) if found.by_oom_killer
-        ]
+        killed = [each for each in detect_killed_ranks(folder.parent, host) if each.by_oom_killer]
         if killed:
             self._context.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
-        self._life = LivenessFile(folder, rank, host)
-        self._life.open()
+        self._liveness = LivenessFile(folder, rank, host)
+        self._liveness.open()
 
-    def _baseline(self, context: WatchContext, engine: Any) -> Mapping[str, float]:
-        held = context.fail_open.wrap("memory categories", bytes_by_category)(engine) or {}
-        readings: Readings = self._meter.take()
+    def _baseline(self, engine: Any) -> Mapping[str, float]:
+        wrap = self._context.fail_open.wrap
+        held = wrap("memory categories", bytes_by_category)(engine) or {}
+        readings: Readings = self._reader.sample_step()
         in_use = {device: states.get("allocated", 0.0) for device, states in readings.items()}
         if "cpu" in in_use:
             in_use["cpu"] -= free_heap_bytes()
@@ -209,13 +216,16 @@ class MemoryMonitor:
             device: baseline(device, size, held.get(device, {})) for device, size in in_use.items()
         }
 
-    def _raised(self, error: BaseException, *, is_end: bool = False) -> None:
-        """Look into an error that passes through the engine, or ends the run. Training thread."""
+    def _on_exception(self, error: BaseException, *, is_end: bool = False) -> None:
+        """Report an out-of-memory error that passes through the engine, or ends the run.
+
+        Runs on the training thread.
+        """
         if self._post_mortem is not None:
-            out = self._post_mortem.on_error(error, is_end=is_end)
-            if out is not None:
-                self._oom_device = out.device
-                self._context.recorder.add(memory.OOMS, 1, out.device, "raised")
+            oom = self._post_mortem.on_error(error, is_end=is_end)
+            if oom is not None:
+                self._oom_device = oom.device
+                self._context.recorder.add(memory.OOMS, 1, oom.device, "raised")
 
 
 def _budgets(settings: MemorySettings, devices: Mapping[str, object]) -> Mapping[str, float]:

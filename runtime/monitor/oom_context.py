@@ -29,9 +29,9 @@ from ..memory.oom.would_fit import Layout
 class MemoryParts:
     """The parts of a memory watch."""
 
-    meter: MemoryReader
+    reader: MemoryReader
     hooks: MemoryHooks
-    figures: MemoryMetrics
+    metrics: MemoryMetrics
     forecasts: MemoryForecasts
     leaks: LeakMonitor
 
@@ -44,16 +44,16 @@ def oom_sources(context: WatchContext, parts: MemoryParts) -> OomContext:
         folder=context.folder,
         step=_of_engine(context, lambda engine: int(engine.global_steps)),
         phase=lambda: PHASES[context.clock.current],
-        readings=wrap("oom report memory", parts.meter.read),
+        readings=wrap("oom report memory", parts.reader.read),
         micro_batch=lambda: hooks.micro_batch,
         shape=lambda: hooks.shape,
         batch_risk=wrap("oom report risk", forecasts.batch_risk),
-        categories=parts.figures.categories.get,
+        categories=parts.metrics.categories.get,
         peaks=wrap("oom report peaks", forecasts.last_peaks),
         foresights=wrap("oom report peaks", forecasts.last_predictions),
         alarm_step=forecasts.alarm_steps.get,
-        limit=wrap("oom report limit", partial(_budget, parts.meter)),
-        growth=parts.leaks.growth,
+        limit=wrap("oom report limit", partial(_budget, parts.reader)),
+        growth=parts.leaks.growth_bytes_per_step,
         facts=wrap("oom report facts", _of_engine(context, run_facts)),
         predicted=wrap("oom report risk", forecasts.predict_peak),
         planned=wrap("oom report plan", _of_engine(context, planned_layouts)),
@@ -61,10 +61,10 @@ def oom_sources(context: WatchContext, parts: MemoryParts) -> OomContext:
     )
 
 
-def _budget(meter: MemoryReader, device: str) -> Limit | None:
+def _budget(reader: MemoryReader, device: str) -> Limit | None:
     """Return a limit that the settings have set; of all others the report finds the name."""
-    limit = meter.read().get(device, {}).get("limit")
-    if limit is None or limit != meter.budgets.get(device):
+    limit = reader.read().get(device, {}).get("limit")
+    if limit is None or limit != reader.budgets.get(device):
         return None
     name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
     return Limit(num_bytes=limit, name=name)

@@ -212,7 +212,7 @@ class Watch:
             undo.callback(probe.close)
         self._memory = MemoryMonitor(context, engine, probes)
         undo.callback(self._memory.close)
-        self._ended_by = self.fail_open.wrap("oom report", self._memory.ended_by)
+        self._ended_by = self.fail_open.wrap("oom report", self._memory.on_run_error)
         self._comparison = CrossRankMonitor(context)
         self._listeners.extend(self._comparison.listeners)
         self._telemetry = OtelExporter(context, partial(hardware_ids, cuda_device=device))
@@ -239,7 +239,7 @@ class Watch:
         return WatchThread(
             publisher=self._publisher,
             sampler=sampler,
-            take_memory=self._memory.take,
+            take_memory=self._memory.add_step,
             events=self._collectives.call_recorder.events,
             fail_open=self.fail_open,
             append=self._folder.append,

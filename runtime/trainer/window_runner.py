@@ -10,7 +10,7 @@ from typing import Any
 
 from ..common.host_group import HostGroup
 from ..engine.live_settings.choose_modules import ModuleSelector
-from ..memory.oom.parse_error import ends_by_memory
+from ..memory.oom.parse_error import is_caused_by_oom
 from .engine_holder import EngineHolder
 from .metrics import TrainerMetrics
 from .oom_recovery.abort import abort_window, can_abort
@@ -175,7 +175,7 @@ class WindowRunner:
 
     def _note(self, share: BatchShares, error: BaseException) -> None:
         """Tell of an out-of-memory error that ends this run."""
-        is_own = ends_by_memory(error)
+        is_own = is_caused_by_oom(error)
         if is_own or isinstance(error, PeerOutOfMemory):
             self._figures.gave_up()
         if is_own:

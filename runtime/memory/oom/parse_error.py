@@ -79,7 +79,7 @@ def out_of_memory(error: BaseException) -> OomError | None:
     return None if found is None else found[1]
 
 
-def ends_by_memory(error: BaseException) -> bool:
+def is_caused_by_oom(error: BaseException) -> bool:
     """Whether an error is out-of-memory or raised from one; not if it only came after one."""
     link: BaseException | None = error
     while link is not None:

@@ -19,7 +19,7 @@ import torch
 
 from ...common.host_collectives import HostCollectives
 from ...common.patching import AttributePatch
-from ...memory.oom.parse_error import ends_by_memory
+from ...memory.oom.parse_error import is_caused_by_oom
 from .probe_workspace import probe_workspace
 
 # Methods of DeepSpeed's backend object. Point-to-point calls are not symmetric, and not guarded.
@@ -140,7 +140,7 @@ class CollectiveGuard:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Vote; not where the window is being left already because memory ran out."""
         raised = sys.exception()
-        unwinds = raised is not None and raised is not self._handled and ends_by_memory(raised)
+        unwinds = raised is not None and raised is not self._handled and is_caused_by_oom(raised)
         if self._is_lost or unwinds:
             raise PeerOutOfMemory(_GIVEN_UP)
         probe_workspace(args, kwargs)

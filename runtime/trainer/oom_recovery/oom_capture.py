@@ -6,7 +6,7 @@ import traceback
 from types import TracebackType
 from typing import Literal
 
-from ...memory.oom.parse_error import ends_by_memory
+from ...memory.oom.parse_error import is_caused_by_oom
 from .collective_guard import PeerOutOfMemory
 
 Whose = Literal["own", "peer"]
@@ -50,12 +50,12 @@ def whose_memory(error: BaseException) -> tuple[Whose | None, BaseException | No
     """
     if not isinstance(error, Exception):  # an interrupt is obeyed
         return None, None
-    if ends_by_memory(error):
+    if is_caused_by_oom(error):
         return "own", error
     links = _links(error)
     if not any(isinstance(link, PeerOutOfMemory) for link in links):
         return None, None
-    own = [link for link in links if ends_by_memory(link)]
+    own = [link for link in links if is_caused_by_oom(link)]
     return ("own", own[-1]) if own else ("peer", error)
 
 

@@ -132,7 +132,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (ENGINE, ESTIMATOR, "_config"),
     (ENGINE, OFFLOAD, "offload_states reload_states"),
     (ENGINE, RECOVERY, "zero_grad"),
-    (ZERO_1_AND_2, "runtime/memory/engine_tensors.py", "norm_for_param_grads"),
+    (ZERO_1_AND_2, "runtime/memory/engine_memory.py", "norm_for_param_grads"),
     (ZERO_1_AND_2, "runtime/trainer/checkpoint/engine_files.py", "clip_grad"),
     (
         ZERO_1_AND_2,

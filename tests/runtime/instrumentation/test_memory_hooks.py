@@ -103,7 +103,7 @@ def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
     job = Job(monkeypatch, look_seconds=10.0)
     job.step()
 
-    look = job.step().look
+    look = job.step().detail
 
     assert look.phase_peaks["cpu"]["forward"] == 700.0
     assert look.phase_peaks["cpu"]["backward"] == 900.0
@@ -113,7 +113,7 @@ def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
 def test_steps_are_looked_at_closely_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, look_seconds=10.0)
 
-    looked_at = [job.step().look is not None for _ in range(25)]
+    looked_at = [job.step().detail is not None for _ in range(25)]
 
     assert [number for number, seen in enumerate(looked_at) if seen] == [1, 11, 21]
 
@@ -148,8 +148,8 @@ def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
 
     reading = job.step()
 
-    assert reading.look.phase_peaks["cpu"]["eval"] == 5000.0
-    assert reading.look.phase_peaks["cpu"]["backward"] == 900.0
+    assert reading.detail.phase_peaks["cpu"]["eval"] == 5000.0
+    assert reading.detail.phase_peaks["cpu"]["backward"] == 900.0
     assert not reading.trained_only
     assert job.step().trained_only
 
@@ -165,7 +165,7 @@ def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
     job.peak_bytes = 600.0
     job.phases.leave()
 
-    look = job.step().look
+    look = job.step().detail
 
     assert look.phase_peaks["cpu"]["forward"] == 3000.0
 
@@ -184,7 +184,7 @@ def test_a_step_without_an_update_of_its_own_ends_no_look(monkeypatch: pytest.Mo
 
     reading = job.hooks.step_ended()
 
-    assert reading.look is None
+    assert reading.detail is None
 
 
 def test_after_close_no_phase_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

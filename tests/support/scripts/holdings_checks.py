@@ -26,8 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToMo
 from deepspeed.utils import groups, safe_get_local_fp32_param
 from holdings_cases import CASES, Case, Net
 
-from zerowatch.runtime.memory.engine_memory import bytes_by_category
-from zerowatch.runtime.memory.engine_tensors import engine_tensors
+from zerowatch.runtime.memory.engine_memory import bytes_by_category, engine_tensors
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -87,7 +86,7 @@ def look(engine, foreign: Storages) -> dict:
         "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
         "parameters": sum(parameters.values()),
         "found": sorted(
-            place for place, _, found in engine_tensors(engine) if any(map(torch.is_tensor, found))
+            path for path, _, found in engine_tensors(engine) if any(map(torch.is_tensor, found))
         ),
         "optimizer": sum(size for at, size in optimizer.items() if at not in parameters),
         "total": total,

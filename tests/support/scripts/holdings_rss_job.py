@@ -18,7 +18,7 @@ from holdings_cases import CASES
 
 from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
 from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.memory.category_sums import baseline, categories_at_peak
+from zerowatch.runtime.memory.categories import baseline, categories_at_peak
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.

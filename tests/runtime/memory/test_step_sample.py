@@ -1,4 +1,4 @@
-"""What forecasts are given of a reading."""
+"""The input of the forecasts from a step's sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zerowatch.runtime.memory.forecast.series import Shape
 from zerowatch.runtime.memory.step_sample import StepMemorySample
 
 
-def test_a_micro_batch_that_another_exceeds_in_both_ways_is_left_out() -> None:
+def test_a_micro_batch_that_another_exceeds_in_both_sizes_is_dropped() -> None:
     shapes = (Shape(4, 16), Shape(2, 64), Shape(4, 32), Shape(2, 8), Shape(1, 64), Shape(1, 128))
 
     points = StepMemorySample(readings={"cpu": {"allocated": 1.0}}, shapes=shapes).points(3)
@@ -14,7 +14,7 @@ def test_a_micro_batch_that_another_exceeds_in_both_ways_is_left_out() -> None:
     assert set(points["cpu"].shapes) == {Shape(4, 32), Shape(2, 64), Shape(1, 128)}
 
 
-def test_what_a_device_does_not_tell_has_a_plain_stand_in() -> None:
+def test_missing_states_have_defaults() -> None:
     states = {"allocated": 5.0}
 
     point = StepMemorySample(readings={"cpu": states}, shapes=()).points(3)["cpu"]

@@ -1,4 +1,4 @@
-"""Real peaks of RSS, explained: what nobody accounts for is small, and all of it adds up."""
+"""Real RSS peaks by category: the category other is small, and all categories add up."""
 
 from __future__ import annotations
 

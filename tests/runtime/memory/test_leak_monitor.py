@@ -1,4 +1,4 @@
-"""A leak on a run: the metric is there while it lasts, under the category that grows."""
+"""The leak metric during a run: present while the leak lasts, with the category that grows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MIB = 2**20
 
 
 class Run:
-    """Steps that end with more in use than the one before."""
+    """Steps after each of which more memory is in use."""
 
     def __init__(self, clock: FakeClock, folder: Path, *, trace_sites: bool = False) -> None:
         self.clock = clock
         self.recorder = Recorder()
-        self.watch = LeakMonitor(self.recorder, 0, lambda: folder, trace_sites=trace_sites)
+        self.monitor = LeakMonitor(self.recorder, 0, lambda: folder, trace_sites=trace_sites)
         self.step = 0
         self.floor_bytes = 1000.0 * MIB
         self.sizes = {"gradients": 50.0 * MIB, "other": 100.0 * MIB, "activations": 0.0}
@@ -45,11 +45,11 @@ class Run:
                 limit_bytes=1e12,
                 reserved_bytes=floor,
             )
-            self.watch.add({"cpu": point})
+            self.monitor.add({"cpu": point})
             if self.step % 10 == 0:
-                self.watch.add_look(self.step, {"cpu": dict(self.sizes)})
+                self.monitor.add_categories(self.step, {"cpu": dict(self.sizes)})
             self.clock.seconds += 1.0
-            self.watch.look()
+            self.monitor.check()
 
     def leaks(self) -> dict[tuple[str, ...], float]:
         return dict(self.recorder.snapshot().values.get(memory.MEMORY_LEAK, {}))
@@ -57,13 +57,13 @@ class Run:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
-    turned = FakeClock()
-    monkeypatch.setattr(module.time, "monotonic", turned)
-    return turned
+    fake = FakeClock()
+    monkeypatch.setattr(module.time, "monotonic", fake)
+    return fake
 
 
 @pytest.mark.parametrize("category", ["gradients", "other"])
-def test_a_leak_is_published_under_what_grows(
+def test_a_leak_is_published_with_the_category_that_grows(
     clock: FakeClock, tmp_path: Path, category: str
 ) -> None:
     run = Run(clock, tmp_path)
@@ -71,19 +71,19 @@ def test_a_leak_is_published_under_what_grows(
     run.train(200, growth_bytes=2 * MIB, category=category)
 
     assert run.leaks() == {("cpu", category): pytest.approx(2 * MIB, rel=0.05)}
-    assert run.watch.growth("cpu") == pytest.approx(2 * MIB, rel=0.05)
+    assert run.monitor.growth_bytes_per_step("cpu") == pytest.approx(2 * MIB, rel=0.05)
 
 
-def test_nothing_is_published_of_a_run_that_does_not_grow(clock: FakeClock, tmp_path: Path) -> None:
+def test_a_run_that_does_not_grow_publishes_no_leak(clock: FakeClock, tmp_path: Path) -> None:
     run = Run(clock, tmp_path)
 
     run.train(300, growth_bytes=0.0)
 
     assert run.leaks() == {}
-    assert run.watch.growth("cpu") is None
+    assert run.monitor.growth_bytes_per_step("cpu") is None
 
 
-def test_the_series_ends_with_the_leak(clock: FakeClock, tmp_path: Path) -> None:
+def test_the_metric_is_removed_when_the_leak_ends(clock: FakeClock, tmp_path: Path) -> None:
     run = Run(clock, tmp_path)
     run.train(200, growth_bytes=2 * MIB)
 
@@ -92,7 +92,7 @@ def test_the_series_ends_with_the_leak(clock: FakeClock, tmp_path: Path) -> None
     assert run.leaks() == {}
 
 
-def test_a_leak_is_told_once_and_how_to_find_it(
+def test_a_leak_is_logged_once_with_the_setting_that_traces_it(
     clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(clock, tmp_path)
@@ -101,17 +101,18 @@ def test_a_leak_is_told_once_and_how_to_find_it(
         run.train(300, growth_bytes=2 * MIB)
 
     (line,) = (record.message for record in caplog.records)
-    assert "memory of cpu grows by 2" in line
-    assert "counted as other. Set memory.leak_sites" in line
+    assert "leak on cpu: +2" in line
+    assert "category other" in line
+    assert "memory.leak_sites" in line
 
 
-def test_on_request_its_sites_are_traced_and_written(clock: FakeClock, tmp_path: Path) -> None:
+def test_with_leak_sites_the_allocations_are_traced_and_written(
+    clock: FakeClock, tmp_path: Path
+) -> None:
     run = Run(clock, tmp_path, trace_sites=True)
 
     run.train(250, growth_bytes=2 * MIB)
-    run.watch.close()
+    run.monitor.close()
 
-    assert (
-        "Lines of Python that hold more objects"
-        in (tmp_path / "memory" / "leak-rank-0.txt").read_text()
-    )
+    text = (tmp_path / "memory" / "leak-rank-0.txt").read_text()
+    assert "Python lines" in text

@@ -1,4 +1,4 @@
-"""What an engine holds: each storage once, under the first of its names; and the sums at a peak."""
+"""Memory held by an engine: each storage counts once, under its first path; and the categories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from zerowatch.metrics.catalog.memory import MEMORY_CATEGORIES
 from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
 from zerowatch.runtime.devices.memory.resident_bytes import resident_bytes
-from zerowatch.runtime.memory.category_sums import baseline, categories_at_peak, larger_of
+from zerowatch.runtime.memory.categories import baseline, categories_at_peak, larger_of
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
 MIB = 2**20
@@ -61,15 +61,15 @@ def test_buffers_of_the_module_are_parameters() -> None:
     assert held(engine_of(torch.nn.BatchNorm1d(4)))["parameters"] == 4 * 16 + 8
 
 
-def test_gradients_that_lie_in_a_bucket_are_the_bucket_s() -> None:
+def test_gradients_in_a_bucket_count_as_the_bucket() -> None:
     module = torch.nn.Linear(4, 4, bias=False)
     bucket = torch.zeros(100)
     module.weight.grad = bucket[:16].view(4, 4)
     buckets = {torch.float32: types.SimpleNamespace(buffer=[bucket])}
 
-    holdings = held(engine_of(module, ipg_buckets=buckets))
+    sizes = held(engine_of(module, ipg_buckets=buckets))
 
-    assert (holdings["gradients"], holdings["comm_buffers"]) == (0, 400)
+    assert (sizes["gradients"], sizes["comm_buffers"]) == (0, 400)
 
 
 def test_a_sparse_gradient_counts_by_its_parts() -> None:
@@ -79,7 +79,7 @@ def test_a_sparse_gradient_counts_by_its_parts() -> None:
     assert held(engine_of(module))["gradients"] == 2 * 8 + 2 * 4 * 4
 
 
-def test_what_was_partitioned_away_counts_nothing() -> None:
+def test_a_partitioned_parameter_counts_only_its_partition() -> None:
     module = torch.nn.Linear(4, 4, bias=False)
     module.weight.data = torch.empty(0)
     module.weight.ds_tensor = torch.zeros(8)
@@ -87,11 +87,11 @@ def test_what_was_partitioned_away_counts_nothing() -> None:
     assert held(engine_of(module))["parameters"] == 32
 
 
-def test_a_tensor_without_data_counts_nothing() -> None:
+def test_a_tensor_without_data_is_not_counted() -> None:
     assert bytes_by_category(engine_of(torch.nn.Linear(4, 4, device="meta"))) == {}
 
 
-def test_an_engine_without_an_optimizer_has_its_parameters() -> None:
+def test_an_engine_without_an_optimizer_holds_its_parameters() -> None:
     engine = types.SimpleNamespace(module=torch.nn.Linear(4, 4), optimizer=None)
 
     assert held(engine)["parameters"] == 80
@@ -101,7 +101,7 @@ def test_no_property_of_the_optimizer_runs() -> None:
     class Optimizer:
         @property
         def averaged_gradients(self) -> object:
-            raise AssertionError("somebody asked")
+            raise AssertionError("the property was read")
 
     engine = types.SimpleNamespace(module=torch.nn.Linear(4, 4), optimizer=Optimizer())
 
@@ -122,7 +122,7 @@ def test_no_tensor_is_kept_alive() -> None:
         gc.enable()
 
 
-def test_pages_of_a_buffer_that_were_never_written_count_nothing() -> None:
+def test_pages_of_a_buffer_that_were_never_written_are_not_counted() -> None:
     size = 64 * MIB
     buffer = torch.empty(size, dtype=torch.uint8)
 
@@ -163,7 +163,7 @@ def test_categories_add_up_to_the_peak_above_the_baseline() -> None:
     ("peak", "gradients", "comm_buffers", "other"),
     [(1395, 50, 30, 15), (1375, 50, 25, 0), (1310, 10, 0, 0)],
 )
-def test_where_they_are_too_much_for_the_peak_some_were_not_there(
+def test_categories_larger_than_the_peak_are_reduced(
     peak: float, gradients: float, comm_buffers: float, other: float
 ) -> None:
     categories = categories_at_peak(BEFORE, AFTER, 1365, peak, 1000)
@@ -175,32 +175,32 @@ def test_where_they_are_too_much_for_the_peak_some_were_not_there(
     assert sum(categories.values()) == peak - 1000
 
 
-def test_a_floor_below_what_is_held_leaves_no_other() -> None:
+def test_a_floor_below_the_held_bytes_leaves_no_other() -> None:
     categories = categories_at_peak(BEFORE, AFTER, 1300, 1500, 1000)
 
     assert categories["other"] == 0
     assert sum(categories.values()) == 500
 
 
-def test_optimizer_states_that_the_step_creates_were_not_there_at_the_peak() -> None:
+def test_optimizer_states_created_by_the_step_do_not_count_at_the_peak() -> None:
     first = {**BEFORE, "optimizer": 0}
 
     assert categories_at_peak(first, AFTER, 1365, 1300, 1000)["optimizer"] == 0
 
 
-def test_without_a_look_before_the_step_the_one_after_stands_in() -> None:
+def test_without_a_sample_before_the_step_the_one_after_is_used() -> None:
     categories = categories_at_peak({}, AFTER, 1365, 1500, 1000)
 
     assert (categories["gradients"], categories["optimizer"]) == (10, 200)
 
 
-def test_the_baseline_is_what_is_not_the_engine_s_and_on_a_gpu_nothing() -> None:
+def test_the_baseline_excludes_the_engine_and_is_zero_on_a_gpu() -> None:
     assert baseline("cpu", 1000.0, BEFORE) == 650
     assert baseline("cpu", 100.0, BEFORE) == 0
     assert baseline("cuda:0", 1000.0, BEFORE) == 0
 
 
-def test_of_two_looks_the_larger_of_each_category_counts() -> None:
+def test_of_two_samples_the_larger_of_each_category_counts() -> None:
     in_backward = {"cpu": {"gradients": 1, "comm_buffers": 9}, "cuda:0": {"gradients": 5}}
     before_step = {"cpu": {"gradients": 4, "comm_buffers": 0}, "cuda:1": {"gradients": 6}}
 
@@ -211,7 +211,7 @@ def test_of_two_looks_the_larger_of_each_category_counts() -> None:
     }
 
 
-def test_what_was_freed_into_the_heap_is_free_there() -> None:
+def test_freed_memory_that_the_heap_keeps_is_counted() -> None:
     blocks = [bytearray(1000) for _ in range(20_000)]
     before = free_heap_bytes()
 

@@ -1,4 +1,4 @@
-"""Every name in the table of places is one that this version of DeepSpeed or torch still sets."""
+"""Every name in the table of tensor paths is still set by this version of DeepSpeed or torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from zerowatch.runtime.memory.engine_tensors import PLACES
+from zerowatch.runtime.memory.engine_memory import TENSOR_PATHS
 
 ROOTS = {"parameters", "buffers", "optimizer"}
-# Of torch's tensors, and of a UserDict.
-OF_OTHERS = {"grad", "data", "state"}
-NAMES = sorted({name for place, _ in PLACES for name in place.split(".")[1:]} - OF_OTHERS)
+# Attributes of torch's tensors, and of a UserDict.
+NOT_DEEPSPEED = {"grad", "data", "state"}
+NAMES = sorted({name for path, _ in TENSOR_PATHS for name in path.split(".")[1:]} - NOT_DEEPSPEED)
 
 
 @cache
@@ -23,8 +23,8 @@ def sources() -> str:
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent
-    rooms = (folder / "runtime", folder / "ops" / "adam")
-    return "\n".join(file.read_text() for room in rooms for file in sorted(room.rglob("*.py")))
+    folders = (folder / "runtime", folder / "ops" / "adam")
+    return "\n".join(file.read_text() for each in folders for file in sorted(each.rglob("*.py")))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.isdigit()])
@@ -33,9 +33,9 @@ def test_deepspeed_still_sets_the_name(name: str) -> None:
     sets = rf"\.{written}\s*(:[^=\n]+)?=[^=]|^\s+{written}:.*=|\.{written}\[.*\]\s*="
 
     assert re.search(sets, sources(), re.MULTILINE), (
-        f"nothing sets {name!r} any more: find what replaced it, and change engine_tensors.py"
+        f"nothing sets {name!r} any more: find what replaced it, and change engine_memory.py"
     )
 
 
-def test_every_place_starts_at_a_root() -> None:
-    assert {place.split(".")[0] for place, _ in PLACES} == ROOTS
+def test_every_path_starts_at_a_root() -> None:
+    assert {path.split(".")[0] for path, _ in TENSOR_PATHS} == ROOTS
