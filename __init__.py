@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .runtime.initialize import initialize as initialize
     from .runtime.initialize import watch as watch
-    from .runtime.trainer.window.result import WindowResult as WindowResult
+    from .runtime.trainer.window.step_result import StepResult as StepResult
     from .runtime.training_run import TrainingRun as TrainingRun
 
 _MODULES = {
     "initialize": "initialize",
     "watch": "initialize",
     "TrainingRun": "training_run",
-    "WindowResult": "trainer.window.result",
+    "StepResult": "trainer.window.step_result",
 }
-__all__ = ["TrainingRun", "WindowResult", "initialize", "watch"]
+__all__ = ["StepResult", "TrainingRun", "initialize", "watch"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,8 @@
-"""The owned training loop: which micro-batches make a step, exactly once, whatever happens."""
+"""Training loop that owns the engine: each global batch becomes exactly one update."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -13,15 +14,15 @@ from ..errors import BatchError
 from .common.host_group import HostGroup
 from .common.training_config import MICRO_BATCH, training_config, zero_stage
 from .engine.live_settings.choose_modules import ModuleSelector
-from .engine_factory import EngineFactory
+from .initialize import initialize, initialize_unwatched
+from .monitor.null_watch import NullWatch
 from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.data_source import TrainingData
 from .trainer.engine_holder import EngineHolder
 from .trainer.metrics import TrainerMetrics
-from .trainer.replay_setup import prepare
 from .trainer.window.micro_batches import Loss
-from .trainer.window.result import WindowResult
-from .trainer.window_runner import WindowRunner
+from .trainer.window.step_result import StepResult
+from .trainer.window_runner import WindowRunner, prepare_engine
 from .tuner.model_traits import warn_of_batch_statistics
 from .tuner.session import new_tuning, tuner_settings
 
@@ -29,37 +30,58 @@ NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"
 
 
 class TrainingRun:
-    """Trains a model by whole batches; owns the engine, its windows and the account of samples.
+    """Training of a model by global batches; owns the DeepSpeed engine and its micro-batches.
 
-    All ranks call its methods alike, and at the same moment.
+    Stability: beta. The tuner and compression arguments are experimental.
+
+    Each call of `train_batch` makes one update from one global batch, however it is split into
+    micro-batches. Where memory runs out, the batch is run again in smaller micro-batches. All ranks
+    must call all methods alike and in the same order.
 
     Args:
-        model: A torch module. All ranks must make the same one.
+        model: A torch module; the same on all ranks.
         config: A ds config, as a dict or the path of a JSON file. Its
-            `train_micro_batch_size_per_gpu` is the first plan: how a batch is cut at most.
+            `train_micro_batch_size_per_gpu` is the maximum size of a micro-batch, in samples.
         loss: Called as `loss(model, micro_batch)` with DeepSpeed's engine and a part of the batch
-            on the engine's device. Returns the mean loss of the part, best in float32, or (mean
-            loss, weight): with the number of target tokens as the weight, token means are exact
-            across micro-batches and ranks. Where the weight may be 0 the mean must still be finite.
+            on the engine's device: tensors of shape `[n, ...]`, n at least 1, in the batch's own
+            tree. Returns the mean loss of the part, or (mean loss, weight). The mean loss is a
+            tensor of one element, shape `[]` or `[1]`, of any floating dtype (best float32), with
+            a gradient. The weight is a 0-d tensor or a number; by default it is n. With the number
+            of target tokens as the weight, token means are exact across micro-batches and ranks.
+            Where the weight may be 0 the mean loss must still be finite. A part may run with its
+            weight ignored, so that all ranks run equally many.
         optimizer: A torch optimizer on the model's parameters, or a callable that takes parameters
-            and returns one; else the ds config's.
-        lr_scheduler: As for deepspeed.initialize; else the ds config's.
-        settings: Settings nested as in zerowatch.toml.
+            and returns one. By default that of the ds config.
+        lr_scheduler: As for `deepspeed.initialize`. By default that of the ds config.
+        settings: Settings, nested as in zerowatch.toml.
         balance: Whether ranks get samples of `loader`'s batches in proportion to their measured
-            speed, so that they end together; else evenly.
-        compression: How gradients travel: None as DeepSpeed sends them, or "bf16", "fp16", "int8",
-            "fp8". These change the numbers; what 8 bits lose is sent with the next window.
+            speed, so that they end together. By default all get equally many.
+        compression: Format of gradients on the wire: None as DeepSpeed sends them, or "bf16",
+            "fp16", "int8", "fp8". These change the numbers; the rounding errors of the 8-bit
+            formats are added to the next window's gradients. Experimental.
         activation_checkpointing: True for the model's own switch or its repeated block; or a class,
             its name, a pattern of module names such as "blocks.*", or several of these.
-        tuner: "off"; "advise", which says what would make training faster; or "auto", which tries
-            it, keeps what helps and takes back what does not. By default the setting `tuner.mode`.
+        tuner: "off"; "advise", which reports what would make training faster; or "auto", which
+            tries it on the run and keeps what helps. By default the setting `tuner.mode`.
+            Experimental.
         numerics: What the tuner may change in the numbers: "bitwise" nothing, "reassociation" the
             order of sums, "statistical" also the rounding, "unrestricted" also the batch size. By
-            default the setting `tuner.numerics`.
+            default the setting `tuner.numerics`. Experimental.
 
     Raises:
         DsConfigError: The ds config cannot be used.
         SettingsError: A setting is wrong.
+        ValueError: `compression` is unknown, or not possible with this engine.
+        ZerowatchError: `activation_checkpointing` selects no module.
+
+    Example:
+        >>> def loss(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> run = zerowatch.TrainingRun(model, config="ds_config.json", loss=loss)
+        >>> for batch in run.loader(dataset, batch_samples=256):
+        ...     result = run.train_batch(batch)
+        >>> run.save("checkpoints")
+        >>> run.close()
     """
 
     def __init__(
@@ -77,63 +99,63 @@ class TrainingRun:
         tuner: Literal["off", "advise", "auto"] | None = None,
         numerics: NumericsName | None = None,
     ) -> None:
-        ours, maker = training_config(config), EngineFactory(optimizer, lr_scheduler)
-        engine = maker.first(model, ours, tuner_settings(settings, tuner, numerics))
+        ds_config = training_config(config)
+        factory = _EngineFactory(optimizer, lr_scheduler)
+        engine = factory.create_initial(model, ds_config, tuner_settings(settings, tuner, numerics))
         warn_of_batch_statistics(model)
-        with ExitStack() as undo:  # what is open already is closed if the rest cannot be
+        with ExitStack() as undo:  # what is open already is closed if a later part fails
             undo.callback(engine.watch.close)
-            prepare(engine)
-            self.host_group = undo.enter_context(closing(HostGroup()))
-            figures = TrainerMetrics.of_watch(engine.watch)
-            size, which = ours[MICRO_BATCH], activation_checkpointing
-            changes = EngineHolder(engine, ours, self.host_group, figures, maker.create_replacement)
-            windows = WindowRunner(
+            prepare_engine(engine)
+            self._host_group = group = undo.enter_context(closing(HostGroup()))
+            metrics = TrainerMetrics.of_watch(engine.watch)
+            holder = EngineHolder(engine, ds_config, group, metrics, factory.create_replacement)
+            runner = WindowRunner(
                 loss,
-                changes,
-                self.host_group,
-                figures,
-                micro_batch_samples=size,
-                checkpointed=which,
+                holder,
+                group,
+                metrics,
+                micro_batch_samples=ds_config[MICRO_BATCH],
+                checkpointed=activation_checkpointing,
             )
-            self._changes = undo.enter_context(closing(changes))
-            self._windows = undo.enter_context(closing(windows))
-            self._sharing = TrainingData(self.host_group, changes, balance=balance)
-            undo.callback(self._sharing.close)
-            self._saving = CheckpointManager(changes, windows, self._sharing, self.host_group)
-            changes.checkpoint_activations(which)
-            changes.compress(compression)
-            self._tuning = new_tuning(changes, windows, self.host_group, self._sharing)
+            self._engine_holder = undo.enter_context(closing(holder))
+            self._window_runner = undo.enter_context(closing(runner))
+            self._data = TrainingData(group, holder, balance=balance)
+            undo.callback(self._data.close)
+            self._checkpoints = CheckpointManager(holder, runner, self._data, group)
+            holder.checkpoint_activations(activation_checkpointing)
+            holder.compress(compression)
+            self._tuning = new_tuning(holder, runner, group, self._data)
             undo.callback(self._tuning.close)
             self._undo = undo.pop_all()
 
     @property
     def engine(self) -> Any:
         """DeepSpeed's engine; another one after `rebuild`."""
-        return self._changes.engine
+        return self._engine_holder.engine
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The ds config in use."""
-        return self._changes.config
+        return self._engine_holder.config
 
     @property
     def steps(self) -> int:
-        """Windows committed so far."""
-        return self._windows.steps
+        """Steps completed so far, skipped ones included; a loaded checkpoint's count too."""
+        return self._window_runner.steps
 
     @property
     def samples(self) -> int:
-        """Samples committed so far, over all ranks."""
-        return self._windows.samples
+        """Samples trained on so far, over all ranks."""
+        return self._window_runner.samples
 
     @property
     def micro_batch_samples(self) -> int:
-        """Samples that a micro-batch holds at most, as asked for."""
-        return self._windows.micro_batch_samples
+        """Maximum samples of a micro-batch, as requested; where memory ran out, fewer are used."""
+        return self._window_runner.micro_batch_samples
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model, as it was given."""
+        """The model, as passed to the constructor."""
         module: torch.nn.Module = self.engine.module
         return module
 
@@ -142,47 +164,68 @@ class TrainingRun:
         """The watch on the engine."""
         return self.engine.watch
 
-    def train_batch(self, batch: Any) -> WindowResult:
-        """Make one update from a global batch, of which this rank gives its share.
+    def train_batch(self, batch: Any) -> StepResult:
+        """Make one update from a global batch, of which each rank passes its share.
 
-        The update is that of the whole batch in one piece, however it is cut and shared out. After
-        an error the run stands as it did before, unless memory ran out within the update itself:
-        then it goes on from its last save only.
+        The update is that of the whole batch in one piece, however it is split and shared out.
 
         Args:
-            batch: Mappings and sequences of tensors or arrays with one row per sample. It must stay
-                as it is until this returns.
+            batch: Mappings and sequences of tensors or numpy arrays of shape `[local_batch, ...]`,
+                any dtype, on any device. local_batch may differ between ranks. Other leaves, such
+                as numbers, text and 0-d tensors, are passed to the loss as they are. Do not modify
+                it before this returns.
+
+        Returns:
+            The step's number, mean loss, micro-batches and time; see `StepResult`.
 
         Raises:
-            BatchError: A rank's share cannot be trained on; raised on all ranks.
-            NonFiniteLossError: The loss is nan or inf; raised on all ranks, before any update.
+            BatchError: A rank's share cannot be trained on, or all weights are 0; raised on all
+                ranks. The run is in its state before the call.
+            NonFiniteLossError: The loss is nan or inf; raised on all ranks. The run is in its state
+                before the call. Not raised under fp16's dynamic loss scale, where the step is
+                skipped.
             RuntimeError: Memory does not hold even one sample at a time; on other ranks
-                PeerOutOfMemory.
+                PeerOutOfMemory, a RuntimeError too. The run is in its state before the call, unless
+                memory ran out within the update itself: then restart it from its last checkpoint.
+            TypeError: The loss returned neither a mean loss nor (mean loss, weight).
+
+        Example:
+            >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
+            >>> result.loss
+            0.693
         """
         self._tuning.before_window()
-        result = self._windows.train(batch)
-        self._sharing.window_ended(
+        result = self._window_runner.train(batch)
+        self._data.window_ended(
             step=self.engine.global_steps,
             num_samples=sum(result.micro_batches),
-            seconds=None if result.replays else self._windows.passes_seconds,
+            seconds=None if result.replays else self._window_runner.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        if not self._tuning.is_on_trial:  # else the run's next life would begin with it
-            self._saving.window_ended()
+        if not self._tuning.is_on_trial:  # else a restart of the run would begin with it
+            self._checkpoints.window_ended()
         self._tuning.window_ended(result)
         return result
 
     def evaluate(self, batch: Any) -> float:
-        """Return the weighted mean loss over all ranks, without gradients, in evaluation mode.
+        """Return the mean loss of a batch over all ranks, without gradients, in evaluation mode.
+
+        Args:
+            batch: As for `train_batch`.
+
+        Returns:
+            The weighted mean loss, the same on all ranks; nan or inf where the loss is. Modules are
+            back in the mode that they were in.
 
         Raises:
-            BatchError: A rank's share cannot be used; raised on all ranks.
+            BatchError: A rank's share cannot be used, or all weights are 0; raised on all ranks.
+            RuntimeError: Memory ran out; nothing is run again in smaller micro-batches.
         """
         self._tuning.interrupted()
-        return self._windows.evaluate(batch)
+        return self._window_runner.evaluate(batch)
 
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
-        """Return a loader of this rank's share of each global batch, whose place is saved too.
+        """Return a loader of this rank's share of each global batch; `save` keeps its position.
 
         Args:
             dataset: With `__len__` and `__getitem__`, or an IterableDataset.
@@ -190,111 +233,175 @@ class TrainingRun:
             options: seed, shuffle, drop_last, and of torch's DataLoader collate_fn, num_workers,
                 prefetch_factor, pin_memory, timeout, worker_init_fn, multiprocessing_context.
 
+        Returns:
+            An iterable of batches, one epoch per iteration. Leaves have the shape
+            `[local_batch, ...]`.
+
         Raises:
-            ValueError: These do not make batches.
+            ValueError: The arguments make no batches.
         """
-        return self._sharing.loader(dataset, batch_samples=batch_samples, **options)
+        return self._data.loader(dataset, batch_samples=batch_samples, **options)
 
     def set_micro_batch(self, num_samples: int) -> None:
-        """Cut the next batches into micro-batches of at most that many samples.
+        """Set the maximum samples of a micro-batch from the next batch on.
 
         Ranks may differ; the one that needs the most micro-batches decides how many there are.
 
         Raises:
-            BatchError: That is no size.
+            BatchError: `num_samples` is less than 1. Nothing has changed.
         """
         if num_samples < 1:
             raise BatchError(f"a micro-batch holds 1 sample or more, got {num_samples}")
         self._tuning.settle()
-        self._windows.micro_batch_samples = num_samples
+        self._window_runner.micro_batch_samples = num_samples
         self._tuning.changed()
 
     def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
-        """Send gradients in another form from the next window on; None for DeepSpeed's own way.
+        """Set the format of gradients on the wire from the next window on. Experimental.
 
         Args:
-            compression: As of the constructor.
-            asynchronous: Whether ZeRO 1 and 2 go on with backward while gradients travel.
+            compression: As for the constructor; None for DeepSpeed's own reduction.
+            asynchronous: Whether ZeRO 1 and 2 continue with backward while gradients are reduced.
 
         Raises:
-            ValueError: There is no such form, or this engine's gradients cannot be had.
+            ValueError: There is no such format, or it is not possible with this engine. The
+                previous format stays.
         """
-        with self._by_hand():
-            self._changes.compress(compression, asynchronous=asynchronous)
+        with self._user_change():
+            self._engine_holder.compress(compression, asynchronous=asynchronous)
 
     def checkpoint_activations(self, which: ModuleSelector | bool) -> None:
-        """Checkpoint activations from the next window on, as of the constructor; False: no longer.
+        """Checkpoint activations from the next window on.
+
+        Args:
+            which: As for the constructor; False turns it off.
 
         Raises:
-            ZerowatchError: No such module is there.
+            ZerowatchError: `which` selects no module. The previous choice stays.
         """
-        with self._by_hand():
-            self._changes.checkpoint_activations(which)
+        with self._user_change():
+            self._engine_holder.checkpoint_activations(which)
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
-        """Put another engine in the place of this one, with its whole training state.
+        """Replace the engine by one of a changed ds config, with its whole training state.
 
         Args:
-            changes: What is to be different in the ds config, nested as it is, such as
-                {"zero_optimization": {"stage": 3}}.
+            changes: The changed keys of the ds config, nested as in it.
 
         Raises:
-            RebuildError: Nothing has changed; training goes on as it was.
+            RebuildError: The new engine cannot be built. Nothing has changed; training goes on.
+
+        Example:
+            >>> run.rebuild({"zero_optimization": {"stage": 3}})
         """
-        with self._by_hand():
-            self._changes.rebuild(changes)
+        with self._user_change():
+            self._engine_holder.rebuild(changes)
 
     def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
-        """Save the run between two windows, whole or not at all; return the folder of this save.
+        """Save a checkpoint between two windows, completely or not at all.
 
-        With the engine go the plan, the random generators, the place in `loader`'s data, what
-        compression owes, and the account of steps and samples.
+        Besides the engine it holds the micro-batch plan, the random generators, the position in
+        `loader`'s data, the residuals of compression, and the counts of steps and samples.
 
         Args:
-            folder: Of this run's saves alone, reached by all ranks.
-            client: The caller's own: numbers, text, tensors, and lists and dicts of these.
-            keep: How many saves to leave, this one included.
-
-        Raises:
-            CheckpointError: It cannot be written; earlier saves are as they were.
-        """
-        self._tuning.settle()
-        return self._saving.save(folder, client, keep)
-
-    def load(self, folder: str | Path) -> Any:
-        """Take the last save up again; call it before the first window, however the run began.
-
-        A run that was started again after a failure also learns what its earlier lives found out
-        about memory.
+            folder: Folder of this run's checkpoints alone, reached by all ranks.
+            client: The caller's own state: numbers, text, tensors, and lists and dicts of these.
+            keep: How many checkpoints to leave, this one included.
 
         Returns:
-            What `save` was given as `client`; None also where nothing was saved yet.
+            The folder of this checkpoint.
 
         Raises:
-            CheckpointError: The save is damaged, or that of another model or number of ranks.
-            RebuildError: The engine it was saved from cannot be built here.
+            CheckpointError: It cannot be written; raised on all ranks. Earlier checkpoints are
+                unchanged, and training may go on.
         """
         self._tuning.settle()
-        state = self._saving.load(folder)
+        return self._checkpoints.save(folder, client, keep)
+
+    def load(self, folder: str | Path) -> Any:
+        """Load the last checkpoint; call it before the first window, in new and restarted runs.
+
+        A run restarted after a failure also loads what it had learned about memory before it.
+
+        Args:
+            folder: As for `save`.
+
+        Returns:
+            What `save` was given as `client`; None also where no checkpoint was saved yet.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of another model or number of ranks.
+            RebuildError: The engine that it was saved from cannot be built here.
+        """
+        self._tuning.settle()
+        state = self._checkpoints.load(folder)
         self._tuning.changed()
         return None if state is None else state.client
 
     def on_window_abort(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called on all ranks before a window is run again, as memory ran out.
+        """Register a function to call on all ranks before a window is run again.
 
-        Forwards of the window may have run; what they did to state of the script's own, such as
-        running means or counts, is to be undone there.
+        Forward passes of the window may have run before memory ran out. `undo` reverts what they
+        did to the script's own state, such as running means or counts.
         """
-        self._windows.replay.on_window_abort.append(undo)
+        self._window_runner.replay.on_window_abort.append(undo)
 
     def close(self) -> None:
-        """Take the watch off and give back what the run holds. Safe to call twice."""
+        """Close the watch and free what the run holds. Safe to call twice."""
         self._undo.close()
 
     @contextmanager
-    def _by_hand(self) -> Iterator[None]:
-        """Let the caller change the engine in the block; the tuner takes its own trial back."""
+    def _user_change(self) -> Iterator[None]:
+        """Stop the tuner's trial, if any, before a change by the caller in the block."""
         self._tuning.settle()
         yield
-        self._windows.replay.plans.forget()
+        self._window_runner.replay.planner.invalidate()
         self._tuning.changed()
+
+
+class _EngineFactory:
+    """Factory of the run's engines: the first one, and its replacements.
+
+    Args:
+        optimizer: The caller's, or a callable that takes parameters; None for the ds config's.
+        lr_scheduler: Likewise.
+    """
+
+    def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:
+        self._options = {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+
+    def create_initial(
+        self,
+        module: torch.nn.Module,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any] | None,
+    ) -> Any:
+        """Return an engine with a watch, unless another run's watch is open.
+
+        Raises:
+            DsConfigError: DeepSpeed refuses its configuration.
+            SettingsError: A setting is wrong.
+        """
+        engine = initialize(
+            model=module,
+            model_parameters=_trained(module),
+            config=copy.deepcopy(dict(config)),
+            settings=settings,
+            **self._options,
+        )[0]
+        if not engine.watch.watches(engine):  # another run's, which is not ours to move or close
+            engine.watch = NullWatch()
+        return engine
+
+    def create_replacement(self, module: torch.nn.Module, config: Mapping[str, Any]) -> Any:
+        """Return an engine without a watch."""
+        return initialize_unwatched(
+            model=module,
+            model_parameters=_trained(module),
+            config=copy.deepcopy(dict(config)),
+            **self._options,
+        )[0]
+
+
+def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

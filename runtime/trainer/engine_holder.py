@@ -52,17 +52,18 @@ class EngineHolder:
     """Engine of a run and what is attached to it.
 
     Args:
-        engine: The first one; its watch goes along to others.
+        engine: The first one; its watch moves to later ones.
         config: Its ds config.
         host_group: Of the run.
-        figures: Where it is told.
-        make_engine: Makes another of a module and a ds config.
+        metrics: Of the run.
+        make_engine: Builds an engine from a module and a ds config.
 
     Attributes:
-        engine, config: As they stand.
-        codec: What compresses gradients, where something does.
+        engine, config: Those in use.
+        compressor: What compresses gradients; None without compression.
         is_rebuilt: Whether this is no longer the first engine.
-        on_adopted: Called as another engine takes the place of one, before anything is laid on it.
+        on_engine_replaced: Called once the engine is replaced, before anything is attached to the
+            new one.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class EngineHolder:
         engine: Any,
         config: Mapping[str, Any],
         host_group: HostGroup,
-        figures: TrainerMetrics,
+        metrics: TrainerMetrics,
         make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config
-        self.codec: GradientCompressor | None = None
+        self.compressor: GradientCompressor | None = None
         self.is_rebuilt = False
-        self._watch, self._host_group, self._figures = engine.watch, host_group, figures
+        self._watch, self._host_group, self._metrics = engine.watch, host_group, metrics
         self._make_engine = make_engine
-        self.on_adopted: list[Callable[[], None]] = []
+        self.on_engine_replaced: list[Callable[[], None]] = []
         self._attached: dict[EngineChange, tuple[Attachment, Undo]] = {}
 
     def checkpoint_activations(self, chosen: ModuleSelector | bool) -> None:
-        """Checkpoint activations of the chosen modules; of the repeated block by True; or stop.
+        """Checkpoint activations of the chosen modules; True: of the repeated block; False: stop.
 
         Raises:
-            ZerowatchError: No such module is there.
+            ZerowatchError: The model has no such module.
         """
         if chosen is False:
             self.attach(EngineChange.ACTIVATION_CHECKPOINTING, None)
@@ -94,27 +95,27 @@ class EngineHolder:
         self.attach(EngineChange.ACTIVATION_CHECKPOINTING, checkpointing)
 
     def compress(self, kind: str | None, *, asynchronous: bool = False) -> None:
-        """Send gradients in another form from the next window on; None for DeepSpeed's own way.
+        """Compress gradients from the next window on; None for DeepSpeed's own reduction.
 
         Raises:
-            ValueError: There is no such form, or this engine's gradients cannot be had.
+            ValueError: There is no such kind, or this engine's gradients are not accessible.
         """
-        codec = None
+        compressor = None
         if kind is not None or asynchronous:
-            codec = GradientCompressor(kind or "plain", asynchronous=asynchronous)
-            reason = codec.unsupported_reason(self.engine)
+            compressor = GradientCompressor(kind or "plain", asynchronous=asynchronous)
+            reason = compressor.unsupported_reason(self.engine)
             if reason is not None:
-                raise ValueError(f"gradients cannot be sent as {codec.kind}: {reason}")
-        self.send_through(codec)
+                raise ValueError(f"gradients cannot be sent as {compressor.kind}: {reason}")
+        self.set_compressor(compressor)
 
-    def send_through(self, codec: GradientCompressor | None) -> None:
-        """Let gradients go through this codec in the place of the one before, if any.
+    def set_compressor(self, compressor: GradientCompressor | None) -> None:
+        """Replace the compressor of gradients; None detaches it.
 
         Raises:
-            ValueError: The engine's gradients cannot be had; the one before is on.
+            ValueError: The engine's gradients are not accessible; the previous compressor stays.
         """
-        self.attach(EngineChange.GRADIENT_COMPRESSION, codec)
-        self.codec = codec
+        self.attach(EngineChange.GRADIENT_COMPRESSION, compressor)
+        self.compressor = compressor
 
     def attached(self, change: EngineChange) -> Attachment | None:
         """Return what is attached to the engine for a change; None if nothing is."""
@@ -135,45 +136,45 @@ class EngineHolder:
             undo.pop_all()
 
     def begin_window(self, unit: float) -> None:
-        """Let the codec start from what was committed.
+        """Start the compressor's window from its committed state.
 
         Args:
-            unit: What gradients come as in this window, where those of a mean loss were 1.
+            unit: Size of this window's gradients relative to those of a mean loss.
         """
-        if self.codec is not None:
-            self.codec.begin_window(unit)
+        if self.compressor is not None:
+            self.compressor.begin_window(unit)
 
     def abort_window(self) -> None:
-        """Have codec and watch forget a window that is not committed."""
+        """Discard a window in compressor and watch, and offload optimizer states again."""
         self._watch.discard_window()
-        if self.codec is not None:
-            self.codec.abort_window()
+        if self.compressor is not None:
+            self.compressor.abort_window()
         for states in self._offloaded():
             states.offload()
 
     def commit_window(self, *, skipped: bool) -> None:
-        """Let the codec keep what it lost in a window, if that had an update, and tell how much."""
-        if self.codec is None:
+        """Commit the compressor's window, or discard it if skipped; publish its error."""
+        if self.compressor is None:
             return
         if skipped:
-            self.codec.abort_window()
+            self.compressor.abort_window()
         else:
-            self.codec.commit_window()
-        self._figures.compressed(self.codec.kind, self.codec.error_ratio)
+            self.compressor.commit_window()
+        self._metrics.compressed(self.compressor.kind, self.compressor.error_ratio)
 
     def rebuild(self, changes: Mapping[str, Any]) -> None:
-        """Put another engine in the place of this one, with its whole training state.
+        """Replace the engine by one of a changed ds config, with its whole training state.
 
         Args:
-            changes: What is to be different in the ds config, nested as it is.
+            changes: The changed keys of the ds config, nested as in it.
 
         Raises:
             RebuildError: Nothing has changed; training goes on.
         """
-        self.rebuild_as(self._changed(changes))
+        self.rebuild_as(self._merged_config(changes))
 
     def rebuild_as(self, config: Mapping[str, Any]) -> None:
-        """Put another engine in the place of this one, of a ds config that a run was made for.
+        """Replace the engine by one of a complete ds config, as `config` holds it.
 
         Raises:
             RebuildError: Nothing has changed; training goes on.
@@ -182,16 +183,16 @@ class EngineHolder:
         outcome: RebuildOutcome = "refused"
         with self._detached():
             try:
-                engine = self._rebuilt(config)
+                engine = self._build_replacement(config)
                 outcome = "committed"
                 self.config, self.is_rebuilt = config, True
-                self._adopt(engine)
+                self._replace_engine(engine)
             except UndoneRebuildError as error:
                 outcome = "undone"
-                self._adopt(error.engine)
+                self._replace_engine(error.engine)
                 raise
             finally:
-                self._figures.rebuilt(outcome, perf_counter() - began)
+                self._metrics.rebuilt(outcome, perf_counter() - began)
 
     @contextmanager
     def _detached(self) -> Iterator[None]:
@@ -262,24 +263,24 @@ class EngineHolder:
             return False
         return True
 
-    def _changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the ds config with changes, and still such that the run ends its windows."""
+    def _merged_config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the ds config with changes, in which the run still ends its windows."""
         try:
             return training_config(merged(self.config, changes))
         except DsConfigError as error:
             raise RebuildError(f"the engine was not rebuilt: {error}") from error
 
-    def _rebuilt(self, config: Mapping[str, Any]) -> Any:
+    def _build_replacement(self, config: Mapping[str, Any]) -> Any:
         with self._watch.suspended():
             return rebuild(
                 self.engine, config, make_engine=self._make_engine, host_group=self._host_group
             )
 
-    def _adopt(self, engine: Any) -> None:
+    def _replace_engine(self, engine: Any) -> None:
         self.engine = engine
         self._watch.rebind_engine(engine)
-        for tell in self.on_adopted:
-            tell()
+        for notify in self.on_engine_replaced:
+            notify()
 
     def _offloaded(self) -> list[OffloadedOptimizerStates]:
         undos = (undo for _, undo in self._attached.values())
@@ -301,8 +302,8 @@ class EngineHolder:
                 # Perhaps on this rank alone: others would wait for it, were it raised.
                 del self._attached[change]
                 if change is EngineChange.GRADIENT_COMPRESSION:
-                    self.codec = None
-                logger.warning("%s is off on the new engine: %s", change.value, error)
+                    self.compressor = None
+                logger.warning("%s is off on the rebuilt engine: %s", change.value, error)
 
 
 @dataclass(frozen=True, slots=True)

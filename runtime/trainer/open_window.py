@@ -1,33 +1,62 @@
-"""How a window begins: the ranks tell each other what they were given."""
+"""Start of a window: the ranks exchange the sizes of their shares, and their notices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import BatchError
 from ..common.host_group import HostGroup
-from .oom_recovery.micro_batch_planner import BatchShares
+from .oom_recovery.sizing import BatchShares
 from .window.micro_batches import Window
 from .window.samples import max_length, num_samples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowAgreement:
-    """A window about to begin.
+class RankNotice(NamedTuple):
+    """What a rank's tuner sends to all ranks at the start of a window.
 
     Attributes:
-        window: This rank's.
+        exchanges_order: Whether the ranks exchange the tuner's order after this window; rank 0's
+            notice decides.
+        oom_risk: Probability, from 0 to 1, that this rank runs out of memory soon.
+        is_on_trial: Whether the window runs with a configuration on trial; rank 0's notice decides.
+    """
+
+    exchanges_order: bool
+    oom_risk: float
+    is_on_trial: bool
+
+
+def no_notice() -> None:
+    """Return no notice, as a run without a tuner does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowAgreement:
+    """What the ranks agreed on at the start of a window.
+
+    Attributes:
+        window: This rank's part.
         share: What all ranks know of it.
-        guarded: Whether any rank asks for the guard.
-        asides: What every rank told besides, by rank; the same on all.
+        guard_requested: Whether any rank requests the guard.
+        notices: Each rank's notice, in rank order, the same on all ranks; empty if none were sent.
     """
 
     window: Window
     share: BatchShares
-    guarded: bool
-    asides: Sequence[Sequence[float]]
+    guard_requested: bool
+    notices: Sequence[RankNotice]
+
+
+class _RankShare(NamedTuple):
+    """What each rank sends of its share of the batch."""
+
+    is_unusable: bool
+    samples: int
+    micro_batch_samples: int
+    length: int
+    requests_guard: bool
 
 
 def open_window(
@@ -36,28 +65,33 @@ def open_window(
     *,
     micro_batch_samples: int,
     exponent: int = 0,
-    asks_for_guard: bool = False,
-    asides: Sequence[float] = (),
+    requests_guard: bool = False,
+    notice: RankNotice | None = None,
 ) -> WindowAgreement:
-    """Let the ranks tell each other what they were given.
+    """Exchange the sizes of all ranks' shares of the batch, and their notices.
 
     Args:
         host_group: Of all ranks; every one must call this.
         batch: This rank's share of the global batch.
-        micro_batch_samples: What this rank would have a micro-batch hold at most.
+        micro_batch_samples: Samples that this rank's micro-batches are to hold at most.
         exponent: The same on all ranks; see `Window`.
-        asks_for_guard: Whether this rank's memory is low.
-        asides: Numbers that others of the run want told; as many on all ranks.
+        requests_guard: Whether this rank's memory is low.
+        notice: What the tuner sends along; on all ranks or on none.
 
     Raises:
         BatchError: A rank's share cannot be trained on; raised on all ranks.
     """
-    problem, samples, length = _look(batch)
-    own = [problem is not None, samples, micro_batch_samples, length, asks_for_guard]
-    # Its caches are cold by now, so that each call of numpy on so little would take 20 us or more.
-    told: list[list[float]] = host_group.all_gather([*own, *asides]).tolist()
-    _refuse(problem, told)
-    share = _share(told)
+    problem, samples, length = _measure(batch)
+    own = _RankShare(problem is not None, samples, micro_batch_samples, length, requests_guard)
+    # Caches are cold by now, so each numpy call on so little data would take 20 us or more.
+    rows: list[list[float]] = host_group.all_gather([*own, *(notice or ())]).tolist()
+    shares = [_RankShare._make(row[: len(own)]) for row in rows]
+    _raise_if_unusable(problem, shares)
+    share = BatchShares(
+        samples=[int(each.samples) for each in shares],
+        wanted=[int(each.micro_batch_samples) for each in shares],
+        length=int(max(each.length for each in shares)),
+    )
     window = Window(
         batch=batch,
         num_samples=samples,
@@ -66,31 +100,27 @@ def open_window(
         exponent=exponent,
         longest=share.length,
     )
-    guarded, others = any(rank[4] for rank in told), [rank[len(own) :] for rank in told]
-    return WindowAgreement(window=window, share=share, guarded=guarded, asides=others)
-
-
-def _share(told: Sequence[Sequence[float]]) -> BatchShares:
-    return BatchShares(
-        samples=[int(rank[1]) for rank in told],
-        wanted=[int(rank[2]) for rank in told],
-        length=int(max(rank[3] for rank in told)),
+    return WindowAgreement(
+        window=window,
+        share=share,
+        guard_requested=any(each.requests_guard for each in shares),
+        notices=[] if notice is None else [RankNotice._make(row[len(own) :]) for row in rows],
     )
 
 
-def _look(batch: Any) -> tuple[BatchError | None, int, int]:
-    """Return what is wrong with a batch, else its samples and length."""
+def _measure(batch: Any) -> tuple[BatchError | None, int, int]:
+    """Return why a batch cannot be used, else None, its samples and its length."""
     try:
         return None, num_samples(batch), max_length(batch)
     except BatchError as problem:
         return problem, 0, 0
 
 
-def _refuse(problem: BatchError | None, told: Sequence[Sequence[float]]) -> None:
-    """Raise this rank's problem, or that of another."""
+def _raise_if_unusable(problem: BatchError | None, shares: Sequence[_RankShare]) -> None:
+    """Raise this rank's problem, or name the ranks that have one."""
     if problem is not None:
         raise problem
-    having = [str(rank) for rank, (has_problem, *_) in enumerate(told) if has_problem]
-    if having:
-        ranks = ", ".join(having)
-        raise BatchError(f"the share of rank {ranks} cannot be trained on; see there")
+    unusable = [str(rank) for rank, share in enumerate(shares) if share.is_unusable]
+    if unusable:
+        ranks = ", ".join(unusable)
+        raise BatchError(f"the share of rank {ranks} cannot be trained on; see the error there")

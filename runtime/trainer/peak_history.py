@@ -1,4 +1,4 @@
-"""What the watch has seen of this rank's memory, for whoever plans the next window."""
+"""Recent memory peaks of this rank, from the watch's step records."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import deque
 from typing import Any
 
 from ...metrics.step_record import StepRecord
-from .oom_recovery.fit import MemoryMeasurements, PeakSample
-from .oom_recovery.guard_schedule import asks
+from .oom_recovery.sizing import MemoryMeasurements, PeakSample, needs_guard
 
 MAX_PEAKS = 200
 
 
 class PeakHistory:
-    """Takes the records of steps as they come, on the watch thread; without any it knows nothing.
+    """Peaks of the last steps, recorded on the watch thread; empty where nothing is watched.
 
     Args:
         watch: The watch on the engine.
@@ -26,7 +25,7 @@ class PeakHistory:
         self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
         self._lock = threading.Lock()
-        watch.subscribe(self._take)
+        watch.subscribe(self._record)
 
     @property
     def is_low(self) -> bool:
@@ -34,14 +33,14 @@ class PeakHistory:
         if not self._peaks or self._limit_bytes is None:
             return False
         headroom = self._limit_bytes - self._peaks[-1].peak_bytes
-        return asks(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
+        return needs_guard(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
 
     def measured(self) -> MemoryMeasurements:
         """Return the peaks of the last steps, and the limit."""
         with self._lock:
             return MemoryMeasurements(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
 
-    def _take(self, record: StepRecord) -> None:
+    def _record(self, record: StepRecord) -> None:
         states = record.memory_bytes.get(self._device, {})
         peak_bytes = states.get("peak_allocated")
         if peak_bytes is None or not record.micro_batch_shapes:

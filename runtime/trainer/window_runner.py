@@ -1,63 +1,87 @@
-"""A run's windows: opened by all ranks, tried until they fit, committed once."""
+"""A run's windows: opened by all ranks, replayed until they fit in memory, committed once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
 from typing import Any
+
+from deepspeed.comm import comm as deepspeed_comm
 
 from ..common.host_group import HostGroup
 from ..engine.live_settings.choose_modules import ModuleSelector
 from ..memory.oom.parse_error import is_caused_by_oom
 from .engine_holder import EngineHolder
 from .metrics import TrainerMetrics
-from .oom_recovery.abort import abort_window, can_abort
-from .oom_recovery.collective_guard import PeerOutOfMemory
-from .oom_recovery.micro_batch_planner import BatchShares
-from .open_window import WindowAgreement, open_window
+from .oom_recovery.abort import abort_unsupported_reason, abort_window
+from .oom_recovery.collective_guard import CollectiveGuard
+from .oom_recovery.escalation import EscalationPolicy
+from .oom_recovery.oom_capture import PeerOutOfMemory
+from .oom_recovery.optimizer_states import materialise_optimizer_states
+from .oom_recovery.replay import OomReplay
+from .oom_recovery.sizing import BatchShares, MicroBatchPlanner
+from .open_window import RankNotice, WindowAgreement, no_notice, open_window
 from .peak_history import PeakHistory
-from .replay_setup import new_guard, new_replay
-from .window.gradients import step_divided, weight_exponent
-from .window.micro_batches import Loss, Window, evaluate_micro_batches, train_micro_batches
-from .window.plan import sizes
-from .window.result import WindowResult
+from .window.micro_batches import (
+    Loss,
+    LossSums,
+    Window,
+    divide_and_step,
+    evaluate_micro_batches,
+    split_sizes,
+    train_micro_batches,
+    weight_exponent,
+)
 from .window.rng import RngState
-from .window.sums import Sums
+from .window.step_result import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_engine(engine: Any) -> None:
+    """Prepare a new engine for recovery from out-of-memory errors; log what is not possible."""
+    reason = abort_unsupported_reason(engine)
+    if reason is not None:
+        logger.warning("out-of-memory errors will end this run: %s", reason)
+    reason = materialise_optimizer_states(engine)
+    if reason is not None:
+        logger.info("the optimizer's state is created in the first step: %s", reason)
 
 
 class WindowRunner:
-    """Runs one window at a time, on all ranks alike.
+    """Runs one window at a time; all ranks call it alike.
 
     Args:
         loss: The caller's.
-        changes: Holds the engine.
+        engine_holder: Holder of the engine.
         host_group: Of the run.
-        figures: Where it is told.
-        micro_batch_samples: What a micro-batch holds at most, to begin with.
-        checkpointed: What activation checkpointing is laid on where memory does not suffice.
+        metrics: Of the run.
+        micro_batch_samples: Initial maximum of a micro-batch.
+        checkpointed: Modules whose activations are checkpointed where memory does not suffice.
 
     Attributes:
-        micro_batch_samples: As asked for now.
+        micro_batch_samples: Maximum samples of a micro-batch, as requested now.
         steps, samples: Committed so far; samples over all ranks.
         exponent: Gradients are accumulated over samples times 2 to this.
-        replay: What runs a window again.
-        on_fatal: Called with length and samples of a micro-batch for which this rank's memory did
-            not suffice, whatever was given up.
+        replay: Runs each window, again where memory runs out.
+        on_fatal_oom: Called with length and samples of a micro-batch that does not fit in this
+            rank's memory after all memory savings.
         passes_seconds: Wall time of the last window's forward and backward passes, without votes.
-        asides: Returns what this rank tells the others as a window begins, besides.
-        checkpointed: As given; None for what is checkpointed by default.
-        opened: The last window, as it began; None where its batch could not be used.
-        memory: What is known of this rank's.
+        notice_source: Returns this rank's notice at the start of each window, on all ranks or none.
+        checkpointed: As given; None for the default modules.
+        opened: The last window, as it was opened; None if its batch could not be used.
+        peak_history: This rank's memory peaks.
     """
 
     def __init__(
         self,
         loss: Loss,
-        changes: EngineHolder,
+        engine_holder: EngineHolder,
         host_group: HostGroup,
-        figures: TrainerMetrics,
+        metrics: TrainerMetrics,
         *,
         micro_batch_samples: int,
         checkpointed: ModuleSelector | bool,
@@ -65,75 +89,78 @@ class WindowRunner:
         self.micro_batch_samples = micro_batch_samples
         self.steps = self.samples = self.exponent = 0
         self.passes_seconds = 0.0
-        self.on_fatal: list[Callable[[int, int], None]] = []
+        self.on_fatal_oom: list[Callable[[int, int], None]] = []
         self.checkpointed = None if isinstance(checkpointed, bool) else checkpointed
-        self.asides: Callable[[], Sequence[float]] = tuple
+        self.notice_source: Callable[[], RankNotice | None] = no_notice
         self.opened: WindowAgreement | None = None
-        self._loss, self._changes = loss, changes
-        self._host_group, self._figures = host_group, figures
-        engine = changes.engine
-        self.memory = PeakHistory(engine.watch, str(engine.device))
-        self._guard = new_guard(host_group)
-        self.replay = new_replay(
-            lambda: changes.engine,
-            host_group,
-            self._guard,
-            changes.escalations(self.checkpointed),
-            self.memory.measured,
+        self._loss, self._engine_holder = loss, engine_holder
+        self._host_group, self._metrics = host_group, metrics
+        engine = engine_holder.engine
+        self.peak_history = PeakHistory(engine.watch, str(engine.device))
+        self._guard = CollectiveGuard(host_group)
+        self._guard.open(deepspeed_comm.cdb)  # around what watches the collectives
+        self.replay = OomReplay(
+            engine_owner=engine_holder,
+            host_group=host_group,
+            guard=self._guard,
+            planner=MicroBatchPlanner(),
+            escalation=EscalationPolicy(engine_holder.escalations(self.checkpointed)),
+            memory=self.peak_history,
         )
-        self.replay.on_window_abort.append(changes.abort_window)
-        self.replay.on_error.append(figures.ran_out)
+        self.replay.on_window_abort.append(engine_holder.abort_window)
+        self.replay.on_error.append(metrics.ran_out)
 
-    def train(self, batch: Any) -> WindowResult:
+    def train(self, batch: Any) -> StepResult:
         """Make one update; see `TrainingRun.train_batch`."""
         began = perf_counter()
         self.opened = None
         self.opened = opened = self._open(batch)
         window, share = opened.window, opened.share
-        self._changes.begin_window(2.0**-self.exponent)
+        self._engine_holder.begin_window(2.0**-self.exponent)
         rng = RngState.capture()
         try:
             attempt = partial(self._attempt, window)
-            replayed = self.replay.run(share, attempt, asks_for_guard=opened.guarded)
-            sums = self._usable(replayed.outcome)
+            replayed = self.replay.run(share, attempt, guard_requested=opened.guard_requested)
+            sums = self._sums_of_all_ranks(replayed.outcome)
         except BaseException as error:  # an interrupt too: the run may be saved after it
-            self._abandon(share, error)
+            self._abort(share, error)
             rng.restore()
             raise
         skipped = self._update(share, sums.weight / window.divisor)
-        result = WindowResult(
+        sizes = split_sizes(window.num_samples, replayed.micro_batches)
+        result = StepResult(
             step=self.steps + 1,
             loss=sums.mean_loss,
             samples=window.total_samples,
             weight=sums.weight,
-            micro_batches=tuple(filter(None, sizes(window.num_samples, replayed.micro_batches))),
+            micro_batches=tuple(filter(None, sizes)),
             replays=replayed.replays,
             skipped=skipped,
             seconds=perf_counter() - began,
         )
         self._commit(result)
-        self._figures.tell(
+        self._metrics.window_committed(
             result,
             own_samples=window.num_samples,
             accumulation_steps=replayed.micro_batches,
             lost_seconds=replayed.lost_seconds,
-            device=str(self._changes.engine.device),
+            device=str(self._engine_holder.engine.device),
         )
         return result
 
     def evaluate(self, batch: Any) -> float:
         """Return the mean loss of a batch; see `TrainingRun.evaluate`."""
         opened = open_window(self._host_group, batch, micro_batch_samples=self.micro_batch_samples)
-        micro_batches = self.replay.plans.micro_batches(opened.share)
-        cut = sizes(opened.window.num_samples, micro_batches)
+        micro_batches = self.replay.planner.micro_batches(opened.share)
+        sizes = split_sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # after an interrupt too: training may go on
-            undo.callback(self._leave_passes)
-            sums = evaluate_micro_batches(self._changes.engine, self._loss, batch, cut)
+            undo.callback(self._discard_passes)
+            sums = evaluate_micro_batches(self._engine_holder.engine, self._loss, batch, sizes)
             undo.pop_all()
         return sums.over_ranks(self._host_group).mean_loss
 
     def close(self) -> None:
-        """Take the guard off the collectives. Safe to call twice."""
+        """Remove the guard from the collectives. Safe to call twice."""
         self._guard.close()
 
     def _open(self, batch: Any) -> WindowAgreement:
@@ -142,63 +169,63 @@ class WindowRunner:
             batch,
             micro_batch_samples=self.micro_batch_samples,
             exponent=self.exponent,
-            asks_for_guard=self.memory.is_low,
-            asides=self.asides(),
+            requests_guard=self.peak_history.is_low,
+            notice=self.notice_source(),
         )
 
-    def _attempt(self, window: Window, num_micro_batches: int) -> Sums:
+    def _attempt(self, window: Window, num_micro_batches: int) -> LossSums:
         began = perf_counter() - self._guard.vote_seconds
-        cut = sizes(window.num_samples, num_micro_batches)
-        sums = train_micro_batches(self._changes.engine, self._loss, window, cut)
+        sizes = split_sizes(window.num_samples, num_micro_batches)
+        sums = train_micro_batches(self._engine_holder.engine, self._loss, window, sizes)
         self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
-        # Here, where running out of memory can still be undone.
-        self._changes.reload_optimizer_states()
+        # Here an out-of-memory error can still be undone; within the update it cannot.
+        self._engine_holder.reload_optimizer_states()
         return sums
 
-    def _usable(self, own: Sums) -> Sums:
-        """Return the sums of all ranks, if an update can be made by them."""
-        sums, engine = own.over_ranks(self._host_group), self._changes.engine
+    def _sums_of_all_ranks(self, own: LossSums) -> LossSums:
+        """Return the sums of all ranks; raises where they allow no update."""
+        sums, engine = own.over_ranks(self._host_group), self._engine_holder.engine
         overflow_is_skipped = engine.fp16_enabled() and engine.dynamic_loss_scale()
         sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
         return sums
 
-    def _abandon(self, share: BatchShares, error: BaseException) -> None:
-        """Leave the run as it was before this window."""
-        self._changes.abort_window()
-        self._leave_passes()
-        self._note(share, error)
+    def _abort(self, share: BatchShares, error: BaseException) -> None:
+        """Restore the run to its state before this window."""
+        self._engine_holder.abort_window()
+        self._discard_passes()
+        self._record_fatal_oom(share, error)
 
-    def _leave_passes(self) -> None:
-        """Drop what passes that did not come to their end left in the engine."""
-        if can_abort(self._changes.engine) is None:
-            abort_window(self._changes.engine)
+    def _discard_passes(self) -> None:
+        """Remove from the engine what unfinished passes left in it."""
+        if abort_unsupported_reason(self._engine_holder.engine) is None:
+            abort_window(self._engine_holder.engine)
 
-    def _note(self, share: BatchShares, error: BaseException) -> None:
-        """Tell of an out-of-memory error that ends this run."""
+    def _record_fatal_oom(self, share: BatchShares, error: BaseException) -> None:
+        """Record an out-of-memory error that ends this run; ignores other errors."""
         is_own = is_caused_by_oom(error)
         if is_own or isinstance(error, PeerOutOfMemory):
-            self._figures.gave_up()
+            self._metrics.gave_up()
         if is_own:
-            count = self.replay.plans.micro_batches(share)
+            count = self.replay.planner.micro_batches(share)
             samples = share.largest(count)[self._host_group.rank]
-            for note in self.on_fatal:
-                note(share.length, samples)
+            for record in self.on_fatal_oom:
+                record(share.length, samples)
 
     def _update(self, share: BatchShares, divisor: float) -> bool:
         """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
-        engine = self._changes.engine
+        engine = self._engine_holder.engine
         skipped_before: int = engine.skipped_steps
         try:
-            self.replay.update(partial(step_divided, engine, divisor))
+            self.replay.update(partial(divide_and_step, engine, divisor))
         except (RuntimeError, MemoryError) as error:
-            self._note(share, error)
+            self._record_fatal_oom(share, error)
             raise
         return bool(engine.skipped_steps != skipped_before)
 
-    def _commit(self, result: WindowResult) -> None:
+    def _commit(self, result: StepResult) -> None:
         self.steps += 1
         self.samples += result.samples
-        self._changes.engine.global_samples = self.samples
-        self._changes.commit_window(skipped=result.skipped)
+        self._engine_holder.engine.global_samples = self.samples
+        self._engine_holder.commit_window(skipped=result.skipped)
         if result.weight != result.samples:
             self.exponent = weight_exponent(result.weight, result.samples)

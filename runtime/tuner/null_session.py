@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..trainer.window.result import WindowResult
+from ..trainer.window.step_result import StepResult
 
 
 class NullTunerSession:
@@ -16,7 +16,7 @@ class NullTunerSession:
     def before_window(self) -> None:
         """Do nothing."""
 
-    def window_ended(self, result: WindowResult) -> None:
+    def window_ended(self, result: StepResult) -> None:
         """Do nothing."""
 
     def settle(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +14,8 @@ from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
 from ..trainer.data.data_source import TrainingData
 from ..trainer.engine_holder import EngineHolder
-from ..trainer.window.result import WindowResult
+from ..trainer.open_window import RankNotice, no_notice
+from ..trainer.window.step_result import StepResult
 from ..trainer.window_runner import WindowRunner
 from .history_store import open_history
 from .job_facts import job_facts
@@ -60,7 +61,7 @@ class TunerSession(NullTunerSession):
             changes,
             windows,
             host_group,
-            measured=windows.memory.measured,
+            measured=windows.peak_history.measured,
             largest_share=self._largest_share,
             host_risk=lambda: self._host_risk,
             checkpointed=windows.checkpointed,
@@ -74,14 +75,14 @@ class TunerSession(NullTunerSession):
         self._host_risk = 0.0
         self._last_end: float | None = None
         self._is_within = False  # a window, or one that did not come to its end
-        windows.asides = self._notice
+        windows.notice_source = self._notice
         self._watch.subscribe(self._take_record)
 
     @property
     def is_on_trial(self) -> bool:
         """Whether the last window was run with something that may be taken back."""
         opened = self._windows.opened
-        return opened is not None and any(opened.asides[0][2:])
+        return opened is not None and any(each.is_on_trial for each in opened.notices[:1])
 
     def before_window(self) -> None:
         """Take back what may have failed the last window, if that did not come to its end."""
@@ -92,12 +93,12 @@ class TunerSession(NullTunerSession):
             self.interrupted()
         self._is_within = True
 
-    def window_ended(self, result: WindowResult) -> None:
+    def window_ended(self, result: StepResult) -> None:
         """Take a committed window, and do what rank 0 wants done after it, if anything."""
         self._hands.window_ended()
         self._is_within = False
         opened, now = self._windows.opened, perf_counter()
-        if opened is None or not opened.asides[0]:  # it was closed
+        if opened is None or not opened.notices:  # it was closed
             return
         if self._host_group.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
@@ -106,7 +107,7 @@ class TunerSession(NullTunerSession):
                 seconds=seconds,
                 samples=result.samples,
                 usable=self._last_end is not None and not result.replays and not result.skipped,
-                oom_risk=max(risk for _, risk, _ in opened.asides),
+                oom_risk=max(notice.oom_risk for notice in opened.notices),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -115,7 +116,7 @@ class TunerSession(NullTunerSession):
             if self._lead is not None:
                 self._lead.window_ended(step)
         self._last_end = now
-        if opened.asides[0][0]:
+        if opened.notices[0].exchanges_order:
             self._exchange_order(settle=False)
 
     def settle(self) -> None:
@@ -140,20 +141,16 @@ class TunerSession(NullTunerSession):
         """Give back what the hands hold. Safe to call twice."""
         if self._lead is not None and not self._is_within:  # else it may be what ends the run
             self._lead.close()
-        self._windows.asides = tuple
+        self._windows.notice_source = no_notice
         self._hands.close()
 
-    def _notice(self) -> Sequence[float]:
-        """Return what this rank tells as a window begins.
-
-        Whether all meet after it, the risk that memory runs out, whether something is on trial.
-        """
-        risk = self._risk.risk(now=self._changes.engine.global_steps, seconds=perf_counter())
+    def _notice(self) -> RankNotice:
+        """Return what this rank sends to all ranks at the start of a window."""
         lead = self._lead
-        return (
-            lead is not None and lead.meets_next,
-            risk,
-            lead is not None and lead.is_on_trial,
+        return RankNotice(
+            exchanges_order=lead is not None and lead.meets_next,
+            oom_risk=self._risk.risk(now=self._changes.engine.global_steps, seconds=perf_counter()),
+            is_on_trial=lead is not None and lead.is_on_trial,
         )
 
     def _exchange_order(self, *, settle: bool) -> None:

@@ -15,11 +15,12 @@ import training
 
 import zerowatch
 from zerowatch.runtime.common.host_group import HostGroup
+from zerowatch.runtime.trainer.open_window import no_notice
 from zerowatch.runtime.tuner.null_session import NullTunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
-OWN, WITH_ASIDES = 5, 7  # floats that open a window, without and with the tuner's
+OWN, WITH_NOTICE = 5, 7  # floats that open a window, without and with the tuner's
 Told = dict[str, Any]
 
 
@@ -84,13 +85,14 @@ class Job:
 
     def agreed(self, seconds: float) -> float:
         """Return the longest time of any rank."""
-        return self.run.host_group.all_max(round(seconds * 1e6)) / 1e6
+        return self.run._host_group.all_max(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float, tuning: NullTunerSession, asides: Callable[[], Any]) -> Told:
+    def metered(self, seconds: float, tuning: NullTunerSession, notices: Callable[[], Any]) -> Told:
         """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
         meter, kind = Meter(), cast(Any, type(tuning))
-        own, windows = (self.run._tuning, self.run._windows.asides), self.run._windows
-        self.run._tuning, windows.asides = tuning, meter.around(asides)
+        runner = self.run._window_runner
+        own = self.run._tuning, runner.notice_source
+        self.run._tuning, runner.notice_source = tuning, meter.around(notices)
         tuning.before_window = meter.around(tuning.before_window)
         tuning.window_ended = meter.around(tuning.window_ended)
         is_on_trial = kind.is_on_trial
@@ -100,7 +102,7 @@ class Job:
         took.around(self.steps)(num)
         del tuning.before_window, tuning.window_ended
         kind.is_on_trial = is_on_trial
-        self.run._tuning, windows.asides = own
+        self.run._tuning, runner.notice_source = own
         return {
             "steps": num,
             "seconds": took.wall,
@@ -111,18 +113,18 @@ class Job:
 
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
         """Return a step's mean seconds with the tuner and without it, pair by pair."""
-        tuning, windows = self.run._tuning, self.run._windows
-        arms = {"on": (tuning, windows.asides), "off": (NullTunerSession(), tuple)}
+        tuning, runner = self.run._tuning, self.run._window_runner
+        arms = {"on": (tuning, runner.notice_source), "off": (NullTunerSession(), no_notice)}
         found = []
         for number in range(pairs):
             taken = {}
             for arm in ("on", "off") if number.bit_count() % 2 else ("off", "on"):
-                self.run._tuning, windows.asides = arms[arm]
+                self.run._tuning, runner.notice_source = arms[arm]
                 tuning.interrupted()
                 self.steps(1)
                 taken[arm] = self.steps(block_steps)
             found.append((taken["on"], taken["off"]))
-        self.run._tuning, windows.asides = arms["on"]
+        self.run._tuning, runner.notice_source = arms["on"]
         return found
 
     def end(self) -> None:
@@ -136,7 +138,7 @@ def gathers(rounds: int) -> list[list[float]]:
     found = []
     for _ in range(rounds):
         taken = []
-        for num in (OWN, WITH_ASIDES):
+        for num in (OWN, WITH_NOTICE):
             began = time.perf_counter()
             host_group.all_gather([0.0] * num)
             taken.append(time.perf_counter() - began)
@@ -147,11 +149,11 @@ def gathers(rounds: int) -> list[list[float]]:
 
 def empty_calls(times: int = 100_000) -> float:
     """Return the seconds that a window spends on a tuner that is off."""
-    untuned, asides = NullTunerSession(), tuple
+    untuned = NullTunerSession()
     began = time.thread_time()
     for _ in range(times):
         untuned.before_window()
-        asides()
+        no_notice()
         untuned.window_ended(None)  # type: ignore[arg-type]
     return (time.thread_time() - began) / times
 
@@ -163,10 +165,11 @@ def main() -> None:
     found: Told = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
     for seconds in asked["step_seconds"]:
         job = Job(seconds, asked["observe_seconds"])
+        notices = job.run._window_runner.notice_source
         found["steps"][str(seconds)] = {
-            "metered": job.metered(asked["seconds"], job.run._tuning, job.run._windows.asides),
+            "metered": job.metered(asked["seconds"], job.run._tuning, notices),
             # What a meter costs where caches are cold; and a tuner that is off.
-            "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), tuple),
+            "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), no_notice),
             "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),
         }
         job.end()

@@ -107,7 +107,7 @@ def configuration_of(run: TrainingRun) -> dict[str, Any]:
         for name, knob in LIVE.items()
         if knob.unsupported_reason(run.engine) is None
     }
-    codec = run._changes.codec  # the run itself does not tell
+    codec = run._engine_holder.compressor  # the run itself does not tell
     return {
         **live,
         "zero_stage": int(run.engine.zero_optimization_stage()),

@@ -32,7 +32,7 @@ def main(asked: dict[str, Any]) -> None:
         seeds = number * (len(space) - 1) // (NUM_SEEDS - 1)
         index = seeds if number < NUM_SEEDS else most_promising(places, chosen, scores)
         found = visit(run, space[index], 0, asked["steps"])
-        seconds = run.host_group.all_gather([median(found["seconds"])])[0, 0]  # rank 0's, on all
+        seconds = run._host_group.all_gather([median(found["seconds"])])[0, 0]  # rank 0's, on all
         chosen.append(index)
         scores.append(1 / seconds)
         tell({"sample": number, "configuration": space[index], "all_seconds": found["seconds"]})

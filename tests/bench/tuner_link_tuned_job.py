@@ -52,7 +52,7 @@ def train(run: Any, length: int, seconds: float, stop: Path) -> None:
         )
         before = now
         over = now - began > seconds or stop.exists()
-        if run.host_group.all_max(int(over and dist.get_rank() == 0)):
+        if run._host_group.all_max(int(over and dist.get_rank() == 0)):
             return
 
 

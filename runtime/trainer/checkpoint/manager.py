@@ -47,7 +47,7 @@ class CheckpointManager:
         self._plan_file = PlanFile(lambda: changes.engine.watch.run_folder)
         self._leads_node = this_process().local_rank == 0
         self._written = self._decisive()
-        windows.on_fatal.append(self._note_failure)
+        windows.on_fatal_oom.append(self._note_failure)
 
     def save(self, folder: str | Path, client: Any, keep: int) -> Path:
         """See `TrainingRun.save`."""
@@ -60,7 +60,7 @@ class CheckpointManager:
             weight_exponent=self._windows.exponent,
             rng=asdict(RngState.capture()),
             data=self._sharing.state_dict(),
-            codec=self._changes.codec.state_dict() if self._changes.codec else None,
+            codec=self._changes.compressor.state_dict() if self._changes.compressor else None,
             client=client,
         )
         with self._changes.optimizer_states_on_device():
@@ -77,8 +77,8 @@ class CheckpointManager:
             windows.exponent = state.weight_exponent
             self._take_plan(state.micro_batch_plan)
             self._sharing.load_state_dict(state.data or {})
-            if self._changes.codec is not None and state.codec is not None:
-                self._changes.codec.load_state_dict(state.codec)
+            if self._changes.compressor is not None and state.codec is not None:
+                self._changes.compressor.load_state_dict(state.codec)
         self._heed_plan_file()
         if state is not None:
             RngState(**state.rng).restore()  # after a rebuild, which draws random numbers
@@ -98,12 +98,12 @@ class CheckpointManager:
     def _plan(self) -> dict[str, Any]:
         return {
             "micro_batch_samples": self._windows.micro_batch_samples,
-            "sizing": asdict(self._windows.replay.plans.sizing),
+            "sizing": asdict(self._windows.replay.planner.limits),
         }
 
     def _decisive(self) -> Any:
         """Return what a restart must know; the rest of a plan only counts windows."""
-        sizing = self._windows.replay.plans.sizing
+        sizing = self._windows.replay.planner.limits
         learned = dict(sizing.bounds), dict(sizing.failing)
         return self._windows.micro_batch_samples, learned, self._config_if_rebuilt()
 
@@ -123,7 +123,7 @@ class CheckpointManager:
 
     def _take_plan(self, plan: Mapping[str, Any]) -> None:
         self._windows.micro_batch_samples = plan["micro_batch_samples"]
-        self._windows.replay.plans.sizing = MicroBatchLimits(**plan["sizing"])
+        self._windows.replay.planner.limits = MicroBatchLimits(**plan["sizing"])
 
     def _heed_plan_file(self) -> None:
         """Keep to what an earlier life of this run learned after its last save, or died of."""
@@ -136,10 +136,10 @@ class CheckpointManager:
             except RebuildError as error:
                 logger.warning("training goes on without the engine it had last: %s", error)
             self._take_plan(found.plan)
-        plans = self._windows.replay.plans
+        plans = self._windows.replay.planner
         for failure in found.failures:
             half = -(-failure.samples // 2)
-            plans.sizing = plans.sizing.after_out_of_memory(failure.length, failure.samples, half)
+            plans.limits = plans.limits.after_out_of_memory(failure.length, failure.samples, half)
 
     def _note_failure(self, length: int, samples: int) -> None:
         self._plan_file.add_failure(length=length, samples=samples)

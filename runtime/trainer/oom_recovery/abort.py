@@ -1,12 +1,12 @@
-"""Abandons the accumulation window under way, as if its forwards and backwards had never been.
+"""Abort of an accumulation window: its forward and backward passes leave no trace in the engine.
 
-Weights, optimizer state, loss scale and random generators stay as they are. To be called between
-calls of the engine, on all ranks, after the exception that ended the window has been let go of.
+Weights, optimizer state, loss scale and random generators are not touched. Call it between calls of
+the engine, on all ranks, after the exception that ended the window has been released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ....errors import ZerowatchError
@@ -20,10 +20,9 @@ from ...common.deepspeed_internals import (
     ZERO_1_AND_2,
     ZERO_3,
     class_path,
+    clear_release_cache,
     missing_names,
 )
-from .abort_stage_1_and_2 import abort_stage_1_and_2
-from .abort_stage_3 import abort_stage_3
 
 _INTERNALS = INTERNALS["trainer/oom_recovery"]
 
@@ -31,18 +30,17 @@ _INTERNALS = INTERNALS["trainer/oom_recovery"]
 def abort_window(engine: Any) -> None:
     """Drop every trace of the micro-batches since the last `engine.step()`.
 
-    Waits for what the device still computes and for collectives under way, which all ranks have
-    issued.
+    Waits for the device, and for collectives in flight, which all ranks have issued.
 
     Raises:
-        ZerowatchError: It is an engine of which that is not known to be complete.
+        ZerowatchError: The engine is of a kind whose windows cannot be aborted completely.
     """
-    reason = can_abort(engine)
+    reason = abort_unsupported_reason(engine)
     if reason is not None:
-        raise ZerowatchError(f"a window of this engine cannot be abandoned: {reason}")
+        raise ZerowatchError(f"a window of this engine cannot be aborted: {reason}")
     _synchronize()
     _abort_engine(engine)
-    _ABORTS.get(class_path(engine.optimizer), _abort_plain)(engine)
+    _ABORTS.get(class_path(engine.optimizer), _abort_unwrapped)(engine)
     hooks = getattr(engine.optimizer, "_backward_hook_state", None)
     if hooks is not None:
         hooks.backward_active_depth = 0
@@ -50,12 +48,12 @@ def abort_window(engine: Any) -> None:
         hooks.reset_for_new_step()
 
 
-def can_abort(engine: Any) -> str | None:
-    """Say why a window of this engine cannot be abandoned; None if it can."""
+def abort_unsupported_reason(engine: Any) -> str | None:
+    """Return why a window of this engine cannot be aborted; None if it can."""
     if class_path(engine) != ENGINE:
-        return f"{type(engine).__name__} runs its own schedule; only DeepSpeedEngine is known"
+        return f"{type(engine).__name__} runs its own schedule; only DeepSpeedEngine is supported"
     if missing := missing_names(engine, ENGINE, _INTERNALS[ENGINE]):
-        return _unknown("engine", missing)
+        return _missing_reason("engine", missing)
     if engine.managed_gradient_accumulation():
         return "set managed_gradient_accumulation to false, so that step() ends a window"
     if engine.has_moe_layers:
@@ -64,28 +62,28 @@ def can_abort(engine: Any) -> str | None:
         return "ZenFlow updates weights within a window"
     if "Muon" in type(engine.basic_optimizer).__name__:
         return "Muon keeps state of its own between micro-batches"
-    return _can_abort_optimizer(engine.optimizer)
+    return _optimizer_reason(engine.optimizer)
 
 
-def _can_abort_optimizer(optimizer: Any) -> str | None:
+def _optimizer_reason(optimizer: Any) -> str | None:
     place = class_path(optimizer)
     if place not in _ABORTS:
         if type(optimizer).__module__.startswith("deepspeed.runtime"):
-            return f"{type(optimizer).__name__} is not known"
+            return f"{type(optimizer).__name__} is not supported"
         return None
     if missing := missing_names(optimizer, place, _INTERNALS[place]):
-        return _unknown("optimizer", missing)
+        return _missing_reason("optimizer", missing)
     if place != ZERO_3:
         return None
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     if missing := missing_names(coordinator, COORDINATOR, _INTERNALS[COORDINATOR]):
-        return _unknown("coordinator of parameters", missing)
+        return _missing_reason("coordinator of parameters", missing)
     if optimizer.swap_optimizer or getattr(optimizer, "params_in_nvme_and_cpu", False):
-        return "its states are on NVMe, where reads and writes may be under way"
+        return "its states are on NVMe, where reads and writes may be in flight"
     return None
 
 
-def _unknown(what: str, missing: list[str]) -> str:
+def _missing_reason(what: str, missing: list[str]) -> str:
     names = ", ".join(missing)
     return f"this version's {what} has no {names}; zerowatch knows DeepSpeed 0.19.8"
 
@@ -98,7 +96,7 @@ def _synchronize() -> None:
 
 
 def _abort_engine(engine: Any) -> None:
-    """Reset what the engine counts and times, and what its checkpointing keeps of activations."""
+    """Reset the engine's counters and timers, and the state of activation checkpointing."""
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
     engine._unmanaged_backward_count = 0
@@ -113,7 +111,7 @@ def _abort_engine(engine: Any) -> None:
     checkpointing.reset()
 
 
-def _abort_plain(engine: Any) -> None:
+def _abort_unwrapped(engine: Any) -> None:
     """Drop the gradients of an engine whose optimizer updates the module's own parameters."""
     engine.zero_grad()
 
@@ -129,9 +127,153 @@ def _abort_bf16(engine: Any) -> None:
     engine.optimizer.clear_hp_grads()
 
 
+def _abort_stage_1_and_2(engine: Any) -> None:
+    """Empty the buckets, the accumulated gradients and the flags of reduced parameters."""
+    optimizer = engine.optimizer
+    _empty_buckets(optimizer)
+    _drop_partitions(optimizer)
+    if optimizer.cpu_offload:
+        _drop_offloaded(optimizer)
+    else:
+        for partition in optimizer.single_partition_of_fp32_groups:
+            partition.grad = None
+    optimizer.zero_grad(set_to_none=True)  # grad_accum as well
+
+
+def _empty_buckets(optimizer: Any) -> None:
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+        bucket.buffer.clear()
+        bucket.reuse_events.clear()
+        bucket.index = 0
+    optimizer.extra_large_param_to_reduce.clear()
+    optimizer.previous_reduced_grads.clear()
+    reduced = optimizer.params_already_reduced
+    reduced[:] = [False] * len(reduced)
+    optimizer.ready_for_gradients = False  # the next backward creates new buckets
+
+
+def _drop_partitions(optimizer: Any) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer._release_preflattened_grad_buffers()
+    optimizer.grads_in_partition, optimizer.grads_in_partition_offset = None, 0
+    optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+
+
+def _drop_offloaded(optimizer: Any) -> None:
+    """Zero the gradients on the host: a parameter's next gradient may be added to them."""
+    optimizer.reset_cpu_buffers()  # waits for copies to the host
+    optimizer._offload_accumulated_param_ids = set()
+    for gradient in optimizer.accumulated_grads_in_cpu.values():
+        gradient.zero_()
+    for partition in optimizer.single_partition_of_fp32_groups:
+        if partition.grad is not None:
+            partition.grad.zero_()
+
+
+def _abort_stage_3(engine: Any) -> None:
+    """Put every parameter back into its partition, and drop the partitions of gradients.
+
+    Ranks may be at different points between two collectives. So all state that decides what is
+    gathered next is reset: no parameter stays gathered, the trace is recorded again, and results
+    derived from it are cleared.
+    """
+    optimizer, module = engine.optimizer, engine.module
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    _reset_module_hooks(module)
+    _drop_in_flight(module)
+    coordinator.release_backward_leftovers()
+    if coordinator.is_invalid_trace():
+        coordinator._clean_inflight_param_registry()
+    else:
+        coordinator._invalidate_trace()
+    coordinator.release_and_reset_all(module)
+    for parameter in module.parameters():
+        parameter.ds_secondary_tensor = None  # hpZ's copy, which only some ranks may have yet
+    clear_release_cache()
+    _drop_gradients(optimizer)
+
+
+def _reset_module_hooks(module: Any) -> None:
+    """Undo what the hooks recorded of unfinished forwards and of backwards not yet begun."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    within = set(module.modules())
+    # The bottom holds the root of each engine. Entries of other engines must stay.
+    while stack and stack[-1] in within and (stack[-1] is not module or stack.count(module) > 1):
+        stack.pop()
+    for each in within:
+        each.__dict__.pop("applied_pre_backward_ref_cnt", None)
+        each.ds_grads_remaining = 0
+        getattr(each, "ds_recompute_parameters", set()).clear()
+        if hasattr(each._parameters, "_in_forward"):
+            each._parameters._in_forward = False
+
+
+def _drop_in_flight(module: Any) -> None:
+    """Wait for all-gathers in flight, and free what they gathered.
+
+    DeepSpeed's own wait would first assemble the parameters, which takes memory. A parameter may
+    have the status INFLIGHT and no handle: its collective was never issued.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+
+    registry = module.ds_inflight_param_registry
+    for handle in {id(each): each for each in registry.data.values()}.values():
+        for work in _works(handle):
+            work.wait()
+    registry.clear()
+    for parameter in module.parameters():
+        if parameter.ds_status == ZeroParamStatus.INFLIGHT:
+            parameter.ds_active_sub_modules.clear()
+            free_param(parameter)
+
+
+def _works(handle: Any) -> Iterator[Any]:
+    """Yield the work objects behind one of DeepSpeed's handles; none if nothing was sent."""
+    if hasattr(handle, "handles"):  # MultipleAllGatherHandles
+        for each in handle.handles:
+            yield from _works(each)
+        return
+    for name in ("allgather_handle", "handle", "_AllGatherHandle__handle"):
+        if hasattr(handle, name):
+            yield getattr(handle, name)
+    for name in ("quantization", "_AllGatherHandle__quantization"):
+        quantization = getattr(handle, name, None)
+        if quantization is not None:
+            yield quantization.quant_handle
+
+
+def _drop_gradients(optimizer: Any) -> None:
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear_params()
+    for parameter in optimizer.params_already_reduced:
+        optimizer.params_already_reduced[parameter] = False
+    optimizer.param_reduce_events.clear()
+    optimizer.averaged_gradients = {}
+    optimizer._offload_boundary_param_ids = set()
+    optimizer.inf_or_nan_tracker.zero_()
+    if optimizer.grad_partitions_flat_buffer is not None:
+        optimizer.grad_partitions_flat_buffer.zero_()
+    for partition in optimizer.fp32_partitioned_groups_flat:
+        if not optimizer.offload_optimizer:
+            partition.grad = None
+        elif partition.grad is not None:
+            partition.grad.zero_()
+    if optimizer.offload_optimizer:
+        optimizer.reset_cpu_buffers()
+    for group in optimizer.fp16_groups:
+        for parameter in group:
+            parameter.grad = None  # before zero_grad(), which needs streams that a CPU lacks
+    optimizer.zero_grad(set_to_none=True)
+
+
 _ABORTS: Mapping[str, Callable[[Any], None]] = {
-    ZERO_1_AND_2: abort_stage_1_and_2,
-    ZERO_3: abort_stage_3,
+    ZERO_1_AND_2: _abort_stage_1_and_2,
+    ZERO_3: _abort_stage_3,
     BF16: _abort_bf16,
     FP16: _abort_fp16,
     FP16_UNFUSED: _abort_fp16,

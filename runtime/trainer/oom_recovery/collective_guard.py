@@ -1,7 +1,7 @@
-"""Keeps ranks from entering a collective that a rank which ran out of memory will not enter.
+"""Votes before collectives, so that none is entered that an out-of-memory rank will not enter.
 
 While armed, all ranks vote before each collective of the training. A rank that ran out joins the
-vote that the others are about to hold, and they raise instead of issuing the collective: no rank is
+vote that the others are about to hold, and they raise instead of issuing the collective. No rank is
 left waiting, and no communicator is left half used. All ranks must issue the same collectives in
 the same order, as ZeRO, tensor and sequence parallelism do, and pipeline stages do not.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from ...common.host_collectives import HostCollectives
 from ...common.patching import AttributePatch
 from ...memory.oom.parse_error import is_caused_by_oom
-from .probe_workspace import probe_workspace
+from .oom_capture import PeerOutOfMemory
 
 # Methods of DeepSpeed's backend object. Point-to-point calls are not symmetric, and not guarded.
 GUARDED = (
@@ -44,47 +44,42 @@ GUARDED = (
     "barrier",
     "monitored_barrier",
 )
-_WELL, _OUT_OF_MEMORY = 0, 1
-_GIVEN_UP = "this window is being given up, as a rank ran out of memory"
+_OK, _OUT_OF_MEMORY = 0, 1
+_ABORTED = "this window is aborted, as a rank ran out of memory"
+_WORKSPACE_COPIES = 2  # a copy of the tensor itself, and the segments of gloo's ring beside it
 
 
-class PeerOutOfMemory(RuntimeError):
-    """Another rank ran out of memory, and so this rank gives the window up too."""
-
-
-class _Inside(threading.local):
+class _GuardedCall(threading.local):
     """Whether this thread is in a guarded call already."""
 
-    value = False
+    is_active = False
 
 
 class CollectiveGuard:
-    """Wraps the methods of DeepSpeed's backend; `close` puts them back.
+    """Wrapper of the collectives of DeepSpeed's backend; `close` restores them.
 
     Attributes:
-        armed: Whether each collective within a window is voted on. To be changed between windows
-            only, on all ranks alike.
-        num_votes: Agreed held so far, those at the end of windows included.
-        vote_seconds: What they took, waiting for the slowest rank included.
+        armed: Whether each collective within a window is voted on. Change it between windows only,
+            on all ranks alike.
+        vote_seconds: Time of all votes so far, waiting for the slowest rank included.
     """
 
-    def __init__(self, votes: HostCollectives) -> None:
+    def __init__(self, host_group: HostCollectives) -> None:
         self.armed = False
-        self.num_votes = 0
         self.vote_seconds = 0.0
-        self._votes = votes
-        self._alone = votes.world_size == 1
-        self._wraps: list[AttributePatch] = []
-        self._inside = _Inside()
+        self._host_group = host_group
+        self._is_single_rank = host_group.world_size == 1
+        self._patches: list[AttributePatch] = []
+        self._call = _GuardedCall()
         self._window_thread: int | None = None
-        self._handled: BaseException | None = None
-        self._is_lost = False
+        self._outer_exception: BaseException | None = None
+        self._is_aborted = False
 
     def open(self, backend: Any) -> None:
         """Wrap the methods of DeepSpeed's backend object, `deepspeed.comm.comm.cdb`."""
-        if self._wraps or self._alone:
+        if self._patches or self._is_single_rank:
             return
-        self._wraps = [
+        self._patches = [
             AttributePatch(backend, name, self._wrapper)
             for name in GUARDED
             if hasattr(backend, name)
@@ -93,77 +88,104 @@ class CollectiveGuard:
     def close(self) -> None:
         """Restore the methods. Wrappers that others wrapped over become pass-throughs."""
         self.armed = False
-        for wrap in reversed(self._wraps):
-            wrap.restore()
-        self._wraps.clear()
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Guard what this thread, and autograd for it, does in here; ends with a vote.
+        """Guard the collectives of this thread and its autograd threads; ends with a vote.
 
         Raises:
             PeerOutOfMemory: A rank ran out since the last vote.
         """
         self._window_thread = threading.get_ident()
-        self._handled = sys.exception()
-        self._is_lost = False
+        self._outer_exception = sys.exception()
+        self._is_aborted = False
         try:
             yield
-            if self._is_lost:  # somebody caught the exception
-                raise PeerOutOfMemory(_GIVEN_UP)
+            if self._is_aborted:  # the script caught the exception
+                raise PeerOutOfMemory(_ABORTED)
             self._vote()
         finally:
-            self._window_thread = self._handled = None
+            self._window_thread = self._outer_exception = None
 
-    def report(self) -> None:
-        """Tell the others that this rank ran out: they meet this at their next vote.
+    def report_out_of_memory(self) -> None:
+        """Join the next vote of the other ranks as one that ran out of memory.
 
-        Where the window was given up before, they hold none: this rank ran out as it left it.
+        Once the window is aborted they hold none: this rank ran out while it aborted the window.
         """
-        if not self._is_lost:
-            self._hold(_OUT_OF_MEMORY)
+        if not self._is_aborted:
+            self._exchange_vote(_OUT_OF_MEMORY)
 
     def _vote(self) -> None:
-        if self._hold(_WELL) != _WELL:
-            self._is_lost = True
+        if self._exchange_vote(_OK) != _OK:
+            self._is_aborted = True
             raise PeerOutOfMemory("another rank ran out of memory in this window")
 
-    def _hold(self, flag: int) -> int:
-        if self._alone:
-            return flag
+    def _exchange_vote(self, vote: int) -> int:
+        """Return the highest vote of all ranks."""
+        if self._is_single_rank:
+            return vote
         began = perf_counter()
-        result = self._votes.all_max(flag)
-        self.num_votes += 1
+        result = self._host_group.all_max(vote)
         self.vote_seconds += perf_counter() - began
         return result
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Vote; not where the window is being left already because memory ran out."""
-        raised = sys.exception()
-        unwinds = raised is not None and raised is not self._handled and is_caused_by_oom(raised)
-        if self._is_lost or unwinds:
-            raise PeerOutOfMemory(_GIVEN_UP)
+    def _before_collective(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Vote, unless an out-of-memory error is ending the window already."""
+        current = sys.exception()
+        unwinds = (
+            current is not None and current is not self._outer_exception and is_caused_by_oom(current)
+        )
+        if self._is_aborted or unwinds:
+            raise PeerOutOfMemory(_ABORTED)
         probe_workspace(args, kwargs)
         self._vote()
 
     def _is_guarded(self) -> bool:
-        """Whether this thread works on the window: itself, or as one of autograd's."""
-        if not self.armed or self._window_thread is None or self._inside.value:
+        """Return whether this thread works on the window: itself, or as one of autograd's."""
+        if not self.armed or self._window_thread is None or self._call.is_active:
             return False
         is_own = threading.get_ident() == self._window_thread
         return is_own or torch._C._current_graph_task_id() != -1
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, inside = torch.compiler.is_compiling, self._inside
+        is_compiling, call = torch.compiler.is_compiling, self._call
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._is_guarded():
                 return original(*args, **kwargs)
-            self._before(args, kwargs)
-            inside.value = True
+            self._before_collective(args, kwargs)
+            call.is_active = True
             try:
                 return original(*args, **kwargs)
             finally:
-                inside.value = False
+                call.is_active = False
 
         return guarded
+
+
+def probe_workspace(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Allocate what a collective on these tensors may need, and free it at once.
+
+    gloo allocates within its calls: a copy of the input to reduce and scatter, the flat output of
+    a gather, segments of a ring. Where that fails it is too late: the other ranks are in the call.
+    On devices nothing is done: NCCL has its buffers since its first call.
+
+    Raises:
+        RuntimeError: Memory does not suffice; the same error as the collective's own would be.
+    """
+    on_host = [each for each in _tensors((*args, *kwargs.values())) if each.device.type == "cpu"]
+    if on_host:
+        num_bytes = _WORKSPACE_COPIES * sum(each.nbytes for each in on_host)
+        torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_sparse:
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -1,7 +1,7 @@
-"""Makes the optimizer's state before the first step, so that it runs out of memory at the start.
+"""Optimizer state created before the first step, so that an out-of-memory error comes at the start.
 
-Adam and its kin make theirs in their first step; an error there comes after some weights were
-updated, and such a step cannot be done again.
+Adam and similar optimizers create theirs in their first step. An error there comes after some
+weights were updated, and such a step cannot be repeated.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ import torch
 
 
 def materialise_optimizer_states(engine: Any) -> str | None:
-    """Make the state that the first `engine.step()` would make, with the same values.
+    """Create the state that the first `engine.step()` would create, with the same values.
+
+    Supported are torch's own optimizers, except SGD's momentum, and DeepSpeed's Adam and Lion.
 
     Returns:
-        Why nothing was made, or None: by the types of optimizers this knows torch's own, apart from
-        SGD's momentum, and DeepSpeed's Adam and Lion.
+        Why no state was created; None if it was.
 
     Raises:
-        RuntimeError: There is no memory for it; training could not have begun either.
+        RuntimeError: Memory does not suffice; training could not have begun either.
     """
     if getattr(engine.optimizer, "swap_optimizer", False):
-        return "its state lies on NVMe"
-    for optimizer, group, parameter in _updated(engine):
+        return "its state is on NVMe"
+    for optimizer, group, parameter in _updated_tensors(engine):
         if not optimizer.state.get(parameter):
-            make = _maker(optimizer)
-            if make is None:
-                return f"{type(optimizer).__name__} is not known"
-            make(optimizer, group, parameter)
+            create = _state_creator(optimizer)
+            if create is None:
+                return f"{type(optimizer).__name__} is not supported"
+            create(optimizer, group, parameter)
             if not optimizer.state[parameter]:
                 del optimizer.state[parameter]
-                return f"{type(optimizer).__name__} makes it as it updates"
+                return f"{type(optimizer).__name__} creates it while it updates"
     return None
 
 
-def _updated(engine: Any) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
+def _updated_tensors(engine: Any) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
     """Yield each tensor that is updated on this rank, with its optimizer and parameter group."""
     zero, basic = engine.optimizer, engine.basic_optimizer
     partitions = getattr(zero, "fp32_partitioned_groups_flat", None)
@@ -46,22 +47,24 @@ def _updated(engine: Any) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
             for parameter in group["params"]:
                 yield basic, group, parameter
         return
-    devices = getattr(zero, "subgroup_to_device", {})  # stage 3 hands over partitions one by one
+    devices = getattr(zero, "subgroup_to_device", {})  # stage 3 updates partitions one by one
     for index, partition in enumerate(partitions):
         on_host = devices.get(index, "cpu") == "cpu" or not hasattr(zero, "backup_optimizer")
         optimizer = basic if on_host else zero.backup_optimizer
         yield optimizer, optimizer.param_groups[zero.sub_group_to_group_id[index]], partition
 
 
-def _maker(optimizer: Any) -> Any:
+def _state_creator(optimizer: Any) -> Any:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group"):
-        return _make_torchs
-    return _DEEPSPEEDS.get(kind.__name__) if kind.__module__.startswith("deepspeed.") else None
+        return _create_torch_state
+    if kind.__module__.startswith("deepspeed."):
+        return _DEEPSPEED_CREATORS.get(kind.__name__)
+    return None
 
 
-def _make_torchs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Have the optimizer's own method make the state, which it does for what has a gradient."""
+def _create_torch_state(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """Call the optimizer's own method, which creates state for parameters with a gradient."""
     lists: list[list[Any]] = [[] for _ in inspect.signature(optimizer._init_group).parameters][1:]
     gradient = parameter.grad
     # One element that stands for all: a gradient of full size might not fit beside the state.
@@ -74,12 +77,12 @@ def _make_torchs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor)
         parameter.grad = gradient
 
 
-def _make_fused(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def _create_fused_state(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
     state = {name: torch.zeros_like(parameter.data) for name in _moments(optimizer)}
     optimizer.state[parameter] = {"step": group.get("step", 0), **state}
 
 
-def _make_on_host(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+def _create_host_state(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
     dtype = torch.float if optimizer.fp32_optimizer_states else parameter.dtype
     state = {
         name: torch.zeros_like(parameter.data, dtype=dtype, device="cpu")
@@ -89,13 +92,13 @@ def _make_on_host(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
 
 
 def _moments(optimizer: Any) -> tuple[str, ...]:
-    # DeepSpeed's own Lion on the host makes the second one too, and never uses it.
+    # DeepSpeed's Lion on the host creates the second moment too, and never uses it.
     return ("exp_avg",) if type(optimizer).__name__ == "FusedLion" else ("exp_avg", "exp_avg_sq")
 
 
-_DEEPSPEEDS = {
-    "FusedAdam": _make_fused,
-    "FusedLion": _make_fused,
-    "DeepSpeedCPUAdam": _make_on_host,
-    "DeepSpeedCPULion": _make_on_host,
+_DEEPSPEED_CREATORS = {
+    "FusedAdam": _create_fused_state,
+    "FusedLion": _create_fused_state,
+    "DeepSpeedCPUAdam": _create_host_state,
+    "DeepSpeedCPULion": _create_host_state,
 }

@@ -1,31 +1,104 @@
-"""How large micro-batches may be: less after an error, and more again without repeating it. Pure.
+"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded. Pure.
 
-All ranks go through the same states: sizes and lengths are agreed between them beforehand.
+All ranks go through the same states: sizes and lengths are agreed on between them beforehand. Only
+the memory measurements are a rank's own: each suggests a size by them, and the least is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+SAFETY_RATIO = 0.95  # of the limit: a prediction is never exact
 GROW_AFTER = 20  # clean windows of a length at its bound, before a larger one is tried
 UNBOUND = 2**62
+CLEAN_WINDOWS = 3
+LOW_HEADROOM_RATIO = 0.08  # of the limit
 
 ByBucket = Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchLimits:
-    """What is known of the sizes that fit, in samples of a micro-batch, by length of batch.
+class BatchShares:
+    """What all ranks know of a window's batch.
 
-    A length stands for all of its bucket, up to the next power of two. What failed at one length is
-    taken to fail at all longer ones, what fitted to fit at all shorter ones.
+    Attributes:
+        samples: Samples of each rank's share.
+        wanted: Samples per micro-batch that each rank was configured with.
+        length: The longest sequence of all ranks.
+    """
+
+    samples: Sequence[int]
+    wanted: Sequence[int]
+    length: int
+
+    def largest(self, micro_batches: int) -> list[int]:
+        """Return the samples of each rank's largest micro-batch."""
+        return [-(-samples // micro_batches) for samples in self.samples]
+
+
+class MicroBatchPlanner:
+    """Number of micro-batches per window, and whether its collectives are guarded.
+
+    Attributes:
+        limits: Sizes known to fit or to fail, by length.
+        guard_schedule: When the guard is armed.
+    """
+
+    def __init__(self) -> None:
+        self.limits = MicroBatchLimits()
+        self.guard_schedule = GuardSchedule()
+        self._wanted = 0
+
+    def begin_window(self, share: BatchShares, *, guard_requested: bool) -> bool:
+        """Return whether the window is guarded; `guard_requested` if any rank requests it."""
+        wants_more, self._wanted = max(share.wanted) > self._wanted, max(share.wanted)
+        # Lengths of one bucket differ in memory: where a size ever ran out, another may.
+        failed_before = any(each <= length_bucket(share.length) for each in self.limits.failing)
+        self.guard_schedule = self.guard_schedule.next_window(
+            longest=share.length, requested=guard_requested or failed_before or wants_more
+        )
+        return self.guard_schedule.is_armed
+
+    def micro_batches(self, share: BatchShares) -> int:
+        """Return into how many micro-batches every rank splits its share."""
+        bound = self.limits.bound(share.length)
+        pairs = zip(share.samples, share.wanted, strict=True)
+        return max(-(-samples // min(wanted, bound)) for samples, wanted in pairs)
+
+    def on_success(self, share: BatchShares, micro_batches: int) -> None:
+        """Record a window that fitted on all ranks."""
+        before = self.limits.bound(share.length)
+        self.limits = self.limits.after_success(share.length, max(share.largest(micro_batches)))
+        self.guard_schedule = self.guard_schedule.after_success(longest=share.length)
+        if self.limits.bound(share.length) > before:
+            self.guard_schedule = self.guard_schedule.after_change()
+
+    def on_out_of_memory(self, share: BatchShares, failing: int, suggested: int) -> None:
+        """Record a size that ran out of memory on some rank, and the size suggested instead."""
+        self.limits = self.limits.after_out_of_memory(share.length, failing, suggested)
+        self.guard_schedule = self.guard_schedule.after_change()
+
+    def invalidate(self) -> None:
+        """Drop what was learned, except the bounds, after a change in memory use."""
+        self.limits = self.limits.invalidated()
+        self.guard_schedule = self.guard_schedule.after_change()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchLimits:
+    """Sizes of micro-batches that fit or fail, in samples, by sequence length.
+
+    A length stands for all of its bucket, up to the next power of two. A size that failed at one
+    length is assumed to fail at all longer ones; one that fitted, to fit at all shorter ones.
 
     Attributes:
         bounds: By bucket, the size to keep to.
         failing: By bucket, the smallest size that ran out of memory.
-        proven: By bucket, the largest size that came to its end.
-        clean: By bucket, windows in a row that came to their end at the bound.
+        proven: By bucket, the largest size that succeeded.
+        clean: By bucket, successful windows in a row at the bound.
     """
 
     bounds: ByBucket = field(default_factory=dict)
@@ -35,14 +108,14 @@ class MicroBatchLimits:
 
     def bound(self, length: int) -> int:
         """Return the samples that a micro-batch of this length may hold; UNBOUND if unknown."""
-        return min(_up_to(self.bounds, bucket_of(length)), default=UNBOUND)
+        return min(_up_to(self.bounds, length_bucket(length)), default=UNBOUND)
 
     def after_out_of_memory(self, length: int, failing: int, suggested: int) -> MicroBatchLimits:
-        """Return what is known after a size ran out.
+        """Return the limits after a size ran out of memory.
 
         The bound is the suggested size, or a larger one that fitted before.
         """
-        bucket = bucket_of(length)
+        bucket = length_bucket(length)
         proven = {
             each: min(size, failing - 1) if each >= bucket else size
             for each, size in self.proven.items()
@@ -55,16 +128,17 @@ class MicroBatchLimits:
             clean={**self.clean, bucket: 0},
         )
 
-    def after_clean(self, length: int, ran: int) -> MicroBatchLimits:
-        """Return what is known after a window came to its end: now and then a larger bound.
+    def after_success(self, length: int, largest: int) -> MicroBatchLimits:
+        """Return the limits after a window succeeded; now and then with a larger bound.
 
         Args:
-            length: The longest of all ranks.
-            ran: Samples of the largest micro-batch of all ranks.
+            length: The longest sequence of all ranks.
+            largest: Samples of the largest micro-batch of all ranks.
         """
-        bucket, bound = bucket_of(length), self.bound(length)
-        known = replace(self, proven={**self.proven, bucket: max(ran, self.proven.get(bucket, 0))})
-        if ran < bound:  # it was not the bound that kept it small
+        bucket, bound = length_bucket(length), self.bound(length)
+        proven = max(largest, self.proven.get(bucket, 0))
+        known = replace(self, proven={**self.proven, bucket: proven})
+        if largest < bound:  # the batch kept it small, not the bound
             return known
         count = min(GROW_AFTER, self.clean.get(bucket, 0) + 1)
         larger = self._larger(length) if count == GROW_AFTER else bound
@@ -76,17 +150,138 @@ class MicroBatchLimits:
         }
         return replace(known, bounds=bounds, clean={**self.clean, bucket: 0})
 
-    def forgotten(self) -> MicroBatchLimits:
-        """Return what is known after a change that matters to memory: the bounds, to grow from."""
+    def invalidated(self) -> MicroBatchLimits:
+        """Return the limits after a change in memory use: the bounds, to grow from."""
         return MicroBatchLimits(bounds=self.bounds)
 
     def _larger(self, length: int) -> int:
-        """Return half the way up to what failed, or twice the bound where nothing did."""
-        bound, failed = self.bound(length), _up_to(self.failing, bucket_of(length))
+        """Return half the way up to the smallest failing size; twice the bound if none failed."""
+        bound, failed = self.bound(length), _up_to(self.failing, length_bucket(length))
         return (bound + min(failed)) // 2 if failed else 2 * bound
 
 
-def bucket_of(length: int) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSchedule:
+    """When ranks vote before each collective: while an out-of-memory error is to be expected.
+
+    A new schedule, as after a start or restart, is armed: no size is known to fit yet.
+
+    Attributes:
+        windows_left: Clean windows until the guard is disarmed; 0 while it is.
+        longest: The longest sequence of any successful window; 0 before the first.
+    """
+
+    windows_left: int = CLEAN_WINDOWS
+    longest: int = 0
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether to vote before each collective of the window."""
+        return self.windows_left > 0
+
+    def next_window(self, *, longest: int, requested: bool) -> GuardSchedule:
+        """Return the schedule for a window about to begin.
+
+        Args:
+            longest: Length of its longest sequence over all ranks.
+            requested: Whether a rank requests the guard.
+        """
+        if requested or longest > self.longest:
+            return replace(self, windows_left=CLEAN_WINDOWS)
+        return self
+
+    def after_success(self, *, longest: int) -> GuardSchedule:
+        """Return the schedule after a window in which no rank ran out of memory."""
+        return GuardSchedule(
+            windows_left=max(0, self.windows_left - 1), longest=max(self.longest, longest)
+        )
+
+    def after_change(self) -> GuardSchedule:
+        """Return the schedule after anything that changes memory use, such as another size."""
+        return replace(self, windows_left=CLEAN_WINDOWS)
+
+
+def needs_guard(
+    *, is_changed: bool, headroom_bytes: float | None, limit_bytes: float | None
+) -> bool:
+    """Return whether a rank requests the guard, by its own memory.
+
+    Args:
+        is_changed: Whether memory use was changed since the last window.
+        headroom_bytes: Limit less the predicted next peak; None while it is unknown.
+        limit_bytes: What the process, or torch on the device, may use; None without a limit.
+    """
+    if is_changed:
+        return True
+    if headroom_bytes is None or not limit_bytes:
+        return False
+    return headroom_bytes < LOW_HEADROOM_RATIO * limit_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakSample:
+    """Peak memory of one step.
+
+    Attributes:
+        samples: Samples of its largest micro-batch.
+        length: Sequence length of that micro-batch.
+        peak_bytes: Highest use.
+    """
+
+    samples: int
+    length: int
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryMeasurements:
+    """A rank's recent peaks, and its limit in bytes, None without a limit."""
+
+    peaks: Sequence[PeakSample]
+    limit_bytes: float | None
+
+
+def suggest_size(share: BatchShares, failing: int, measured: MemoryMeasurements) -> int | None:
+    """Return the size that a rank suggests after running out; None after a single sample."""
+    bucket = length_bucket(share.length)
+    alike = [peak for peak in measured.peaks if length_bucket(peak.length) == bucket]
+    return smaller_size(failing, alike, measured.limit_bytes)
+
+
+def smaller_size(
+    failing: int, peaks: Sequence[PeakSample], limit_bytes: float | None
+) -> int | None:
+    """Return the size to try after one that ran out; None if that was a single sample.
+
+    Peaks of two sizes or more give a line, and the largest size under the limit; else the half,
+    rounded up. The result is at least one sample less than what failed.
+    """
+    if failing <= 1:
+        return None
+    fitting = None if limit_bytes is None else largest_fitting(peaks, limit_bytes)
+    if fitting is None or fitting >= failing:  # the line was wrong, as this failure shows
+        return -(-failing // 2)
+    return max(1, fitting)
+
+
+def largest_fitting(peaks: Sequence[PeakSample], limit_bytes: float) -> int | None:
+    """Return the largest size with a + b * size under the limit; None without such a line.
+
+    The line is the least squares one, lifted to lie on or above every measured peak. 0 if not even
+    one sample is expected to fit.
+    """
+    if len({peak.samples for peak in peaks}) < 2:
+        return None
+    sizes = np.array([peak.samples for peak in peaks], dtype=float)
+    bytes_needed = np.array([peak.peak_bytes for peak in peaks], dtype=float)
+    slope, intercept = np.polyfit(sizes, bytes_needed, 1)
+    if slope <= 0:
+        return None
+    intercept += max(0.0, float((bytes_needed - (intercept + slope * sizes)).max()))
+    return max(0, int((SAFETY_RATIO * limit_bytes - intercept) // slope))
+
+
+def length_bucket(length: int) -> int:
     """Return the bucket of a length: lengths up to the same power of two share one."""
     return max(0, length - 1).bit_length()
 

@@ -1,15 +1,18 @@
-"""Forward and backward of a window's micro-batches, without the update."""
+"""Forward, backward and update of a window: micro-batches, their weighted losses, the gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Any, NamedTuple
 
 import torch
 
+from ....errors import BatchError, NonFiniteLossError
+from ...common.host_group import HostGroup
 from .samples import on_device, slice_batch
-from .sums import Sums
 
 # A mean loss of one element, or (mean loss, weight).
 Loss = Callable[[Any, Any], Any]
@@ -17,13 +20,13 @@ Loss = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What this rank trains on in one window.
+    """This rank's part of one window.
 
     Attributes:
-        batch: This rank's share, as the caller gave it.
+        batch: This rank's share, as the caller passed it.
         num_samples: Samples in it.
         total_samples: Samples of all ranks.
-        world_size: Ranks.
+        world_size: Number of ranks.
         exponent: The gradients are accumulated over total_samples * 2^exponent.
         longest: Largest second dimension over the ranks; padded length of token ids.
     """
@@ -37,15 +40,74 @@ class Window:
 
     @property
     def divisor(self) -> float:
-        """What a gradient with weight 1 is divided by."""
+        """Divisor of a gradient with weight 1."""
         return self.total_samples * 2.0**self.exponent
 
 
-def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence[int]) -> Sums:
-    """Run forward and backward of every micro-batch, so that the gradients stand for the sum.
+class LossSums(NamedTuple):
+    """Sums over the micro-batches of one rank, or of all ranks.
+
+    Attributes:
+        weight: Sum of weights.
+        weighted_loss: Sum of weight times mean loss.
+    """
+
+    weight: float
+    weighted_loss: float
+
+    @property
+    def mean_loss(self) -> float:
+        """The weighted mean."""
+        return self.weighted_loss / self.weight
+
+    def over_ranks(self, host_group: HostGroup) -> LossSums:
+        """Return the sums of all ranks; every one must call this.
+
+        Raises:
+            BatchError: The weights of the batch add up to 0 or less; raised on all ranks.
+        """
+        weight, weighted_loss = host_group.all_gather(self).sum(axis=0).tolist()
+        if not weight > 0 and isfinite(weight):
+            raise BatchError(
+                f"the weights of this batch add up to {weight}, so it has nothing to train on; "
+                "drop batches without targets"
+            )
+        return LossSums(weight=weight, weighted_loss=weighted_loss)
+
+    def check_finite(self, step: int, *, overflow_is_skipped: bool = False) -> None:
+        """Reject an update that would corrupt the weights.
+
+        Args:
+            step: The number of the update.
+            overflow_is_skipped: Whether the engine itself skips an update by a loss that is not
+                finite, as fp16's dynamic loss scale does.
+
+        Raises:
+            NonFiniteLossError: The loss or a weight is nan or inf.
+        """
+        is_usable = overflow_is_skipped or isfinite(self.weighted_loss)
+        if not is_usable or not isfinite(self.weight):
+            raise NonFiniteLossError(
+                f"the loss of step {step} is {self.mean_loss}; no update was made and the weights "
+                "are unchanged. Check this batch (a mean over no targets is nan) and the learning "
+                "rate, or call train_batch with the next batch"
+            )
+
+
+def split_sizes(num_samples: int, count: int) -> tuple[int, ...]:
+    """Split samples into `count` micro-batches as evenly as possible, larger ones first.
+
+    If there are fewer samples than micro-batches the last ones are 0.
+    """
+    size, larger = divmod(num_samples, count)
+    return (size + 1,) * larger + (size,) * (count - larger)
+
+
+def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence[int]) -> LossSums:
+    """Run forward and backward of every micro-batch, so that the gradients add up over the window.
 
     A micro-batch of size 0 runs on one sample with weight 0: the ranks must call the same
-    collectives. Reads the losses once, after the last backward.
+    collectives. Losses are read once, after the last backward.
 
     Args:
         engine: A DeepSpeed engine with `managed_gradient_accumulation` off.
@@ -53,7 +115,7 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
         window: What to train on.
         sizes: Samples of each micro-batch; they add up to the window's.
     """
-    taken = _Taken()
+    losses = _LossAccumulator()
     start = 0
     for size in sizes:
         micro_batch = _micro_batch(engine, window.batch, start, size)
@@ -63,44 +125,45 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
         if isinstance(share, torch.Tensor):  # else the product would take the weight's dtype
             share = share.to(mean.dtype)
         engine.backward(mean * share, scale_wrt_gas=False)
-        taken.add(mean.detach(), weight)
+        losses.add(mean.detach(), weight)
         start += size
-    return taken.read()
+    return losses.read()
 
 
-def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[int]) -> Sums:
-    """Run forward only, in evaluation mode; leaves each module in the mode that it was in."""
-    taken = _Taken()
+def evaluate_micro_batches(engine: Any, loss: Loss, batch: Any, sizes: Sequence[int]) -> LossSums:
+    """Run forward only, in evaluation mode; restores the mode of each module."""
+    losses = _LossAccumulator()
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
     start = 0
     try:
         with torch.no_grad():
             for size in sizes:
-                given = loss(engine, _micro_batch(engine, batch, start, size))
-                mean, weight = loss_and_weight(given, size, needs_gradient=False)
-                taken.add(mean, weight if size else 0.0)
+                returned = loss(engine, _micro_batch(engine, batch, start, size))
+                mean, weight = loss_and_weight(returned, size, needs_gradient=False)
+                losses.add(mean, weight if size else 0.0)
                 start += size
     finally:
         for module, was_training in modes:
             module.training = was_training
-    return taken.read()
+    return losses.read()
 
 
 def loss_and_weight(
-    given: Any, num_samples: int, *, needs_gradient: bool = True
+    returned: Any, num_samples: int, *, needs_gradient: bool = True
 ) -> tuple[torch.Tensor, Any]:
-    """Take apart what the caller's loss returned; without a weight it is the samples.
+    """Return mean loss and weight from the caller's loss; the default weight is `num_samples`.
 
     Raises:
         TypeError: It is neither a mean loss nor (mean loss, weight).
     """
-    mean, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, num_samples)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    mean, weight = returned if is_pair else (returned, num_samples)
     is_loss = isinstance(mean, torch.Tensor) and mean.numel() == 1
     if not is_loss or (needs_gradient and not mean.requires_grad):
         raise TypeError(
             "loss(model, micro_batch) must return the mean loss, a tensor of one element with a "
-            f"gradient, or (mean loss, weight); got {_told(given)}"
+            f"gradient, or (mean loss, weight); got {_describe(returned)}"
         )
     if isinstance(weight, torch.Tensor):
         weight = weight.detach().to(torch.float64 if mean.device.type == "cpu" else torch.float32)
@@ -108,8 +171,32 @@ def loss_and_weight(
     return mean.reshape(()), weight
 
 
-class _Taken:
-    """Weights and losses as tensors on their device, read at the end, in one go."""
+def divide_and_step(engine: Any, divisor: float) -> None:
+    """Call `engine.step()` as if every gradient of the window were `divisor` times smaller.
+
+    The divisor is known only once all weights of the window are. ZeRO's optimizers divide by their
+    loss scale as they update, on whichever device and tier the gradients then are, and clip by the
+    norm so divided. So a factor on that scale applies to gradients and norm. The others keep the
+    gradients where they can be divided at once. So do those of stage 0 in 16 bits: their `step`
+    ignores that scale and uses another.
+    """
+    with ExitStack() as undo:
+        if divisor != 1.0:
+            _divide(engine, divisor, undo)
+        engine.step()
+
+
+def weight_exponent(weight: float, num_samples: float) -> int:
+    """Return the k for which 2^k is closest to the weight of a sample.
+
+    Gradients are accumulated over num_samples * 2^k and divided by the true weight at the end. A
+    power of two keeps their size near that of a mean, and changes no bit of their mantissas.
+    """
+    return round(float(torch.log2(torch.tensor(weight / num_samples, dtype=torch.float64))))
+
+
+class _LossAccumulator:
+    """Weights and losses as tensors on their device, read at the end in one transfer."""
 
     def __init__(self) -> None:
         self._pairs: list[torch.Tensor] = []
@@ -118,9 +205,9 @@ class _Taken:
         as_tensor = torch.as_tensor(weight, dtype=torch.float64, device=mean.device)
         self._pairs.append(torch.stack((as_tensor, as_tensor * mean.detach().double())))
 
-    def read(self) -> Sums:
+    def read(self) -> LossSums:
         weight, weighted_loss = torch.stack(self._pairs).sum(dim=0).tolist()
-        return Sums(weight=weight, weighted_loss=weighted_loss)
+        return LossSums(weight=weight, weighted_loss=weighted_loss)
 
 
 def _micro_batch(engine: Any, batch: Any, start: int, size: int) -> Any:
@@ -128,8 +215,24 @@ def _micro_batch(engine: Any, batch: Any, start: int, size: int) -> Any:
     return on_device(slice_batch(batch, first, first + max(size, 1)), engine.device)
 
 
-def _told(given: Any) -> str:
-    if isinstance(given, torch.Tensor):
-        gradient = "a" if given.requires_grad else "no"
-        return f"a tensor of shape {tuple(given.shape)} with {gradient} gradient"
-    return type(given).__name__
+def _describe(returned: Any) -> str:
+    if isinstance(returned, torch.Tensor):
+        gradient = "a" if returned.requires_grad else "no"
+        return f"a tensor of shape {tuple(returned.shape)} with {gradient} gradient"
+    return type(returned).__name__
+
+
+def _divide(engine: Any, divisor: float, undo: ExitStack) -> None:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):  # BF16_Optimizer
+        for flat in optimizer.fp32_groups_gradients_flat:
+            flat.div_(divisor)
+    elif hasattr(optimizer, "external_loss_scale") and not hasattr(optimizer, "loss_scale_config"):
+        scale = float(optimizer.loss_scale) * divisor
+        for name, value in (("custom_loss_scaler", True), ("external_loss_scale", scale)):
+            undo.callback(setattr, optimizer, name, getattr(optimizer, name))
+            setattr(optimizer, name, value)
+    else:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)

@@ -1,4 +1,4 @@
-"""The state of all random generators that a forward pass may draw from."""
+"""State of all random generators that a forward pass may draw from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RngState:
-    """What the generators stood at; numpy's None where nobody uses it; `host` torch's."""
+    """States of the generators.
+
+    Attributes:
+        python: State of `random`.
+        numpy: State of numpy's global generator; None where numpy is not imported.
+        host: State of torch's CPU generator.
+        cuda: State of the current CUDA device's generator; empty where CUDA is not initialised.
+    """
 
     python: tuple[Any, ...]
     numpy: Any
@@ -32,7 +39,7 @@ class RngState:
         )
 
     def restore(self) -> None:
-        """Put the generators back to this state."""
+        """Set the generators to this state."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)

@@ -1,4 +1,4 @@
-"""A batch as a tree of mappings and sequences: how many samples it holds, and some rows of it.
+"""Batches as trees of mappings and sequences: number of samples, slices of rows, transfer.
 
 Tensors and arrays with at least one dimension hold one row per sample. Everything else (numbers,
 text, None, tensors without dimensions) belongs to the batch as a whole.
@@ -31,19 +31,19 @@ def num_samples(batch: Any) -> int:
             "without any; pass what your DataLoader yields"
         )
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name or 'it'} has {length}" for name, length in lengths.items())
-        raise BatchError(f"the leaves of a batch must have one row per sample, but {told}")
+        found = ", ".join(f"{name or 'it'} has {length}" for name, length in lengths.items())
+        raise BatchError(f"the leaves of a batch must have one row per sample, but {found}")
     (length,) = set(lengths.values())
     if length == 0:
         raise BatchError(
-            "this rank's share of the batch is empty; every rank needs a sample at least. "
+            "this rank's share of the batch is empty; every rank needs at least one sample. "
             "Drop the last, incomplete batch of an epoch (drop_last=True)"
         )
     return length
 
 
 def max_length(batch: Any) -> int:
-    """Return the largest second dimension: of token ids, the padded length; 1 without one."""
+    """Return the largest second dimension, the padded length of token ids; 1 without one."""
     return max(
         (int(leaf.shape[1]) for _, leaf in _leaves(batch, "") if len(leaf.shape) > 1), default=1
     )

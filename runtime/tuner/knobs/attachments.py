@@ -12,7 +12,7 @@ def restore_attachments(changes: EngineHolder) -> Undo:
 
     An engine in between may not have borne it, and then it was let go of.
     """
-    codec = changes.codec
+    codec = changes.compressor
     kinds = (EngineChange.ACTIVATION_CHECKPOINTING, EngineChange.OPTIMIZER_STATE_OFFLOAD)
     attachments = {kind: changes.attached(kind) for kind in kinds}
 
@@ -20,7 +20,7 @@ def restore_attachments(changes: EngineHolder) -> Undo:
         for kind, attachment in attachments.items():
             if changes.attached(kind) is not attachment:
                 changes.attach(kind, attachment)
-        if changes.codec is not codec:
-            changes.send_through(codec)
+        if changes.compressor is not codec:
+            changes.set_compressor(codec)
 
     return undo

@@ -33,9 +33,9 @@ def codec_config(codec: GradientCompressor | None) -> CodecConfig:
 
 def detach_codec(changes: EngineHolder) -> Undo:
     """Take the codec off, so that what it leans on can change below it."""
-    codec = changes.codec
-    changes.send_through(None)
-    return lambda: changes.send_through(codec)
+    codec = changes.compressor
+    changes.set_compressor(None)
+    return lambda: changes.set_compressor(codec)
 
 
 def set_codec(changes: EngineHolder, form: CodecConfig, codec: GradientCompressor | None) -> Undo:
@@ -44,13 +44,13 @@ def set_codec(changes: EngineHolder, form: CodecConfig, codec: GradientCompresso
     Raises:
         ValueError: This engine's gradients cannot; the codec is what it was.
     """
-    before = changes.codec
+    before = changes.compressor
     if form == codec_config(codec):
-        changes.send_through(codec)  # what it owes is sent yet
+        changes.set_compressor(codec)  # what it owes is sent yet
     else:
         kind = None if form.kind is None else str(form.kind)
         changes.compress(kind, asynchronous=bool(form.asynchronous))
-    return lambda: changes.send_through(before)
+    return lambda: changes.set_compressor(before)
 
 
 class CompressionKnob:
@@ -63,7 +63,7 @@ class CompressionKnob:
 
     def unsupported_reason(self) -> str | None:
         """Say why gradients only go as DeepSpeed sends them."""
-        if self._changes.codec is not None:
+        if self._changes.compressor is not None:
             return None
         return (
             ALONE
@@ -73,7 +73,7 @@ class CompressionKnob:
 
     def get(self) -> Value:
         """Return the form, None for DeepSpeed's own."""
-        return codec_config(self._changes.codec).kind
+        return codec_config(self._changes.compressor).kind
 
     def options(self) -> Sequence[Value]:
         """Return all forms, and the present one where that is another."""
@@ -109,7 +109,7 @@ class AsyncReductionKnob:
 
     def get(self) -> Value:
         """Return whether they do."""
-        return codec_config(self._changes.codec).asynchronous
+        return codec_config(self._changes.compressor).asynchronous
 
     def options(self) -> Sequence[Value]:
         """Return both, or no: other knobs may stand in the way, such as overlap_comm."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.units import format_bytes
-from ...trainer.oom_recovery.fit import (
+from ...trainer.oom_recovery.sizing import (
     SAFETY_RATIO,
     MemoryMeasurements,
     PeakSample,
     largest_fitting,
+    length_bucket,
 )
-from ...trainer.oom_recovery.sizing import bucket_of
 from ..policy.types import Configuration
 
 # Of the limit: a change that is wrong about its need costs more than one that is not made.
@@ -78,4 +78,4 @@ def exceeds_host(now: Configuration, target: Configuration, host_risk: float) ->
 
 def same_length_bucket(peaks: Sequence[PeakSample], length: int) -> list[PeakSample]:
     """Return the peaks of batches about as long."""
-    return [peak for peak in peaks if bucket_of(peak.length) == bucket_of(length)]
+    return [peak for peak in peaks if length_bucket(peak.length) == length_bucket(length)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...trainer.oom_recovery.guard_schedule import GuardSchedule
-from ...trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
-from ...trainer.oom_recovery.sizing import MicroBatchLimits
+from ...trainer.oom_recovery.sizing import GuardSchedule, MicroBatchLimits, MicroBatchPlanner
 from ..policy.types import Configuration, Undo
 
 # These change nothing about what fits; sizes of micro-batches are what a plan is about.
@@ -32,21 +30,21 @@ class PlanCache:
 
     def move(self, before: Configuration, now: Configuration) -> Undo:
         """Go from what is known of one configuration to what is of another."""
-        plans = self._plans()
-        held = plans.sizing, plans.arming
+        planner = self._plans()
+        held = planner.limits, planner.guard_schedule
         left, entered = _key(before), _key(now)
         if left != entered:
             self._known.pop(left, None)  # the one left last is forgotten last
             self._known[left] = held
             if entered in self._known:
-                plans.sizing, plans.arming = self._known[entered]
+                planner.limits, planner.guard_schedule = self._known[entered]
             else:
-                plans.forget()
+                planner.invalidate()
             for key in list(self._known)[:-MAX_KNOWN]:
                 del self._known[key]
 
         def undo() -> None:
-            plans.sizing, plans.arming = held
+            planner.limits, planner.guard_schedule = held
 
         return undo
 

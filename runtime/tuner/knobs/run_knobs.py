@@ -14,7 +14,7 @@ from ...engine.live_settings.choose_modules import ModuleSelector
 from ...engine.rebuild.ranks import Attempt
 from ...trainer.data.data_source import TrainingData
 from ...trainer.engine_holder import EngineHolder
-from ...trainer.oom_recovery.fit import MemoryMeasurements
+from ...trainer.oom_recovery.sizing import MemoryMeasurements
 from ...trainer.window_runner import WindowRunner
 from ..policy.types import Configuration, Undo, Value
 from .attachment_knob import checkpointing_knob, optimizer_offload_knob
@@ -96,11 +96,11 @@ class RunKnobs:
         ]
         layout = [ZeroLayoutKnob(name, self._layouts) for name in LAYOUT]
         self._dials: list[ReadableKnob] = [*self._live, *self._others, *self._codec, *layout]
-        self._known = PlanCache(lambda: windows.replay.plans)
+        self._known = PlanCache(lambda: windows.replay.planner)
         self._told: set[str] = set()
         self._given = changes.config
         self._left: frozenset[str] = frozenset()
-        changes.on_adopted.append(self._follow)
+        changes.on_engine_replaced.append(self._follow)
 
     def values(self) -> Configuration:
         """Return how this rank works now: every knob that this job has."""
@@ -188,7 +188,7 @@ class RunKnobs:
 
     def _turns(self, target: Configuration) -> Iterator[Turn]:
         """Yield what is to be done on this engine, in order; each when the one before is done."""
-        codec = self._changes.codec
+        codec = self._changes.compressor
         if any(self._differing(self._live, target)):
             if codec is not None:
                 yield partial(detach_codec, self._changes)
@@ -196,7 +196,7 @@ class RunKnobs:
                 yield partial(hand.turn, value)
             yield self._write
         form = self._form(target, codec_config(codec))
-        if form != codec_config(self._changes.codec):
+        if form != codec_config(self._changes.compressor):
             yield partial(set_codec, self._changes, form, codec)
         for other, value in self._differing(self._others, target):
             yield partial(other.turn, value)
@@ -241,8 +241,8 @@ class RunKnobs:
             hand.follow(self._changes.config)
 
     def _out_of_memory(self, target: Configuration, extra_bytes: int) -> str | None:
-        plans, measured = self._windows.replay.plans, self._measured()
-        longest = plans.arming.longest
+        planner, measured = self._windows.replay.planner, self._measured()
+        longest = planner.guard_schedule.longest
         extra_bytes += sum(self._needs(target))
         reason = exceeds_free(measured, extra_bytes=extra_bytes, length=longest)
         share = self._largest_share()
@@ -256,7 +256,7 @@ class RunKnobs:
             samples=min(samples, share),
             extra_bytes=extra_bytes,
             length=longest,
-            bound=plans.sizing.bound(longest),
+            bound=planner.limits.bound(longest),
         )
 
     def _needs(self, target: Configuration) -> Iterator[int]:

@@ -7,12 +7,13 @@ import gc
 import pytest
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements, PeakSample
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+from zerowatch.runtime.trainer.oom_recovery.sizing import (
+    UNBOUND,
     BatchShares,
+    MemoryMeasurements,
     MicroBatchPlanner,
+    PeakSample,
 )
-from zerowatch.runtime.trainer.oom_recovery.sizing import UNBOUND
 from zerowatch.runtime.tuner.knobs.candidate_sizes import micro_batch_sizes, powers_of_two
 from zerowatch.runtime.tuner.knobs.deepspeed_knobs import configured, with_knob
 from zerowatch.runtime.tuner.knobs.gc_knob import GcKnob
@@ -103,48 +104,48 @@ def test_a_size_that_ran_out_is_refused():
 
 
 def a_plan_at_rest() -> MicroBatchPlanner:
-    plans = MicroBatchPlanner()
+    planner = MicroBatchPlanner()
     share = BatchShares(samples=[4], wanted=[4], length=6)
     for _ in range(4):
-        plans.begin(share, asked=False)
-        plans.on_success(share, 1)
-    return plans
+        planner.begin_window(share, guard_requested=False)
+        planner.on_success(share, 1)
+    return planner
 
 
 def test_a_configuration_that_is_new_arms_the_guard():
-    plans = a_plan_at_rest()
+    planner = a_plan_at_rest()
 
-    PlanCache(lambda: plans).move(ONE, OTHER)
+    PlanCache(lambda: planner).move(ONE, OTHER)
 
-    assert plans.arming.is_armed
+    assert planner.guard_schedule.is_armed
 
 
 def test_going_back_to_a_configuration_brings_its_plan_back():
-    plans = a_plan_at_rest()
-    known = PlanCache(lambda: plans)
-    rested = plans.sizing, plans.arming
+    planner = a_plan_at_rest()
+    known = PlanCache(lambda: planner)
+    rested = planner.limits, planner.guard_schedule
 
     known.move(ONE, OTHER)
     known.move(OTHER, ONE)
 
-    assert (plans.sizing, plans.arming) == rested
+    assert (planner.limits, planner.guard_schedule) == rested
 
 
 def test_what_changes_nothing_about_memory_leaves_the_plan_alone():
-    plans = a_plan_at_rest()
+    planner = a_plan_at_rest()
 
-    PlanCache(lambda: plans).move(ONE, {**ONE, "micro_batch_samples": 1})
+    PlanCache(lambda: planner).move(ONE, {**ONE, "micro_batch_samples": 1})
 
-    assert not plans.arming.is_armed
+    assert not planner.guard_schedule.is_armed
 
 
 def test_an_undo_brings_back_what_was_known():
-    plans = a_plan_at_rest()
-    rested = plans.sizing, plans.arming
+    planner = a_plan_at_rest()
+    rested = planner.limits, planner.guard_schedule
 
-    PlanCache(lambda: plans).move(ONE, OTHER)()
+    PlanCache(lambda: planner).move(ONE, OTHER)()
 
-    assert (plans.sizing, plans.arming) == rested
+    assert (planner.limits, planner.guard_schedule) == rested
 
 
 def test_garbage_is_left_to_us_and_back(garbage):

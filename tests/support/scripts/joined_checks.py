@@ -87,7 +87,7 @@ def rebuilt(folder: Path, **options: Any) -> Told:
 
     refused: list[str] = []
     came_out = train(run, between)
-    codec = run._changes.codec
+    codec = run._engine_holder.compressor
     attached = codec is not None and codec.error_ratio is not None
     return {**end(run), "apart": came_out["weights"], "said": refused, "codec": attached}
 

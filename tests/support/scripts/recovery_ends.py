@@ -1,4 +1,4 @@
-"""Runs out where nothing more can be given up, and where nobody votes; tells what came of it.
+"""Runs out with nothing left to give up, and without votes; writes the outcome as JSON.
 
 `recovery_ends.py FOLDER`, on two ranks; rank r writes FOLDER/rank-r.json.
 """
@@ -22,8 +22,7 @@ from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
-from zerowatch.runtime.trainer.oom_recovery.guard_schedule import GuardSchedule
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
+from zerowatch.runtime.trainer.oom_recovery.sizing import GuardSchedule, MicroBatchPlanner
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -33,9 +32,9 @@ TWO_ON_ONE = Fault("forward", 1, 1, 2, "one", is_real=False)
 
 
 def unarmed() -> MicroBatchPlanner:
-    plans = MicroBatchPlanner()
-    plans.arming, plans._wanted = GuardSchedule(windows_left=0, longest=2**40), 2**40
-    return plans
+    planner = MicroBatchPlanner()
+    planner.guard_schedule, planner._wanted = GuardSchedule(windows_left=0, longest=2**40), 2**40
+    return planner
 
 
 def gives_up(name: str) -> dict[str, Any]:
@@ -48,15 +47,15 @@ def gives_up(name: str) -> dict[str, Any]:
         trained.train(1, NEVER_ON_ONE)
     except RuntimeError as raised:
         error = raised
-    told = {"type": type(error).__name__, "text": str(error), "steps": trained.run.steps}
-    trained.replay.plans = MicroBatchPlanner()
+    found = {"type": type(error).__name__, "text": str(error), "steps": trained.run.steps}
+    trained.replay.planner = MicroBatchPlanner()
     trained.train(2, None)
     weights = trained.close()
 
     expected = Trained(ENGINES[name])
     expected.train(0, None)
     expected.train(2, None)
-    return told | {"intact": torch.equal(weights, expected.close())}
+    return found | {"intact": torch.equal(weights, expected.close())}
 
 
 @dataclass(frozen=True)
@@ -86,21 +85,21 @@ def escalates(name: str) -> dict[str, Any]:
         ]
     )
     result = trained.train(0, NEVER_ON_ONE)
-    told = {"asked": asked, "sizes": result.micro_batches, "replays": result.replays}
+    found = {"asked": asked, "sizes": result.micro_batches, "replays": result.replays}
     trained.close()
-    return told
+    return found
 
 
 def without_votes(name: str, fault: Fault) -> dict[str, Any]:
     """Run out in a window that is not guarded."""
     trained = Trained(ENGINES[name])
     trained.train(0, None)
-    trained.replay.plans = unarmed()
-    votes = trained.guard.num_votes
+    trained.replay.planner = unarmed()
+    votes = trained.num_votes
     result = trained.train(1, fault)
-    told = {"replays": result.replays, "votes": trained.guard.num_votes - votes}
+    found = {"replays": result.replays, "votes": trained.num_votes - votes}
     trained.close()
-    return told
+    return found
 
 
 def main(folder: Path) -> None:
@@ -109,7 +108,7 @@ def main(folder: Path) -> None:
     faulthandler.dump_traceback_later(150, exit=True)
     deepspeed.init_distributed("gloo", verbose=False)
     gc.freeze()
-    told = {
+    found = {
         "gives up": {name: gives_up(name) for name in ("stage 1", "stage 3, small buckets")},
         "escalates": escalates("stage 2"),
         "all run out, no votes": {
@@ -117,7 +116,7 @@ def main(folder: Path) -> None:
         },
         "one runs out, no votes": without_votes("stage 1", TWO_ON_ONE),
     }
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

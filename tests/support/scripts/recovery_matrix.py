@@ -1,7 +1,7 @@
-"""Runs out of memory in many ways, and trains on; tells as JSON per rank what came of it.
+"""Runs out of memory in many ways, and trains on; writes the outcome as JSON per rank.
 
 `recovery_matrix.py FOLDER few|all [ENGINE...]`. Each engine trains twice through the same batches:
-with a fault in every other window, and without any but with the plans that the first came to.
+with a fault in every other window, and without any but with the sizes that the first ended with.
 Weights, losses and samples are compared.
 """
 
@@ -38,7 +38,7 @@ from recovery_cases import (
 )
 
 import zerowatch
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
+from zerowatch.runtime.trainer.oom_recovery.sizing import MicroBatchPlanner
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -53,7 +53,7 @@ QUIET = {
 
 
 class Trained:
-    """A run over many windows, with its account of samples."""
+    """A run over many windows; counts its samples and votes."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
@@ -75,8 +75,10 @@ class Trained:
         self.states_at_start = len(self.run.engine.basic_optimizer.state)
         self.fault: Fault | None = None
         self.error = ""
-        self.replay, self.guard = self.run._windows.replay, self.run._windows._guard
+        self.replay, self.guard = self.run._window_runner.replay, self.run._window_runner._guard
         self.replay.on_error.append(self.keep_error)
+        self.num_votes, self.vote = 0, self.guard._exchange_vote
+        self.guard._exchange_vote = self.count_vote
         self.attempt: list[list[int]] = []
         self.losses: list[float] = []
         self.samples: list[int] = []
@@ -90,6 +92,10 @@ class Trained:
         dtype = next(model.parameters()).dtype
         return (model(batch["x"].to(dtype)).float() - batch["y"]).square().mean()
 
+    def count_vote(self, vote: int) -> int:
+        self.num_votes += dist.get_world_size() > 1
+        return self.vote(vote)
+
     def keep_error(self, error: BaseException) -> None:
         self.error = type(error).__name__
 
@@ -97,7 +103,7 @@ class Trained:
         self.attempt.clear()
 
     def train(self, window: int, fault: Fault | None) -> Any:
-        """Train on one window; returns what the run says of it."""
+        """Train on one window; return its result."""
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
         self.attempt.clear()
         rank = dist.get_rank()
@@ -140,15 +146,15 @@ def full_weights(engine: Any) -> torch.Tensor:
 
 def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict, torch.Tensor]:
     trained = Trained(options)
-    told: dict[str, Any] = {"windows": []}
+    found: dict[str, Any] = {"windows": []}
     for window in range(WARM_UP):
         trained.train(window, None)
     window = WARM_UP
     for fault in faults:
-        trained.replay.plans = MicroBatchPlanner()  # as if nothing had been learnt yet
+        trained.replay.planner = MicroBatchPlanner()  # as if nothing had been learnt yet
         began = time.perf_counter()
         result = trained.train(window, fault)
-        told["windows"].append(
+        found["windows"].append(
             {
                 "fault": fault.name,
                 "replays": result.replays,
@@ -160,11 +166,11 @@ def with_faults(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[dict,
             }
         )
         window += 2
-    told["states at start"] = trained.states_at_start
-    told["votes"] = trained.guard.num_votes
-    told["vote_seconds"] = trained.guard.vote_seconds
-    told["losses"], told["samples"] = trained.losses, trained.samples
-    return told, trained.close()
+    found["states at start"] = trained.states_at_start
+    found["votes"] = trained.num_votes
+    found["vote_seconds"] = trained.guard.vote_seconds
+    found["losses"], found["samples"] = trained.losses, trained.samples
+    return found, trained.close()
 
 
 def without(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[list[float], torch.Tensor]:
@@ -179,16 +185,16 @@ def without(options: dict[str, Any], faults: Sequence[Fault]) -> tuple[list[floa
 def check(name: str, faults: Sequence[Fault]) -> dict[str, Any]:
     began = time.perf_counter()
     faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
-    told, weights = with_faults(ENGINES[name], faults)
+    found, weights = with_faults(ENGINES[name], faults)
     losses, expected = without(ENGINES[name], faults)
     faulthandler.cancel_dump_traceback_later()
     own = range(len(losses))
     every = [id_ for window in own for id_ in batch_of(window)["ids"].tolist()]
-    return told | {
+    return found | {
         "seconds": time.perf_counter() - began,
         "same weights": torch.equal(weights, expected),
-        "same losses": [one == other for one, other in zip(told["losses"], losses, strict=True)],
-        "samples once": told.pop("samples") == every,
+        "same losses": [one == other for one, other in zip(found["losses"], losses, strict=True)],
+        "samples once": found.pop("samples") == every,
     }
 
 
@@ -202,10 +208,10 @@ def main(folder: Path, extent: str, engines: Sequence[str]) -> None:
     names = tuple(engines) or names
     if dist.get_world_size() == 1:
         faults = [fault for fault in faults if fault.ranks == "all"]
-    told = {}
+    found = {}
     for name in names:
-        told[name] = check(name, faults)
-        (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+        found[name] = check(name, faults)
+        (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class Trained:
         return lead is not None and lead._needs_rollback
 
     def agreed(self, question: Callable[[], bool]) -> bool:
-        return bool(self.run.host_group.all_max(int(question())))
+        return bool(self.run._host_group.all_max(int(question())))
 
     def decisions(self) -> list[Told]:
         path = self.run.watch.run_folder

@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Fault, bool]] = {
         False,
     ),
     "no engine to be had": (
-        lambda run, hands: patch(run._changes, "_make_engine", once_no_engine(run)),
+        lambda run, hands: patch(run._engine_holder, "_make_engine", once_no_engine(run)),
         True,
     ),
     "out of memory after a rebuild": (
@@ -102,7 +102,7 @@ def once_failing(hands: RunKnobs) -> Callable[[], Any]:
 
 def once_no_engine(run: Any) -> Callable[..., Any]:
     """Return a maker of engines that fails the first time."""
-    calls, make = [], run._changes._make_engine
+    calls, make = [], run._engine_holder._make_engine
 
     def made(*given: Any) -> Any:
         calls.append(1)
@@ -131,11 +131,11 @@ def target_of(hands: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
 
 def state(run: Any, hands: RunKnobs) -> Told:
     """Return what must be as before after an order that failed."""
-    plans = run._windows.replay.plans
+    planner = run._window_runner.replay.planner
     return {
         "values": dict(hands.values()),
         "config": json.dumps(run.config, sort_keys=True),
-        "plans": repr((plans.sizing, plans.arming)),
+        "plans": repr((planner.limits, planner.guard_schedule)),
     }
 
 
@@ -153,7 +153,7 @@ def matrix(stage: int) -> Told:
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
                 patches.enter_context(fault(run, hands))
-            met = exchange_order(run.host_group, hands, order)
+            met = exchange_order(run._host_group, hands, order)
         assert met is not None
         told[name] = {
             "done": met[1].done,
@@ -181,7 +181,7 @@ def death(stage: int, when: str) -> Told:
     began = time.monotonic()
     order = Order(target=target_of(hands, rebuild=when == "rebuilt"), why="a death")
     try:
-        met = exchange_order(run.host_group, hands, order)
+        met = exchange_order(run._host_group, hands, order)
         raised = f"none: {met}"
     except RuntimeError as error:
         raised = type(error).__name__

@@ -71,10 +71,10 @@ def make_run(stage: int, **zero: Any) -> zerowatch.TrainingRun:
 
 def hands_of(run: zerowatch.TrainingRun) -> RunKnobs:
     return RunKnobs(
-        run._changes,
-        run._windows,
-        run.host_group,
-        measured=run._windows.memory.measured,
+        run._engine_holder,
+        run._window_runner,
+        run._host_group,
+        measured=run._window_runner.peak_history.measured,
         largest_share=lambda: SHARE,
     )
 

@@ -38,7 +38,7 @@ INEXACT = {
 def order(run: Any, hands: RunKnobs, target: Configuration, *, checked: bool = True) -> Told:
     """Let all ranks meet for an order; tell how it ended."""
     wanted = Order(target=target, why="a test", checked=checked)
-    met = exchange_order(run.host_group, hands, wanted if run.host_group.rank == 0 else None)
+    met = exchange_order(run._host_group, hands, wanted if run._host_group.rank == 0 else None)
     assert met is not None
     return {"done": met[1].done, "reason": met[1].reason, "undone": met[1].undone}
 
@@ -96,10 +96,10 @@ def over_a_rebuild() -> Told:
         "gradient_compression": "bf16",
     }
     told: Told = {"turned": order(run, hands, changed)}
-    codec = run._changes.codec
+    codec = run._engine_holder.compressor
     told["to 3"] = order(run, hands, {**hands.values(), "zero_stage": 3})
     told["at 3"] = hands.values()
-    told["same codec"] = run._changes.codec is codec
+    told["same codec"] = run._engine_holder.compressor is codec
     train(run)
     run.rebuild({"zero_optimization": {"stage": 0}})
     told["at 0"] = hands.values()
@@ -138,7 +138,7 @@ def to_and_fro() -> Told:
     armed = []
     for target in [one, other] * 4:
         order(run, hands, target)
-        armed.append(run._windows.replay.plans.arming.is_armed)
+        armed.append(run._window_runner.replay.planner.guard_schedule.is_armed)
     order(run, hands, one)
     wrapped = "allreduce_gradients" in vars(run.engine)
     hands.close()

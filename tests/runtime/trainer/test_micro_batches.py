@@ -1,25 +1,24 @@
-"""How samples are cut into micro-batches."""
+"""Splitting samples into micro-batches, and the exponent of their weights."""
 
 from __future__ import annotations
 
 import pytest
 
-from zerowatch.runtime.trainer.window.gradients import weight_exponent
-from zerowatch.runtime.trainer.window.plan import num_micro_batches, sizes
+from zerowatch.runtime.trainer.window.micro_batches import split_sizes, weight_exponent
 
 
 @pytest.mark.parametrize(
-    ("samples", "micro_batch", "cut"),
+    ("samples", "micro_batch", "sizes"),
     [(8, 8, (8,)), (8, 3, (3, 3, 2)), (8, 1, (1,) * 8), (8, 100, (8,)), (7, 4, (4, 3))],
 )
-def test_no_micro_batch_is_larger_than_asked_and_all_are_as_even_as_can_be(
-    samples, micro_batch, cut
+def test_no_micro_batch_is_larger_than_requested_and_all_are_as_even_as_possible(
+    samples, micro_batch, sizes
 ):
-    assert sizes(samples, num_micro_batches(samples, micro_batch)) == cut
+    assert split_sizes(samples, -(-samples // micro_batch)) == sizes
 
 
 def test_a_rank_with_fewer_samples_than_micro_batches_has_empty_ones():
-    assert sizes(2, 5) == (1, 1, 0, 0, 0)
+    assert split_sizes(2, 5) == (1, 1, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("weight", "exponent"), [(8, 0), (16, 1), (8 * 100, 7), (4, -1)])

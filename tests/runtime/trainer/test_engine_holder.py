@@ -1,4 +1,4 @@
-"""What was laid on an engine goes along to another, as far as it can be there."""
+"""Attachments of an engine are attached to its replacement, as far as it supports them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
 
 
 @pytest.fixture
-def changes(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
+def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
     watch = SimpleNamespace(suspended=nullcontext, rebind_engine=lambda engine: None)
     first, second = (SimpleNamespace(watch=watch, optimizer=object()) for _ in range(2))
     monkeypatch.setattr(engine_holder, "rebuild", lambda *args, **options: second)
-    figures = SimpleNamespace(rebuilt=lambda outcome, seconds: None)
-    return EngineHolder(first, {}, host_group=None, figures=figures, make_engine=None)
+    metrics = SimpleNamespace(rebuilt=lambda outcome, seconds: None)
+    return EngineHolder(first, {}, host_group=None, metrics=metrics, make_engine=None)
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])
-def test_what_cannot_be_laid_on_another_engine_is_left_off_and_told_of(changes, caplog, error):
-    first = changes.engine
+def test_an_attachment_that_the_new_engine_rejects_is_dropped_and_logged(holder, caplog, error):
+    first = holder.engine
 
     class Unmovable:
         def attach(self, engine):
@@ -31,11 +31,11 @@ def test_what_cannot_be_laid_on_another_engine_is_left_off_and_told_of(changes, 
                 raise error("no room for pinned memory")
             return lambda: None
 
-    changes.attach(EngineChange.OPTIMIZER_STATE_OFFLOAD, Unmovable())
+    holder.attach(EngineChange.OPTIMIZER_STATE_OFFLOAD, Unmovable())
 
-    changes.rebuild_as({"zero_optimization": {"stage": 1}})
+    holder.rebuild_as({"zero_optimization": {"stage": 1}})
 
-    assert changes.engine is not first
-    assert changes.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
+    assert holder.engine is not first
+    assert holder.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
     assert EngineChange.OPTIMIZER_STATE_OFFLOAD.value in caplog.text
     assert "no room for pinned memory" in caplog.text

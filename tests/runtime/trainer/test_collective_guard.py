@@ -1,4 +1,4 @@
-"""Votes before collectives: no rank enters one that a rank which ran out will not enter."""
+"""Votes before collectives: no rank enters one that an out-of-memory rank will not enter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import OomCapture
-from zerowatch.runtime.trainer.oom_recovery.probe_workspace import probe_workspace
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, probe_workspace
+from zerowatch.runtime.trainer.oom_recovery.oom_capture import (
+    OomCapture,
+    OomOrigin,
+    PeerOutOfMemory,
+)
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
 
 class Backend:
-    """Notes what is issued; a gather of many is made of gathers of one."""
+    """Records what is issued; a coalesced gather is made of single gathers."""
 
     def __init__(self) -> None:
         self.issued: list[str] = []
@@ -38,7 +41,7 @@ class Backend:
 
 
 class Votes:
-    """Stands for ranks that say the same as this one."""
+    """Fake host group whose other ranks vote as this one, or out of memory."""
 
     world_size = 2
 
@@ -76,11 +79,11 @@ def test_each_collective_of_an_armed_window_is_voted_on_and_so_is_its_end(
         assert backend.all_reduce() == "reduced"
         backend.all_gather_into_tensor()
 
-    assert votes.held == guard.num_votes == 3
+    assert votes.held == 3
     assert guard.vote_seconds > 0
 
 
-def test_a_collective_within_another_is_not_voted_on(
+def test_a_nested_collective_is_not_voted_on(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     with guard.window():
@@ -101,7 +104,7 @@ def test_a_window_that_is_not_armed_has_one_vote(
     assert votes.held == 1
 
 
-def test_nothing_is_voted_on_outside_of_windows_or_on_foreign_threads(
+def test_nothing_is_voted_on_outside_of_windows_or_on_other_threads(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     backend.all_reduce()
@@ -155,7 +158,7 @@ def test_a_rank_raises_instead_of_issuing_what_its_peer_will_not(
     assert votes.held == 1
 
 
-def test_a_window_in_which_that_was_caught_is_lost_all_the_same(
+def test_a_window_in_which_that_error_was_caught_is_aborted_too(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     votes.others = 1
@@ -170,7 +173,7 @@ def test_a_window_in_which_that_was_caught_is_lost_all_the_same(
     assert votes.held == 1
 
 
-def test_it_comes_through_autograd_as_it_is(
+def test_autograd_passes_the_error_on_unchanged(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     votes.others = 1
@@ -183,83 +186,88 @@ def test_it_comes_through_autograd_as_it_is(
     assert type(raised.value) is PeerOutOfMemory
 
 
-def test_while_a_window_is_left_by_want_of_memory_no_collective_is_issued(
+def test_while_an_out_of_memory_error_unwinds_no_collective_is_issued(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
-    trouble = OomCapture()
+    capture = OomCapture()
 
-    with trouble, guard.window(), ExitStack() as parting:
-        parting.callback(backend.all_reduce)  # as a context manager of DeepSpeed's might
+    with capture, guard.window(), ExitStack() as cleanup:
+        cleanup.callback(backend.all_reduce)  # as a context manager of DeepSpeed's might
         raise RuntimeError(OUT)
 
     assert backend.issued == []
     assert votes.held == 0
-    assert trouble.whose == "own"
-    assert str(trouble.error) == OUT
+    assert capture.origin is OomOrigin.OWN
+    assert str(capture.error) == OUT
 
 
-def test_another_error_does_not_keep_collectives_from_being_issued(
+def test_while_another_error_unwinds_collectives_are_issued(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
-    with pytest.raises(ValueError, match="bad"), guard.window(), ExitStack() as parting:
-        parting.callback(backend.all_reduce)
+    with pytest.raises(ValueError, match="bad"), guard.window(), ExitStack() as cleanup:
+        cleanup.callback(backend.all_reduce)
         raise ValueError("bad")
 
     assert backend.issued == ["all_reduce"]
 
 
 @pytest.mark.parametrize("fatal", range(4))
-def test_ranks_of_which_one_runs_out_between_any_two_collectives_part_together(fatal: int) -> None:
-    def train(host_group: FakeHostGroup) -> tuple[str | None, int]:
+def test_if_one_rank_runs_out_between_any_two_collectives_all_abort_before_the_next(
+    fatal: int,
+) -> None:
+    def train(host_group: FakeHostGroup) -> tuple[OomOrigin | None, int]:
         backend, guard = Backend(), CollectiveGuard(host_group)
         guard.open(backend)
         guard.armed = True
-        with OomCapture() as trouble, guard.window():
+        with OomCapture() as capture, guard.window():
             for number in range(3):
                 if host_group.rank == 1 and number == fatal:
                     raise RuntimeError(OUT)
                 backend.all_reduce()
             if host_group.rank == 1 and fatal == 3:
                 raise RuntimeError(OUT)
-        if trouble.whose == "own":
-            guard.report()
-        return trouble.whose, len(backend.issued)
+        if capture.origin is OomOrigin.OWN:
+            guard.report_out_of_memory()
+        return capture.origin, len(backend.issued)
 
     ended = on_ranks(2, train)
 
-    assert ended == [("peer", fatal), ("own", fatal)]
+    assert ended == [(OomOrigin.PEER, fatal), (OomOrigin.OWN, fatal)]
 
 
-def test_ranks_that_all_run_out_meet_in_one_vote() -> None:
+def test_ranks_that_all_run_out_hold_one_vote() -> None:
     def train(host_group: FakeHostGroup) -> int:
+        votes: list[int] = []
+        all_max = host_group.all_max
+        host_group.all_max = lambda vote: votes.append(vote) or all_max(vote)
         guard = CollectiveGuard(host_group)
-        with OomCapture() as trouble, guard.window():
+        with OomCapture() as capture, guard.window():
             raise RuntimeError(OUT)
-        assert trouble.whose == "own"
-        guard.report()
-        return guard.num_votes
+        assert capture.origin is OomOrigin.OWN
+        guard.report_out_of_memory()
+        return len(votes)
 
     assert on_ranks(3, train) == [1, 1, 1]
 
 
-def tapped(backend: Backend) -> CollectiveInstrumentation:
-    collectives = CollectiveInstrumentation(FailOpen())
-    collectives.open()
-    collectives.open_backend(backend)
-    return collectives
+def instrumented(backend: Backend) -> CollectiveInstrumentation:
+    instrumentation = CollectiveInstrumentation(FailOpen())
+    instrumentation.open()
+    instrumentation.open_backend(backend)
+    return instrumentation
 
 
 @pytest.mark.parametrize("guard_first", [True, False])
-def test_beside_the_tap_it_closes_in_any_order(guard_first: bool, votes: Votes) -> None:
+def test_guard_and_instrumentation_close_in_any_order(guard_first: bool, votes: Votes) -> None:
     backend, guard = Backend(), CollectiveGuard(votes)
-    collectives = tapped(backend)
+    instrumentation = instrumented(backend)
     guard.open(backend)
     guard.armed = True
     with guard.window():
         backend.all_gather_into_tensor(torch.zeros(2), torch.zeros(1))
     assert votes.held == 2
 
-    for each in (guard, collectives) if guard_first else (collectives, guard):
+    for each in (guard, instrumentation) if guard_first else (instrumentation, guard):
         each.close()
 
     with guard.window():
@@ -270,7 +278,7 @@ def test_beside_the_tap_it_closes_in_any_order(guard_first: bool, votes: Votes) 
         assert set(vars(backend)) == {"issued"}
 
 
-def test_memory_that_a_collective_will_need_is_looked_for_before_it_is_issued() -> None:
+def test_the_workspace_of_a_collective_is_probed_before_it_is_issued() -> None:
     huge = torch.empty(1).expand(2**45)  # bytes that no machine has, in one element
 
     with pytest.raises(RuntimeError, match="allocate memory"):
@@ -279,12 +287,12 @@ def test_memory_that_a_collective_will_need_is_looked_for_before_it_is_issued() 
     probe_workspace((torch.zeros(3), [torch.zeros(2)], None, 5), {"group": object()})
 
 
-def test_a_rank_that_runs_out_as_it_leaves_a_lost_window_holds_no_vote_of_its_own():
+def test_a_rank_that_runs_out_while_it_aborts_a_window_holds_no_vote():
     votes = Votes(others=1)
     guard = CollectiveGuard(votes)
     with pytest.raises(PeerOutOfMemory), guard.window():
         pass
 
-    guard.report()
+    guard.report_out_of_memory()
 
     assert votes.held == 1

@@ -1,4 +1,4 @@
-"""Windows run again until they come to their end, on ranks that stand in threads."""
+"""Windows run again until they fit in memory, on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -17,35 +17,43 @@ from fakes.escalation import FakeEscalation
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
-from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard
 from zerowatch.runtime.trainer.oom_recovery.escalation import (
     ESCALATION_ORDER,
     EngineChange,
     EscalationPolicy,
 )
-from zerowatch.runtime.trainer.oom_recovery.fit import MemoryMeasurements, PeakSample
-from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
-    BatchShares,
-    MicroBatchPlanner,
+from zerowatch.runtime.trainer.oom_recovery.oom_capture import (
+    OomCapture,
+    OomOrigin,
+    PeerOutOfMemory,
+    all_ranks_oom,
+    oom_origin,
 )
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import OomCapture, whose_memory
-from zerowatch.runtime.trainer.oom_recovery.oom_consensus import all_ranks_oom
 from zerowatch.runtime.trainer.oom_recovery.replay import OomReplay
+from zerowatch.runtime.trainer.oom_recovery.sizing import (
+    BatchShares,
+    MemoryMeasurements,
+    MicroBatchPlanner,
+    PeakSample,
+)
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
 
 @pytest.fixture(autouse=True)
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Keep account of engines whose window was abandoned; there is no real one here."""
+    """Record the fake engines whose window was aborted."""
     engines: list[Any] = []
     monkeypatch.setattr(replay_module, "abort_window", engines.append)
-    monkeypatch.setattr(replay_module, "can_abort", lambda engine: engine.why_not)
+    monkeypatch.setattr(
+        replay_module, "abort_unsupported_reason", lambda engine: engine.unsupported_reason
+    )
     return engines
 
 
 class Rank:
-    """One rank's replay, and what its attempts were asked for."""
+    """One rank's replay, and the numbers of micro-batches of its attempts."""
 
     def __init__(
         self,
@@ -53,21 +61,21 @@ class Rank:
         *,
         fits: int,
         stage: int = 1,
-        why_not: str | None = None,
+        unsupported_reason: str | None = None,
         **options: Any,
     ) -> None:
         engine = SimpleNamespace(
-            why_not=why_not, zero_optimization_partition_gradients=lambda: stage >= 2
+            unsupported_reason=unsupported_reason,
+            zero_optimization_partition_gradients=lambda: stage >= 2,
         )
         self.fits, self.rank = fits, host_group.rank
         self.asked: list[int] = []
         self.drawn: list[float] = []
         self.replay = OomReplay(
-            engine=lambda: engine,
+            engine_owner=SimpleNamespace(engine=engine),
             host_group=host_group,
             guard=CollectiveGuard(host_group),
-            plans=MicroBatchPlanner(),
-            capture_rng=capture,
+            planner=MicroBatchPlanner(),
             **options,
         )
 
@@ -77,11 +85,6 @@ class Rank:
         if -(-8 // count) > self.fits:
             raise RuntimeError(OUT)
         return f"rank {self.rank}"
-
-
-def capture() -> Callable[[], None]:
-    state = random.getstate()
-    return lambda: random.setstate(state)
 
 
 def share(world_size: int = 1) -> BatchShares:
@@ -103,7 +106,7 @@ def test_a_window_that_fits_is_run_once(aborted: list[Any]) -> None:
     assert aborted == []
 
 
-def test_one_that_does_not_is_halved_until_it_does(
+def test_a_window_that_does_not_fit_is_halved_until_it_does(
     aborted: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = alone(fits=2)
@@ -115,25 +118,22 @@ def test_one_that_does_not_is_halved_until_it_does(
     assert (done.micro_batches, done.replays) == (4, 2)
     assert done.lost_seconds > 0
     assert len(aborted) == 2
-    assert (
-        "out of memory on rank 0, in micro-batches of 8: the window is run again, with "
-        in (caplog.messages[0])
-    )
+    assert "out of memory on rank 0 with micro-batches of 8" in caplog.messages[0]
+    assert "run again with micro-batches of 4" in caplog.messages[0]
     assert rank.replay.run(share(), rank.attempt).replays == 0
 
 
-def test_peaks_measured_before_tell_the_size_at_once() -> None:
+def test_measured_peaks_give_the_size_at_once() -> None:
     peaks = [PeakSample(samples=size, length=1, peak_bytes=100 + 10 * size) for size in (1, 2)]
-    rank = alone(
-        fits=3, measured=lambda: MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
-    )
+    measurements = MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
+    rank = alone(fits=3, memory=SimpleNamespace(measured=lambda: measurements))
 
     rank.replay.run(share(), rank.attempt)
 
     assert rank.asked == [1, 3]
 
 
-def test_generators_and_the_script_s_own_state_are_put_back_before_each_attempt() -> None:
+def test_generators_and_the_script_s_own_state_are_restored_before_each_attempt() -> None:
     rank = alone(fits=2)
     undone: list[int] = []
     rank.replay.on_window_abort.append(lambda: undone.append(len(rank.asked)))
@@ -158,36 +158,38 @@ def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
     assert on_ranks(2, train) == [([1, 2, 4], 2), ([1, 2, 4], 2)]
 
 
-def test_errors_of_its_own_are_told_and_peers_are_not() -> None:
+def test_on_error_gets_a_rank_s_own_errors_only() -> None:
     def train(host_group: FakeHostGroup) -> list[str]:
         rank = Rank(host_group, fits=4 if host_group.rank == 1 else 8)
-        told: list[BaseException] = []
-        rank.replay.on_error.append(told.append)
+        errors: list[BaseException] = []
+        rank.replay.on_error.append(errors.append)
         rank.replay.run(share(2), rank.attempt)
-        return [str(error) for error in told]
+        return [str(error) for error in errors]
 
     assert on_ranks(2, train) == [[], [OUT]]
 
 
-def test_where_one_sample_is_too_much_escalations_are_applied() -> None:
+def test_where_one_sample_does_not_fit_memory_savings_are_applied_in_order() -> None:
     def train(host_group: FakeHostGroup) -> tuple[list[int], list[EngineChange]]:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
-        taken: list[EngineChange] = []
+        applied: list[EngineChange] = []
 
         def apply(change: EngineChange) -> bool:
-            taken.append(change)
+            applied.append(change)
             rank.fits = 8
             return change is ESCALATION_ORDER[2]
 
         steps = [FakeEscalation(change, partial(apply, change)) for change in ESCALATION_ORDER]
         rank.replay._escalation = EscalationPolicy(steps)
         rank.replay.run(share(2), rank.attempt)
-        return rank.asked, taken
+        return rank.asked, applied
 
     assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(ESCALATION_ORDER[:3]))] * 2
 
 
-def test_with_nothing_left_each_rank_raises_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_no_memory_saving_left_each_rank_raises_its_own_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def train(host_group: FakeHostGroup) -> BaseException:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         with pytest.raises(RuntimeError) as raised:
@@ -197,13 +199,12 @@ def test_with_nothing_left_each_rank_raises_what_it_had(caplog: pytest.LogCaptur
     peers, own = on_ranks(2, train)
 
     assert type(peers) is PeerOutOfMemory
-    assert "out of memory on rank 1, in micro-batches of 1, with nothing left to give up" in (
-        str(peers)
-    )
+    assert "out of memory on rank 1 with micro-batches of 1" in str(peers)
+    assert "nothing left to give up" in str(peers)
     assert (type(own), str(own)) == (RuntimeError, OUT)
 
 
-def test_other_errors_pass_untouched(aborted: list[Any]) -> None:
+def test_other_errors_propagate(aborted: list[Any]) -> None:
     rank = alone(fits=8)
 
     def attempt(count: int) -> str:
@@ -215,10 +216,10 @@ def test_other_errors_pass_untouched(aborted: list[Any]) -> None:
     assert aborted == []
 
 
-def test_an_engine_that_cannot_leave_a_window_ends_by_its_own_error(
+def test_an_engine_whose_window_cannot_be_aborted_raises_its_own_error(
     aborted: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = alone(fits=2, why_not="it is a pipeline")
+    rank = alone(fits=2, unsupported_reason="it is a pipeline")
 
     with pytest.raises(RuntimeError, match="can't allocate"):
         rank.replay.run(share(), rank.attempt)
@@ -227,7 +228,7 @@ def test_an_engine_that_cannot_leave_a_window_ends_by_its_own_error(
     assert "this window cannot be run again: it is a pipeline" in caplog.text
 
 
-def test_what_the_frames_of_an_error_held_is_free_before_the_next_attempt() -> None:
+def test_tensors_in_the_frames_of_an_error_are_freed_before_the_next_attempt() -> None:
     rank = alone(fits=4)
     held: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
@@ -247,7 +248,7 @@ def test_what_the_frames_of_an_error_held_is_free_before_the_next_attempt() -> N
     assert alive == [False, False]
 
 
-def test_an_update_that_runs_out_is_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_that_runs_out_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
     def train(host_group: FakeHostGroup) -> str:
         rank = Rank(host_group, fits=8)
         rank.replay._guard.armed = True
@@ -264,7 +265,7 @@ def test_an_update_that_runs_out_is_not_made_again(caplog: pytest.LogCaptureFixt
     assert "out of memory within engine.step()" in caplog.text
 
 
-def test_an_update_that_is_made_returns_what_it_did() -> None:
+def test_a_successful_update_returns_its_result() -> None:
     rank = alone(fits=8)
     for armed in (True, False):
         rank.replay._guard.armed = armed
@@ -278,7 +279,7 @@ def ended_by(body: Callable[[], None]) -> BaseException:
     return raised.value
 
 
-def test_memory_is_recognised_behind_what_is_raised_over_it() -> None:
+def test_an_out_of_memory_error_is_found_behind_errors_raised_over_it() -> None:
     def own() -> None:
         try:
             raise RuntimeError(OUT)
@@ -297,31 +298,31 @@ def test_memory_is_recognised_behind_what_is_raised_over_it() -> None:
         except RuntimeError:
             raise ValueError("only came after one")  # noqa: B904
 
-    whose, error = whose_memory(ended_by(own))
-    assert (whose, str(error)) == ("own", OUT)
-    assert whose_memory(ended_by(peers))[0] == "peer"
-    assert whose_memory(ended_by(handled)) == (None, None)
-    assert whose_memory(KeyboardInterrupt()) == (None, None)
+    origin, error = oom_origin(ended_by(own))
+    assert (origin, str(error)) == (OomOrigin.OWN, OUT)
+    assert oom_origin(ended_by(peers))[0] is OomOrigin.PEER
+    assert oom_origin(ended_by(handled)) == (None, None)
+    assert oom_origin(KeyboardInterrupt()) == (None, None)
 
 
-def test_trouble_keeps_the_lines_of_an_error_and_not_what_its_frames_held() -> None:
+def test_a_capture_keeps_the_traceback_of_an_error_and_frees_its_frames() -> None:
     def run_out() -> None:
         activations = torch.zeros(3)
         seen.append(weakref.ref(activations))
         raise RuntimeError(OUT)
 
     seen: list[weakref.ref[torch.Tensor]] = []
-    with OomCapture() as trouble:
+    with OomCapture() as capture:
         run_out()
 
-    trouble.clear_frames()
+    capture.clear_frames()
 
     assert seen[0]() is None
-    assert trouble.error is not None
-    assert trouble.error.__traceback__ is not None
+    assert capture.error is not None
+    assert capture.error.__traceback__ is not None
 
 
-def test_ranks_that_all_ran_out_unguarded_find_each_other() -> None:
+def test_ranks_that_all_ran_out_unguarded_reach_consensus() -> None:
     store = torch.distributed.HashStore()
 
     def ask(host_group: FakeHostGroup) -> bool:
@@ -330,7 +331,7 @@ def test_ranks_that_all_ran_out_unguarded_find_each_other() -> None:
     assert on_ranks(2, ask) == [True, True]
 
 
-def test_one_that_ran_out_alone_does_not_wait_for_ever() -> None:
+def test_a_rank_that_ran_out_alone_stops_waiting() -> None:
     store = torch.distributed.HashStore()
 
     assert not all_ranks_oom(store, 7, rank=0, world_size=2, wait_seconds=0.05)

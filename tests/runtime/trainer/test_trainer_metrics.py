@@ -1,4 +1,4 @@
-"""What a TrainingRun tells of its windows becomes metrics; what all ranks share, rank 0 tells."""
+"""Metrics of a TrainingRun's windows; those shared by all ranks are published by rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.trainer.metrics import TrainerMetrics
 
 
-def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
+def test_counters_start_at_0_so_that_the_first_increment_is_seen():
     recorder = Recorder()
 
     TrainerMetrics(recorder, rank=0)
@@ -18,12 +18,12 @@ def test_counters_begin_at_0_so_that_the_first_one_is_a_rise():
     assert values[window.RESTARTS] == {(): 0}
 
 
-def test_the_plan_and_the_share_are_each_ranks_own():
+def test_micro_batch_size_and_batch_share_are_published_by_each_rank():
     recorder = Recorder()
-    figures = TrainerMetrics(recorder, rank=1)
+    metrics = TrainerMetrics(recorder, rank=1)
 
-    figures.planned(micro_batch_samples=3, accumulation_steps=2)
-    figures.shared(own_samples=6, global_samples=8)
+    metrics.planned(micro_batch_samples=3, accumulation_steps=2)
+    metrics.shared(own_samples=6, global_samples=8)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.MICRO_BATCH_SAMPLES) == 3
@@ -33,13 +33,13 @@ def test_the_plan_and_the_share_are_each_ranks_own():
 
 def test_a_window_that_was_replayed_twice_counts_twice():
     recorder = Recorder()
-    figures = TrainerMetrics(recorder, rank=0)
+    metrics = TrainerMetrics(recorder, rank=0)
 
-    figures.survived("cpu")
-    figures.aborted(seconds=1.5)
-    figures.aborted(seconds=0.5)
-    figures.committed(num_replays=2)
-    figures.committed(num_replays=0)
+    metrics.survived("cpu")
+    metrics.aborted(seconds=1.5)
+    metrics.aborted(seconds=0.5)
+    metrics.committed(num_replays=2)
+    metrics.committed(num_replays=0)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.WINDOW_REPLAYS, "committed") == 2
@@ -47,23 +47,23 @@ def test_a_window_that_was_replayed_twice_counts_twice():
     assert snapshot.value(memory.OOMS, "cpu", "replayed") == 1
 
 
-def test_the_rank_that_ran_out_of_memory_tells_of_it_and_rank_0_of_the_replay():
+def test_the_rank_that_ran_out_of_memory_counts_it_and_rank_0_the_replay():
     recorder = Recorder()
-    figures = TrainerMetrics(recorder, rank=1)
+    metrics = TrainerMetrics(recorder, rank=1)
 
-    figures.survived("cpu")
-    figures.gave_up()
+    metrics.survived("cpu")
+    metrics.gave_up()
 
     values = recorder.snapshot().values
     assert set(values) == {memory.OOMS}
 
 
-def test_a_rebuild_counts_by_what_became_of_it():
+def test_a_rebuild_counts_by_its_outcome():
     recorder = Recorder()
-    figures = TrainerMetrics(recorder, rank=0, num_restarts=3)
+    metrics = TrainerMetrics(recorder, rank=0, num_restarts=3)
 
-    figures.rebuilt("committed", seconds=2)
-    figures.rebuilt("refused", seconds=0)
+    metrics.rebuilt("committed", seconds=2)
+    metrics.rebuilt("refused", seconds=0)
 
     snapshot = recorder.snapshot()
     assert snapshot.value(window.ENGINE_REBUILDS, "committed") == 1
@@ -72,13 +72,13 @@ def test_a_rebuild_counts_by_what_became_of_it():
     assert snapshot.value(window.RESTARTS) == 3
 
 
-def test_only_the_codec_in_use_has_an_error():
+def test_only_the_compression_in_use_has_an_error():
     recorder = Recorder()
-    figures = TrainerMetrics(recorder, rank=0)
+    metrics = TrainerMetrics(recorder, rank=0)
 
-    figures.compressed("bf16", 0.002)
-    figures.compressed("int8", 0.01)
+    metrics.compressed("bf16", 0.002)
+    metrics.compressed("int8", 0.01)
     assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {("int8",): 0.01}
 
-    figures.compressed(None)
+    metrics.compressed(None)
     assert recorder.snapshot().values[window.COMPRESSION_ERROR] == {}

@@ -1,0 +1,36 @@
+"""Result of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Result of `TrainingRun.train_batch`: one global batch, one update. Stability: beta.
+
+    Attributes:
+        step: Number of this step, from 1; skipped steps count.
+        loss: Mean loss of the batch before the update, over all micro-batches and ranks, weighted;
+            the same on all ranks. On a skipped step it is still that of the forward passes, and nan
+            or inf where those overflowed too.
+        samples: Samples of all ranks.
+        weight: Sum of the weights of all ranks; equals `samples` where the loss returns no weight.
+        micro_batches: Samples of each micro-batch on this rank.
+        replays: Attempts that ran out of memory, on any rank, before the one that succeeded.
+        skipped: Whether no update was made, because fp16 gradients overflowed.
+        seconds: Wall time of the call, replays included.
+
+    Example:
+        >>> result = run.train_batch(batch)
+        >>> print(f"step {result.step}: loss {result.loss:.3f} in {result.seconds:.2f} s")
+    """
+
+    step: int
+    loss: float
+    samples: int
+    weight: float
+    micro_batches: tuple[int, ...]
+    replays: int
+    skipped: bool
+    seconds: float

@@ -1,0 +1,239 @@
+"""Sizes of micro-batches after out-of-memory errors, and when the guard is armed."""
+
+from __future__ import annotations
+
+import pytest
+from fakes.escalation import FakeEscalation
+
+from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
+from zerowatch.runtime.trainer.oom_recovery.sizing import (
+    CLEAN_WINDOWS,
+    GROW_AFTER,
+    UNBOUND,
+    BatchShares,
+    GuardSchedule,
+    MemoryMeasurements,
+    MicroBatchLimits,
+    MicroBatchPlanner,
+    PeakSample,
+    largest_fitting,
+    length_bucket,
+    needs_guard,
+    smaller_size,
+    suggest_size,
+)
+
+GIB = 2**30
+LENGTH = 100
+NOTHING = MemoryMeasurements(peaks=(), limit_bytes=None)
+
+
+def line(sizes: list[int], base: float = 10.0, each: float = 2.0) -> list[PeakSample]:
+    return [
+        PeakSample(samples=size, length=LENGTH, peak_bytes=base + each * size) for size in sizes
+    ]
+
+
+def test_peaks_of_two_sizes_give_the_largest_that_fits() -> None:
+    assert smaller_size(12, line([2, 4]), limit_bytes=30 / 0.95) == 10
+
+
+def test_without_peaks_of_two_sizes_the_size_is_halved_rounded_up() -> None:
+    assert [smaller_size(size, line([2, 2]), limit_bytes=30) for size in (9, 8, 3, 2)] == [
+        5,
+        4,
+        2,
+        1,
+    ]
+
+
+def test_a_line_by_which_the_failing_size_fits_is_ignored() -> None:
+    assert smaller_size(6, line([2, 4]), limit_bytes=10 * GIB) == 3
+
+
+def test_a_falling_line_gives_no_size() -> None:
+    assert largest_fitting(line([2, 4], each=-1.0), limit_bytes=100) is None
+
+
+def test_the_line_lies_above_every_peak() -> None:
+    peaks = [*line([2, 4, 8]), PeakSample(samples=4, length=LENGTH, peak_bytes=28.0)]
+
+    fitting = largest_fitting(peaks, limit_bytes=40 / 0.95)
+
+    assert fitting is not None
+    assert fitting < 11
+
+
+def test_a_single_sample_cannot_be_halved() -> None:
+    assert smaller_size(1, line([2, 4]), limit_bytes=30) is None
+
+
+def test_where_not_even_one_sample_is_predicted_to_fit_one_is_tried() -> None:
+    assert smaller_size(4, line([2, 3]), limit_bytes=5) == 1
+
+
+def test_only_peaks_of_the_same_length_bucket_count() -> None:
+    share = BatchShares(samples=[12], wanted=[12], length=LENGTH)
+    elsewhere = [PeakSample(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
+
+    suggested = suggest_size(share, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30))
+
+    assert suggested == 6
+
+
+def test_lengths_up_to_a_power_of_two_share_a_bucket() -> None:
+    assert length_bucket(65) == length_bucket(128) != length_bucket(129)
+    assert length_bucket(0) == length_bucket(1)
+
+
+def test_a_failing_size_bounds_longer_batches_and_not_shorter_ones() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
+
+    assert [limits.bound(length) for length in (20, 100, 1000)] == [UNBOUND, 4, 4]
+
+
+def test_a_size_that_fitted_is_preferred_to_a_smaller_suggestion() -> None:
+    limits = MicroBatchLimits().after_success(LENGTH, largest=6)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=8, suggested=4)
+
+    assert limits.bound(LENGTH) == 6
+
+
+def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
+    limits = MicroBatchLimits().after_success(LENGTH, largest=6)
+
+    limits = limits.after_out_of_memory(LENGTH, failing=6, suggested=3)
+    limits = limits.after_out_of_memory(LENGTH, failing=5, suggested=3)
+
+    assert limits.bound(LENGTH) == 4  # of 6, one less may still fit, and then one less again
+
+
+def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatchLimits, list[int]]:
+    """Train for many windows; return the limits, and the sizes that ran out."""
+    failed = []
+    for _ in range(windows):
+        size = limits.bound(LENGTH)
+        if size > fits:
+            failed.append(size)
+            limits = limits.after_out_of_memory(LENGTH, size, -(-size // 2))
+        else:
+            limits = limits.after_success(LENGTH, largest=size)
+    return limits, failed
+
+
+def test_sizes_grow_back_to_what_fits_and_no_failing_size_is_tried_twice() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, suggested=4)
+
+    limits, failed = grown(limits, fits=11, windows=20 * GROW_AFTER)
+
+    assert limits.bound(LENGTH) == 11
+    assert len(failed) == len(set(failed))
+    assert all(11 < size < 32 for size in failed)
+    assert grown(limits, fits=11, windows=10 * GROW_AFTER)[1] == []
+
+
+def test_after_a_change_failing_sizes_are_tried_again() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=5, suggested=4)
+    assert grown(limits, fits=100, windows=5 * GROW_AFTER)[0].bound(LENGTH) == 4
+
+    limits, _ = grown(limits.invalidated(), fits=100, windows=GROW_AFTER)
+
+    assert limits.bound(LENGTH) == 8
+
+
+def test_windows_below_the_bound_do_not_raise_it() -> None:
+    limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
+
+    for _ in range(3 * GROW_AFTER):
+        limits = limits.after_success(LENGTH, largest=2)
+
+    assert limits.bound(LENGTH) == 4
+
+
+def test_the_rank_that_needs_the_most_micro_batches_decides() -> None:
+    planner = MicroBatchPlanner()
+    share = BatchShares(samples=[15, 1], wanted=[8, 2], length=LENGTH)
+    assert planner.micro_batches(share) == 2
+
+    planner.on_out_of_memory(share, failing=8, suggested=4)
+
+    assert planner.micro_batches(share) == 4
+    assert share.largest(4) == [4, 1]
+
+
+def test_the_guard_is_armed_at_first_and_disarmed_after_three_clean_windows() -> None:
+    planner = MicroBatchPlanner()
+    share = BatchShares(samples=[8], wanted=[8], length=LENGTH)
+
+    armed = []
+    for _ in range(CLEAN_WINDOWS + 2):
+        armed.append(planner.begin_window(share, guard_requested=False))
+        planner.on_success(share, 1)
+
+    assert armed == [True] * CLEAN_WINDOWS + [False, False]
+
+
+def disarmed() -> GuardSchedule:
+    return GuardSchedule(windows_left=0, longest=LENGTH)
+
+
+def test_a_longer_batch_a_request_or_a_change_arm_the_guard_again() -> None:
+    assert not disarmed().next_window(longest=LENGTH, requested=False).is_armed
+    assert disarmed().next_window(longest=LENGTH + 1, requested=False).is_armed
+    assert disarmed().next_window(longest=LENGTH, requested=True).is_armed
+    assert disarmed().after_change().is_armed
+
+
+def test_larger_micro_batches_arm_the_guard_and_smaller_ones_do_not() -> None:
+    planner = MicroBatchPlanner()
+    for wanted, expected in ((4, True), (2, False), (8, True)):
+        planner.guard_schedule = disarmed() if planner.guard_schedule.longest else GuardSchedule()
+
+        share = BatchShares(samples=[8], wanted=[wanted], length=1)
+        assert planner.begin_window(share, guard_requested=False) == expected
+        planner.on_success(share, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "headroom", "limit", "expected"),
+    [
+        (True, None, None, True),
+        (False, None, 10 * GIB, False),
+        (False, 0.5 * GIB, None, False),
+        (False, 0.5 * GIB, 10 * GIB, True),
+        (False, 1.0 * GIB, 10 * GIB, False),
+    ],
+)
+def test_a_rank_requests_the_guard_where_its_headroom_is_low(
+    changed: bool, headroom: float | None, limit: float | None, expected: bool
+) -> None:
+    assert needs_guard(is_changed=changed, headroom_bytes=headroom, limit_bytes=limit) == expected
+
+
+def test_escalations_are_applied_in_order_and_skipped_if_they_change_nothing() -> None:
+    checkpointing, buckets, rebuild = (
+        EngineChange.ACTIVATION_CHECKPOINTING,
+        EngineChange.MINIMAL_BUCKETS,
+        EngineChange.REBUILD,
+    )
+    called = []
+
+    def escalation(change: EngineChange, has_effect: bool) -> FakeEscalation:
+        return FakeEscalation(change, lambda: called.append(change) or has_effect)
+
+    policy = EscalationPolicy(
+        [escalation(rebuild, True), escalation(checkpointing, True), escalation(buckets, False)]
+    )
+
+    applied = [policy.apply_next(lambda value: value) for _ in range(3)]
+
+    assert applied == [checkpointing, rebuild, None]
+    assert called == [checkpointing, buckets, rebuild]
+    assert policy.applied == [checkpointing, rebuild]
+
+
+def test_an_escalation_counts_as_applied_on_all_ranks_if_it_changed_one() -> None:
+    policy = EscalationPolicy([FakeEscalation(EngineChange.MINIMAL_BUCKETS, lambda: False)])
+
+    assert policy.apply_next(lambda _: 1) is EngineChange.MINIMAL_BUCKETS
