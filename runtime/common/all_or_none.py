@@ -1,47 +1,96 @@
-"""What the ranks agree on while they save or load: whether all of them managed."""
+"""Sections that all ranks complete or none: a failure on one rank ends the section on all."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from ...errors import CheckpointError
-from .host_collectives import HostCollectives
+from .host_group import HostCollectives
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank failed in the section that all ranks were in."""
+
+
+class CollectiveAttempt:
+    """A section entered by all ranks: use it in a `with` statement, then read `error`.
+
+    Exceptions raised inside end here, so that the caller can undo what was begun on every rank.
+    Inside, `check_peers` keeps a rank out of collectives that a failed rank does not enter.
+
+    Attributes:
+        error: What ended the section on this rank; `PeerFailedError` if only another rank failed.
+    """
+
+    def __init__(self, host_group: HostCollectives) -> None:
+        self.error: Exception | None = None
+        self._host_group = host_group
+
+    def check_peers(self) -> None:
+        """Wait for all ranks to get here or fail.
+
+        Raises:
+            PeerFailedError: A rank has failed.
+        """
+        if self._host_group.all_max(0):
+            raise PeerFailedError("another rank has failed")
+
+    def __enter__(self) -> CollectiveAttempt:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Exchange between the ranks whether one has failed."""
+        if error is None:
+            self.error = self._peers_error()
+            return True
+        if not isinstance(error, Exception):
+            return False
+        self.error = error
+        # The frames of the exception hold what was half built.
+        traceback.clear_frames(error.__traceback__)
+        if not isinstance(error, PeerFailedError):
+            self._host_group.all_max(1)
+        return True
+
+    def _peers_error(self) -> Exception | None:
+        failed = self._host_group.all_max(0)
+        return PeerFailedError("another rank has failed") if failed else None
 
 
 @contextmanager
-def together(host_group: HostCollectives, what: str, then: str) -> Iterator[None]:
-    """Wait for all ranks at the end of the block; where it failed on one, raise on all of them.
+def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> Iterator[None]:
+    """Wait for all ranks at the end of the block; raise on all of them if one failed.
 
     Args:
         host_group: Of all ranks.
-        what: What the block does, after "cannot".
-        then: How things stand where it fails.
+        action: What the block does; the message reads "cannot <action>: ...".
+        state: State after a failure, one sentence at the end of the message.
 
     Raises:
-        CheckpointError: Some rank failed.
+        CheckpointError: The block raised OSError or CheckpointError on a rank.
     """
     failure: Exception | None = None
     try:
         yield
     except (OSError, CheckpointError) as error:
         failure = error
-    failed = [
-        rank for rank, (bad,) in enumerate(host_group.all_gather([failure is not None])) if bad
-    ]
+    flags = host_group.all_gather([failure is not None])
+    failed = [rank for rank, (flag,) in enumerate(flags) if flag]
     if isinstance(failure, CheckpointError):
-        raise failure  # it says all there is to say
+        raise failure  # its message is complete
     if failure is not None:
-        raise CheckpointError(f"cannot {what}: {failure}. {then}") from failure
+        raise CheckpointError(f"cannot {action}: {failure}. {state}") from failure
     if failed:
-        who = ", ".join(map(str, failed))
-        raise CheckpointError(f"cannot {what}: rank {who} failed, and says why. {then}")
-
-
-def texts(host_group: HostCollectives, text: str) -> list[str]:
-    """Return what each rank says, in rank order; of some thousand characters at most."""
-    said = text.encode()
-    lengths = host_group.all_gather([len(said)])[:, 0]
-    longest = int(lengths.max())
-    padded = host_group.all_gather([*said, *[0] * (longest - len(said))])
-    return [bytes(map(int, row)).rstrip(b"\0").decode() for row in padded]
+        ranks = ", ".join(map(str, failed))
+        raise CheckpointError(
+            f"cannot {action}: failed on rank {ranks}, whose error has the reason. {state}"
+        )

@@ -1,14 +1,14 @@
-"""Small numbers that all ranks of a run exchange on the training thread, on the host.
+"""Collectives between all ranks on the host, called on the training thread.
 
-A gloo group of its own, so that a device's queue is never waited for. Its process group is called
-directly: torch.distributed's functions are tapped, and our own traffic is no communication of the
-training.
+The gloo group is separate from the training's groups, so that no device queue is waited for. Its
+process group is called directly: torch.distributed's functions are instrumented, and this traffic
+is not communication of the training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,65 +23,106 @@ from torch.distributed.distributed_c10d import (
 from ...errors import ZerowatchError
 
 
+class HostCollectives(Protocol):
+    """Collectives of small host values; all ranks call the same one at the same point."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, values: Sequence[float]) -> Any:
+        """Return every rank's values, an array of shape [world_size, len(values)]."""
+
+    def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
+        """Return every rank's text, by rank."""
+
+    def all_max(self, value: int) -> int:
+        """Return the largest value of any rank."""
+
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
+
+
 class HostGroup:
-    """Made on all ranks at the same moment, as every group is; `close` when the run ends.
+    """A gloo group of all ranks. All ranks construct it at the same point, as any group.
 
     Attributes:
-        rank, world_size: Of the run.
+        rank: Of this process in the job.
+        world_size: Ranks of the job. With one rank no group is made and nothing is sent.
     """
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._highest = AllreduceOptions()
-        self._highest.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
+        self._max = AllreduceOptions()
+        self._max.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
 
     def all_gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks.
 
         Raises:
-            ZerowatchError: It was closed.
+            ZerowatchError: The group is closed.
         """
-        mine = torch.tensor(values, dtype=torch.float64)
-        if self.world_size == 1:
-            return mine.unsqueeze(0).numpy()
-        everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
-        self._open_group().allgather([everybody], [mine]).wait()
-        return torch.stack(everybody).numpy()
+        own = torch.tensor(values, dtype=torch.float64)
+        return torch.stack(self._all_gather(own)).numpy()
 
-    def all_max(self, value: int) -> int:
-        """Return the highest value of any rank.
+    def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
+        """Return every rank's text, by rank; the same on all ranks.
+
+        Args:
+            text: At most some thousand characters, none of them NUL.
+            num_bytes: Length in UTF-8 to which every rank pads its text; no rank's is longer. By
+                default the ranks exchange their lengths first, which is one more collective.
 
         Raises:
-            ZerowatchError: It was closed.
+            ZerowatchError: The group is closed.
+        """
+        data = text.encode()
+        if num_bytes is None:
+            num_bytes = int(self.all_gather([len(data)]).max())
+        own = torch.tensor(list(data.ljust(num_bytes, b"\0")), dtype=torch.uint8)
+        rows = [bytes(row.tolist()) for row in self._all_gather(own)]
+        return [row.rstrip(b"\0").decode() for row in rows]
+
+    def all_max(self, value: int) -> int:
+        """Return the largest value of any rank.
+
+        Raises:
+            ZerowatchError: The group is closed.
         """
         if self.world_size == 1:
             return value
         flag = torch.tensor([value], dtype=torch.int64)
-        self._open_group().allreduce([flag], self._highest).wait()
+        self._open_group().allreduce([flag], self._max).wait()
         return int(flag.item())
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank.
 
         Raises:
-            ZerowatchError: It was closed.
+            ZerowatchError: The group is closed.
         """
         if self.world_size == 1:
             return text
         data = bytearray(text.encode()) if self.rank == 0 else bytearray()
         size = self.all_max(len(data))
-        letters = torch.zeros(size, dtype=torch.uint8)
+        buffer = torch.zeros(size, dtype=torch.uint8)
         if self.rank == 0:
-            letters = torch.frombuffer(data, dtype=torch.uint8)
-        self._open_group().broadcast([letters], BroadcastOptions()).wait()
-        return bytes(letters.tolist()).decode()
+            buffer = torch.frombuffer(data, dtype=torch.uint8)
+        self._open_group().broadcast([buffer], BroadcastOptions()).wait()
+        return bytes(buffer.tolist()).decode()
 
     def close(self) -> None:
-        """Give the group back. Safe to call twice, and when the process group is gone."""
+        """Destroy the group. Safe to call twice, and after the job's process group is gone."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def _all_gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        if self.world_size == 1:
+            return [own]
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        self._open_group().allgather([rows], [own]).wait()
+        return rows
 
     def _open_group(self) -> Any:
         if self._group is None:

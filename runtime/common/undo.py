@@ -1,18 +1,39 @@
-"""Changes that can be taken back: an `Undo` puts exactly what was there, and does nothing twice."""
+"""Reversible changes: an `Undo` restores exactly what was there, and does nothing when repeated."""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ...errors import ZerowatchError
+
+logger = logging.getLogger(__name__)
+
 Undo = Callable[[], None]
+
+# A change of an engine may fail in any way that touching a library's internals can: out of memory,
+# a missing attribute. An error outside this list would leave the other ranks waiting.
+FAILURES = (
+    ZerowatchError,
+    RuntimeError,
+    MemoryError,
+    OSError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
 
 _ABSENT = object()
 
 
 class UndoOnce:
-    """Calls a function at most once, and lets go of all it holds then."""
+    """Calls a function at most once, and releases it then."""
 
     def __init__(self, undo: Undo) -> None:
         self._undo: Undo | None = undo
@@ -24,8 +45,47 @@ class UndoOnce:
             undo()
 
 
+class UndoStack:
+    """Undoes changes in reverse order; one that fails does not stop the others."""
+
+    def __init__(self) -> None:
+        self._undos: list[Undo] = []
+
+    def add(self, undo: Undo) -> None:
+        """Push the undo of the last change."""
+        self._undos.append(undo)
+
+    def do(self, changes: Iterable[Callable[[], Undo]]) -> None:
+        """Make changes one after the other, all of them or none.
+
+        Raises:
+            ZerowatchError: One failed, and those before it were undone.
+        """
+        made = UndoStack()
+        try:
+            for change in changes:
+                made.add(change())
+        except FAILURES:
+            made()
+            raise
+        self.add(made)
+
+    def __call__(self) -> None:
+        """Undo, the first time; raise the first error after all the others are undone."""
+        errors: list[BaseException] = []
+        while self._undos:
+            undo = self._undos.pop()
+            try:
+                undo()
+            except FAILURES as error:
+                logger.error("undoing a change failed: %s: %s", type(error).__name__, error)
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
 def chain(undos: Sequence[Undo]) -> Undo:
-    """Return what takes all of them back, the last one first."""
+    """Return one undo for all of them, the last one first."""
 
     def undo_all() -> None:
         for undo in reversed(undos):
@@ -35,11 +95,11 @@ def chain(undos: Sequence[Undo]) -> Undo:
 
 
 def set_attributes(owner: Any, **values: object) -> Undo:
-    """Set attributes of an object; what was in its own dictionary, or was not, is restored.
+    """Set attributes of an object; the undo restores its own dictionary, absent names included.
 
-    The object is held weakly, so that an undo nobody calls keeps no engine alive.
+    The object is referenced weakly, so that an undo that is never called keeps no engine alive.
     """
-    before = {name: vars(owner).get(name, _ABSENT) for name in values}
+    before = own_attributes(owner, list(values))
     for name, value in values.items():
         setattr(owner, name, value)
     reference = weakref.ref(owner)
@@ -53,12 +113,12 @@ def set_attributes(owner: Any, **values: object) -> Undo:
 
 
 def own_attributes(owner: Any, names: Sequence[str]) -> dict[str, object]:
-    """Return what the object's own dictionary has under these names, for `restore_attributes`."""
+    """Return these names of the object's own dictionary, for `restore_attributes`."""
     return {name: vars(owner).get(name, _ABSENT) for name in names}
 
 
 def restore_attributes(owner: Any, before: dict[str, object]) -> None:
-    """Put attributes back as `own_attributes` found them, absent ones included."""
+    """Restore attributes as `own_attributes` found them, absent ones included."""
     for name, value in before.items():
         if value is not _ABSENT:
             setattr(owner, name, value)

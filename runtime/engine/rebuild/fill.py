@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ...common.all_or_none import CollectiveAttempt
 from .engine_counters import give_account
 from .layout import OptimizerTensor, ParamSlice, base_optimizer, group_members, layout_of
-from .ranks import Attempt, HostSum
+from .ranks import HostSum
 from .snapshot import ParamSnapshot, Slice, TrainingStateSnapshot
 
 # Where a new engine's optimizer is of another class, as DeepSpeed's own on the host, what it counts
@@ -19,7 +20,9 @@ _OWN_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 ADAMS = frozenset({*_OWN_ADAMS, "Adam", "AdamW"})
 
 
-def fill(engine: Any, snapshot: TrainingStateSnapshot, mover: HostSum, attempt: Attempt) -> None:
+def fill(
+    engine: Any, snapshot: TrainingStateSnapshot, mover: HostSum, attempt: CollectiveAttempt
+) -> None:
     """Give an engine all the state of another; all ranks at the same time.
 
     Raises:
@@ -48,7 +51,7 @@ def fill(engine: Any, snapshot: TrainingStateSnapshot, mover: HostSum, attempt: 
 class StateRestorer:
     """Puts one parameter after another into place."""
 
-    def __init__(self, mover: HostSum, attempt: Attempt) -> None:
+    def __init__(self, mover: HostSum, attempt: CollectiveAttempt) -> None:
         self._mover = mover
         self._attempt = attempt
 
@@ -89,7 +92,7 @@ class StateRestorer:
         whole = torch.zeros(kept.shape.numel(), dtype=dtype)
         if mine is not None:
             whole[mine.start : mine.start + mine.values.numel()] = mine.values
-        self._attempt.together()
+        self._attempt.check_peers()
         self._mover.add_up(whole)
         return whole
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 
-from ...common.host_collectives import HostCollectives
+from ...common.host_group import HostCollectives
 from .snapshot import ParamSnapshot
 
 

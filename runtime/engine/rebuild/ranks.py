@@ -1,18 +1,16 @@
-"""How the ranks of a rebuild go on together, or go back together."""
+"""Keeps the ranks of a rebuild in step: guarded collectives and a sum on the host."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
-from ...common.host_collectives import HostCollectives
+from ...common.all_or_none import CollectiveAttempt
 from ...common.patching import AttributePatch
 
 # What DeepSpeed calls while it makes an engine; each is entered by all ranks or by none.
@@ -38,70 +36,14 @@ _COLLECTIVES = (
 )
 
 
-class PeerFailedError(RuntimeError):
-    """Another rank has failed at what all ranks were doing."""
-
-
-class Attempt:
-    """Something that all ranks do or none: `with` it, then look at `error`.
-
-    Inside, `together` says that this rank has come so far; it raises where another rank has failed,
-    so that nobody enters a collective that another will miss. Whatever is raised inside ends here:
-    the others must be told first, and what was begun be taken back.
-
-    Attributes:
-        error: What ended the attempt on this rank; `PeerFailedError` where another's did.
-    """
-
-    def __init__(self, host_group: HostCollectives) -> None:
-        self.error: Exception | None = None
-        self._host_group = host_group
-
-    def together(self) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            PeerFailedError: One of them has failed.
-        """
-        if self._host_group.all_max(0):
-            raise PeerFailedError("another rank has failed")
-
-    def __enter__(self) -> Attempt:
-        """Begin."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        """Tell the others how it ended here, and learn how it ended there."""
-        if error is None:
-            self.error = self._peers_error()
-            return True
-        if not isinstance(error, Exception):
-            return False
-        self.error = error
-        # The frames it came through hold what was half made.
-        traceback.clear_frames(error.__traceback__)
-        if not isinstance(error, PeerFailedError):
-            self._host_group.all_max(1)
-        return True
-
-    def _peers_error(self) -> Exception | None:
-        failed = self._host_group.all_max(0)
-        return PeerFailedError("another rank has failed") if failed else None
-
-
 @contextmanager
-def guarded_collectives(attempt: Attempt) -> Iterator[None]:
+def guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
     """Let each collective of DeepSpeed be entered only if no rank has failed before it."""
     backend: Any = deepspeed_comm.cdb
 
     def guarded(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            attempt.together()
+            attempt.check_peers()
             return original(*args, **kwargs)
 
         return call

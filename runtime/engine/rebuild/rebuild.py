@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ....errors import RebuildError
-from ...common.host_collectives import HostCollectives
+from ...common.all_or_none import CollectiveAttempt, PeerFailedError
+from ...common.host_group import HostCollectives
 from .check import device_of, stage_of, unsupported_reason
 from .fill import fill
 from .memory import agree_on_ids, allocate_parameters
-from .ranks import Attempt, HostSum, PeerFailedError, guarded_collectives
+from .ranks import HostSum, guarded_collectives
 from .snapshot import TrainingStateSnapshot, take_snapshot, unequal_members
 from .strip import mark_hooks, strip_module
 from .teardown import forget, let_go, teardown
@@ -63,7 +64,7 @@ def rebuild(
         UndoneRebuildError: The new engine could not be made; its `engine` is to be used instead.
     """
     old = _config_of(engine)
-    with Attempt(host_group) as look:
+    with CollectiveAttempt(host_group) as look:
         snapshot = _look(engine, old, config, host_group)
     if look.error is not None:
         raise _refused(look.error)
@@ -98,7 +99,7 @@ class _Builder:
 
     def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
         """End an engine and build another; return as `build` does."""
-        with Attempt(self._host_group) as ending:
+        with CollectiveAttempt(self._host_group) as ending:
             teardown(engine)
             strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
@@ -108,7 +109,7 @@ class _Builder:
         made: list[Any] = []
         undo_hooks = mark_hooks(self._module)
         agree_on_ids(self._host_group)
-        with Attempt(self._host_group) as attempt, guarded_collectives(attempt):
+        with CollectiveAttempt(self._host_group) as attempt, guarded_collectives(attempt):
             parameters = self._snapshot.parameters
             partitioned = stage_of(config) == 3
             allocate_parameters(self._module, parameters, config, partitioned=partitioned)

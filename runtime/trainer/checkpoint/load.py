@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import CheckpointError
-from ...common.all_or_none import together
-from ...common.host_collectives import HostCollectives
+from ...common.all_or_none import raise_on_all_ranks
+from ...common.host_group import HostCollectives
 from .engine_files import engine_facts, read_engine
 from .folder import LATEST, SaveFolder
 from .manifest import Manifest, check_engine, check_files, read_manifest, recovery_hint
@@ -45,7 +45,7 @@ def load_run(folder: str | Path, engine: Any, host_group: HostCollectives) -> Ru
     if name is None:
         return None
     save = saves.path / name
-    with together(host_group, f"load {save}", NOTHING_DONE):
+    with raise_on_all_ranks(host_group, f"load {save}", NOTHING_DONE):
         manifest = _checked(saves, name)
         check_engine(save, manifest.engine, engine_facts(engine))
         state = read_rank(save, host_group.rank)
@@ -76,7 +76,7 @@ def saved_config(folder: str | Path, host_group: HostCollectives) -> Mapping[str
     name = _agreed_name(saves, host_group)
     if name is None:
         return None
-    with together(host_group, f"load {saves.path / name}", NOTHING_DONE):
+    with raise_on_all_ranks(host_group, f"load {saves.path / name}", NOTHING_DONE):
         manifest = _checked(saves, name)
     return manifest.config if manifest.rebuilt else None
 
@@ -88,7 +88,7 @@ def _agreed_name(saves: SaveFolder, host_group: HostCollectives) -> str | None:
         CheckpointError: There is none.
     """
     serial = 0
-    with together(host_group, f"load from {saves.path}", NOTHING_DONE):
+    with raise_on_all_ranks(host_group, f"load from {saves.path}", NOTHING_DONE):
         name = saves.latest()
         if name is not None:
             serial = _serial(saves, name)
@@ -101,7 +101,7 @@ def _agreed_name(saves: SaveFolder, host_group: HostCollectives) -> str | None:
             )
     serials = host_group.all_gather([serial])[:, 0]
     common = int(serials.min())
-    with together(host_group, f"load from {saves.path}", NOTHING_DONE):
+    with raise_on_all_ranks(host_group, f"load from {saves.path}", NOTHING_DONE):
         if common == 0 and serials.max() > 0:
             raise CheckpointError(_not_shared(saves, serials))
         if common != serial:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....metrics.atomic_file import atomic_write
-from ...common.all_or_none import texts
-from ...common.host_collectives import HostCollectives
+from ...common.host_group import HostCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class PlanFile:
             host_group: Of all ranks; every one must call this.
         """
         own = self._read()
-        said = texts(host_group, "" if own is None else _to_text(own))
+        said = host_group.all_gather_text("" if own is None else _to_text(own))
         plans = [_from_text(text) for text in said if text]
         if not plans:
             return None

@@ -11,8 +11,8 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
-from ...common.all_or_none import together
-from ...common.host_collectives import HostCollectives
+from ...common.all_or_none import raise_on_all_ranks
+from ...common.host_group import HostCollectives
 from .engine_files import engine_facts, is_writer_rank, write_engine
 from .folder import SaveFolder, partial_name, save_name
 from .manifest import Manifest
@@ -47,13 +47,13 @@ def save_run(
     serial, name = _number(saves, host_group, state.steps, what, leading=leading)
     half = saves.path / partial_name(name)
     try:
-        with together(host_group, what, UNHARMED):
+        with raise_on_all_ranks(host_group, what, UNHARMED):
             write_rank(half, host_group.rank, state)
-        with together(host_group, what, UNHARMED):
+        with raise_on_all_ranks(host_group, what, UNHARMED):
             write_engine(engine, saves.path, half.name)
             for path in _own_part(half):
                 sync(path)
-        with together(host_group, what, UNHARMED):
+        with raise_on_all_ranks(host_group, what, UNHARMED):
             if leading:
                 _commit(saves, half, name, _manifest(half, engine, serial, state))
     except CheckpointError:
@@ -70,7 +70,7 @@ def _number(
 ) -> tuple[int, str]:
     """Tidy the folder up, and agree on the number and the name of the next save."""
     serial = repeats = 0
-    with together(host_group, what, UNHARMED):
+    with raise_on_all_ranks(host_group, what, UNHARMED):
         if leading:
             saves.prepare()
             serial = 1 + max(saves.save_numbers().values(), default=0)

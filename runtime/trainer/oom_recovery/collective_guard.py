@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...common.host_collectives import HostCollectives
+from ...common.host_group import HostCollectives
 from ...common.patching import AttributePatch
 from ...memory.oom.parse_error import is_caused_by_oom
 from .oom_capture import PeerOutOfMemory
@@ -136,7 +136,9 @@ class CollectiveGuard:
         """Vote, unless an out-of-memory error is ending the window already."""
         current = sys.exception()
         unwinds = (
-            current is not None and current is not self._outer_exception and is_caused_by_oom(current)
+            current is not None
+            and current is not self._outer_exception
+            and is_caused_by_oom(current)
         )
         if self._is_aborted or unwinds:
             raise PeerOutOfMemory(_ABORTED)

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...common.host_collectives import HostCollectives
+from ...common.host_group import HostCollectives
 from ..window.rng import RngState
 from .abort import abort_unsupported_reason, abort_window
 from .collective_guard import CollectiveGuard

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from ....errors import ZerowatchError
-from ...common.host_collectives import HostCollectives
+from ...common.all_or_none import CollectiveAttempt
+from ...common.host_group import HostCollectives
 from ...common.training_config import training_config
+from ...common.undo import UndoStack
 from ...engine.live_settings.choose_modules import ModuleSelector
-from ...engine.rebuild.ranks import Attempt
 from ...trainer.data.data_source import TrainingData
 from ...trainer.engine_holder import EngineHolder
 from ...trainer.oom_recovery.sizing import MemoryMeasurements
@@ -37,7 +38,6 @@ from .memory_check import exceeds_fit, exceeds_free, exceeds_host
 from .micro_batch_knob import MicroBatchKnob
 from .plan_cache import PlanCache
 from .readable_knobs import all_applied, read_options, read_values, unknown_or_missing
-from .undo_stack import UndoStack
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class RunKnobs:
     def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: UndoStack) -> None:
         """Have another engine, and turn the rest on it; on all ranks or on none."""
         changes = self._changes
-        with Attempt(self._host_group) as ready:
+        with CollectiveAttempt(self._host_group) as ready:
             changes.reload_optimizer_states()  # where memory may run out on one rank alone
         if ready.error is not None:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
@@ -180,7 +180,7 @@ class RunKnobs:
         before = changes.config
         changes.rebuild_as(config)
         undos.add(partial(changes.rebuild_as, before))
-        with Attempt(self._host_group) as rest:
+        with CollectiveAttempt(self._host_group) as rest:
             undos.do(self._turns(target))
         if rest.error is not None:
             undos()

@@ -8,45 +8,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ....errors import ZerowatchError
-from .types import Agreement, Configuration, KnobSetter, Order, Outcome, Undo
+from ...common.undo import FAILURES
+from .types import Configuration, KnobSetter, Order, Outcome, Undo
+
+if TYPE_CHECKING:  # it imports torch
+    from ...common.host_group import HostCollectives
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-# Hands may fail in any way that touching a library's inside can: too little memory, an attribute
-# that is no longer there. A rank that let one of these out would leave the others waiting.
-FAILURES = (
-    ZerowatchError,
-    RuntimeError,
-    MemoryError,
-    OSError,
-    AttributeError,
-    ImportError,
-    ArithmeticError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AssertionError,
-)
-_MOST_LETTERS = 300  # of a rank's words to the others
+REASON_BYTES = 300  # of the reason that a rank sends to the others
 _OF_ANOTHER = "another rank"  # in the words of those that failed along with it
 
 
-class Agreeing(Agreement, Protocol):
-    """An agreement that can also put all ranks' numbers side by side."""
-
-    def all_gather(self, values: Sequence[float]) -> Any:
-        """Return every rank's values, by rank."""
-
-
 def exchange_order(
-    host_group: Agreeing, hands: KnobSetter, order: Order | None, clock: Clock = perf_counter
+    host_group: HostCollectives, hands: KnobSetter, order: Order | None, clock: Clock = perf_counter
 ) -> tuple[Order, Outcome] | None:
     """Carry out rank 0's order on all ranks, each of which calls this between the same two windows.
 
@@ -68,7 +50,7 @@ def exchange_order(
 
 
 def apply_order(
-    order: Order, hands: KnobSetter, host_group: Agreeing, clock: Clock = perf_counter
+    order: Order, hands: KnobSetter, host_group: HostCollectives, clock: Clock = perf_counter
 ) -> Outcome:
     """Do as ordered on all ranks, or leave all as they were; see `exchange_order`."""
     began = clock()
@@ -154,7 +136,7 @@ class _RankTransaction:
             logger.warning("%s: %s: %s", self._order.why, what, self.problem)
 
 
-def _ended_by(part: _RankTransaction, host_group: Agreeing) -> str | None:
+def _ended_by(part: _RankTransaction, host_group: HostCollectives) -> str | None:
     """Go as far as all ranks come; return why no further, in the words of a rank that failed."""
     for step in (part.look, part.apply, part.verify):
         step()
@@ -163,12 +145,11 @@ def _ended_by(part: _RankTransaction, host_group: Agreeing) -> str | None:
     return None
 
 
-def _gather_reason(own: str, host_group: Agreeing) -> str:
+def _gather_reason(own: str, host_group: HostCollectives) -> str:
     """Return what the first rank that failed says, of all ranks that did not fail with another."""
-    letters = own.encode()[:_MOST_LETTERS].ljust(_MOST_LETTERS)
-    rows = host_group.all_gather([float(letter) for letter in letters])
-    words = [bytes(map(int, row)).decode(errors="ignore").strip() for row in rows]
-    said = [f"rank {rank}: {each}" for rank, each in enumerate(words) if each]
+    own = own.encode()[:REASON_BYTES].decode(errors="ignore")
+    reasons = host_group.all_gather_text(own, REASON_BYTES)
+    said = [f"rank {rank}: {each.strip()}" for rank, each in enumerate(reasons) if each.strip()]
     own_faults = [each for each in said if _OF_ANOTHER not in each]
     return next(iter([*own_faults, *said]), "a rank did not say why")
 

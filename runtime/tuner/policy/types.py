@@ -145,16 +145,3 @@ class KnobSetter(Protocol):
 
     def verify(self, target: Configuration) -> bool:
         """Whether this rank really works with that."""
-
-
-class Agreement(Protocol):
-    """What the tuner needs of an agreement between the ranks; all call it alike."""
-
-    rank: int
-    world_size: int
-
-    def all_max(self, value: int) -> int:
-        """Return the highest value of any rank."""
-
-    def broadcast_text(self, text: str) -> str:
-        """Return rank 0's text on every rank."""

@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from zerowatch.runtime.common.all_or_none import CollectiveAttempt, PeerFailedError
 from zerowatch.runtime.engine.rebuild.layout import rank_share
-from zerowatch.runtime.engine.rebuild.ranks import Attempt, PeerFailedError
 from zerowatch.runtime.engine.rebuild.strip import mark_hooks, release, strip_module
 
 
 class Votes:
-    """An agreement in which the other ranks say what they were told to."""
+    """A host group whose other ranks have the given values."""
 
     rank, world_size = 0, 2
 
@@ -38,8 +38,8 @@ def test_shares_cover_a_tensor_once(length: int, world_size: int) -> None:
 def test_an_attempt_that_fails_here_tells_the_others_once() -> None:
     votes = Votes(0)
 
-    with Attempt(votes) as attempt:
-        attempt.together()
+    with CollectiveAttempt(votes) as attempt:
+        attempt.check_peers()
         raise MemoryError
 
     assert isinstance(attempt.error, MemoryError)
@@ -49,8 +49,8 @@ def test_an_attempt_that_fails_here_tells_the_others_once() -> None:
 def test_an_attempt_that_fails_elsewhere_ends_at_the_next_meeting_without_another_word() -> None:
     votes = Votes(1)
 
-    with Attempt(votes) as attempt:
-        attempt.together()
+    with CollectiveAttempt(votes) as attempt:
+        attempt.check_peers()
         pytest.fail("it went on")
 
     assert isinstance(attempt.error, PeerFailedError)
@@ -60,14 +60,14 @@ def test_an_attempt_that_fails_elsewhere_ends_at_the_next_meeting_without_anothe
 def test_a_failure_elsewhere_at_the_very_end_counts() -> None:
     votes = Votes(1)
 
-    with Attempt(votes) as attempt:
+    with CollectiveAttempt(votes) as attempt:
         pass
 
     assert isinstance(attempt.error, PeerFailedError)
 
 
 def test_an_interrupt_is_not_held_up() -> None:
-    with pytest.raises(KeyboardInterrupt), Attempt(Votes()):
+    with pytest.raises(KeyboardInterrupt), CollectiveAttempt(Votes()):
         raise KeyboardInterrupt
 
 

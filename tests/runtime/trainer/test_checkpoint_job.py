@@ -52,7 +52,10 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_the_save_before(
 ) -> None:
     told = [rank["refusals"] for rank in ranks]
 
-    assert "rank 1 failed, and says why. Earlier saves are as they were" in told[0]["full disk"]
+    assert (
+        "failed on rank 1, whose error has the reason. Earlier saves are as they were"
+        in told[0]["full disk"]
+    )
     assert "zerowatch-rank-00001.pt cannot be written; is the disk full?" in told[1]["full disk"]
     assert told[0]["left"] == "step-00000001"
     assert told[0]["step"] == "1"
@@ -67,5 +70,5 @@ def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(ranks: list[dict])
 
     assert all("client is of type builtins.type" in each["object"] for each in told)
     assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in told)
-    assert "rank 1 failed, and says why. Nothing was loaded" in told[0]["damaged"]
+    assert "failed on rank 1, whose error has the reason. Nothing was loaded" in told[0]["damaged"]
     assert "cannot be read as a rank's state" in told[1]["damaged"]

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-import numpy as np
 import pytest
 from scripts.resume_engine import SingleRankHostGroup
 
@@ -101,15 +100,10 @@ class _Two:
     rank = 1
 
     def __init__(self, text: str) -> None:
-        self._said = text.encode()
-        self._told_length = False
+        self._text = text
 
-    def all_gather(self, values: list[float]) -> np.ndarray:
-        if not self._told_length:
-            self._told_length = True
-            return np.array([[float(len(self._said))], values])
-        longest = max(len(values), len(self._said))
-        return np.array([[*each, *[0.0] * (longest - len(each))] for each in (self._said, values)])
+    def all_gather_text(self, text: str) -> list[str]:
+        return [self._text, text]
 
 
 def test_a_run_without_a_folder_has_no_plan_file() -> None:

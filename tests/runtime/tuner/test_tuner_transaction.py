@@ -9,7 +9,7 @@ import pytest
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.tuner.knobs.undo_stack import UndoStack
+from zerowatch.runtime.common.undo import UndoStack
 from zerowatch.runtime.tuner.policy.transaction import exchange_order
 from zerowatch.runtime.tuner.policy.types import Order
 

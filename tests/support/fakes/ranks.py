@@ -23,6 +23,10 @@ class FakeHostGroup:
     def all_gather(self, values: Sequence[float]) -> np.ndarray:
         return np.array(self._meeting.exchange(self.rank, list(values)), dtype=float)
 
+    def all_gather_text(self, text: str, num_bytes: int | None = None) -> list[str]:
+        assert num_bytes is None or len(text.encode()) <= num_bytes
+        return self._meeting.exchange(self.rank, text)
+
     def all_max(self, value: int) -> int:
         return max(self._meeting.exchange(self.rank, value))
 
