@@ -1,4 +1,4 @@
-"""Reads values out of a DeepSpeed configuration, with errors that name file, key and value."""
+"""Reads values of a DeepSpeed configuration; its errors name the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import DsConfigError
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 
-# The keys of zero_optimization (deepspeed/runtime/zero/config.py); DeepSpeed refuses any other.
+# The keys of zero_optimization (deepspeed/runtime/zero/config.py); DeepSpeed rejects any other.
 _ZERO_KEYS = frozenset(
     (
         "allgather_bucket_size",
@@ -50,7 +50,7 @@ _ZERO_KEYS = frozenset(
         "zero_quantized_weights",
     )
 )
-# These have an alias with "stage3_" before it; DeepSpeed takes both.
+# DeepSpeed accepts these keys with and without the prefix "stage3_".
 _STAGE_3_KEYS = frozenset(
     (
         "allgather_sequential",
@@ -64,123 +64,126 @@ _STAGE_3_KEYS = frozenset(
         "use_all_reduce_for_fetch_params",
     )
 )
-_KNOWN = _ZERO_KEYS | _STAGE_3_KEYS | {f"stage3_{key}" for key in _STAGE_3_KEYS}
+_KNOWN_KEYS = _ZERO_KEYS | _STAGE_3_KEYS | {f"stage3_{key}" for key in _STAGE_3_KEYS}
 
 
 class ConfigReader:
-    """Reads one object of a configuration; sections of it share its list of "auto" values."""
+    """Reads one JSON object of a configuration.
+
+    Its sections share one list of the keys whose value is "auto".
+    """
 
     def __init__(
         self,
         block: Mapping[str, Any],
         origin: str,
         path: tuple[str, ...] = (),
-        autos: list[str] | None = None,
+        auto_keys: list[str] | None = None,
     ) -> None:
         self.block = block
         self._origin = origin
         self._path = path
-        self._autos: list[str] = [] if autos is None else autos
+        self._auto_keys: list[str] = [] if auto_keys is None else auto_keys
 
     def section(self, *names: str) -> ConfigReader:
-        """Return the reader of an object in this one, by the first of its names that is there."""
+        """Return the reader of a nested object, under the first of `names` that is present."""
         name = next((name for name in names if name in self.block), names[0])
         block = self.block.get(name)
         block = {} if block is None else block
         if not isinstance(block, Mapping):
-            self._refuse_value(name, "give an object")
-        return ConfigReader(block, self._origin, (*self._path, name), self._autos)
+            self._reject_value(name, "give an object")
+        return ConfigReader(block, self._origin, (*self._path, name), self._auto_keys)
 
     def zero(self) -> ConfigReader:
-        """Return the reader of zero_optimization, in the old form of a bool too."""
+        """Return the reader of zero_optimization, which may also be a bool (the old form)."""
         block = self.block.get("zero_optimization")
         if isinstance(block, bool):
             block = {"stage": int(block)}
-            return ConfigReader(block, self._origin, ("zero_optimization",), self._autos)
+            return ConfigReader(block, self._origin, ("zero_optimization",), self._auto_keys)
         reader = self.section("zero_optimization")
         for key in reader.block:
-            if key not in _KNOWN:
-                close = difflib.get_close_matches(key, _KNOWN, n=1)
-                hint = f"; did you mean {close[0]}?" if close else "; take it out"
-                self.refuse(f"zero_optimization.{key} is no key that DeepSpeed knows{hint}")
+            if key not in _KNOWN_KEYS:
+                close = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
+                hint = f"; did you mean {close[0]}?" if close else "; remove it"
+                self.reject(f"zero_optimization.{key} is not a DeepSpeed key{hint}")
         return reader
 
     def stage(self) -> int:
         """Return the ZeRO stage.
 
         Raises:
-            DsConfigError: There is no such stage.
+            DsConfigError: It is not 0, 1, 2 or 3.
         """
         zero = self.zero()
         stage = zero.block.get("stage", 0)
         if isinstance(stage, bool) or stage not in STAGES:
-            zero._refuse_value("stage", "give 0, 1, 2 or 3")
+            zero._reject_value("stage", "give 0, 1, 2 or 3")
         return int(stage)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a switch."""
+        """Return a boolean."""
         value = self._value(key, default)
         if not isinstance(value, bool | int):
-            self._refuse_value(key, "give true or false")
+            self._reject_value(key, "give true or false")
         return bool(value)
 
     def number(self, key: str, default: float) -> float:
-        """Return a number that is not negative."""
+        """Return a number of 0 or more."""
         value = self._value(key, default)
         try:
             number = float(value)
         except (TypeError, ValueError):
-            self._refuse_value(key, "give a number")
+            self._reject_value(key, "give a number")
         if not number >= 0:
-            self._refuse_value(key, "give a number of 0 or more")
+            self._reject_value(key, "give a number of 0 or more")
         return number
 
-    def size(self, key: str, default: int, *aliases: str, least: int = 0) -> int:
-        """Return a whole number; DeepSpeed takes 5e8 for one too."""
+    def size(self, key: str, default: int, *aliases: str, minimum: int = 0) -> int:
+        """Return an integer of `minimum` or more; 5e8 counts as one, as in DeepSpeed."""
         key = next((name for name in (key, *aliases) if name in self.block), key)
         number = self.number(key, default)
         if key not in self.block or self.block[key] in (None, AUTO):
             return default
-        if number != int(number) or number < least:
-            self._refuse_value(key, f"give a whole number of {least} or more")
+        if number != int(number) or number < minimum:
+            self._reject_value(key, f"give a whole number of {minimum} or more")
         return int(number)
 
     def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """Return one of several words."""
+        """Return the value of `choices` that the key selects."""
         value = self._value(key, default)
         if not isinstance(value, str) or value.lower() not in choices:
             allowed = ", ".join(sorted(set(choices.values())))
-            self._refuse_value(key, f"give one of {allowed}")
+            self._reject_value(key, f"give one of {allowed}")
         return choices[value.lower()]
 
     def raise_for_auto(self) -> None:
-        """Name the values that only Hugging Face could fill in, if any was asked for.
+        """Raise if a value that was read is "auto".
 
         Raises:
-            DsConfigError: There are some.
+            DsConfigError: Names the keys; only Hugging Face can fill them in.
         """
-        if self._autos:
-            names = ", ".join(dict.fromkeys(self._autos))
-            self.refuse(
+        if self._auto_keys:
+            names = ", ".join(dict.fromkeys(self._auto_keys))
+            self.reject(
                 '"auto" is filled in by Hugging Face when training starts; '
                 f"give a value here for {names}"
             )
 
-    def refuse(self, fault: str) -> NoReturn:
-        """Raise what is wrong, with the file.
+    def reject(self, problem: str) -> NoReturn:
+        """Raise an error that begins with the file's name.
 
         Raises:
             DsConfigError: Always.
         """
-        raise DsConfigError(f"{self._origin}: {fault}")
+        raise DsConfigError(f"{self._origin}: {problem}")
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.block.get(key)
         if value == AUTO:
-            self._autos.append(".".join((*self._path, key)))
+            self._auto_keys.append(".".join((*self._path, key)))
             return default
         return default if value is None else value
 
-    def _refuse_value(self, key: str, advice: str) -> NoReturn:
+    def _reject_value(self, key: str, advice: str) -> NoReturn:
         name = ".".join((*self._path, key))
-        self.refuse(f"{name} is {self.block.get(key)!r}; {advice}")
+        self.reject(f"{name} is {self.block.get(key)!r}; {advice}")

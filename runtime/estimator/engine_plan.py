@@ -1,79 +1,134 @@
-"""Plans the step of a live DeepSpeed engine, from the facts that the engine itself holds."""
+"""Plans for a live DeepSpeed engine, from its own configuration and model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from ...errors import DsConfigError
+from ..memory.oom.would_fit import Layout, LayoutBytes
+from .config_reader import STAGES
+from .memory import peak_of
 from .plan import Plan
-from .read_module import shape_of
+from .plan_step import plan_step
+from .read_module import read_model_shape
 from .shapes import ModelShape, Topology
-from .step import plan_step
 
 _FORWARD_AND_BACKWARD = 2
 
+# Devices of optimizer states and of parameters. NVMe requires stage 3.
+_OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+_NVME_OFFLOADS = (("nvme", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+
 
 def plan_of_engine(engine: Any, micro_batches: int | None = None) -> Plan:
-    """Plan a step of this engine, of so many micro-batches; by default of as many as it is set to.
+    """Plan a step of this engine.
 
-    In ZeRO-3 the order of the modules is known once two micro-batches were trained; a plan made
-    before that assumes the order of registration, and says so.
+    In ZeRO-3 the order of modules is known after two training micro-batches. An earlier plan
+    assumes the order of registration, and lists that assumption.
+
+    Args:
+        engine: The engine.
+        micro_batches: Micro-batches of the step; by default the engine's accumulation steps.
 
     Raises:
-        DsConfigError: Its configuration cannot be planned, as with values that only its
-            initialisation could fill in.
+        DsConfigError: Its configuration cannot be planned, for example because of values that
+            only its initialisation fills in.
     """
-    ranks = dist.get_world_size(engine.seq_data_parallel_group)
-    topology = Topology(world_size=ranks, backend=str(dist.get_backend()))
+    topology = _topology(engine)
     plan = plan_step(
         engine_shape(engine), engine_config(engine, micro_batches), topology, origin="engine"
     )
-    faults = tuple(_unplanned(engine, ranks))
-    return replace(plan, exact=plan.exact and not faults, remarks=(*faults, *plan.remarks))
+    reasons = tuple(_inexact_reasons(engine, topology.world_size))
+    return replace(plan, exact=plan.exact and not reasons, remarks=(*reasons, *plan.remarks))
+
+
+def planned_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
+    """Plan model states for every ZeRO stage and offload that this engine supports."""
+    config, shape, topology = engine_config(engine), engine_shape(engine), _topology(engine)
+    planned: dict[Layout, LayoutBytes] = {}
+    candidates = [*product(STAGES, _OFFLOADS), *product((3,), _NVME_OFFLOADS)]
+    for stage, (optimizer, parameters) in candidates:
+        changed = _with_offload(config, optimizer, parameters)
+        try:
+            memory = plan_step(shape, changed, topology, stage=stage, origin="engine").memory
+        except DsConfigError:  # not supported at this stage
+            continue
+        peak = peak_of(memory, micro_batches=config["gradient_accumulation_steps"])
+        planned[Layout(stage, optimizer, parameters)] = LayoutBytes(
+            device_bytes=peak.device_bytes, host_bytes=peak.host_bytes
+        )
+    return planned
 
 
 def engine_shape(engine: Any) -> ModelShape:
-    """Read this rank's model, with the param groups as they were before they were flattened."""
+    """Read this rank's model, with its param groups as they were before flattening."""
     trace = _traced_modules(engine)
     if not trace:
-        return shape_of(engine.module, _param_groups(engine))
+        return read_model_shape(engine.module, _param_groups(engine))
     names = {id(module): name for name, module in engine.module.named_modules()}
     order = list(dict.fromkeys(names[id(module)] for module in trace if id(module) in names))
     visits = Counter(id(module) for module in trace)
     recomputes = max(visits.values()) > _FORWARD_AND_BACKWARD
-    shape = shape_of(engine.module, _param_groups(engine), order)
+    shape = read_model_shape(engine.module, _param_groups(engine), order)
     return replace(shape, recomputes=recomputes)
 
 
 def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str, Any]:
-    """Return the configuration in force: the batch sizes are those worked out, or changed since."""
+    """Return the configuration in force, with the current batch sizes and optimizer."""
     config = engine._config
-    in_force = {
+    current = {
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": micro_batches or config.gradient_accumulation_steps,
     }
     name = engine.optimizer_name()
     if name:
         momentum = getattr(engine.basic_optimizer, "defaults", {}).get("momentum", 0)
-        in_force["optimizer"] = {"type": str(name), "params": {"momentum": momentum}}
+        current["optimizer"] = {"type": str(name), "params": {"momentum": momentum}}
     given = {key: value for key, value in engine.config.items() if key != "train_batch_size"}
-    return {**given, **in_force}
+    return {**given, **current}
 
 
-def _unplanned(engine: Any, ranks: int) -> Iterable[str]:
+def is_data_parallel(engine: Any) -> bool:
+    """Whether data parallelism is the only parallelism: no pipeline, experts or other groups."""
+    splits_model = (
+        hasattr(type(engine), "train_batch")
+        or getattr(engine, "has_moe_layers", False)
+        or getattr(engine, "sequence_parallel_size", 1) > 1
+    )
+    if splits_model or not dist.is_initialized():
+        return False
+    ranks: int = dist.get_world_size(engine.seq_data_parallel_group)
+    return ranks == dist.get_world_size()
+
+
+def _topology(engine: Any) -> Topology:
+    ranks = dist.get_world_size(engine.seq_data_parallel_group)
+    return Topology(world_size=ranks, backend=str(dist.get_backend()))
+
+
+def _with_offload(config: Mapping[str, Any], optimizer: str, parameters: str) -> dict[str, Any]:
+    zero = dict(config.get("zero_optimization", {}))
+    for key, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        zero[key] = {**(zero.get(key) or {}), "device": device}
+    return {**config, "zero_optimization": zero}
+
+
+def _inexact_reasons(engine: Any, ranks: int) -> Iterable[str]:
     if dist.get_world_size() != ranks:
-        yield "Not exact: the collectives of other than data parallelism are not planned."
+        yield "Not exact: only the collectives of data parallelism are planned."
     if getattr(engine, "has_moe_layers", False):
         yield "Not exact: mixtures of experts are not planned."
 
 
 def _traced_modules(engine: Any) -> Sequence[nn.Module]:
-    """Return the modules of one micro-batch as ZeRO-3 recorded them, forward and backward."""
+    """Return the modules of one micro-batch as ZeRO-3 traced them, forward and backward."""
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is None or not offload.get_param_coordinator().is_complete_trace():
         return ()
@@ -84,7 +139,7 @@ def _traced_modules(engine: Any) -> Sequence[nn.Module]:
 
 
 def _param_groups(engine: Any) -> Iterable[Mapping[str, Any]]:
-    """Return the parameters by group; each of DeepSpeed's optimizers remembers them elsewhere."""
+    """Return the parameters by group; the attribute differs between DeepSpeed's optimizers."""
     optimizer = engine.optimizer
     for name in ("bf16_groups", "bit16_groups"):
         groups = getattr(optimizer, name, None)

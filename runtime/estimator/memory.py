@@ -1,18 +1,18 @@
-"""What a rank holds in memory in training, by category, on the device and on the host.
+"""Memory of one rank in training: by category, at the peak, and the micro-batch that fits.
 
-Source: section 5 of the ZeRO paper (arXiv 1910.02054): with P parameters over n ranks, 16-bit
-training by Adam holds 2P of parameters, 2P of gradients and 12P of optimizer (fp32 copy, momentum,
-variance); stage 1 divides the last by n, stage 2 the gradients too, stage 3 all. Where DeepSpeed
-0.19.8 holds something else, the line that does so is named. Gradients are planned in gradients.py,
-activations in activations.py; peak.py puts them together.
+Source: section 5 of the ZeRO paper (arXiv 1910.02054). With P parameters over n ranks, 16-bit
+training with Adam holds 2P bytes of parameters, 2P of gradients and 12P of optimizer (fp32 copy,
+momentum, variance). Stage 1 divides the optimizer by n, stage 2 the gradients too, stage 3 all.
+Where DeepSpeed 0.19.8 differs from this, a comment names the line that does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from .gradients import Sizes, gradient_bytes, master_width
+from .gradient_memory import PartitionSizes, gradient_memory, master_copy_width
 from .options import Options
 from .shapes import BYTES_OF, ModelShape
 
@@ -28,11 +28,12 @@ _STATES = {
     "fusedlamb": 2,
     "lamb": 2,
 }
-_ADAMS_STATES = 2
+_ADAM_STATES = 2
 
+# Categories of `MemoryPlan.device_bytes` that only backward has; the step frees or copies them.
+_BACKWARD_ONLY = ("gathered", "gradients", "comm_buffers")
 
-# What backward fills and the step then needs no more, or in another form.
-_OF_BACKWARD = ("gathered", "gradients", "comm_buffers")
+Moment = Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +42,18 @@ class MemoryPlan:
 
     Attributes:
         device_bytes: At the end of backward, by category: parameters, gathered (the most that
-            ZeRO-3 has whole at any time, with what a gather lands in), gradients, optimizer,
-            comm_buffers (buckets of gradients, messages, temporary copies).
-        step_bytes: What the optimizer's step has on the device beside parameters and optimizer:
+            ZeRO-3 has gathered at once, with the buffer of a gather), gradients, optimizer,
+            comm_buffers (gradient buckets, messages, temporary copies).
+        step_bytes: On the device in the optimizer's step, beside parameters and optimizer:
             gradients and their copies.
-        forward_bytes: What is there of gradients and buffers while forward runs.
+        forward_bytes: Gradients and buffers that are present during forward.
         resting_bytes: All that is on the device between steps.
-        host_bytes: What offloading keeps in CPU memory.
-        nvme_bytes: What offloading keeps on disk.
-        accumulated_device_bytes: What is more on the device at the end of backward where a step
-            has several micro-batches.
-        accumulated_forward_bytes: What is more while forward runs, from the second one on.
-        accumulated_host_bytes: What is more in CPU memory.
+        host_bytes: In CPU memory, by offloading.
+        nvme_bytes: On disk, by offloading.
+        accumulated_device_bytes: Additional bytes at the end of backward, if a step has several
+            micro-batches.
+        accumulated_forward_bytes: Additional bytes during forward, from the second micro-batch on.
+        accumulated_host_bytes: Additional bytes in CPU memory, if there are several.
     """
 
     device_bytes: Mapping[str, int]
@@ -67,21 +68,57 @@ class MemoryPlan:
 
     @property
     def backward_bytes(self) -> int:
-        """What backward has on the device at its end beside parameters and optimizer."""
-        return sum(self.device_bytes[category] for category in _OF_BACKWARD)
+        """Bytes at the end of backward, beside parameters and optimizer."""
+        return sum(self.device_bytes[category] for category in _BACKWARD_ONLY)
 
     @property
-    def kept_bytes(self) -> int:
-        """What the device holds at all times."""
+    def permanent_bytes(self) -> int:
+        """Bytes on the device at all times: parameters and optimizer."""
         return sum(self.device_bytes.values()) - self.backward_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """How many elements a rank holds of what ZeRO divides.
+class Activations:
+    """Activations of one micro-batch, with samples of `tokens` each, at their maximum.
 
-    `part` is its share of the trained parameters, padding included, `whole` those parameters before
-    sharing; `frozen` what it keeps of the others; `gathered` the most that ZeRO-3 has together.
+    Their bytes are linear in the number of samples. The maximum is at the start of backward.
+
+    Attributes:
+        tokens: Length of a sample.
+        sample_bytes: Bytes per sample.
+        fixed_bytes: Bytes that do not depend on the number of samples.
+        recomputed_sample_bytes: Bytes per sample if each layer is recomputed in backward; None if
+            unknown.
+    """
+
+    tokens: int
+    sample_bytes: int
+    fixed_bytes: int = 0
+    recomputed_sample_bytes: int | None = None
+
+    def bytes_of(self, samples: int) -> int:
+        """Return the bytes of a micro-batch of this many samples."""
+        return self.fixed_bytes + samples * self.sample_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Bytes at the peak of a step: when forward or backward ends, or in the optimizer's step."""
+
+    device_bytes: int
+    host_bytes: int
+    moment: Moment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPartition:
+    """Elements that one rank holds of what ZeRO divides.
+
+    Attributes:
+        part: Its share of the trained parameters, padding included.
+        whole: Trained parameters before partitioning.
+        frozen: What it keeps of the other parameters.
+        gathered: The most that ZeRO-3 has gathered at once.
     """
 
     part: int
@@ -90,77 +127,122 @@ class Partition:
     gathered: int = 0
 
 
-def optimizer_states(options: Options) -> int | None:
-    """Return how many tensors per parameter the optimizer keeps; None if it is not known."""
-    if options.optimizer == "sgd":
-        return int(options.optimizer_momentum)
-    return _STATES.get(options.optimizer or "")
+def peak_of(memory: MemoryPlan, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
+    """Return the peak of a step.
+
+    Backward frees activations while it fills gradients, so the larger of its two ends counts.
+
+    Args:
+        memory: The rank's memory without activations.
+        micro_batches: Micro-batches of one step on one rank.
+        activation_bytes: Activations of one micro-batch, at their maximum.
+    """
+    accumulates = micro_batches > 1
+    gathered = memory.device_bytes["gathered"]
+    forward = gathered + memory.forward_bytes + accumulates * memory.accumulated_forward_bytes
+    moments: dict[Moment, int] = {
+        "forward": forward + activation_bytes,
+        "backward": memory.backward_bytes + accumulates * memory.accumulated_device_bytes,
+        "step": memory.step_bytes,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    return Peak(
+        device_bytes=memory.permanent_bytes + moments[moment],
+        host_bytes=memory.host_bytes + accumulates * memory.accumulated_host_bytes,
+        moment=moment,
+    )
 
 
-def memory_of(model: ModelShape, options: Options, partition: Partition) -> MemoryPlan:
+def largest_micro_batch(
+    memory: MemoryPlan, activations: Activations, limit_bytes: int, *, micro_batches: int = 1
+) -> int:
+    """Return the samples of the largest micro-batch that fits on the device; 0 if none does."""
+
+    def fits(samples: int) -> bool:
+        activation_bytes = activations.bytes_of(samples)
+        peak = peak_of(memory, micro_batches=micro_batches, activation_bytes=activation_bytes)
+        return peak.device_bytes <= limit_bytes
+
+    if not fits(1):
+        return 0
+    fitting, too_many = 1, limit_bytes // max(1, activations.sample_bytes) + 2
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+def plan_memory(model: ModelShape, options: Options, partition: ModelPartition) -> MemoryPlan:
     """Plan the memory of one rank."""
     widest = max((BYTES_OF[p.dtype] for p in model.parameters), default=4)
     width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
-    kept = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
-    optimizer = _optimizer(options, partition, width)
-    sizes = Sizes(part=partition.part, whole=partition.whole, width=width)
-    gradients = gradient_bytes(model, options, sizes)
-    landing = _landing(model, options, partition) * width
+    held = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
+    optimizer = _optimizer_bytes(options, partition, width)
+    sizes = PartitionSizes(part=partition.part, whole=partition.whole, width=width)
+    gradients = gradient_memory(model, options, sizes)
+    gather_buffer = _gather_buffer_elements(model, options, partition) * width
     offload, offload_param = options.offload_optimizer, options.offload_param
     moved = round(optimizer * options.offload_optimizer_ratio) if offload != "none" else 0
-    kept_away = kept * width if offload_param != "none" else 0
-    parameters, optimizer_left = kept * width - kept_away, optimizer - moved
-    whole = _persistent(model, options) * width
+    moved_parameters = held * width if offload_param != "none" else 0
+    parameters, optimizer_left = held * width - moved_parameters, optimizer - moved
+    persistent = _persistent_elements(model, options) * width
     return MemoryPlan(
         device_bytes={
             "parameters": parameters,
-            "gathered": partition.gathered * width + landing,
+            "gathered": partition.gathered * width + gather_buffer,
             "gradients": gradients.kept,
             "optimizer": optimizer_left,
-            # Gathering and reducing do not fill up at the same moment.
-            "comm_buffers": gradients.buffers + max(0, gradients.transient - landing),
+            # Gathering and reducing do not reach their maxima at the same moment.
+            "comm_buffers": gradients.buffers + max(0, gradients.transient - gather_buffer),
         },
-        step_bytes=gradients.in_step,  # which first lets go of what is whole (stage3.py, step)
+        step_bytes=gradients.in_step,  # the step first frees gathered parameters (stage3.py, step)
         forward_bytes=gradients.in_forward,
-        resting_bytes=parameters + optimizer_left + gradients.in_forward + whole,
+        resting_bytes=parameters + optimizer_left + gradients.in_forward + persistent,
         host_bytes=gradients.host
         + moved * (offload == "cpu")
-        + kept_away * (offload_param == "cpu"),
-        nvme_bytes=moved * (offload == "nvme") + kept_away * (offload_param == "nvme"),
+        + moved_parameters * (offload_param == "cpu"),
+        nvme_bytes=moved * (offload == "nvme") + moved_parameters * (offload_param == "nvme"),
         accumulated_device_bytes=gradients.accumulated,
         accumulated_forward_bytes=gradients.accumulated_in_forward,
         accumulated_host_bytes=gradients.host_accumulated,
     )
 
 
-def _optimizer(options: Options, partition: Partition, width: int) -> int:
+def optimizer_states(options: Options) -> int | None:
+    """Return how many tensors per parameter the optimizer keeps; None if unknown."""
+    if options.optimizer == "sgd":
+        return int(options.optimizer_momentum)
+    return _STATES.get(options.optimizer or "")
+
+
+def _optimizer_bytes(options: Options, partition: ModelPartition, width: int) -> int:
     """Return the bytes of the master copy and the optimizer's states.
 
-    ZeRO keeps a flat copy for its partition in fp32 training too (stage_1_and_2.py:530).
+    ZeRO keeps a flat copy of its partition in fp32 training too (stage_1_and_2.py:530).
     """
     states = optimizer_states(options)
-    states = _ADAMS_STATES if states is None else states
+    states = _ADAM_STATES if states is None else states
     has_master = options.stage > 0 or options.mixed_precision
-    master = master_width(options, width) if has_master else 0
+    master = master_copy_width(options, width) if has_master else 0
     state_width = 2 if options.low_precision_states else 4
     return partition.part * (master + states * state_width)
 
 
-def _landing(model: ModelShape, options: Options, partition: Partition) -> int:
-    """Return the elements of the buffer of a gather, out of which parameters are then copied.
+def _gather_buffer_elements(model: ModelShape, options: Options, partition: ModelPartition) -> int:
+    """Return the elements of the buffer of an all-gather, from which parameters are copied.
 
-    A gather of several is one buffer (partition_parameters.py:1343, 795), at most of the prefetch
-    bucket and one more parameter; a lone parameter is gathered into its own place.
+    Several parameters share one buffer (partition_parameters.py:1343, 795), at most the prefetch
+    bucket and one more parameter. A single parameter is gathered in place.
     """
     if not options.prefetch_bucket_size or options.allgather_sequential:
         return 0
-    if partition.part == partition.whole:  # a lone rank gathers nothing
+    if partition.part == partition.whole:  # a single rank gathers nothing
         return 0
     largest = max((parameter.numel for parameter in model.parameters), default=0)
     return min(partition.gathered, options.prefetch_bucket_size + largest)
 
 
-def _persistent(model: ModelShape, options: Options) -> int:
-    """Return the elements that ZeRO-3 keeps whole between steps (parameter_offload.py)."""
+def _persistent_elements(model: ModelShape, options: Options) -> int:
+    """Return the elements that ZeRO-3 keeps gathered between steps (parameter_offload.py)."""
     small = [p.numel for p in model.parameters if p.numel <= options.param_persistence_threshold]
     return min(sum(small), options.model_persistence_threshold) if options.stage == 3 else 0

@@ -1,6 +1,6 @@
-"""What the planner reads of a DeepSpeed configuration, with DeepSpeed's own defaults.
+"""The options of a DeepSpeed configuration that decide collectives and memory.
 
-Knows the keys that decide about collectives and memory, and which features it does not model.
+Defaults are DeepSpeed's. Features that are not modelled are listed by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config_reader import ConfigReader
+from .config_reader import AUTO, ConfigReader
+
+TOTAL_BATCH = "train_batch_size"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 
 _DTYPES = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
@@ -18,7 +22,7 @@ _DTYPES = {
 }  # fmt: skip
 _NO_LIMIT = 2**63 - 1
 
-# Features whose collectives or memory the planner does not know, by the key that turns them on.
+# Features whose collectives or memory are not modelled, by the key that enables them.
 _UNMODELLED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("expert_parallel", "enabled"), "expert parallelism"),
     (("torch_autocast", "enabled"), "torch_autocast"),
@@ -37,11 +41,12 @@ _UNMODELLED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One configuration at one ZeRO stage. Sizes are in elements, as DeepSpeed has them.
+    """One configuration at one ZeRO stage. Sizes are in elements, as in DeepSpeed.
 
-    `model_dtype` is None where neither fp16 nor bf16 is enabled: parameters keep their own.
-    `set_keys` are the keys of zero_optimization that the configuration names; `unmodelled` the
-    features that are on and not planned.
+    Attributes:
+        model_dtype: None where neither fp16 nor bf16 is enabled: parameters keep their dtype.
+        set_keys: Keys of zero_optimization that the configuration sets.
+        unmodelled: Enabled features that the plan does not model.
     """
 
     stage: int
@@ -83,37 +88,38 @@ class Options:
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether parameters are of 16 bits, with a master copy of 32."""
+        """Whether parameters are in 16 bits, with a master copy in 32."""
         return self.model_dtype is not None
 
     @property
     def weights_first(self) -> bool:
-        """Whether ZeRO-3's linear function is in use (zero/linear.py), for gradients' order."""
+        """Whether ZeRO-3's own linear function runs (zero/linear.py): it finishes weights first."""
         return self.stage == 3 and self.memory_efficient_linear
 
     @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states are on the host or on NVMe."""
+        return self.offload_optimizer != "none"
+
+    @property
+    def reduces_in_backward_order(self) -> bool:
+        """Whether gradients are reduced in the order of backward, not in that of parameters."""
+        return self.stage >= 2 or self.overlap_comm
+
+    @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed takes its BF16_Optimizer in the place of ZeRO-1's (engine.py:2312)."""
+        """Whether DeepSpeed runs BF16_Optimizer instead of ZeRO-1's optimizer (engine.py:2312)."""
         wide = self.model_dtype == "bf16" and self.accumulation_dtype == "fp32"
         return self.stage == 1 and wide and self.offload_optimizer != "cpu"
-
-
-def stage_of(config: Mapping[str, Any], origin: str = "ds config") -> int:
-    """Return the ZeRO stage that a configuration asks for.
-
-    Raises:
-        DsConfigError: There is no such stage.
-    """
-    return ConfigReader(config, origin).stage()
 
 
 def read_options(
     config: Mapping[str, Any], *, stage: int | None = None, origin: str = "ds config"
 ) -> Options:
-    """Read a configuration, at its own ZeRO stage or at another.
+    """Read the options of a configuration, at its own ZeRO stage or at another.
 
     Raises:
-        DsConfigError: A value cannot be used, or is "auto".
+        DsConfigError: A value is invalid, or is "auto".
     """
     reader = ConfigReader(config, origin)
     options = options_from(reader, reader.stage() if stage is None else stage)
@@ -122,10 +128,10 @@ def read_options(
 
 
 def options_from(reader: ConfigReader, stage: int) -> Options:
-    """Read the options of one stage; values that are "auto" stay with the reader.
+    """Read the options of one stage; the reader collects the keys whose value is "auto".
 
     Raises:
-        DsConfigError: A value cannot be used.
+        DsConfigError: A value is invalid.
     """
     return Options(
         stage=stage,
@@ -142,16 +148,17 @@ def options_from(reader: ConfigReader, stage: int) -> Options:
 def _precision(reader: ConfigReader, stage: int) -> dict[str, Any]:
     bf16 = reader.section("bf16", "bfloat16")
     fp16 = reader.section("fp16")
-    half, brain = fp16.flag("enabled"), bf16.flag("enabled")
-    if half and brain:
-        reader.refuse("fp16.enabled and bf16.enabled are both true; enable one")
-    model = "fp16" if half else "bf16" if brain else None
-    own = model or "fp32"
-    checks = bool(half) or (bool(brain) and stage < 3 and bf16.flag("check_grad_overflow", True))
+    uses_fp16, uses_bf16 = fp16.flag("enabled"), bf16.flag("enabled")
+    if uses_fp16 and uses_bf16:
+        reader.reject("fp16.enabled and bf16.enabled are both true; enable one")
+    model = "fp16" if uses_fp16 else "bf16" if uses_bf16 else None
+    default = model or "fp32"
+    checks = uses_fp16 or (uses_bf16 and stage < 3 and bf16.flag("check_grad_overflow", True))
+    data_types = reader.section("data_types")
     return {
         "model_dtype": model,
-        "accumulation_dtype": reader.section("data_types").choice("grad_accum_dtype", _DTYPES, own),
-        "communication_dtype": reader.choice("communication_data_type", _DTYPES, own),
+        "accumulation_dtype": data_types.choice("grad_accum_dtype", _DTYPES, default),
+        "communication_dtype": reader.choice("communication_data_type", _DTYPES, default),
         "checks_overflow": checks,
         "gradient_clipping": reader.number("gradient_clipping", 1.0),
         "low_precision_master": fp16.flag("fp16_master_weights_and_grads")
@@ -173,19 +180,19 @@ def _optimizer(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
-    old_optimizer = "cpu" if zero.flag("cpu_offload") else "none"
-    old_param = "cpu" if zero.flag("cpu_offload_param") else "none"
+    legacy_optimizer = "cpu" if zero.flag("cpu_offload") else "none"
+    legacy_param = "cpu" if zero.flag("cpu_offload_param") else "none"
     optimizer = zero.section("offload_optimizer")
     devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
     options: dict[str, Any] = {
-        "offload_optimizer": optimizer.choice("device", devices, old_optimizer),
+        "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer),
         "offload_optimizer_ratio": optimizer.number("ratio", 1.0),
     }
     if stage == 0:
         return {}
     if stage == 3:
         param = zero.section("offload_param")
-        options["offload_param"] = param.choice("device", devices, old_param)
+        options["offload_param"] = param.choice("device", devices, legacy_param)
         options.update(_stage_3_options(zero))
     flags = {
         "contiguous_gradients": True,
@@ -197,7 +204,7 @@ def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
         "parameter_alignment": False,
     }
     options.update({key: zero.flag(key, default) for key, default in flags.items()})
-    options["reduce_bucket_size"] = zero.size("reduce_bucket_size", 500_000_000, least=1)
+    options["reduce_bucket_size"] = zero.size("reduce_bucket_size", 500_000_000, minimum=1)
     return options
 
 
@@ -238,3 +245,52 @@ def _unmodelled(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _optimizer_is(config: Mapping[str, Any], name: str) -> bool:
     block = config.get("optimizer")
     return isinstance(block, Mapping) and str(block.get("type", "")).lower() == name
+
+
+def accumulation_steps(
+    config: Mapping[str, Any], data_parallel: int, origin: str = "ds config"
+) -> int:
+    """Return the micro-batches of one step on one rank, derived as DeepSpeed does.
+
+    Args:
+        config: The DeepSpeed configuration.
+        data_parallel: Number of data-parallel ranks.
+        origin: Name of the configuration, for errors.
+
+    Raises:
+        DsConfigError: The batch sizes contradict each other, or are missing.
+    """
+    reader = ConfigReader(config, origin)
+    read_accumulation_auto(reader)
+    reader.raise_for_auto()
+    total, micro, steps = (
+        None if config.get(key) in (None, AUTO) else reader.size(key, 1, minimum=1)
+        for key in (TOTAL_BATCH, MICRO_BATCH, ACCUMULATION)
+    )
+    if (
+        total is None
+        and micro is None
+        and AUTO
+        not in (
+            config.get(TOTAL_BATCH),
+            config.get(MICRO_BATCH),
+        )
+    ):
+        reader.reject(f"{TOTAL_BATCH} or {MICRO_BATCH} is missing; give one of them")
+    if steps is None:
+        steps = total // (micro * data_parallel) if total and micro else 1
+    if total is not None:
+        micro = total // (steps * data_parallel) if micro is None and steps else micro
+        if not steps or total != (micro or 0) * steps * data_parallel:
+            reader.reject(
+                f"{TOTAL_BATCH} {total} is not {MICRO_BATCH} {micro} x {ACCUMULATION} {steps} x "
+                f"{data_parallel} data-parallel ranks; change one of them"
+            )
+    return steps
+
+
+def read_accumulation_auto(reader: ConfigReader) -> None:
+    """Have the reader collect ACCUMULATION if it is "auto" and the other sizes do not give it."""
+    given = [key for key in (TOTAL_BATCH, MICRO_BATCH) if reader.block.get(key) not in (None, AUTO)]
+    if len(given) < 2:
+        reader.number(ACCUMULATION, 1)

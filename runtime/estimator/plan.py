@@ -1,4 +1,4 @@
-"""The plan of one step: collectives, bytes, memory, and what is to be said of them."""
+"""The plan of one step: its collectives and their bytes, the lower bound, memory, and remarks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .shapes import BYTES_OF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """Calls of one operation on one group for one purpose, in one step of one rank.
+    """All calls of one operation on one group for one purpose, in one step of one rank.
 
-    Payload bytes follow nccl-tests, as those of the tap do; wire bytes are what this rank sends.
-    For rooted operations, which differ by rank, they are the average over the ranks.
+    Payload bytes follow nccl-tests, as the recorded ones do. Wire bytes are those that this rank
+    sends; for rooted operations, which differ by rank, the average over the ranks.
     """
 
     op: str
@@ -31,17 +31,17 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one optimizer step will cost a rank once training has settled (from step 4 on).
+    """Communication and memory of one rank in one optimizer step, from step 4 on.
 
     Attributes:
         stage: ZeRO stage.
-        collectives: What DeepSpeed issues.
-        least_wire_bytes: What a perfect implementation of the stage would send.
-        memory: Bytes that the rank holds.
-        exact: Whether calls and payload bytes are DeepSpeed's own, to the byte, provided that the
-            assumptions hold. Otherwise a remark says what is not known.
-        assumptions: What the configuration and the model's shape cannot tell, in words.
-        remarks: What is worth knowing of the plan, in words.
+        collectives: The collectives that DeepSpeed issues.
+        least_wire_bytes: Lower bound of the bytes that this stage must send.
+        memory: Bytes of the rank, by category.
+        exact: Whether calls and payload bytes equal DeepSpeed's if the assumptions hold. If not, a
+            remark names the reason.
+        assumptions: Facts that configuration and model shape do not determine, as clauses.
+        remarks: Sentences about the plan.
     """
 
     stage: int
@@ -59,11 +59,11 @@ class Plan:
 
     @property
     def volume_ratio(self) -> float | None:
-        """Wire bytes over the least possible; None where nothing need be sent."""
+        """Wire bytes over the lower bound; None if nothing has to be sent."""
         return self.wire_bytes / self.least_wire_bytes if self.least_wire_bytes else None
 
     def totals(self) -> Mapping[str, CollectiveTotals]:
-        """Return the sums by operation, in the form in which a step's record holds them."""
+        """Return the totals by operation, as a `StepRecord` has them."""
         totals: dict[str, CollectiveTotals] = {}
         for collective in self.collectives:
             sums = totals.get(collective.op, _NOTHING)
@@ -80,8 +80,8 @@ _NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call that DeepSpeed will issue. `elements` is the payload's, by nccl-tests."""
+class PlannedCall:
+    """One call of a collective; `elements` is its payload as in nccl-tests."""
 
     op: str
     elements: int
@@ -91,8 +91,8 @@ class Call:
     group_size: int
 
 
-def sum_calls(calls: Iterable[Call], backend: str) -> tuple[PlannedCollective, ...]:
-    """Add up calls that are alike, in the order in which the first of each is issued."""
+def sum_calls(calls: Iterable[PlannedCall], backend: str) -> tuple[PlannedCollective, ...]:
+    """Add up calls of the same kind, in the order of the first call of each kind."""
     sums: dict[tuple[str, str, int, str, str], list[float]] = {}
     for call in calls:
         key = (call.op, call.group, call.group_size, call.dtype, call.purpose)
@@ -115,3 +115,31 @@ def sum_calls(calls: Iterable[Call], backend: str) -> tuple[PlannedCollective, .
         )
         for (op, group, size, dtype, purpose), (num_calls, payload, wire_bytes) in sums.items()
     )
+
+
+def least_wire_bytes(
+    stage: int, *, gradient_bytes: int, parameter_bytes: int, micro_batches: int, num_ranks: int
+) -> float:
+    """Return the bytes that one rank must send in one step: the volume ratio's denominator.
+
+    Source: section 7 of the ZeRO paper (arXiv 1910.02054), with rings. With f = (n-1)/n, a
+    reduce-scatter or an all-gather sends f of its payload. Stage 0 needs both for the gradients,
+    stage 1 one for the gradients and one for the parameters. From stage 2 on gradients are
+    partitioned, so each micro-batch reduce-scatters its own. In stage 3 each micro-batch also
+    gathers the parameters twice.
+
+    Args:
+        stage: ZeRO stage.
+        gradient_bytes: All gradients, in the dtype in which they are sent.
+        parameter_bytes: All parameters that are sent, likewise.
+        micro_batches: Micro-batches of one step on one rank.
+        num_ranks: Data-parallel ranks.
+    """
+    share = (num_ranks - 1) / num_ranks
+    if stage == 0:
+        return 2 * share * gradient_bytes
+    if stage == 1:
+        return share * (gradient_bytes + parameter_bytes)
+    if stage == 2:
+        return share * (micro_batches * gradient_bytes + parameter_bytes)
+    return micro_batches * share * (2 * parameter_bytes + gradient_bytes)

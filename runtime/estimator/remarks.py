@@ -1,9 +1,10 @@
-"""Plain sentences on a plan: which gradient pattern runs and why, and which keys do nothing."""
+"""Sentences about a plan: what makes it inexact, assumptions, patterns, and ignored keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .buckets import fill_buckets
 from .memory import optimizer_states
 from .options import Options
 from .plan import Plan
@@ -11,63 +12,86 @@ from .shapes import ModelShape, Topology
 
 # Keys that DeepSpeed 0.19.8 reads and then ignores, with the reason.
 _IGNORED = {
-    "allgather_bucket_size": "parameters are gathered by one all-gather per param group",
-    "allgather_partitions": "nothing reads it",
+    "allgather_bucket_size": "one all-gather per param group gathers the parameters",
+    "allgather_partitions": "no code reads it",
 }
 
 _NOTABLY_LESS = 0.99
 
 
-def remarks_on(options: Options, topology: Topology, micro_batches: int) -> tuple[str, ...]:
-    """Say what is worth knowing of a configuration at one stage."""
-    return tuple(
-        (
-            gradient_pattern(options),
-            *_on_accumulation(options, micro_batches),
-            *_on_ignored_keys(options),
-            *_on_backend(options, topology),
-            *_on_the_optimizer(options),
+def inexact_reasons(model: ModelShape, options: Options, topology: Topology) -> list[str]:
+    """Return a sentence for each feature that makes the plan inexact."""
+    reasons = [f"{feature} is on, which is not planned" for feature in options.unmodelled]
+    reasons += model.unplanned + (model.unplanned_in_stage_3 if options.stage == 3 else ())
+    if options.stage == 3 and (model.recomputes or options.activation_checkpointing):
+        reasons.append(
+            "activation checkpointing is on, which gathers parameters once more in backward"
         )
+    if model.is_synthetic:
+        reasons.append(
+            "parameter shapes are those of a typical transformer of this size. Bytes are right "
+            "for its total size, and calls are approximate; --model plans your own model"
+        )
+    if topology.tensor_parallel > 1 or topology.pipeline_parallel > 1:
+        reasons.append(
+            "parameters are divided evenly over tensor and pipeline ranks, whose own collectives "
+            "are not planned"
+        )
+    return [f"Not exact: {reason}." for reason in reasons]
+
+
+def assumptions(model: ModelShape, options: Options) -> tuple[str, ...]:
+    """Return the assumptions that would change the plan if they did not hold."""
+    assumed = []
+    if options.stage > 0:
+        assumed.append("every trainable parameter gets a gradient in every micro-batch")
+    if not options.managed_accumulation:
+        assumed.append("the script runs gradient_accumulation_steps micro-batches per step")
+    if options.stage == 3 and model.recomputes is None and not options.activation_checkpointing:
+        assumed.append(
+            "activations are not recomputed (checkpointing gathers parameters once more)"
+        )
+    if not model.order_known and (options.stage == 3 or _order_matters(model, options)):
+        assumed.append("each module runs once per micro-batch, in the order of registration")
+    return tuple(assumed)
+
+
+def _order_matters(model: ModelShape, options: Options) -> bool:
+    """Whether gradients fill several buckets, so that their order decides the buckets."""
+    if options.stage == 0 or options.uses_bf16_optimizer or not options.reduces_in_backward_order:
+        return False
+    sizes = {index: parameter.numel for index, parameter in enumerate(model.parameters)}
+    return len(fill_buckets(model.gradient_order(), sizes, options.reduce_bucket_size)) > 1
+
+
+def config_remarks(options: Options, topology: Topology, micro_batches: int) -> tuple[str, ...]:
+    """Return remarks on a configuration at one stage, the gradient pattern first."""
+    return (
+        gradient_pattern(options),
+        *_on_accumulation(options, micro_batches),
+        *_on_ignored_keys(options),
+        *_on_backend(options, topology),
+        *_on_optimizer(options),
     )
 
 
-def remarks_on_result(plan: Plan, model: ModelShape, options: Options) -> tuple[str, ...]:
-    """Say what the plan's figures show."""
-    return (*_on_reuse(plan, options), *_on_buckets(plan, model, options))
-
-
-def _on_reuse(plan: Plan, options: Options) -> Iterator[str]:
-    gathered = sum(c.payload_bytes for c in plan.collectives if c.purpose == "parameters")
-    if options.stage == 3 and gathered and (plan.volume_ratio or 1) < _NOTABLY_LESS:
-        yield (
-            "Less than the least is sent, which gathers in forward and again in backward: "
-            "parameters that backward uses again soon stay gathered (stage3_max_reuse_distance, "
-            "stage3_prefetch_bucket_size), at the price of the memory under gathered."
-        )
-
-
-def _on_buckets(plan: Plan, model: ModelShape, options: Options) -> Iterator[str]:
-    reserved = plan.memory.device_bytes["comm_buffers"]
-    reads_size = options.stage > 0 and not options.uses_bf16_optimizer
-    if reads_size and reserved and options.reduce_bucket_size > model.num_trained:
-        yield (
-            f"reduce_bucket_size is {options.reduce_bucket_size:,} elements, reserved whole; the "
-            f"model has {model.num_trained:,} gradients, so that many would do."
-        )
+def result_remarks(plan: Plan, model: ModelShape, options: Options) -> tuple[str, ...]:
+    """Return remarks on the figures of a plan."""
+    return (*_on_parameter_reuse(plan, options), *_on_bucket_size(plan, model, options))
 
 
 def gradient_pattern(options: Options) -> str:
-    """Say which collective aggregates the gradients, and why that one."""
+    """Return which collective reduces the gradients, and why."""
     if options.stage == 0:
         return (
-            "Gradients: all-reduce. Without ZeRO every rank needs all of them, in buckets of 5e8 "
-            "elements that no key changes."
+            "Gradients: all-reduce. Without ZeRO every rank needs all gradients. The bucket size "
+            "is fixed at 5e8 elements."
         )
     if options.uses_bf16_optimizer:
         return (
             "Gradients: all-reduce. bf16 with fp32 accumulation at stage 1 runs DeepSpeed's "
-            "BF16_Optimizer, which never reads reduce_scatter, "
-            "use_multi_rank_bucket_allreduce or reduce_bucket_size."
+            "BF16_Optimizer, which ignores reduce_scatter, use_multi_rank_bucket_allreduce and "
+            "reduce_bucket_size."
         )
     if options.stage == 3:
         return _pattern_of_stage_3(options)
@@ -75,43 +99,43 @@ def gradient_pattern(options: Options) -> str:
 
 
 def _pattern_of_stages_1_and_2(options: Options) -> str:
-    offloads = options.offload_optimizer != "none"
-    if not options.contiguous_gradients and not offloads:
+    if not options.contiguous_gradients and not options.offloads_optimizer:
         return (
-            "Gradients: all-reduce, as contiguous_gradients is false: that path never looks at "
+            "Gradients: all-reduce, because contiguous_gradients is false: that code path ignores "
             "reduce_scatter. Each rank keeps its part and drops the rest."
         )
     if not options.reduce_scatter:
         return (
-            "Gradients: all-reduce of each bucket, as reduce_scatter is false. Each rank keeps its "
-            "part and drops the rest."
+            "Gradients: all-reduce of each bucket, because reduce_scatter is false. Each rank "
+            "keeps its part and drops the rest."
         )
     if options.use_multi_rank_bucket_allreduce:
         return (
             "Gradients: all-reduce, although reduce_scatter is true. In ZeRO-1 and 2 that key "
-            "never issues a reduce-scatter: with use_multi_rank_bucket_allreduce (the default) the "
-            "parts of all ranks travel in one all-reduce per bucket, and each rank copies out its "
-            "own. It is twice the bytes, but few messages. Set to false, each part goes to its "
-            "owner only: about the least, in more and smaller messages, which can be slower; "
-            "measure it."
+            "never issues a reduce-scatter. With use_multi_rank_bucket_allreduce (the default), "
+            "one all-reduce per bucket carries the parts of all ranks, and each rank copies its "
+            "own part: twice the bytes, in few messages. Without it, each part is reduced to its "
+            "owner only: about the minimum of bytes, in more and smaller messages. Measure which "
+            "is faster."
         )
     return (
-        "Gradients: one reduce per bucket and owner, as use_multi_rank_bucket_allreduce is false. "
-        "About half of an all-reduce's bytes, in more and smaller messages, which can be slower."
+        "Gradients: one reduce per bucket and owner, because use_multi_rank_bucket_allreduce is "
+        "false. This sends about half the bytes of an all-reduce, in more and smaller messages, "
+        "which can be slower."
     )
 
 
 def _pattern_of_stage_3(options: Options) -> str:
     if options.reduce_scatter:
-        return "Gradients: reduce-scatter of each bucket; this is the stage where the key means it."
+        return "Gradients: reduce-scatter of each bucket, as reduce_scatter asks for."
     if not options.contiguous_gradients:
         return (
-            "Gradients: reduce-scatter, although reduce_scatter is false: all-reduce needs "
+            "Gradients: reduce-scatter, although reduce_scatter is false: all-reduce requires "
             "contiguous_gradients."
         )
     return (
-        "Gradients: all-reduce of each bucket, as reduce_scatter is false; a parameter larger "
-        "than the bucket is reduce-scattered all the same."
+        "Gradients: all-reduce of each bucket, because reduce_scatter is false. A parameter larger "
+        "than the bucket is reduce-scattered nevertheless."
     )
 
 
@@ -120,35 +144,59 @@ def _on_accumulation(options: Options, micro_batches: int) -> Iterator[str]:
         return
     if options.stage == 2:
         yield (
-            f"Each of the {micro_batches} micro-batches reduces its gradients, as they are "
-            "partitioned; at stage 1 only the last one does."
+            f"Each of the {micro_batches} micro-batches reduces its gradients, because they are "
+            "partitioned. At stage 1 only the last one does."
         )
     else:
         yield (
             f"Each of the {micro_batches} micro-batches reduces its gradients and gathers the "
-            "parameters; larger micro-batches in smaller number send less."
+            "parameters. Fewer and larger micro-batches send less."
         )
 
 
 def _on_ignored_keys(options: Options) -> Iterator[str]:
     ignored = dict(_IGNORED)
     if options.stage == 0 or options.uses_bf16_optimizer:
-        ignored["reduce_bucket_size"] = "a constant of 5e8 elements is used here"
+        ignored["reduce_bucket_size"] = "the bucket size is fixed at 5e8 elements"
     if options.stage != 3:
-        ignored["sub_group_size"] = "it is for stage 3"
-        ignored["offload_param"] = "it is for stage 3"
+        ignored["sub_group_size"] = "it applies to stage 3 only"
+        ignored["offload_param"] = "it applies to stage 3 only"
     for key in sorted(options.set_keys & ignored.keys()):
-        yield f"{key} is set and does nothing: {ignored[key]}."
+        yield f"{key} is set and has no effect: {ignored[key]}."
 
 
 def _on_backend(options: Options, topology: Topology) -> Iterator[str]:
     if topology.backend == "gloo" and options.stage == 3:
-        yield "gloo runs a reduce-scatter as an all-reduce, so it sends twice the bytes of one."
+        yield "gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes."
 
 
-def _on_the_optimizer(options: Options) -> Iterator[str]:
+def _on_optimizer(options: Options) -> Iterator[str]:
     if optimizer_states(options) is None:
-        name = f"{options.optimizer!r}" if options.optimizer else "the script's own"
-        yield f"The optimizer is {name}; its memory is planned as Adam's."
+        name = f"{options.optimizer!r}" if options.optimizer else "created by the script"
+        yield f"The optimizer is {name}; its memory is planned as for Adam."
     if options.model_dtype == "fp16":
-        yield "A step that overflows fp16 is skipped: no norm, and no parameters gathered after it."
+        yield (
+            "A step whose fp16 gradients overflow is skipped: it computes no norm and gathers no "
+            "parameters afterwards."
+        )
+
+
+def _on_parameter_reuse(plan: Plan, options: Options) -> Iterator[str]:
+    gathered = sum(c.payload_bytes for c in plan.collectives if c.purpose == "parameters")
+    if options.stage == 3 and gathered and (plan.volume_ratio or 1) < _NOTABLY_LESS:
+        yield (
+            "Less than the minimum is sent, because the minimum gathers each parameter in forward "
+            "and again in backward. Here some parameters stay gathered in between "
+            "(stage3_max_reuse_distance, stage3_prefetch_bucket_size), which costs the memory in "
+            'the column "gathered".'
+        )
+
+
+def _on_bucket_size(plan: Plan, model: ModelShape, options: Options) -> Iterator[str]:
+    reserved = plan.memory.device_bytes["comm_buffers"]
+    reads_size = options.stage > 0 and not options.uses_bf16_optimizer
+    if reads_size and reserved and options.reduce_bucket_size > model.num_trained:
+        yield (
+            f"reduce_bucket_size is {options.reduce_bucket_size:,} elements, allocated in full; "
+            f"{model.num_trained:,} are enough, the number of gradients of this model."
+        )

@@ -1,4 +1,4 @@
-"""What the planner must know of a model, of the ranks, and of data types. No tensors."""
+"""Shapes of a model, the layout of the ranks, and sizes of data types; no tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ BYTES_OF: Mapping[str, int] = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "uint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """One parameter as the module holds it: whole, even where ZeRO-3 has partitioned it.
+    """One parameter of a module, with its full shape even where ZeRO-3 has partitioned it.
 
-    `group_index` is its place among the optimizer's param groups.
+    Attributes:
+        group_index: Index of its param group in the optimizer.
     """
 
     name: str
@@ -29,34 +30,38 @@ class ParameterShape:
         return prod(self.shape)
 
     @property
-    def trained(self) -> bool:
-        """Whether DeepSpeed's optimizers own it: trainable, and not empty."""
+    def is_trained(self) -> bool:
+        """Whether DeepSpeed's optimizers update it: trainable, and not empty."""
         return self.requires_grad and self.numel > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShape:
-    """One module of the tree; its own parameters are indices into the model's.
+    """One module of the module tree.
 
-    `gradients` says in which order autograd finishes them: as registered, reversed, or as linear
-    layers do. `differentiable_input` is False for modules that take indices, such as embeddings.
+    Attributes:
+        parameters: Its own parameters, as indices into `ModelShape.parameters`.
+        children: Its submodules.
+        gradient_order: The order in which autograd finishes its own parameters: as registered,
+            reversed, or that of a linear layer (see `parameters_by_gradient`).
+        differentiable_input: False for modules that take indices, such as embeddings.
     """
 
     name: str
     parameters: tuple[int, ...] = ()
     children: tuple[ModuleShape, ...] = ()
-    gradients: Literal["registered", "reversed", "linear"] = "reversed"
+    gradient_order: Literal["registered", "reversed", "linear"] = "reversed"
     differentiable_input: bool = True
 
-    def finished(self, weights_first: bool) -> tuple[int, ...]:
-        """Return its own parameters in the order of their gradients."""
-        as_registered = self.gradients == "registered" or (
-            self.gradients == "linear" and weights_first
+    def parameters_by_gradient(self, weights_first: bool) -> tuple[int, ...]:
+        """Return its own parameters in the order in which their gradients are finished."""
+        as_registered = self.gradient_order == "registered" or (
+            self.gradient_order == "linear" and weights_first
         )
         return self.parameters if as_registered else self.parameters[::-1]
 
     def walk(self) -> Iterator[ModuleShape]:
-        """Yield this module and all below it, in the order of registration."""
+        """Yield this module and all modules below it, in the order of registration."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -64,24 +69,25 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A model as the planner sees it.
+    """Parameters and module tree of a model.
 
     Attributes:
         parameters: Each parameter once, in the order of `module.parameters()`.
-        root: The tree of modules, in the order in which they run as far as that is known.
-        order_known: Whether that order was observed; otherwise it is that of registration.
-        recomputes: Whether activations are recomputed in backward; None if that is not known.
-        unknowns: What of the model is not planned, in words; `stage_3_unknowns` in stage 3 only.
-        invented: Whether only the total of the parameters is known and the rest is made up.
+        root: The module tree; siblings are in forward order if `order_known`.
+        order_known: Whether forward order was observed; otherwise it is that of registration.
+        recomputes: Whether activations are recomputed in backward; None if unknown.
+        unplanned: Features of the model that the plan does not model, as sentences.
+        unplanned_in_stage_3: Likewise, in stage 3 only.
+        is_synthetic: Whether only the number of parameters is real, and their shapes are typical.
     """
 
     parameters: tuple[ParameterShape, ...]
     root: ModuleShape
     order_known: bool = False
     recomputes: bool | None = None
-    unknowns: tuple[str, ...] = ()
-    stage_3_unknowns: tuple[str, ...] = ()
-    invented: bool = False
+    unplanned: tuple[str, ...] = ()
+    unplanned_in_stage_3: tuple[str, ...] = ()
+    is_synthetic: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -90,38 +96,38 @@ class ModelShape:
 
     @property
     def num_trained(self) -> int:
-        """Elements of the parameters that are trained."""
-        return sum(parameter.numel for parameter in self.parameters if parameter.trained)
+        """Elements of the trained parameters."""
+        return sum(parameter.numel for parameter in self.parameters if parameter.is_trained)
 
-    def groups(self) -> list[list[int]]:
-        """Return the trained parameters' indices by param group, in their order."""
+    def param_groups(self) -> list[list[int]]:
+        """Return the indices of the trained parameters by param group."""
         by_group: dict[int, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
-            if parameter.trained:
+            if parameter.is_trained:
                 by_group.setdefault(parameter.group_index, []).append(index)
         return [by_group[group] for group in sorted(by_group)]
 
     def gradient_order(self, *, weights_first: bool = False) -> list[int]:
-        """Return the trained parameters' indices in the order in which backward finishes them.
+        """Return the indices of the trained parameters in the order in which backward ends them.
 
-        A tied weight is finished where it was first used, which backward reaches last.
+        A tied weight ends at its first use, which backward reaches last.
 
         Args:
-            weights_first: Whether linear layers finish the weight before the bias, as ZeRO-3's own
-                do; torch's finish the bias first.
+            weights_first: Whether linear layers end the weight before the bias, as ZeRO-3's own
+                do; torch's end the bias first.
         """
-        finished = [
+        by_use = [
             index
             for module in reversed(list(self.root.walk()))
-            for index in module.finished(weights_first)
+            for index in module.parameters_by_gradient(weights_first)
         ]
-        last_uses = list(dict.fromkeys(reversed(finished)))
-        return [index for index in reversed(last_uses) if self.parameters[index].trained]
+        last_uses = list(dict.fromkeys(reversed(by_use)))
+        return [index for index in reversed(last_uses) if self.parameters[index].is_trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The ranks: how many, in which kinds of parallelism, and what carries their messages."""
+    """The ranks: their number, the kinds of parallelism, and the communication backend."""
 
     world_size: int
     tensor_parallel: int = 1

@@ -1,4 +1,4 @@
-"""The collectives of a step with ZeRO-1 and 2: buckets of gradients, a norm, whole parameters.
+"""Collectives of a step with ZeRO-1 and 2: gradient buckets, checks, and parameter all-gathers.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .buckets import FlatGroup, cut_above, fill_buckets, flatten
+from .buckets import FlatGroup, combine_messages, fill_buckets, flatten
 from .options import Options
-from .plan import Call
+from .plan import PlannedCall
 from .shapes import ModelShape, Topology
 from .stage_0 import engine_all_reduces
 
 
 def stage_1_and_2_calls(
     model: ModelShape, options: Options, topology: Topology, micro_batches: int
-) -> Iterator[Call]:
+) -> Iterator[PlannedCall]:
     """Yield the calls of one step."""
     ranks = topology.data_parallel
     groups = flat_groups(model, options, ranks)
@@ -26,11 +26,11 @@ def stage_1_and_2_calls(
     else:
         reductions = micro_batches if options.stage == 2 else 1
         for _ in range(reductions):
-            yield from _Reduction.of(model, groups, options, ranks).calls()
-        yield from _checks(len(groups), options, ranks)
+            yield from _GradientReduction.of(model, groups, options, ranks).calls()
+        yield from _step_checks(len(groups), options, ranks)
     if ranks > 1:
         for group in groups:
-            yield Call(
+            yield PlannedCall(
                 op="all_gather",
                 elements=group.numel,
                 dtype=group.dtype,
@@ -40,72 +40,81 @@ def stage_1_and_2_calls(
 
 
 def flat_groups(model: ModelShape, options: Options, ranks: int) -> list[FlatGroup]:
-    """Lay out each param group as a flat buffer."""
-    return [flatten(model, group, options, ranks) for group in model.groups()]
+    """Return each param group as a flat buffer."""
+    return [flatten(model, group, options, ranks) for group in model.param_groups()]
 
 
-def _checks(num_groups: int, options: Options, ranks: int) -> Iterator[Call]:
-    """Yield what finds out whether the step is to be skipped, and how far to clip."""
+def _step_checks(num_groups: int, options: Options, ranks: int) -> Iterator[PlannedCall]:
+    """Yield the calls that check for overflow and compute the gradient norm."""
     if options.checks_overflow:
-        yield Call(op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks)
+        yield PlannedCall(
+            op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks
+        )
     for _ in range(num_groups if options.compute_grad_norm else 0):
-        yield Call(op="all_reduce", elements=1, dtype="fp32", purpose="norm", group_size=ranks)
-
-
-def gradients_as_they_come(options: Options) -> bool:
-    """Tell whether gradients are reduced in the order of backward, else in that of parameters."""
-    return options.stage >= 2 or options.overlap_comm
+        yield PlannedCall(
+            op="all_reduce", elements=1, dtype="fp32", purpose="norm", group_size=ranks
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reduction:
-    """One reduction of all gradients."""
+class _GradientReduction:
+    """Collectives of one reduction of all gradients.
+
+    Attributes:
+        order: Parameters in the order in which they enter buckets.
+        sizes: Elements of each parameter.
+        group_of: The flat param group of each parameter.
+        options: The configuration.
+        ranks: Data-parallel ranks.
+    """
 
     order: Sequence[int]
     sizes: Mapping[int, int]
-    home: Mapping[int, FlatGroup]
+    group_of: Mapping[int, FlatGroup]
     options: Options
     ranks: int
 
     @classmethod
     def of(
         cls, model: ModelShape, groups: Sequence[FlatGroup], options: Options, ranks: int
-    ) -> _Reduction:
-        in_groups = [index for group in model.groups() for index in group]
+    ) -> _GradientReduction:
+        in_groups = [index for group in model.param_groups() for index in group]
         return cls(
-            order=model.gradient_order() if gradients_as_they_come(options) else in_groups,
+            order=model.gradient_order() if options.reduces_in_backward_order else in_groups,
             sizes={index: model.parameters[index].numel for index in in_groups},
-            home={index: group for group in groups for index in group.offsets},
+            group_of={index: group for group in groups for index in group.offsets},
             options=options,
             ranks=ranks,
         )
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[PlannedCall]:
         for bucket in fill_buckets(self.order, self.sizes, self.options.reduce_bucket_size):
             yield from self._bucket(bucket)
 
-    def _bucket(self, bucket: Sequence[int]) -> Iterator[Call]:
-        """Yield the calls for one bucket (average_tensor, reduce_ipg_grads)."""
-        contiguous = self.options.contiguous_gradients or self.options.offload_optimizer != "none"
+    def _bucket(self, bucket: Sequence[int]) -> Iterator[PlannedCall]:
+        """Yield the calls of one bucket (average_tensor, reduce_ipg_grads)."""
+        contiguous = self.options.contiguous_gradients or self.options.offloads_optimizer
         if not contiguous or not self.options.reduce_scatter:
             yield self._call("all_reduce", sum(self.sizes[index] for index in bucket))
             return
         limit = self.options.reduce_bucket_size
-        slices = [piece for index in bucket for piece in self._slices(index)]
+        slices = [each for index in bucket for each in self._slices(index)]
         if self.options.use_multi_rank_bucket_allreduce:
-            for elements in cut_above([elements for _, elements in slices], limit):
+            for elements in combine_messages([elements for _, elements in slices], limit):
                 yield self._call("all_reduce", elements)
             return
         for owner in dict.fromkeys(owner for owner, _ in slices):
-            for elements in cut_above([size for rank, size in slices if rank == owner], limit):
+            for elements in combine_messages(
+                [size for rank, size in slices if rank == owner], limit
+            ):
                 yield self._call("reduce", elements)
 
     def _slices(self, index: int) -> Iterator[tuple[int, int]]:
-        group = self.home[index]
+        group = self.group_of[index]
         return group.slices(group.offsets[index], self.sizes[index])
 
-    def _call(self, op: str, elements: int) -> Call:
-        return Call(
+    def _call(self, op: str, elements: int) -> PlannedCall:
+        return PlannedCall(
             op=op,
             elements=elements,
             dtype=self.options.communication_dtype,

@@ -1,4 +1,4 @@
-"""The collectives of a step with ZeRO-3: gathers for each module, scattered gradients.
+"""Collectives of a step with ZeRO-3: parameter gathers by module, and reduced gradients.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py and
 runtime/comm/coalesced_collectives.py.
@@ -10,45 +10,45 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .buckets import fill_buckets
-from .coordinator import Gather, ModuleVisit, Zero3Coordinator
 from .options import Options
-from .plan import Call
+from .plan import PlannedCall
 from .shapes import ModelShape, ModuleShape, Topology
+from .zero3_coordinator import Gather, ModuleVisit, Zero3Coordinator
 
 _WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage3Step:
-    """One step: its calls, and the most parameters' elements that were gathered at once."""
+    """One step: its calls, and the most elements of parameters that are gathered at once."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[PlannedCall, ...]
     peak_gathered: int
 
 
 def stage_3_step(
     model: ModelShape, options: Options, topology: Topology, micro_batches: int
 ) -> Stage3Step:
-    """Play one step.
+    """Simulate one step.
 
     Raises:
-        TracingError: DeepSpeed would fail on this model.
+        TracingError: DeepSpeed itself fails on this model.
     """
-    partition = _Partition(model=model, options=options, topology=topology)
+    partition = _ParameterPartition(model=model, options=options, topology=topology)
     peak = model.num_parameters if options.offload_param != "none" else 0
-    calls: list[Call] = []
+    calls: list[PlannedCall] = []
     if topology.data_parallel > 1:
         gathers, peak = _gathers_of_a_step(model, options, micro_batches)
         calls += [call for gather in gathers for call in partition.gather(gather)]
     for _ in range(micro_batches):
         calls += _reduction(model, options, partition)
-    calls += _checks(model, options, partition)
+    calls += _step_checks(model, options, partition)
     calls += partition.gather_persistent(persistent_parameters(model, options))
     return Stage3Step(calls=tuple(calls), peak_gathered=peak)
 
 
 def persistent_parameters(model: ModelShape, options: Options) -> list[int]:
-    """Return those small enough to stay gathered (parameter_offload.py, mark_persistent...)."""
+    """Return the parameters small enough to stay gathered (parameter_offload.py)."""
     kept, total = [], 0
     for index, parameter in enumerate(model.parameters):
         if parameter.numel + total > options.model_persistence_threshold:
@@ -62,30 +62,32 @@ def persistent_parameters(model: ModelShape, options: Options) -> list[int]:
 def module_visits(model: ModelShape) -> tuple[list[ModuleVisit], list[tuple[int, ...]]]:
     """Return the visits of one micro-batch, and each module's own parameters.
 
-    Modules run in the order of the tree, each once. A module's start in backward is seen if its
-    output needs a gradient, its end only if its input does.
+    Modules run once each, in the order of the tree. DeepSpeed's hooks see the start of a module's
+    backward if its output needs a gradient, and the end only if its input does.
     """
-    tour = _ModuleWalk(model=model, forward=[], backward=[], parameters=[])
-    tour.run(model.root, False)
-    return tour.forward + tour.backward[::-1], tour.parameters
+    walk = _ModuleWalk(model=model, forward=[], backward=[], parameters=[])
+    walk.run(model.root, False)
+    return walk.forward + walk.backward[::-1], walk.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModuleWalk:
+    """Collects the visits of a walk over the module tree."""
+
     model: ModelShape
     forward: list[ModuleVisit]
-    backward: list[ModuleVisit]  # last first
+    backward: list[ModuleVisit]  # in reverse
     parameters: list[tuple[int, ...]]
 
     def run(self, module: ModuleShape, needs_gradient: bool) -> bool:
-        """Visit a module and those below it; return whether its output needs a gradient."""
+        """Visit a module and its submodules; return whether its output needs a gradient."""
         number = len(self.parameters)
         self.parameters.append(module.parameters)
-        takes_gradient = needs_gradient and module.differentiable_input
+        input_gradient = needs_gradient and module.differentiable_input
         self.forward.append(ModuleVisit(module=number, enters=True, forward=True))
-        if takes_gradient:
+        if input_gradient:
             self.backward.append(ModuleVisit(module=number, enters=False, forward=False))
-        output = takes_gradient or any(
+        output = input_gradient or any(
             self.model.parameters[index].requires_grad for index in module.parameters
         )
         for child in module.children:
@@ -103,14 +105,16 @@ def _gathers_of_a_step(
     numels = [parameter.numel for parameter in model.parameters]
     persistent = persistent_parameters(model, options)
     coordinator = Zero3Coordinator(visits, parameters, numels, persistent, options)
-    trained = [index for index, p in enumerate(model.parameters) if p.trained]
+    trained = [index for index, p in enumerate(model.parameters) if p.is_trained]
     for _ in range(_WARM_UP_STEPS + 1):
         gathers = [g for _ in range(micro_batches) for g in coordinator.micro_batch()]
         coordinator.end_step(trained)
     return gathers, coordinator.peak_numel
 
 
-def _reduction(model: ModelShape, options: Options, partition: _Partition) -> Iterator[Call]:
+def _reduction(
+    model: ModelShape, options: Options, partition: _ParameterPartition
+) -> Iterator[PlannedCall]:
     """Yield the calls that reduce the gradients of one micro-batch."""
     sizes = {index: parameter.numel for index, parameter in enumerate(model.parameters)}
     limit = options.reduce_bucket_size
@@ -122,7 +126,7 @@ def _reduction(model: ModelShape, options: Options, partition: _Partition) -> It
         else:
             op = "reduce_scatter"
             elements = sum(partition.aligned(index) for index in bucket)
-        yield Call(
+        yield PlannedCall(
             op=op,
             elements=elements,
             dtype=options.communication_dtype,
@@ -131,19 +135,26 @@ def _reduction(model: ModelShape, options: Options, partition: _Partition) -> It
         )
 
 
-def _checks(model: ModelShape, options: Options, partition: _Partition) -> Iterator[Call]:
+def _step_checks(
+    model: ModelShape, options: Options, partition: _ParameterPartition
+) -> Iterator[PlannedCall]:
+    """Yield the calls that check for overflow and compute the gradient norm."""
     ranks = partition.ranks
     if options.checks_overflow:
-        yield Call(op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks)
-    dtype = "fp64" if options.offload_optimizer == "none" else "fp32"
-    for group in model.groups():
+        yield PlannedCall(
+            op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks
+        )
+    dtype = "fp64" if not options.offloads_optimizer else "fp32"
+    for group in model.param_groups():
         parts = [partition.aligned(index) // ranks for index in group]
         for _ in range(_num_sub_groups(parts, options.sub_group_size)):
-            yield Call(op="all_reduce", elements=1, dtype=dtype, purpose="norm", group_size=ranks)
+            yield PlannedCall(
+                op="all_reduce", elements=1, dtype=dtype, purpose="norm", group_size=ranks
+            )
 
 
 def _num_sub_groups(parts: Sequence[int], limit: int) -> int:
-    """Count the sub-groups of a param group (stage3.py, _create_fp16_sub_groups)."""
+    """Return the number of sub-groups of a param group (stage3.py, _create_fp16_sub_groups)."""
     count, filled = 0, 0
     for part in parts:
         filled += part
@@ -153,8 +164,8 @@ def _num_sub_groups(parts: Sequence[int], limit: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Partition:
-    """How parameters are cut over the ranks, and what gathering them takes."""
+class _ParameterPartition:
+    """Partitioning of parameters over the ranks, and the calls that gather them."""
 
     model: ModelShape
     options: Options
@@ -165,27 +176,27 @@ class _Partition:
         return self.topology.data_parallel
 
     def aligned(self, index: int) -> int:
-        """Return a parameter's elements with the padding that makes all parts equal."""
+        """Return a parameter's elements, padded to equal parts."""
         numel = self.model.parameters[index].numel
         return numel + -numel % self.ranks
 
-    def gather(self, gather: Gather) -> Iterator[Call]:
+    def gather(self, gather: Gather) -> Iterator[PlannedCall]:
         if self.options.allgather_sequential or len(gather.parameters) == 1:
             for index in gather.parameters:
                 yield self._call(gather, "all_gather", self.aligned(index), self._dtype(index))
             return
-        fetch_by_sum = self.options.use_all_reduce_for_fetch and not gather.secondary
+        uses_all_reduce = self.options.use_all_reduce_for_fetch and not gather.secondary
         for dtype, elements in self._by_dtype(gather.parameters).items():
-            op = "all_reduce" if fetch_by_sum else "all_gather"
+            op = "all_reduce" if uses_all_reduce else "all_gather"
             yield self._call(gather, op, elements, dtype)
 
-    def gather_persistent(self, indices: Sequence[int]) -> Iterator[Call]:
-        """Yield the calls at the end of a step: one per parameter (partition_parameters.py)."""
-        if self.ranks == 1 and len(indices) != 1:  # only the sequential path asks a lone rank
+    def gather_persistent(self, indices: Sequence[int]) -> Iterator[PlannedCall]:
+        """Yield the calls at the end of a step, one per parameter (partition_parameters.py)."""
+        if self.ranks == 1 and len(indices) != 1:  # a single rank calls only in the sequential path
             return
-        whole = Gather(parameters=(), secondary=False)
+        from_all_ranks = Gather(parameters=(), secondary=False)
         for index in indices:
-            yield self._call(whole, "all_gather", self.aligned(index), self._dtype(index))
+            yield self._call(from_all_ranks, "all_gather", self.aligned(index), self._dtype(index))
 
     def _by_dtype(self, indices: Sequence[int]) -> Mapping[str, int]:
         sums: dict[str, int] = {}
@@ -197,6 +208,8 @@ class _Partition:
     def _dtype(self, index: int) -> str:
         return self.options.model_dtype or self.model.parameters[index].dtype
 
-    def _call(self, gather: Gather, op: str, elements: int, dtype: str) -> Call:
+    def _call(self, gather: Gather, op: str, elements: int, dtype: str) -> PlannedCall:
         size = self.options.hpz_partition_size if gather.secondary else self.ranks
-        return Call(op=op, elements=elements, dtype=dtype, purpose="parameters", group_size=size)
+        return PlannedCall(
+            op=op, elements=elements, dtype=dtype, purpose="parameters", group_size=size
+        )

@@ -1,7 +1,7 @@
-"""Measures what a model's activations take by a forward and backward pass that computes nothing.
+"""Measures the bytes of a model's activations in a forward and backward pass without computation.
 
-The pass runs on fake tensors: they have shapes and storages, and no memory. Attention is torch's on
-CPU, which keeps as little as flash attention does unless it drops out.
+The pass runs on fake tensors, which have shapes and storages, but no memory. Attention is torch's
+on CPU, which keeps as little as flash attention does, unless it has dropout.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from .activations import Activations
-from .live_bytes import LiveBytes
+from .memory import Activations
 
-# What a pass without values may fail with: where it asks for values, there are none.
+# Errors of a pass on fake tensors, which have no values.
 _PASS_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -35,37 +37,38 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 
 class UnknownActivationsError(Exception):
-    """The model could not be run on tokens; the text says why."""
+    """The model did not run on token ids; the message has the reason."""
 
 
 def trace_activations(
     module: nn.Module, dtype: str | None, *, samples: int, tokens: int
 ) -> Activations:
-    """Run micro-batches of `samples` and of twice as many token ids, forward and backward.
+    """Trace micro-batches of `samples` and of twice as many samples of token ids.
 
     Args:
-        module: The model, on any device; it is left as it is.
+        module: The model, on any device; it is not changed.
         dtype: Data type of parameters in training; None for their own.
         samples: Samples of a micro-batch.
         tokens: Length of a sample.
 
     Raises:
-        UnknownActivationsError: The model does not take token ids, or asks for values.
+        UnknownActivationsError: The model does not take token ids, or needs their values.
     """
     try:
         with _without_tracebacks(), FakeTensorMode(allow_non_fake_inputs=True):
-            fake = _without_values(module, _DTYPES[dtype])
+            fake = _fake_copy(module, _DTYPES[dtype])
             one, two = (_peak(fake, size, tokens) for size in (samples, 2 * samples))
     except _PASS_ERRORS as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UnknownActivationsError(f"{type(error).__name__}: {reason}") from error
-    each = max(0, two - one) // samples
-    return Activations(tokens=tokens, sample_bytes=each, fixed_bytes=one - samples * each)
+    sample_bytes = max(0, two - one) // samples
+    fixed_bytes = one - samples * sample_bytes
+    return Activations(tokens=tokens, sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
 
 
 @contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operation that fails: the error says it."""
+    """Disable torch's log of failed operations; the raised error has the same text."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -74,22 +77,22 @@ def _without_tracebacks() -> Iterator[None]:
         log.disabled = was_disabled
 
 
-def _without_values(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _fake_copy(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return a copy in training mode whose parameters and buffers are fake tensors on CPU."""
     fakes: dict[int, Any] = {}
     for buffer in module.buffers():
         fakes[id(buffer)] = _empty_like(buffer, dtype)
     for parameter in module.parameters():
         fake = nn.Parameter(_empty_like(parameter, dtype), requires_grad=parameter.requires_grad)
-        if fake.requires_grad:  # as ZeRO does, which takes each away as it is reduced
+        if fake.requires_grad:  # ZeRO frees each once it is reduced
             fake.register_post_accumulate_grad_hook(_drop_gradient)
         fakes[id(parameter)] = fake
     return copy.deepcopy(module, fakes).train()
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    changed = dtype if tensor.is_floating_point() else None
-    return torch.empty(tensor.shape, dtype=changed or tensor.dtype, device="cpu")
+    new_dtype = dtype if tensor.is_floating_point() else None
+    return torch.empty(tensor.shape, dtype=new_dtype or tensor.dtype, device="cpu")
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
@@ -98,11 +101,11 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def _peak(module: nn.Module, samples: int, tokens: int) -> int:
     ids = torch.zeros(samples, tokens, dtype=torch.long)
-    counted = LiveBytes()
-    with counted:
+    live = LiveBytes()
+    with live:
         output = _call(module, ids)
         _loss(output, ids).backward()
-    return counted.peak
+    return live.peak
 
 
 def _call(module: nn.Module, ids: torch.Tensor) -> Any:
@@ -114,20 +117,68 @@ def _call(module: nn.Module, ids: torch.Tensor) -> Any:
 
 
 def _loss(output: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the model's own loss, or the cross-entropy in fp32 of its logits.
+    """Return the model's own loss, or the fp32 cross-entropy of its logits.
 
     Raises:
-        TypeError: The output holds neither.
+        TypeError: The output has neither.
     """
-    for found in _candidates(output):
-        if found.is_floating_point() and found.dim() == 0:
-            return found
-        if found.is_floating_point() and found.shape[:-1] == ids.shape:
-            return nn.functional.cross_entropy(found.flatten(0, 1).float(), ids.flatten())
-    raise TypeError("the output is neither a loss nor logits of each token")
+    for tensor in _candidates(output):
+        if tensor.is_floating_point() and tensor.dim() == 0:
+            return tensor
+        if tensor.is_floating_point() and tensor.shape[:-1] == ids.shape:
+            return nn.functional.cross_entropy(tensor.flatten(0, 1).float(), ids.flatten())
+    raise TypeError("the output is neither a loss nor logits for each token")
 
 
 def _candidates(output: Any) -> Iterable[torch.Tensor]:
     first = output[0] if isinstance(output, tuple | list) and output else None
-    found = (getattr(output, "loss", None), getattr(output, "logits", None), output, first)
-    return (tensor for tensor in found if isinstance(tensor, torch.Tensor))
+    values = (getattr(output, "loss", None), getattr(output, "logits", None), output, first)
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the bytes of live storages, as a device's allocator does.
+
+    Storages that existed before are not counted, nor those on the meta device. Fake tensors count
+    with their size.
+
+    Attributes:
+        live: Bytes of the storages that are alive.
+        peak: The maximum of `live` so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._bytes_of: dict[int, int] = {}
+
+    def __torch_dispatch__(  # noqa: D105 - the hook that torch calls for each operation
+        self,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        existing = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._count(tensor.untyped_storage(), existing)
+        return output
+
+    def _count(self, storage: torch.UntypedStorage, existing: set[int]) -> None:
+        key = storage._cdata
+        if key in self._bytes_of or key in existing:
+            return
+        self._bytes_of[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._bytes_of.pop(key)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
 from ...metrics.snapshot import Snapshot
+from ..estimator.engine_plan import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
 from ..tuner.job_facts import job_facts
 from ..tuner.policy.decision import Mode
@@ -19,7 +20,6 @@ from ..tuner.policy.proposals import TunerInput, propose
 from ..tuner.policy.types import Symptom
 from ..tuner.reporting import TunerReporter
 from ..tuner.thresholds import thresholds_of
-from .engine_info import is_data_parallel
 
 if TYPE_CHECKING:
     from ..tuner.knobs.engine_knobs import EngineKnobs

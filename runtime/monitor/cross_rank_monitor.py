@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from ...errors import DsConfigError
 from ...metrics.step_record import StepRecord
 from ..common.rank_store import StoreClientFactory
 from ..cross_rank.cross_rank_thread import CrossRankThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
 from ..cross_rank.hang.hang_watch import HangWatch
 from ..cross_rank.hang.sources import watch_for_hangs
-from ..estimator.engine_plan import plan_of_engine
-from ..estimator.plan import Plan
-from ..estimator.volume_check import EngineVariant, WireVolumeCheck, engine_variant
+from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
-from .engine_info import cuda_device, is_data_parallel
-
-logger = logging.getLogger(__name__)
+from .engine_info import cuda_device
 
 
 class CrossRankMonitor:
@@ -28,7 +22,7 @@ class CrossRankMonitor:
     Attributes:
         listeners: What gets the record of each step, on the watch thread.
         duties: What is to be done on the watch thread each second.
-        begin_anew: To be called when the engine is another one.
+        rebind_engine: To be called with the new engine after a rebuild.
         inquest: Called with a collective that raised.
         keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
         step_ended: Called on the training thread with the number of each step; None if not needed.
@@ -37,11 +31,10 @@ class CrossRankMonitor:
     def __init__(self, context: WatchContext) -> None:
         fail_open, recorder = context.fail_open, context.recorder
         self._context = context
-        speaks = context.identity.rank == 0
         volume = WireVolumeCheck(
-            fail_open.wrap("estimate", self._plan), self._engine_variant, recorder, speaks=speaks
+            context.engine(), recorder, fail_open, logs_differences=context.identity.rank == 0
         )
-        self.begin_anew = fail_open.wrap("volume", volume.begin_anew)
+        self.rebind_engine = fail_open.wrap("volume", volume.rebind_engine)
         self._exchange = self._new_exchange(volume.ratio)
         self._hang = self._new_hang_watch()
         self._exchange.pause = lambda: self._hang.pause
@@ -125,21 +118,6 @@ class CrossRankMonitor:
         on_cuda = cuda_device() is not None
         recorder = self._context.recorder
         return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
-
-    def _engine_variant(self) -> EngineVariant | None:
-        engine = self._context.engine()
-        return None if engine is None else engine_variant(engine)
-
-    def _plan(self, micro_batches: int) -> Plan | None:
-        """Plan a step of this engine; None where more than data parallelism communicates."""
-        engine = self._context.engine()
-        if engine is None or not is_data_parallel(engine):
-            return None
-        try:
-            return plan_of_engine(engine, micro_batches)
-        except DsConfigError as error:  # DeepSpeed takes it, as a newer one may
-            logger.info("steps are not compared with a plan: %s", error)
-            return None
 
 
 def _ignore_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:

@@ -35,19 +35,6 @@ def cuda_device() -> int | None:
     return torch.cuda.current_device() if on_cuda else None
 
 
-def is_data_parallel(engine: Any) -> bool:
-    """Whether all ranks hold the whole model, or ZeRO's part of it, and nothing else is split."""
-    split = (
-        hasattr(type(engine), "train_batch")
-        or getattr(engine, "has_moe_layers", False)
-        or getattr(engine, "sequence_parallel_size", 1) > 1
-    )
-    if split or not dist.is_initialized():
-        return False
-    ranks: int = dist.get_world_size(engine.seq_data_parallel_group)
-    return ranks == dist.get_world_size()
-
-
 def warn_of_comms_logger() -> None:
     """Say that DeepSpeed's comms_logger is on, which changes what is measured; leave it on."""
     if deepspeed.comm.comm.comms_logger.enabled:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from ...errors import DsConfigError
 from ...metrics.catalog.labels import PHASES
-from ..estimator.engine_plan import engine_config
-from ..estimator.layouts import planned_layouts
+from ..estimator.engine_plan import engine_config, planned_layouts
 from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext

@@ -127,7 +127,7 @@ class Watch:
             return
         self._engine_side.rebind_engine(engine)
         self._memory.rebind_engine(engine)
-        self._comparison.begin_anew()
+        self._comparison.rebind_engine(engine)
         self._introduction.begin_anew()
 
     def discard_window(self) -> None:

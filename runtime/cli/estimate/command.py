@@ -1,4 +1,4 @@
-"""The command `estimate`: what a DeepSpeed configuration will cost, before it runs."""
+"""The command `estimate`: communication and memory of a DeepSpeed configuration before it runs."""
 
 from __future__ import annotations
 
@@ -16,34 +16,51 @@ from ....errors import CommandLineError, DsConfigError
 if TYPE_CHECKING:
     from ...estimator.plan import Plan
     from ...estimator.shapes import ModelShape, Topology
-    from .micro_batch import BatchPlan
+    from .inputs import BatchPlan
 
 _ALL = "all"
 
 
-@click.command(short_help="What a configuration will send and hold, per ZeRO stage.")
+@click.command(short_help="Estimate communication and memory of a ds config, per ZeRO stage.")
 @click.argument("config_file", metavar="DS_JSON")
-@click.option("--world", type=int, required=True, help="Ranks of the job.")
-@click.option("--params", "size", help="Parameters of the model, as 125M, 7B, 1e9 or 350000.")
+@click.option("--world", type=int, required=True, help="Number of ranks.")
 @click.option(
-    "--model", "model_name", metavar="MODULE:CALLABLE", help="A callable that returns the model."
+    "--params", "size", metavar="SIZE", help="Number of parameters: 125M, 7B, 1e9 or 350000."
 )
-@click.option("--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True)
-@click.option("--tp", type=int, help="Ranks of tensor parallelism.  [default: the configuration's]")
-@click.option("--pp", type=int, default=1, show_default=True, help="Ranks of pipeline parallelism.")
+@click.option(
+    "--model",
+    "model_name",
+    metavar="MODULE:CALLABLE",
+    help="A callable without arguments that returns the model.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["nccl", "gloo"]),
+    default="nccl",
+    show_default=True,
+    help="Communication backend.",
+)
+@click.option("--tp", type=int, help="Tensor-parallel ranks.  [default: from DS_JSON]")
+@click.option("--pp", type=int, default=1, show_default=True, help="Pipeline-parallel ranks.")
 @click.option(
     "--stage",
     type=click.Choice([_ALL, "0", "1", "2", "3"]),
     default=_ALL,
     show_default=True,
-    help="ZeRO stage to plan for.",
+    help="ZeRO stage to estimate.",
 )
-@click.option("--sequence", type=int, help="Tokens of a sample; adds what activations take.")
+@click.option("--sequence", type=int, help="Tokens per sample; includes activations.")
 @click.option(
-    "--micro-batch", type=int, help="Samples of a micro-batch.  [default: the configuration's]"
+    "--micro-batch",
+    type=int,
+    help="Samples per micro-batch; needs --sequence.  [default: from DS_JSON]",
 )
-@click.option("--memory", metavar="SIZE", help="Memory of the device, as 80GiB: what fits in it?")
-@click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    help="Device memory, such as 80GiB: shows the largest micro-batch that fits; needs --sequence.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(
     config_file: str,
     world: int,
@@ -58,31 +75,31 @@ def estimate(
     memory: str | None,
     as_json: bool,
 ) -> None:
-    """Say what the configuration DS_JSON will put on the wire and hold in memory.
+    """Estimate communication and memory of the DeepSpeed configuration DS_JSON.
 
-    Nothing is trained and no GPU is needed: collectives, bytes and the memory of one rank are
-    worked out from the configuration and the model's shapes, for each ZeRO stage.
+    For each ZeRO stage, prints the collectives and bytes that one rank sends per optimizer step,
+    and the memory that it needs. The model is either a typical transformer (--params) or your own
+    (--model). Nothing is trained and no GPU is needed.
 
-    Example: zerowatch estimate ds.json --world 8 --model my_project.model:build
+    Example: zerowatch estimate ds.json --world 8 --params 7B --sequence 4096 --memory 80GiB
     """
-    from ...estimator.options import stage_of
-    from .micro_batch import BatchOptions, batch_plan
-    from .model import model_of
+    from ...estimator.config_reader import ConfigReader
+    from .inputs import MemoryOptions, plan_batch, read_model
 
     config = _read_config(config_file)
     _warn_of_misspelt_keys(config, config_file)
-    own_stage = stage_of(config, config_file)
-    model = model_of(size, model_name)
+    configured_stage = ConfigReader(config, config_file).stage()
+    model = read_model(size, model_name)
     topology = _topology(config, world, tp, pp, backend)
-    plans = _plans(config, model[0], topology, stage, config_file)
-    asked = BatchOptions(sequence=sequence, micro_batch=micro_batch, memory=memory)
-    batch = batch_plan(asked, config, model, topology, config_file)
+    plans = _plans(config, model.shape, topology, stage, config_file)
+    given = MemoryOptions(sequence=sequence, micro_batch=micro_batch, memory=memory)
+    batch = plan_batch(given, config, model, topology, config_file)
     if as_json:
-        click.echo(json.dumps(_as_json(plans, model[0], topology, batch), indent=2))
+        click.echo(json.dumps(_as_json(plans, model.shape, topology, batch), indent=2))
         return
-    from .tables import Heading, print_plans
+    from .report import Heading, print_plans
 
-    heading = Heading(config_file, model[0], topology, own_stage, batch)
+    heading = Heading(config_file, model.shape, topology, configured_stage, batch)
     print_plans(plans, heading, sys.stdout)
 
 
@@ -94,9 +111,9 @@ def _read_config(config_file: str) -> Mapping[str, Any]:
             f"{config_file} cannot be read: {error.strerror}; give a JSON file"
         ) from error
     except ValueError as error:
-        raise DsConfigError(f"{config_file} is no JSON: {error}; correct it there") from error
+        raise DsConfigError(f"{config_file} is not valid JSON: {error}; fix it") from error
     if not isinstance(config, dict):
-        raise DsConfigError(f"{config_file} holds no JSON object; give a DeepSpeed configuration")
+        raise DsConfigError(f"{config_file} has no JSON object; give a DeepSpeed configuration")
     return config
 
 
@@ -105,9 +122,9 @@ def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
 
     found = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
     if found:
-        ignored = ", ".join(found)
         click.echo(
-            f"zerowatch: {config_file}: DeepSpeed does not know and ignores {ignored}", err=True
+            f"zerowatch: {config_file}: DeepSpeed ignores unknown keys: {', '.join(found)}",
+            err=True,
         )
 
 
@@ -125,7 +142,7 @@ def _topology(
             raise CommandLineError(f"{option} is {ranks}; give 1 or more")
     if world % (tp * pp):
         raise CommandLineError(
-            f"--world {world} does not divide into --tp {tp} x --pp {pp} ranks; change one of them"
+            f"--world {world} is not divisible by --tp {tp} x --pp {pp} ranks; change one of them"
         )
     return Topology(world_size=world, tensor_parallel=tp, pipeline_parallel=pp, backend=backend)
 
@@ -133,21 +150,22 @@ def _topology(
 def _plans(
     config: Mapping[str, Any], model: ModelShape, topology: Topology, stage: str, origin: str
 ) -> list[Plan]:
-    from ...estimator.step import plan_step, refuse_auto, stages_for
+    from ...estimator.plan_step import plan_step, raise_for_auto, stages_for
 
     stages = stages_for(topology) if stage == _ALL else (int(stage),)
-    refuse_auto(config, stages, origin)
+    raise_for_auto(config, stages, origin)
     return [plan_step(model, config, topology, stage=one, origin=origin) for one in stages]
 
 
 def _as_json(
     plans: list[Plan], model: ModelShape, topology: Topology, batch: BatchPlan
 ) -> dict[str, Any]:
+    activation_bytes = batch.activation_bytes if batch.activations else None
     return {
         "topology": asdict(topology),
         "parameters": model.num_parameters,
         "trained_parameters": model.num_trained,
-        "batch": {**asdict(batch), "activation_bytes": _known_activation_bytes(batch)},
+        "batch": {**asdict(batch), "activation_bytes": activation_bytes},
         "plans": [
             {
                 **asdict(plan),
@@ -159,7 +177,3 @@ def _as_json(
             for plan in plans
         ],
     }
-
-
-def _known_activation_bytes(batch: BatchPlan) -> int | None:
-    return batch.activation_bytes if batch.activations else None

@@ -12,7 +12,7 @@ from ...common.training_config import merged
 from ...common.training_config import zero_stage as stage_of
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.check import unsupported_reason
-from ...estimator.layouts import planned_layouts
+from ...estimator.engine_plan import planned_layouts
 from ...memory.oom.would_fit import Layout
 from ..policy.types import Configuration, Value
 from .deepspeed_knobs import ZERO

@@ -1,4 +1,4 @@
-"""The command `estimate`, as a user sees it."""
+"""Output and errors of the command `estimate`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_stage_is_shown_and_the_configured_one_is_marked(estimate, ds_json
     assert not rows(out, "1 <- ")
 
 
-def test_the_total_stands_beside_the_least_and_their_ratio(estimate, ds_json):
+def test_the_total_is_followed_by_the_lower_bound_and_the_ratio(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE)
 
     totals = [line.split() for line in out.splitlines() if "total (approximate)" in line]
@@ -65,14 +65,14 @@ def test_remarks_explain_the_all_reduce_and_name_ignored_keys(estimate, ds_json)
 
     text = " ".join(out.split())
     assert "all-reduce, although reduce_scatter is true" in text
-    assert "allgather_bucket_size is set and does nothing" in text
+    assert "allgather_bucket_size is set and has no effect" in text
 
 
-def test_it_says_that_the_model_is_assumed(estimate, ds_json):
+def test_a_size_alone_is_planned_as_a_typical_transformer(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE)
 
-    assert "a typical transformer of 7 B parameters" in out
-    assert "calls are approximate" in " ".join(out.split())
+    assert "a typical transformer of 7B parameters" in out
+    assert "Not exact: parameter shapes" in " ".join(out.split())
 
 
 def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(estimate, ds_json):
@@ -82,14 +82,14 @@ def test_plain_output_has_no_colours_and_fits_in_a_hundred_columns(estimate, ds_
     assert max(len(line) for line in out.splitlines()[1:]) < 100
 
 
-def test_one_stage_alone_can_be_asked_for(estimate, ds_json):
+def test_one_stage_can_be_selected(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE, "--stage", 3)
 
     assert "Stage 3" in out
     assert "Stage 2" not in out
 
 
-def test_json_holds_the_same_plans(estimate, ds_json):
+def test_json_has_the_same_plans(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE, "--json")
 
     written = json.loads(out)
@@ -99,7 +99,7 @@ def test_json_holds_the_same_plans(estimate, ds_json):
     assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
 
 
-def test_a_models_own_shapes_make_the_plan_exact(estimate, ds_json):
+def test_the_shapes_of_a_real_model_make_the_plan_exact(estimate, ds_json):
     model = ("--model", "scripts.plan_cases:frozen")
 
     code, out, err = estimate(ds_json, "--world", 4, *model, "--stage", 2)
@@ -109,7 +109,7 @@ def test_a_models_own_shapes_make_the_plan_exact(estimate, ds_json):
     assert "Calls and payload bytes are exact." in out
 
 
-def test_pipeline_parallelism_leaves_out_the_stages_that_deepspeed_refuses(estimate, ds_json):
+def test_pipeline_parallelism_omits_the_stages_that_deepspeed_rejects(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE, "--pp", 2, "--tp", 2)
 
     assert "2 data x 2 tensor x 2 pipeline" in out
@@ -136,30 +136,28 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
         (("--world", 8), "give either --params"),
         (("--world", 8, "--params", "7B", "--model", "m:n"), "give either --params"),
         (("--world", 0, "--params", "7B"), "--world is 0; give 1 or more"),
-        (("--world", 8, "--params", "7B", "--tp", 3), "does not divide"),
-        (("--world", 8, "--params", "lots"), "--params lots is no size"),
-        (("--world", 8, "--params", "-7B"), "--params -7B is no size"),
-        (("--world", 8, "--params", "nan"), "--params nan is no size"),
+        (("--world", 8, "--params", "7B", "--tp", 3), "--tp 3 x --pp 1"),
+        (("--world", 8, "--params", "lots"), "--params lots is not a size"),
+        (("--world", 8, "--params", "-7B"), "--params -7B is too small"),
+        (("--world", 8, "--params", "nan"), "--params nan is not a size"),
         (("--world", 8, "--model", "no_colon"), "names no callable"),
-        (("--world", 8, "--model", "no.such.module:build"), "does not import"),
-        (("--world", 8, "--model", "scripts.plan_cases:nothing"), "does not import"),
+        (("--world", 8, "--model", "no.such.module:build"), "cannot be imported"),
+        (("--world", 8, "--model", "scripts.plan_cases:nothing"), "cannot be imported"),
         (("--world", 8, "--model", "scripts.plan_cases:Block"), "without arguments"),
-        (("--world", 8, "--model", "scripts.plan_cases:Case.ds_config"), "does not import"),
+        (("--world", 8, "--model", "scripts.plan_cases:Case.ds_config"), "cannot be imported"),
         (("--world", 8, "--model", "builtins:dict"), "returns a dict"),
         (("--world", 8, "--params", "7B", "--pp", 2, "--stage", 3), "pipeline parallelism"),
     ],
 )
-def test_a_command_that_cannot_be_carried_out_is_refused_in_one_line(
-    estimate, ds_json, arguments, words
-):
-    refused_in_one_line(estimate(ds_json, *arguments), words)
+def test_invalid_options_are_one_line_and_exit_code_2(estimate, ds_json, arguments, words):
+    assert_error(estimate(ds_json, *arguments), words)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is no JSON"),
-        ("[1]", "holds no JSON object"),
+        ("{", "is not valid JSON"),
+        ("[1]", "has no JSON object"),
         ('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage is 5"),
         (json.dumps({**DS_CONFIG, "train_batch_size": 63}), "train_batch_size 63"),
         (
@@ -176,20 +174,18 @@ def test_a_command_that_cannot_be_carried_out_is_refused_in_one_line(
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_refused_in_one_line(
-    estimate, tmp_path, content, words
-):
+def test_an_invalid_configuration_is_one_line_and_exit_code_2(estimate, tmp_path, content, words):
     file = tmp_path / "bad.json"
     file.write_text(content)
 
-    refused_in_one_line(estimate(file, *SIZE), f"{file}", words)
+    assert_error(estimate(file, *SIZE), f"{file}", words)
 
 
-def test_a_file_that_is_not_there_is_refused_in_one_line(estimate, tmp_path):
-    refused_in_one_line(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
+def test_a_missing_file_is_one_line_and_exit_code_2(estimate, tmp_path):
+    assert_error(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
 
-def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(estimate, tmp_path):
+def test_misspelt_keys_are_named_in_one_line_before_the_plan(estimate, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
 
@@ -198,11 +194,11 @@ def test_misspelt_keys_are_named_in_one_line_and_the_plan_stands(estimate, tmp_p
     assert (code, err.count("\n")) == (0, 1)
     assert "'gradient_cliping' (did you mean 'gradient_clipping'?)" in err
     assert "'zero_optimisation' (did you mean 'zero_optimization'?)" in err
-    assert "Stage 2, as configured" in out
+    assert "Stage 2 (configured)" in out
 
 
 @pytest.mark.parametrize("key", ["my_project", "wandb", "data_parallel_size", "zerowatch"])
-def test_other_keys_are_passed_over_in_silence(estimate, tmp_path, key):
+def test_other_unknown_keys_are_not_reported(estimate, tmp_path, key):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, key: {}}))
 
@@ -211,16 +207,16 @@ def test_other_keys_are_passed_over_in_silence(estimate, tmp_path, key):
     assert err == ""
 
 
-def refused_in_one_line(result: tuple[int, str, str], *words: str) -> None:
+def assert_error(result: tuple[int, str, str], *words: str) -> None:
     code, out, err = result
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert [word for word in words if word not in err] == []
 
 
-def test_a_terminal_gets_a_table_with_rules(ds_json, monkeypatch):
-    from zerowatch.runtime.cli.estimate.tables import Heading, print_plans
+def test_a_terminal_gets_a_table_with_styles(ds_json, monkeypatch):
+    from zerowatch.runtime.cli.estimate.report import Heading, print_plans
+    from zerowatch.runtime.estimator.plan_step import plan_step
     from zerowatch.runtime.estimator.shapes import Topology
-    from zerowatch.runtime.estimator.step import plan_step
     from zerowatch.runtime.estimator.typical_model import typical_transformer
 
     written: list[str] = []
@@ -249,4 +245,4 @@ class Terminal:
         self._written += lines
 
     def flush(self) -> None:
-        """Hold nothing back."""
+        """Nothing is buffered."""

@@ -1,4 +1,4 @@
-"""What `estimate` says of memory: activations, the peak, and what fits."""
+"""Memory in the output of `estimate`: activations, the peak, and the micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def plans(out: str) -> list[dict]:
     return json.loads(out)["plans"]
 
 
-def test_without_a_sequence_activations_are_said_to_be_left_out(estimate):
+def test_without_a_sequence_activations_are_not_included(estimate):
     _, out, _ = estimate(*SIZE)
 
     assert "in training, without activations" in out
-    assert "Activations are left out; --sequence" in out
+    assert "Activations are not included; add --sequence" in out
 
 
-def test_with_a_sequence_they_have_a_column_and_count_in_the_peak(estimate):
+def test_with_a_sequence_activations_have_a_column_and_count_in_the_peak(estimate):
     _, without, _ = estimate(*SIZE, "--json")
     _, out, _ = estimate(*SIZE, "--sequence", 4096, "--json")
     _, table, _ = estimate(*SIZE, "--sequence", 4096)
@@ -65,13 +65,13 @@ def test_with_a_sequence_they_have_a_column_and_count_in_the_peak(estimate):
     assert " activations " in table
 
 
-def test_it_says_what_activation_checkpointing_would_leave(estimate):
+def test_the_effect_of_activation_checkpointing_is_shown(estimate):
     _, out, _ = estimate(*SIZE, "--sequence", 4096)
 
-    assert "With activation checkpointing of each layer, activations would take" in words(out)
+    assert "With activation checkpointing of each layer, activations need 5.61 GiB" in words(out)
 
 
-def test_the_micro_batch_is_the_configurations_unless_one_is_given(estimate):
+def test_the_micro_batch_defaults_to_that_of_the_configuration(estimate):
     _, own, _ = estimate(*SIZE, "--sequence", 128, "--json")
     _, given, _ = estimate(*SIZE, "--sequence", 128, "--micro-batch", 6, "--json")
 
@@ -80,7 +80,7 @@ def test_the_micro_batch_is_the_configurations_unless_one_is_given(estimate):
     assert batches[1]["activation_bytes"] == 3 * batches[0]["activation_bytes"]
 
 
-def test_the_micro_batch_follows_from_the_total_where_only_that_is_given(estimate):
+def test_the_micro_batch_is_derived_from_the_total_batch(estimate):
     config = {**DS_CONFIG, "train_batch_size": 64, "gradient_accumulation_steps": 2}
     del config["train_micro_batch_size_per_gpu"]
 
@@ -89,7 +89,7 @@ def test_the_micro_batch_follows_from_the_total_where_only_that_is_given(estimat
     assert json.loads(out)["batch"]["samples"] == 4
 
 
-def test_the_largest_micro_batch_that_fits_fits_and_one_more_does_not(estimate):
+def test_the_largest_micro_batch_fits_and_one_more_sample_does_not(estimate):
     options = (*SIZE, "--sequence", 2048, "--stage", 3, "--json")
     _, out, _ = estimate(*options, "--memory", "80GiB")
     (plan,) = plans(out)
@@ -105,10 +105,10 @@ def test_the_largest_micro_batch_that_fits_fits_and_one_more_does_not(estimate):
 def test_a_stage_that_does_not_fit_is_named(estimate):
     _, out, _ = estimate(*SIZE, "--sequence", 2048, "--memory", "24GB")
 
-    assert "Largest micro-batch in 22.4 GiB, in samples: stage 0: none" in words(out)
+    assert "that fits in 22.4 GiB: stage 0: none" in words(out)
 
 
-def test_a_models_own_activations_are_traced(estimate):
+def test_activations_of_a_real_model_are_traced(estimate):
     code, out, err = estimate(*OWN, "--sequence", 128)
 
     assert (code, err) == (0, "")
@@ -116,16 +116,16 @@ def test_a_models_own_activations_are_traced(estimate):
     assert "?" not in out
 
 
-def test_a_model_that_takes_no_tokens_has_unknown_activations_and_still_a_plan(estimate):
+def test_a_model_that_takes_no_token_ids_has_a_plan_without_activations(estimate):
     model = ("--world", 8, "--model", "scripts.plan_cases:deep")
 
     code, out, _ = estimate(*model, "--sequence", 7)
 
     assert code == 0
-    assert "Activations are unknown: a pass of token ids through the model fails" in words(out)
+    assert "Activations are unknown: a forward and backward pass on token ids fails" in words(out)
 
 
-def test_activations_over_tensor_ranks_are_said_to_be_unknown(estimate):
+def test_activations_with_tensor_parallelism_are_unknown(estimate):
     _, out, _ = estimate(*SIZE, "--tp", 2, "--sequence", 128)
 
     assert "Activations are unknown: not planned with tensor or pipeline" in words(out)
@@ -148,21 +148,21 @@ def test_the_widest_table_fits_in_98_columns(estimate, config):
     [
         (("--sequence", 0), "--sequence is 0; give 1 or more"),
         (("--sequence", 8, "--micro-batch", 0), "--micro-batch is 0; give 1 or more"),
-        (("--micro-batch", 4), "--micro-batch is about activations"),
-        (("--memory", "80GiB"), "--memory is about activations"),
-        (("--sequence", 8, "--memory", "much"), "--memory much is no size"),
-        (("--sequence", 8, "--memory", "80"), "--memory 80 is no size"),
-        (("--sequence", 8, "--memory", "-1GB"), "--memory -1GB is no size"),
+        (("--micro-batch", 4), "--micro-batch needs --sequence"),
+        (("--memory", "80GiB"), "--memory needs --sequence"),
+        (("--sequence", 8, "--memory", "much"), "--memory much is not a size"),
+        (("--sequence", 8, "--memory", "80"), "--memory 80 is not a size"),
+        (("--sequence", 8, "--memory", "-1GB"), "--memory -1GB is not a size"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_one_line(estimate, arguments, fault):
+def test_invalid_memory_options_are_one_line_and_exit_code_2(estimate, arguments, fault):
     code, out, err = estimate(*SIZE, *arguments)
 
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert fault in err
 
 
-def test_a_micro_batch_that_only_hugging_face_knows_must_be_given(estimate):
+def test_an_auto_micro_batch_requires_the_option(estimate):
     config = {
         **DS_CONFIG,
         "train_micro_batch_size_per_gpu": "auto",

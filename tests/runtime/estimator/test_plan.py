@@ -1,20 +1,18 @@
-"""The planner's pure parts, against closed forms and what DeepSpeed's source says."""
+"""Plans of a step, against closed forms and the behaviour of DeepSpeed's source."""
 
 from __future__ import annotations
 
 import pytest
 
 from zerowatch.errors import DsConfigError
-from zerowatch.runtime.estimator.batch import micro_batches
-from zerowatch.runtime.estimator.buckets import cut_above, fill_buckets, flatten
-from zerowatch.runtime.estimator.coordinator import Zero3Coordinator
-from zerowatch.runtime.estimator.lower_bound import least_wire_bytes
-from zerowatch.runtime.estimator.options import Options, read_options
-from zerowatch.runtime.estimator.plan import Plan
+from zerowatch.runtime.estimator.buckets import combine_messages, fill_buckets, flatten
+from zerowatch.runtime.estimator.options import Options, accumulation_steps, read_options
+from zerowatch.runtime.estimator.plan import Plan, least_wire_bytes
+from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.estimator.stage_3 import module_visits
-from zerowatch.runtime.estimator.step import plan_step
 from zerowatch.runtime.estimator.typical_model import typical_transformer
+from zerowatch.runtime.estimator.zero3_coordinator import Zero3Coordinator
 
 BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
 
@@ -48,7 +46,7 @@ def remarks(zero: dict, **config: object) -> str:
 @pytest.mark.parametrize(
     ("stage", "least"), [(0, 2 * 300), (1, 300 + 150), (2, 4 * 300 + 150), (3, 4 * (300 + 300))]
 )
-def test_the_least_follows_the_papers_closed_forms(stage, least):
+def test_the_lower_bound_follows_the_papers_closed_forms(stage, least):
     actual = least_wire_bytes(
         stage, gradient_bytes=400, parameter_bytes=200, micro_batches=4, num_ranks=4
     )
@@ -57,19 +55,19 @@ def test_the_least_follows_the_papers_closed_forms(stage, least):
 
 
 @pytest.mark.parametrize(("accumulation", "ratio"), [(1, 1.5), (4, 1.8)])
-def test_multi_rank_buckets_in_stage_2_send_half_as_much_again_or_more(accumulation, ratio):
+def test_multi_rank_buckets_in_stage_2_send_50_percent_more_than_the_minimum(accumulation, ratio):
     planned = plan({"stage": 2}, accumulation=accumulation)
 
     assert planned.volume_ratio == pytest.approx(ratio, rel=1e-3)
 
 
-def test_stage_0_sends_the_least():
+def test_stage_0_sends_the_minimum():
     planned = plan({"stage": 0})
 
     assert planned.volume_ratio == pytest.approx(1.0)
 
 
-def test_a_reduce_per_owner_sends_about_the_least():
+def test_a_reduce_per_owner_sends_about_the_minimum():
     planned = plan({"stage": 2, "use_multi_rank_bucket_allreduce": False}, accumulation=4)
 
     assert planned.volume_ratio == pytest.approx(1.0, rel=1e-3)
@@ -82,7 +80,7 @@ def test_one_rank_sends_nothing_and_has_no_ratio():
     assert planned.volume_ratio is None
 
 
-def test_gloo_is_charged_an_all_reduce_for_each_reduce_scatter():
+def test_gloo_sends_an_all_reduce_for_each_reduce_scatter():
     config = {**BF16, "zero_optimization": {"stage": 3}}
     sent = [
         plan_step(chain(1600), config, Topology(world_size=4, backend=backend)).totals()
@@ -98,8 +96,8 @@ def test_a_parameter_larger_than_the_bucket_gets_one_of_its_own():
     assert buckets == [[0], [1], [2, 3]]
 
 
-def test_a_message_is_closed_only_above_the_limit():
-    messages = cut_above([4, 4, 1, 7], limit=8)
+def test_a_message_ends_only_above_the_limit():
+    messages = combine_messages([4, 4, 1, 7], limit=8)
 
     assert messages == [9, 7]
 
@@ -125,7 +123,7 @@ def test_a_tied_weight_gets_its_gradient_where_it_was_first_used():
 
 
 def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
-    layer = ModuleShape(name="", parameters=(0, 1), gradients="linear")
+    layer = ModuleShape(name="", parameters=(0, 1), gradient_order="linear")
     parameters = tuple(ParameterShape(name=name, shape=(1,)) for name in ("weight", "bias"))
     model = ModelShape(parameters=parameters, root=layer)
 
@@ -134,7 +132,7 @@ def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
 
 
 def gathers(options: Options, *, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return what the last of some micro-batches gathers, of three layers of ten elements."""
+    """Return the gathers of the last micro-batch, for three layers of ten elements."""
     visits, own = module_visits(chain(10, 10, 10))
     coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
     for _ in range(micro_batches):
@@ -178,7 +176,7 @@ def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
     assert [memory.device_bytes[kind] for kind in kinds] == [2000, 2000, 12000]
 
 
-def test_stage_3_divides_all_of_it_over_the_ranks():
+def test_stage_3_divides_all_states_over_the_ranks():
     config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
 
     memory = plan_step(chain(1000), config, Topology(world_size=4)).memory
@@ -187,7 +185,7 @@ def test_stage_3_divides_all_of_it_over_the_ranks():
     assert [memory.device_bytes[kind] for kind in kinds] == [500, 500, 3000]
 
 
-def test_an_offloaded_optimizer_leaves_the_device_for_the_host():
+def test_an_offloaded_optimizer_moves_from_device_to_host():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
     memory = plan(zero).memory
@@ -197,7 +195,7 @@ def test_an_offloaded_optimizer_leaves_the_device_for_the_host():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_plan_says_why_reduce_scatter_issues_an_all_reduce(stage):
+def test_a_remark_explains_why_reduce_scatter_issues_an_all_reduce(stage):
     text = remarks({"stage": stage, "reduce_scatter": True})
 
     assert "all-reduce, although reduce_scatter is true" in text
@@ -208,21 +206,21 @@ def test_the_plan_says_why_reduce_scatter_issues_an_all_reduce(stage):
     ("zero", "config", "words"),
     [
         ({"stage": 2, "use_multi_rank_bucket_allreduce": False}, {}, "one reduce per bucket"),
-        ({"stage": 2, "reduce_scatter": False}, {}, "as reduce_scatter is false"),
-        ({"stage": 2, "contiguous_gradients": False}, {}, "as contiguous_gradients is false"),
+        ({"stage": 2, "reduce_scatter": False}, {}, "because reduce_scatter is false"),
+        ({"stage": 2, "contiguous_gradients": False}, {}, "because contiguous_gradients is false"),
         ({"stage": 3}, {}, "reduce-scatter of each bucket"),
         ({"stage": 1}, {"data_types": {"grad_accum_dtype": "fp32"}}, "BF16_Optimizer"),
-        ({"stage": 2, "allgather_bucket_size": 2e8}, {}, "allgather_bucket_size is set and does"),
-        ({"stage": 2, "allgather_partitions": True}, {}, "allgather_partitions is set and does"),
-        ({"stage": 0, "reduce_bucket_size": 1e6}, {}, "reduce_bucket_size is set and does"),
+        ({"stage": 2, "allgather_bucket_size": 2e8}, {}, "allgather_bucket_size is set and has no"),
+        ({"stage": 2, "allgather_partitions": True}, {}, "allgather_partitions is set and has no"),
+        ({"stage": 0, "reduce_bucket_size": 1e6}, {}, "reduce_bucket_size is set and has no"),
         ({"stage": 2, "zero_quantized_weights": True}, {}, "Not exact: quantized weights"),
     ],
 )
-def test_the_plan_says_in_words_what_runs_and_what_does_nothing(zero, config, words):
+def test_remarks_name_the_gradient_pattern_and_ignored_keys(zero, config, words):
     assert words in remarks(zero, **config)
 
 
-def test_features_that_are_not_planned_make_the_plan_inexact():
+def test_unplanned_features_make_the_plan_inexact():
     assert plan({"stage": 3}).exact
     assert not plan({"stage": 3, "zero_quantized_gradients": True}).exact
     assert not plan({"stage": 2}, torch_autocast={"enabled": True}).exact
@@ -245,8 +243,8 @@ def test_the_order_of_modules_is_an_assumption_only_where_it_matters():
         ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, 3),
     ],
 )
-def test_micro_batches_are_worked_out_as_by_deepspeed(sizes, steps):
-    assert micro_batches(sizes, 8) == steps
+def test_accumulation_steps_are_derived_as_in_deepspeed(sizes, steps):
+    assert accumulation_steps(sizes, 8) == steps
 
 
 @pytest.mark.parametrize(
@@ -258,9 +256,9 @@ def test_micro_batches_are_worked_out_as_by_deepspeed(sizes, steps):
         ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu is -1"),
     ],
 )
-def test_batch_sizes_that_cannot_be_are_refused(config, words):
+def test_invalid_batch_sizes_raise(config, words):
     with pytest.raises(DsConfigError, match=words):
-        micro_batches(config, 8)
+        accumulation_steps(config, 8)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +278,7 @@ def test_batch_sizes_that_cannot_be_are_refused(config, words):
         ),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused_with_key_and_remedy(config, words):
+def test_an_invalid_configuration_raises_with_key_and_remedy(config, words):
     with pytest.raises(DsConfigError, match=words):
         read_options(config, stage=2 if "stage" not in str(config) else None, origin="ds.json")
 

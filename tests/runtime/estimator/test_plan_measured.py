@@ -1,4 +1,4 @@
-"""Plans against what real engines issue: calls, payload and wire bytes, in every settled step."""
+"""Plans against the collectives of real engines: calls, payload and wire bytes per step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from scripts.ranks import start_ranks
 
 from zerowatch.__main__ import main
 from zerowatch.runtime.estimator.plan import Plan
-from zerowatch.runtime.estimator.read_module import shape_of
-from zerowatch.runtime.estimator.run_order import run_order
+from zerowatch.runtime.estimator.plan_step import plan_step
+from zerowatch.runtime.estimator.read_module import forward_order, read_model_shape
 from zerowatch.runtime.estimator.shapes import Topology
-from zerowatch.runtime.estimator.step import plan_step
 
 pytestmark = pytest.mark.jobs
 
@@ -91,15 +90,15 @@ def test_a_live_engine_is_planned_as_measured(measured, ranks, name):
     assert measured[ranks][name]["engine_plan"] == close_to(steps[-1])
 
 
-def test_an_engine_that_cannot_know_the_order_of_its_modules_says_so(measured):
-    blind, traced = measured[2]["2, run order"], measured[2]["3, run order"]
+def test_an_engine_without_a_module_trace_assumes_the_order_of_registration(measured):
+    untraced, traced = measured[2]["2, run order"], measured[2]["3, run order"]
 
-    assert any("in the order" in assumption for assumption in blind["engine_assumptions"])
+    assert any("in the order" in assumption for assumption in untraced["engine_assumptions"])
     assert not any("in the order" in assumption for assumption in traced["engine_assumptions"])
 
 
 @pytest.mark.parametrize(("ranks", "name"), RUNS)
-def test_parameters_and_optimizer_take_the_memory_that_was_planned(measured, ranks, name):
+def test_parameters_and_optimizer_use_the_planned_memory(measured, ranks, name):
     case = CASES[name]
 
     memory = plan_of(case, ranks).memory
@@ -114,7 +113,7 @@ def test_parameters_and_optimizer_take_the_memory_that_was_planned(measured, ran
 def plan_of(case: Case, ranks: int) -> Plan:
     with torch.device("meta"):
         model = MODELS[case.model]()
-    shape = shape_of(model, param_groups(model, case.groups), run_order(model))
+    shape = read_model_shape(model, param_groups(model, case.groups), forward_order(model))
     return plan_step(shape, case.ds_config, Topology(world_size=ranks, backend="gloo"))
 
 

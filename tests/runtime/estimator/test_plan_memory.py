@@ -1,4 +1,4 @@
-"""Planned memory, activations and peaks, against closed forms and what DeepSpeed's source says."""
+"""Planned memory, activations and peaks, against closed forms and DeepSpeed's source."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import torch
 from scripts.estimate_cases import Decoder
 from scripts.plan_cases import deep
 
-from zerowatch.runtime.estimator.activations import Activations, typical_activations
-from zerowatch.runtime.estimator.live_bytes import LiveBytes
-from zerowatch.runtime.estimator.memory import MemoryPlan
+from zerowatch.runtime.estimator.memory import Activations, MemoryPlan, largest_micro_batch, peak_of
 from zerowatch.runtime.estimator.options import Options
-from zerowatch.runtime.estimator.peak import largest_micro_batch, peak_of
+from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
-from zerowatch.runtime.estimator.step import plan_step
-from zerowatch.runtime.estimator.trace_activations import UnknownActivationsError, trace_activations
-from zerowatch.runtime.estimator.typical_model import typical_transformer
+from zerowatch.runtime.estimator.trace_activations import (
+    LiveBytes,
+    UnknownActivationsError,
+    trace_activations,
+)
+from zerowatch.runtime.estimator.typical_model import typical_activations, typical_transformer
 
 MIB = 2**20
 
@@ -30,8 +31,8 @@ def memory_of(zero: dict, *numels: int, ranks: int = 4, **config: object) -> Mem
     return plan_step(model, whole, Topology(world_size=ranks)).memory
 
 
-def held(**given: int) -> MemoryPlan:
-    """Return a plan of some figures; the rest is nothing."""
+def memory_plan(**given: int) -> MemoryPlan:
+    """Return a plan with these bytes; all others are 0."""
     categories = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
     rest = ("step_bytes", "forward_bytes", "resting_bytes", "host_bytes", "nvme_bytes")
     return MemoryPlan(
@@ -40,13 +41,13 @@ def held(**given: int) -> MemoryPlan:
     )
 
 
-def test_a_rank_keeps_whole_the_gradients_of_which_it_owns_a_piece():
+def test_a_rank_keeps_complete_gradients_of_which_it_owns_a_slice():
     memory = memory_of({"stage": 2}, 1000, 200, ranks=4)
 
     assert memory.device_bytes["gradients"] == 2 * (1000 + 200)  # the last rank owns of both
 
 
-def test_gradients_summed_in_fp32_are_kept_as_the_rank_s_part():
+def test_gradients_summed_in_fp32_are_kept_for_the_ranks_part_only():
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
 
     memory = memory_of({"stage": 2}, 1000, 200, ranks=4, **sums)
@@ -68,7 +69,7 @@ def test_deepspeeds_fused_adam_without_zero_copies_gradients_to_fp32_twice():
     assert (fused, own) == ((2 + 4 + 4) * 1000, (2 + 4) * 1000)
 
 
-def test_buckets_are_reserved_whole_and_twice_where_communication_overlaps():
+def test_buckets_are_allocated_in_full_and_twice_with_overlap_comm():
     plain = memory_of({"stage": 2, "reduce_bucket_size": 10**6}, 1000)
     overlapped = memory_of({"stage": 2, "reduce_bucket_size": 10**6, "overlap_comm": True}, 1000)
 
@@ -76,7 +77,7 @@ def test_buckets_are_reserved_whole_and_twice_where_communication_overlaps():
     assert twice == 2 * 10**6
 
 
-def test_a_prefetch_of_several_lands_in_a_buffer_beside_the_parameters():
+def test_a_prefetch_of_several_parameters_needs_a_buffer_beside_them():
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
     together = memory_of(zero, 1000, 1000).device_bytes["gathered"]
@@ -89,12 +90,12 @@ def test_a_prefetch_of_several_lands_in_a_buffer_beside_the_parameters():
 def test_offloading_keeps_gradients_and_a_copy_of_the_weights_on_the_host():
     memory = memory_of({"stage": 2, "offload_optimizer": {"device": "cpu"}}, *[100] * 8, ranks=4)
 
-    states, gradients, weights, room = 12 * 200, 4 * 200, 2 * 200, 2 * 100
-    assert memory.host_bytes == states + gradients + weights + room
+    states, gradients, weights, buffer = 12 * 200, 4 * 200, 2 * 200, 2 * 100
+    assert memory.host_bytes == states + gradients + weights + buffer
 
 
-def test_the_fuller_end_of_backward_or_the_step_is_the_peak():
-    memory = held(parameters=10, gradients=5, step_bytes=7, optimizer=100)
+def test_the_peak_is_at_an_end_of_backward_or_in_the_step():
+    memory = memory_plan(parameters=10, gradients=5, step_bytes=7, optimizer=100)
 
     peaks = [peak_of(memory, activation_bytes=size) for size in (0, 20)]
 
@@ -102,7 +103,7 @@ def test_the_fuller_end_of_backward_or_the_step_is_the_peak():
 
 
 def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
-    memory = held(gradients=5, accumulated_forward_bytes=5)
+    memory = memory_plan(gradients=5, accumulated_forward_bytes=5)
 
     peaks = [peak_of(memory, micro_batches=n, activation_bytes=20).device_bytes for n in (1, 2)]
 
@@ -111,12 +112,12 @@ def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
 
 @pytest.mark.parametrize(("limit", "samples"), [(9, 0), (10, 0), (17, 1), (18, 2), (1000, 142)])
 def test_the_largest_micro_batch_is_the_last_that_fits(limit, samples):
-    known = Activations(tokens=1, sample_bytes=7, fixed_bytes=1)
+    activations = Activations(tokens=1, sample_bytes=7, fixed_bytes=1)
 
-    assert largest_micro_batch(held(parameters=3), known, limit) == samples
+    assert largest_micro_batch(memory_plan(parameters=3), activations, limit) == samples
 
 
-def test_typical_activations_follow_the_paper_without_dropout_and_with_flash_attention():
+def test_typical_activations_follow_the_paper_without_dropout_but_with_flash_attention():
     model = typical_transformer(10**9)
     layers = [p for p in model.parameters if p.name.endswith("qkv")]
     width = layers[0].shape[1]
@@ -128,7 +129,7 @@ def test_typical_activations_follow_the_paper_without_dropout_and_with_flash_att
     assert taken == pytest.approx(stored + logits, rel=0.01)
 
 
-def test_recomputing_layers_leaves_one_input_of_each():
+def test_recomputed_layers_keep_one_input_each():
     model = typical_transformer(10**9)
     options = Options(stage=0, model_dtype="bf16", activation_checkpointing=True)
 
@@ -139,7 +140,7 @@ def test_recomputing_layers_leaves_one_input_of_each():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_pass_without_values_takes_what_the_same_pass_takes_with_them(recompute):
+def test_a_traced_pass_needs_the_memory_of_a_real_pass(recompute):
     model = Decoder(101, 32, 2, recompute=recompute)
 
     traced = trace_activations(model, None, samples=3, tokens=16)
@@ -150,12 +151,12 @@ def test_a_pass_without_values_takes_what_the_same_pass_takes_with_them(recomput
 def real_peak(model: Decoder, samples: int, tokens: int) -> int:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
-    counted = LiveBytes()
-    with counted:
+    live_bytes = LiveBytes()
+    with live_bytes:
         ids = torch.zeros(samples, tokens, dtype=torch.long)
         logits = model(ids)
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
-    return counted.peak
+    return live_bytes.peak
 
 
 def test_a_model_on_the_meta_device_is_traced_without_memory():
@@ -168,18 +169,18 @@ def test_a_model_on_the_meta_device_is_traced_without_memory():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_model_that_takes_no_token_ids_is_said_to_be_unknown():
+def test_a_model_that_takes_no_token_ids_raises():
     with pytest.raises(UnknownActivationsError, match="RuntimeError: "):
         trace_activations(deep(), None, samples=1, tokens=7)
 
 
-def test_live_bytes_forget_what_is_freed_and_remember_the_peak():
-    counted = LiveBytes()
+def test_live_bytes_drop_freed_storages_and_keep_the_peak():
+    live_bytes = LiveBytes()
 
-    with counted:
+    with live_bytes:
         kept = torch.zeros(MIB, dtype=torch.uint8)
         view = kept[:10]
         torch.zeros(2 * MIB, dtype=torch.uint8)
 
-    assert (counted.live, counted.peak) == (MIB, 3 * MIB)
+    assert (live_bytes.live, live_bytes.peak) == (MIB, 3 * MIB)
     assert len(view) == 10

@@ -1,4 +1,4 @@
-"""Planned memory against what real engines of two ranks hold, and real passes take."""
+"""Planned memory against real engines of two ranks, and against real passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scripts.estimating import Compared, compare, compare_activations
 
 pytestmark = pytest.mark.jobs
 
-# Of the bench's twelve, those whose memory differs most in kind.
+# The most different ones of the bench's twelve cases.
 STATES = (
     "0, bf16",
     "1, bf16 over fp32",
@@ -36,7 +36,7 @@ def test_the_peak_of_model_states_is_planned_within_five_percent_on_the_median(c
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_what_is_held_between_steps_is_planned_as_the_walk_over_tensors_finds_it(compared, name):
+def test_memory_between_steps_is_planned_as_a_walk_over_tensors_finds_it(compared, name):
     one = compared[name]
 
     assert one.held_planned == pytest.approx(one.held_measured, rel=0.01)
@@ -46,7 +46,7 @@ def test_the_peak_with_activations_is_planned_within_ten_percent(compared):
     assert [abs(compared[name].error) < 0.10 for name in WITH_ACTIVATIONS] == [True]
 
 
-def test_activations_are_known_within_ten_percent_by_tracing_and_by_formula(tmp_path):
+def test_activations_are_within_ten_percent_by_tracing_and_by_formula(tmp_path):
     pairs = list(compare_activations(ALONE, tmp_path))
 
     assert {one.name: one.error for pair in pairs for one in pair if abs(one.error) > 0.10} == {}

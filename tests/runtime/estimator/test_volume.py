@@ -1,4 +1,4 @@
-"""What a step moves, against the least that its ZeRO stage needs: a real job of two ranks."""
+"""Wire bytes of a step, against the lower bound of its ZeRO stage: a real job of two ranks."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_the_volume_ratio_is_that_of_the_stage(ranks, case):
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_what_was_predicted_is_what_was_measured(ranks, case):
+def test_predicted_wire_bytes_equal_measured_ones(ranks, case):
     for rank in ranks:
         assert rank[case]["wire"]["measured"] == rank[case]["wire"]["predicted"]
         assert rank[case]["lines"] == []
 
 
-def test_collectives_that_were_not_predicted_are_told_of_once_by_one_rank(ranks):
+def test_unplanned_collectives_are_logged_once_by_one_rank(ranks):
     first, second = (rank["own collectives"] for rank in ranks)
 
     assert first["wire"]["measured"] > first["wire"]["predicted"]
@@ -56,7 +56,7 @@ def test_collectives_that_were_not_predicted_are_told_of_once_by_one_rank(ranks)
     assert second["lines"] == []
 
 
-def test_knobs_that_were_turned_are_planned_and_a_codec_is_not_told_of(ranks):
+def test_changed_knobs_are_planned_and_compression_is_not_logged(ranks):
     for rank in ranks:
         configured, turned = rank["stage 2"]["wire"], rank["turned"]["turned"]
         assert turned["measured"] == turned["predicted"] != configured["predicted"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.runtime.estimator.plan import Plan
+from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
-from zerowatch.runtime.estimator.step import plan_step
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.numerics import JobFacts
 from zerowatch.runtime.tuner.policy.predict import num_micro_batches, predicted_gain, traffic_of

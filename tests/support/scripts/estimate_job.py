@@ -20,7 +20,7 @@ import torch.distributed as dist
 from estimate_cases import CASES, MODELS, WITH_ACTIVATIONS, Case
 from measure_plans import forget_stage_3
 
-from zerowatch.runtime.estimator.live_bytes import LiveBytes
+from zerowatch.runtime.estimator.trace_activations import LiveBytes
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.

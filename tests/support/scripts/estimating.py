@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from zerowatch.runtime.estimator.activations import typical_activations
+from zerowatch.runtime.estimator.memory import peak_of
 from zerowatch.runtime.estimator.options import Options
-from zerowatch.runtime.estimator.peak import peak_of
-from zerowatch.runtime.estimator.read_module import shape_of
+from zerowatch.runtime.estimator.plan_step import plan_step
+from zerowatch.runtime.estimator.read_module import read_model_shape
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
-from zerowatch.runtime.estimator.step import plan_step
 from zerowatch.runtime.estimator.trace_activations import trace_activations
+from zerowatch.runtime.estimator.typical_model import typical_activations
 
 from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
 from .launching import SCRIPTS, TORCHRUN, start
@@ -68,7 +68,7 @@ def _planned(case: Case, model: str) -> tuple[int, int]:
     with torch.device("meta"):
         module = MODELS[model]()
     topology = Topology(world_size=RANKS, backend="gloo")
-    memory = plan_step(shape_of(module), case.ds_config, topology).memory
+    memory = plan_step(read_model_shape(module), case.ds_config, topology).memory
     samples, tokens = case.batch
     known = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
     activation_bytes = known.bytes_of(samples) if case.batch[0] > 1 else 0

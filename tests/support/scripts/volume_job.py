@@ -1,4 +1,4 @@
-"""Trains some configurations and writes the volume ratio that the watch read, as JSON per rank."""
+"""Trains several configurations and writes the measured volume ratios, as JSON per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import torch.distributed as dist
 
 import zerowatch
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.estimator.volume_check import FIRST_STEPS, STEPS_AFTER_CHANGE, STEPS_TO_TELL
+from zerowatch.runtime.estimator.volume_check import (
+    STEPS_AFTER_CHANGE,
+    STEPS_TO_REPORT,
+    WARM_UP_STEPS,
+)
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -54,17 +58,17 @@ def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
         if name == "own collectives":
             dist.all_reduce(torch.ones(100_000))
         if number in (5, 6):
-            time.sleep(1.2)  # steps are looked at once a second, and the plan is made meanwhile
+            time.sleep(1.2)  # records are processed once a second, and the plan is made meanwhile
     engine.watch.close()
-    seen = engine.watch.snapshot()
+    snapshot = engine.watch.snapshot()
     engine.destroy()
-    wire = {kind: v for (kind,), v in seen.values[communication.COMM_STEP_WIRE_BYTES].items()}
-    ratio = seen.value(communication.COMM_VOLUME_RATIO)
+    wire = {kind: v for (kind,), v in snapshot.values[communication.COMM_STEP_WIRE_BYTES].items()}
+    ratio = snapshot.value(communication.COMM_VOLUME_RATIO)
     return {"ratio": ratio, "wire": wire, "lines": list(lines)}
 
 
-def turned(lines: list[str]) -> dict:
-    """Turn knobs under way, and compress; tell what is measured and predicted."""
+def change_settings(lines: list[str]) -> dict:
+    """Change knobs while training, then compress; return measured and predicted bytes."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     run = zerowatch.TrainingRun(
@@ -81,35 +85,35 @@ def turned(lines: list[str]) -> dict:
     )
     lines.clear()
 
-    def go_on(steps: int) -> None:
+    def train_more(steps: int) -> None:
         for _ in range(steps):
             run.train_batch(torch.ones(2, WIDTH))
 
     def wire() -> dict[str, float]:
-        seen = run.watch.snapshot().values[communication.COMM_STEP_WIRE_BYTES]
-        return {kind: value for (kind,), value in seen.items()}
+        values = run.watch.snapshot().values[communication.COMM_STEP_WIRE_BYTES]
+        return {kind: value for (kind,), value in values.items()}
 
-    def see_the_change() -> None:
-        """Train on until it is noticed, and then until there is a plan for it."""
+    def train_until_planned() -> None:
+        """Train until the change is detected, and then until a plan for it exists."""
         for steps in (1, STEPS_AFTER_CHANGE + 1):
-            go_on(steps)
-            time.sleep(1.2)  # steps are looked at once a second
+            train_more(steps)
+            time.sleep(1.2)  # records are processed once a second
 
-    go_on(FIRST_STEPS)
+    train_more(WARM_UP_STEPS)
     time.sleep(1.2)
     run._tuning._hands.apply(
         {"reduce_bucket_size": WIDTH * WIDTH, "use_multi_rank_bucket_allreduce": False}
     )
-    see_the_change()
-    go_on(STEPS_TO_TELL + 1)
+    train_until_planned()
+    train_more(STEPS_TO_REPORT + 1)
     time.sleep(1.2)
-    told = {"turned": wire()}
+    volumes = {"turned": wire()}
     run.compress("int8")
-    see_the_change()
-    go_on(STEPS_TO_TELL + 1)
+    train_until_planned()
+    train_more(STEPS_TO_REPORT + 1)
     run.close()
-    told["compressed"] = wire()
-    return {**told, "lines": [line for line in lines if "collectives" in line]}
+    volumes["compressed"] = wire()
+    return {**volumes, "lines": [line for line in lines if "collectives" in line]}
 
 
 def listen() -> list[str]:
@@ -122,7 +126,7 @@ def listen() -> list[str]:
 
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
-    heard = listen()
-    results = {name: train(name, dict(z), a, heard) for name, (z, a) in CASES.items()}
-    results["turned"] = turned(heard)
+    lines = listen()
+    results = {name: train(name, dict(z), a, lines) for name, (z, a) in CASES.items()}
+    results["turned"] = change_settings(lines)
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))

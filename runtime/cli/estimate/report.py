@@ -1,4 +1,4 @@
-"""What `estimate` prints: two tables of all planned stages, and sentences on them."""
+"""The report of an estimate: a table of collectives, a table of memory, and remarks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import format_bytes
-from ...estimator.activations import Activations
+from ...common.units import UNKNOWN, format_bytes, format_count
+from ...estimator.memory import Activations
 from ...estimator.plan import Plan, PlannedCollective
 from ...estimator.shapes import ModelShape, Topology
-from .micro_batch import BatchPlan
+from .inputs import BatchPlan
 
 _PLAIN_WIDTH = 98
 _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
@@ -25,17 +25,17 @@ _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What the plans are of; `own_stage` is the configuration's."""
+    """The inputs that all plans share."""
 
     config_file: str
     model: ModelShape
     topology: Topology
-    own_stage: int
+    configured_stage: int
     batch: BatchPlan = field(default_factory=BatchPlan)
 
 
 def print_plans(plans: Sequence[Plan], heading: Heading, file: TextIO) -> None:
-    """Print the plans: in colour on a terminal, as plain aligned text elsewhere."""
+    """Print the plans: with colours on a terminal, as plain aligned text elsewhere."""
     if file.isatty():
         _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, plans, heading)
         return
@@ -52,10 +52,10 @@ def _print(
     console.print(_wire_table(plans, heading, frame))
     console.print()
     console.print(_memory_table(plans, heading, frame))
-    for line in _on_memory(plans, heading.batch, invented=heading.model.invented):
+    for line in _memory_remarks(plans, heading.batch, is_synthetic=heading.model.is_synthetic):
         console.print(Text(line), soft_wrap=True)
     for plan in plans:
-        for line in _sentences(plan, plans, heading):
+        for line in _stage_remarks(plan, plans, heading):
             style = "" if line.startswith(" ") else "bold"
             console.print(Text(line, style=style), soft_wrap=True)
 
@@ -69,29 +69,23 @@ def _title(heading: Heading) -> str:
             f" = {topology.data_parallel} data x {topology.tensor_parallel} tensor x "
             f"{topology.pipeline_parallel} pipeline"
         )
-    kind = "a typical transformer of " if model.invented else ""
-    frozen = model.num_parameters - model.num_trained
-    fixed = f", {_count(frozen)} frozen" if frozen else ""
-    return f"{heading.config_file}: {kind}{_count(model.num_parameters)} parameters{fixed}, {ranks}"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, " B"), (10**6, " M"), (10**3, " K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
+    kind = "a typical transformer of " if model.is_synthetic else ""
+    num_frozen = model.num_parameters - model.num_trained
+    frozen = f" ({format_count(num_frozen)} frozen)" if num_frozen else ""
+    parameters = f"{kind}{format_count(model.num_parameters)} parameters{frozen}"
+    return f"{heading.config_file}: {parameters}, {ranks}"
 
 
 def _wire_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None) -> Table:
-    title = "One optimizer step of one rank, on the wire"
-    columns = ("stage", "collective", "dtype", "calls", "payload", "sent", "least", "sent/least")
+    title = "Communication per rank and optimizer step"
+    columns = ("stage", "collective", "dtype", "calls", "payload", "sent", "minimum", "ratio")
     table = _table(title, frame, columns, num_texts=3)
     for plan in plans:
         mark = _mark(plan, heading)
         for collective in plan.collectives:
             table.add_row(mark, *_collective_cells(collective, heading.topology))
             mark = ""
-        ratio = "-" if plan.volume_ratio is None else f"{plan.volume_ratio:.2f}"
+        ratio = UNKNOWN if plan.volume_ratio is None else f"{plan.volume_ratio:.2f}"
         table.add_row(
             mark,
             "total" if plan.exact else "total (approximate)",
@@ -122,10 +116,10 @@ def _collective_cells(collective: PlannedCollective, topology: Topology) -> Iter
 def _memory_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None) -> Table:
     batch = heading.batch
     columns = ["stage", *(name.replace("_", " ") for name in _MEMORY)]
-    columns += ["activations"] * (batch.samples is not None) + ["at peak", "host"]
+    columns += ["activations"] * (batch.samples is not None) + ["peak", "host"]
     on_disk = any(plan.memory.nvme_bytes for plan in plans)
     title = _memory_title(batch)
-    dense = on_disk and frame is None  # so that all columns fit in a line
+    dense = on_disk and frame is None  # otherwise the columns do not fit in a line
     table = _table(title, frame, columns + ["NVMe"] * on_disk, num_texts=1, dense=dense)
     for plan in plans:
         cells = [_cell(plan.memory.device_bytes[name]) for name in _MEMORY]
@@ -138,14 +132,14 @@ def _memory_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None
 
 
 def _memory_title(batch: BatchPlan) -> str:
-    title = "Memory of one rank in training, "
+    title = "Memory per rank in training, "
     if batch.samples is None or batch.activations is None:
         return title + "without activations"
     return title + f"micro-batches of {batch.samples} x {batch.activations.tokens:,} tokens"
 
 
 def _cell(size: int) -> str:
-    return format_bytes(size) if size else "-"
+    return format_bytes(size) if size else UNKNOWN
 
 
 def _table(
@@ -164,72 +158,76 @@ def _table(
         pad_edge=False,
         collapse_padding=dense,
     )
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < num_texts else "right", no_wrap=True)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position < num_texts else "right", no_wrap=True)
     return table
 
 
 def _mark(plan: Plan, heading: Heading) -> str:
-    return f"{plan.stage} <-" if plan.stage == heading.own_stage else str(plan.stage)
+    return f"{plan.stage} <-" if plan.stage == heading.configured_stage else str(plan.stage)
 
 
-def _on_memory(plans: Sequence[Plan], batch: BatchPlan, *, invented: bool) -> Iterable[str]:
-    """Say what the table leaves out, and what would fit."""
+def _memory_remarks(
+    plans: Sequence[Plan], batch: BatchPlan, *, is_synthetic: bool
+) -> Iterable[str]:
+    """Yield what the table omits, and which micro-batch fits."""
     in_step = [str(plan.stage) for plan in plans if batch.peak(plan).moment == "step"]
-    but = f", at stage {', '.join(in_step)} in the optimizer's step, which copies gradients"
-    yield from _indent(
-        "Not all columns are there at once: the peak is as backward begins or ends"
-        f"{but if in_step else ''}."
+    exception = (
+        f"; at stage {', '.join(in_step)} it is in the optimizer's step, which copies gradients"
+        if in_step
+        else ""
+    )
+    yield from _bullet(
+        "The columns are not all present at once. The peak is at the start or the end of backward"
+        f"{exception}."
     )
     if batch.samples is None:
-        yield from _indent(
-            "Activations are left out; --sequence, the tokens of a sample, adds them."
+        yield from _bullet(
+            "Activations are not included; add --sequence (tokens per sample) to include them."
         )
     elif batch.activations is None:
-        yield from _indent(f"Activations are unknown: {batch.unknown}.")
+        yield from _bullet(f"Activations are unknown: {batch.unknown}.")
     else:
-        if invented:
-            yield from _indent("Activations are those of attention that keeps no scores.")
-        yield from _on_recomputation(batch.activations, batch.samples)
+        if is_synthetic:
+            yield from _bullet("Activations assume flash attention, which stores no scores.")
+        yield from _recomputation_remark(batch.activations, batch.samples)
     if batch.limit_bytes is not None and batch.activations is not None:
         fitting = ", ".join(
             f"stage {plan.stage}: {batch.largest(plan) or 'none'}" for plan in plans
         )
-        yield from _indent(
-            f"Largest micro-batch in {format_bytes(batch.limit_bytes)}, in samples: {fitting}. "
-            "What CUDA itself takes and fragmentation are not counted."
+        yield from _bullet(
+            f"Largest micro-batch (samples) that fits in {format_bytes(batch.limit_bytes)}: "
+            f"{fitting}. The CUDA context and fragmentation are not included."
         )
 
 
-def _on_recomputation(activations: Activations, samples: int) -> Iterable[str]:
+def _recomputation_remark(activations: Activations, samples: int) -> Iterable[str]:
     recomputed = activations.recomputed_sample_bytes
     if recomputed is not None and recomputed < activations.sample_bytes:
-        yield from _indent(
-            f"With activation checkpointing of each layer, activations would take "
+        yield from _bullet(
+            "With activation checkpointing of each layer, activations need "
             f"{format_bytes(samples * recomputed)}."
         )
 
 
-def _sentences(plan: Plan, plans: Sequence[Plan], heading: Heading) -> Iterable[str]:
-    """Say all there is to say of the configuration's own stage, and the pattern of the others."""
-    own = plan.stage == heading.own_stage
-    full = own or len(plans) == 1
+def _stage_remarks(plan: Plan, plans: Sequence[Plan], heading: Heading) -> Iterable[str]:
+    """Yield all remarks on the configured stage, and the gradient pattern of the others."""
+    is_configured = plan.stage == heading.configured_stage
+    in_full = is_configured or len(plans) == 1
     yield ""
-    yield f"Stage {plan.stage}, as configured" if own else f"Stage {plan.stage}"
-    for remark in plan.remarks if full else _briefly(plan):
-        yield from _indent(remark)
-    if full:
-        resting = format_bytes(plan.memory.resting_bytes)
-        yield from _indent(f"Between steps the device holds {resting}.")
-    if full and plan.exact:
-        yield from _indent("Calls and payload bytes are exact.")
-    if full and plan.assumptions:
-        yield from _indent("Taken for granted: " + "; ".join(plan.assumptions) + ".")
+    yield f"Stage {plan.stage} (configured)" if is_configured else f"Stage {plan.stage}"
+    for remark in plan.remarks:
+        if in_full or remark.startswith("Gradients:"):
+            yield from _bullet(remark)
+    if not in_full:
+        return
+    resting = format_bytes(plan.memory.resting_bytes)
+    yield from _bullet(f"Between steps, {resting} stay on the device.")
+    if plan.exact:
+        yield from _bullet("Calls and payload bytes are exact.")
+    if plan.assumptions:
+        yield from _bullet("Assumed: " + "; ".join(plan.assumptions) + ".")
 
 
-def _briefly(plan: Plan) -> Iterable[str]:
-    return (remark for remark in plan.remarks if remark.startswith("Gradients:"))
-
-
-def _indent(text: str) -> list[str]:
+def _bullet(text: str) -> list[str]:
     return wrap(text, width=_PLAIN_WIDTH - 2, initial_indent="  - ", subsequent_indent="    ")

@@ -1,9 +1,9 @@
-"""Which parameters ZeRO-3 gathers together, and when: a model of DeepSpeed's coordinator.
+"""Simulates which parameters ZeRO-3 gathers together, and when.
 
 Source: DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py and parameter_offload.py.
-What it decides depends on the trace of the first micro-batch, on what is still gathered, and on
-decisions that DeepSpeed caches, so it is played through from the first micro-batch on. No event
-and no clock has a say in it, on GPUs neither.
+Its decisions depend on the trace of the first micro-batch, on what is still gathered, and on
+cached decisions, so the simulation starts at the first micro-batch. No CUDA event or clock
+influences them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .options import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleVisit:
-    """A module is entered (its parameters fetched) or left (released), forward or backward."""
+    """One hook of a module: it enters (parameters are fetched) or leaves (they are released)."""
 
     module: int
     enters: bool
@@ -27,7 +27,7 @@ class ModuleVisit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """One decision to gather parameters; `secondary` from the smaller group of hpZ."""
+    """Parameters that are gathered together; `secondary` if from the smaller group of hpZ."""
 
     parameters: tuple[int, ...]
     secondary: bool
@@ -35,32 +35,42 @@ class Gather:
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """Parameters being gathered by one call; waiting for one of them waits for all."""
+    """Parameters that one call gathers; waiting for one of them waits for all."""
 
     parameters: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class _State:
+class _GatherState:
+    """Parameters by state.
+
+    Attributes:
+        available: Gathered.
+        in_flight: Being gathered.
+        pending: The gather of each parameter that no module has waited for.
+        secondary: Held by the smaller group of hpZ.
+        users: Modules that use each parameter at present.
+    """
+
     available: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
-    waiting: dict[int, _Prefetch] = field(default_factory=dict)
+    pending: dict[int, _Prefetch] = field(default_factory=dict)
     secondary: set[int] = field(default_factory=set)
     users: dict[int, set[int]] = field(default_factory=dict)
 
 
-_Held = tuple[frozenset[int], frozenset[int]]
+_StateKey = tuple[frozenset[int], frozenset[int]]
 
 
 class TracingError(Exception):
-    """DeepSpeed itself would fail here: its fetch queue and the modules disagree."""
+    """DeepSpeed itself fails on this model: its fetch queue and the modules disagree."""
 
 
 class Zero3Coordinator:
-    """Plays one engine's life, micro-batch by micro-batch.
+    """Simulates the parameter coordinator of one engine, micro-batch by micro-batch.
 
     Attributes:
-        peak_numel: The most elements that were gathered at any time.
+        peak_numel: The most elements that were gathered at once.
     """
 
     def __init__(
@@ -71,10 +81,10 @@ class Zero3Coordinator:
         persistent: Iterable[int],
         options: Options,
     ) -> None:
-        """Start the life of an engine.
+        """Start with a new engine.
 
         Args:
-            visits: What one micro-batch does, in order.
+            visits: The visits of one micro-batch, in order.
             module_parameters: Each module's own parameters.
             numels: The elements of each parameter.
             persistent: The parameters that stay gathered between uses.
@@ -92,18 +102,18 @@ class Zero3Coordinator:
             for parameter in sorted(set(module_parameters[module]))
         ]
         self._has_secondary = options.hpz_partition_size > 1
-        self._state = _State()
+        self._state = _GatherState()
         if self._has_secondary:
             self._state.secondary.update(range(len(numels)))
         self._to_release: dict[tuple[int, int], frozenset[int]] = {}
-        # What follows from each state, once no new decision is cached: it will not change again.
-        self._played: dict[_Held, tuple[list[Gather], _State]] = {}
+        # Gathers and next state by state, once no new decision is cached: they no longer change.
+        self._simulated: dict[_StateKey, tuple[list[Gather], _GatherState]] = {}
         self._complete = False
         self._recording = False
         self.peak_numel = 0
-        self._begin()
+        self._reset_trace_position()
 
-    def _begin(self) -> None:
+    def _reset_trace_position(self) -> None:
         self._step = 0
         self._num_available = 0
         self._queue = deque(self._trace) if self._complete else deque()
@@ -112,25 +122,29 @@ class Zero3Coordinator:
         self._gathers: list[Gather] = []
 
     def micro_batch(self) -> list[Gather]:
-        """Play one forward and backward pass; return what was gathered."""
-        for parameter in list(self._state.waiting):
-            self._wait(self._state.waiting[parameter])
+        """Simulate one forward and backward pass; return what it gathers.
+
+        Raises:
+            TracingError: DeepSpeed itself fails on this model.
+        """
+        for parameter in list(self._state.pending):
+            self._wait(self._state.pending[parameter])
             self._release(parameter)
-        self._state.waiting.clear()
+        self._state.pending.clear()
         self._complete, self._recording = self._recording or self._complete, True
-        self._begin()
-        held = (frozenset(self._state.available), frozenset(self._state.secondary))
-        if held in self._played:
-            self._gathers, after = self._played[held]
+        self._reset_trace_position()
+        key = (frozenset(self._state.available), frozenset(self._state.secondary))
+        if key in self._simulated:
+            self._gathers, after = self._simulated[key]
             self._state = deepcopy(after)
             return self._gathers
-        num_decided = len(self._to_release)
-        self._play()
-        if self._complete and len(self._to_release) == num_decided:
-            self._played[held] = (self._gathers, deepcopy(self._state))
+        num_decisions = len(self._to_release)
+        self._run_visits()
+        if self._complete and len(self._to_release) == num_decisions:
+            self._simulated[key] = (self._gathers, deepcopy(self._state))
         return self._gathers
 
-    def _play(self) -> None:
+    def _run_visits(self) -> None:
         for visit in self._visits:
             if visit.enters:
                 self._enter(visit)
@@ -139,11 +153,11 @@ class Zero3Coordinator:
         self._release_leftovers()
 
     def end_step(self, trained: Iterable[int]) -> None:
-        """Play what the optimizer's step does: all is released, the persistent gathered again."""
+        """Simulate the optimizer's step: release all, then gather persistent parameters again."""
         state = self._state
-        for flight in state.waiting.values():
-            self._wait(flight)
-        state.waiting.clear()
+        for prefetch in state.pending.values():
+            self._wait(prefetch)
+        state.pending.clear()
         state.users.clear()
         for parameter in list(state.available):
             self._release(parameter)
@@ -157,9 +171,9 @@ class Zero3Coordinator:
         self._gather(dict.fromkeys(own))
         for parameter in own:
             self._state.users.setdefault(parameter, set()).add(visit.module)
-            flight = self._state.waiting.pop(parameter, None)
-            if flight is not None:
-                self._wait(flight)
+            prefetch = self._state.pending.pop(parameter, None)
+            if prefetch is not None:
+                self._wait(prefetch)
         if self._complete:
             self._drop_from_queue(set(own))
             self._prefetch()
@@ -177,8 +191,7 @@ class Zero3Coordinator:
 
     def _prefetch(self) -> None:
         options, state = self._options, self._state
-        room = options.max_live_parameters - self._num_available
-        limit = min(room, options.prefetch_bucket_size)
+        limit = min(options.max_live_parameters - self._num_available, options.prefetch_bucket_size)
         chosen: dict[int, None] = {}
         numel = 0
         while self._queue and numel < limit and options.prefetch_bucket_size > 0:
@@ -200,15 +213,15 @@ class Zero3Coordinator:
             if part:
                 self._gathers.append(Gather(parameters=part, secondary=secondary))
                 state.in_flight.update(part)
-                flight = _Prefetch(part)
-                state.waiting.update(dict.fromkeys(part, flight))
+                prefetch = _Prefetch(part)
+                state.pending.update(dict.fromkeys(part, prefetch))
         held = sum(self._numels[p] for p in state.available | state.in_flight)
         self.peak_numel = max(self.peak_numel, held)
 
-    def _wait(self, flight: _Prefetch) -> None:
-        landed = self._state.in_flight.intersection(flight.parameters)
-        self._state.in_flight -= landed
-        self._state.available |= landed
+    def _wait(self, prefetch: _Prefetch) -> None:
+        arrived = self._state.in_flight.intersection(prefetch.parameters)
+        self._state.in_flight -= arrived
+        self._state.available |= arrived
 
     def _leave(self, visit: ModuleVisit) -> None:
         own = self._parameters[visit.module]
@@ -221,7 +234,7 @@ class Zero3Coordinator:
                 self._release(parameter)
 
     def _may_release(self, module: int) -> frozenset[int]:
-        """Return what need not stay for a later use; the first answer at a place is kept."""
+        """Return the parameters without a near reuse; the first answer per step is cached."""
         key = (module, self._step)
         if key not in self._to_release:
             self._to_release[key] = self._without_reuse(module)
@@ -248,7 +261,7 @@ class Zero3Coordinator:
                 state.secondary.add(parameter)
 
     def _release_leftovers(self) -> None:
-        """Release what belongs to modules whose inputs have no gradient: no hook told their end."""
+        """Release parameters of modules whose input has no gradient: no hook sees their end."""
         while self._backward:
             module, _ = self._backward.popitem()
             for parameter in dict.fromkeys(self._parameters[module]):

@@ -1,0 +1,252 @@
+"""The inputs of an estimate that options describe: the model, its micro-batch, and the memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ....errors import CommandLineError
+from ...estimator.memory import Activations, Peak, largest_micro_batch, peak_of
+from ...estimator.options import MICRO_BATCH, TOTAL_BATCH, accumulation_steps, read_options
+from ...estimator.plan import Plan
+from ...estimator.shapes import ModelShape, Topology
+from ...estimator.typical_model import typical_activations, typical_transformer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_COUNT_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BYTE_UNITS = {
+    unit: size
+    for letter, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))
+    for unit, size in ((f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
+}
+_NOT_PLANNED = "not planned with tensor or pipeline parallelism"
+# Errors of code that builds a model; any other error shows its traceback.
+_BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimatedModel:
+    """The model to plan for; `module` is None for a typical model."""
+
+    shape: ModelShape
+    module: nn.Module | None = None
+
+
+def read_model(size: str | None, name: str | None) -> EstimatedModel:
+    """Return the model that the options describe.
+
+    Args:
+        size: Number of parameters, such as 7B.
+        name: Module and callable, such as my_project.model:build.
+
+    Raises:
+        CommandLineError: Neither or both are given, or the value is invalid.
+    """
+    if (size is None) == (name is None):
+        raise CommandLineError(
+            "give either --params, such as 7B, or --model, such as my_project.model:build"
+        )
+    if name is not None:
+        return _build_model(name)
+    return EstimatedModel(shape=typical_transformer(_num_parameters(size or "")))
+
+
+def _num_parameters(size: str) -> int:
+    unit = size[-1:].upper()
+    digits = size[:-1] if unit in _COUNT_UNITS else size
+    try:
+        number = round(float(digits) * _COUNT_UNITS.get(unit, 1))
+    except (ValueError, OverflowError) as error:
+        raise CommandLineError(
+            f"--params {size} is not a size; give it as 125M, 7B or 1e9"
+        ) from error
+    if number < 1000:
+        raise CommandLineError(f"--params {size} is too small; give 1000 or more")
+    return number
+
+
+def _build_model(name: str) -> EstimatedModel:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise CommandLineError(f"--model {name} names no callable; give it as package.module:name")
+    sys.path.insert(0, "")  # where `python -m` finds modules
+    try:
+        build = getattr(import_module(module_name), attribute)
+    except _BUILD_ERRORS as error:
+        raise _model_error(name, "cannot be imported", error) from error
+    return _call_builder(name, build)
+
+
+def _call_builder(name: str, build: Any) -> EstimatedModel:
+    import torch
+
+    from ...estimator.read_module import forward_order, read_model_shape
+
+    try:
+        with torch.device("meta"):  # no memory, and no time for random weights
+            module = build()
+    except _BUILD_ERRORS:
+        try:
+            module = build()
+        except _BUILD_ERRORS as error:
+            raise _model_error(name, "fails if called without arguments", error) from error
+    if not isinstance(module, torch.nn.Module):
+        kind = type(module).__name__
+        raise CommandLineError(f"--model {name} returns a {kind}; return a torch.nn.Module")
+    return EstimatedModel(
+        shape=read_model_shape(module, order=forward_order(module)), module=module
+    )
+
+
+def _model_error(name: str, problem: str, error: BaseException) -> CommandLineError:
+    reason = " ".join(str(error).split())
+    return CommandLineError(f"--model {name} {problem}: {type(error).__name__}: {reason}; fix it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """The command's options about activations and memory."""
+
+    sequence: int | None = None
+    micro_batch: int | None = None
+    memory: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """One rank's batch, its activations, and the device's memory.
+
+    Attributes:
+        micro_batches: Micro-batches of one step.
+        samples: Samples of a micro-batch; None without --sequence.
+        activations: Activations of a micro-batch; None if unknown.
+        unknown: Why the activations are unknown.
+        limit_bytes: Memory of the device; None without --memory.
+    """
+
+    micro_batches: int = 1
+    samples: int | None = None
+    activations: Activations | None = None
+    unknown: str = ""
+    limit_bytes: int | None = None
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of a micro-batch's activations; 0 if unknown."""
+        if self.activations is None or self.samples is None:
+            return 0
+        return self.activations.bytes_of(self.samples)
+
+    def peak(self, plan: Plan) -> Peak:
+        """Return the peak of a step, with activations if they are known."""
+        return peak_of(
+            plan.memory, micro_batches=self.micro_batches, activation_bytes=self.activation_bytes
+        )
+
+    def largest(self, plan: Plan) -> int | None:
+        """Return the samples of the largest micro-batch that fits; None if that is unknown."""
+        if self.activations is None or self.limit_bytes is None:
+            return None
+        return largest_micro_batch(
+            plan.memory, self.activations, self.limit_bytes, micro_batches=self.micro_batches
+        )
+
+
+def plan_batch(
+    given: MemoryOptions,
+    config: Mapping[str, Any],
+    model: EstimatedModel,
+    topology: Topology,
+    origin: str,
+) -> BatchPlan:
+    """Plan a rank's micro-batch, with its activations if --sequence is given.
+
+    Raises:
+        CommandLineError: An option is invalid.
+        DsConfigError: A batch size of the configuration is invalid.
+    """
+    limit = _check(given)
+    steps = accumulation_steps(config, topology.data_parallel, origin)
+    if given.sequence is None:
+        return BatchPlan(micro_batches=steps, limit_bytes=limit)
+    samples = given.micro_batch or _samples(config, topology, steps)
+    activations, unknown = None, _NOT_PLANNED
+    if topology.tensor_parallel * topology.pipeline_parallel == 1:
+        activations, unknown = _activations(model, config, samples, given.sequence, origin)
+    return BatchPlan(
+        micro_batches=steps,
+        samples=samples,
+        activations=activations,
+        unknown=unknown,
+        limit_bytes=limit,
+    )
+
+
+def _check(given: MemoryOptions) -> int | None:
+    """Check the options; return the memory in bytes, None if it is not given."""
+    for option, value in (("--sequence", given.sequence), ("--micro-batch", given.micro_batch)):
+        if value is not None and value < 1:
+            raise CommandLineError(f"{option} is {value}; give 1 or more")
+    for option, text in (("--micro-batch", given.micro_batch), ("--memory", given.memory)):
+        if text is not None and given.sequence is None:
+            raise CommandLineError(
+                f"{option} needs --sequence, the tokens of a sample, such as --sequence 2048"
+            )
+    return None if given.memory is None else _num_bytes(given.memory)
+
+
+def _num_bytes(text: str) -> int:
+    digits = text.strip().upper()
+    unit = next((unit for unit in _BYTE_UNITS if digits.endswith(unit)), None)
+    try:
+        number = float(digits.removesuffix(unit)) * _BYTE_UNITS[unit] if unit else math.nan
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise CommandLineError(f"--memory {text} is not a size; give it as 80GiB or 24GB")
+    return int(number)
+
+
+def _samples(config: Mapping[str, Any], topology: Topology, steps: int) -> int:
+    """Return the configuration's micro-batch, given or derived as DeepSpeed does."""
+    samples, total = config.get(MICRO_BATCH), config.get(TOTAL_BATCH)
+    if isinstance(samples, int):
+        return samples
+    if isinstance(total, int):
+        return max(1, total // (steps * topology.data_parallel))
+    raise CommandLineError(f"{MICRO_BATCH} is not in the configuration; give --micro-batch")
+
+
+def _activations(
+    model: EstimatedModel, config: Mapping[str, Any], samples: int, tokens: int, origin: str
+) -> tuple[Activations | None, str]:
+    """Return the activations, or None and the reason."""
+    options = read_options(config, origin=origin)
+    if model.module is None:
+        return typical_activations(model.shape, options, tokens), ""
+    from ...estimator.trace_activations import UnknownActivationsError, trace_activations
+
+    try:
+        traced = trace_activations(
+            model.module, options.model_dtype, samples=samples, tokens=tokens
+        )
+    except UnknownActivationsError as error:
+        return None, f"a forward and backward pass on token ids fails: {error}"
+    return traced, ""

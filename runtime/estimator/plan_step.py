@@ -1,0 +1,174 @@
+"""Plans one optimizer step from a model's shape, a DeepSpeed configuration and the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import DsConfigError
+from .config_reader import STAGES, ConfigReader
+from .memory import ModelPartition, plan_memory
+from .options import (
+    Options,
+    accumulation_steps,
+    options_from,
+    read_accumulation_auto,
+    read_options,
+)
+from .plan import Plan, PlannedCall, least_wire_bytes, sum_calls
+from .remarks import assumptions, config_remarks, inexact_reasons, result_remarks
+from .shapes import BYTES_OF, ModelShape, Topology
+from .stage_0 import stage_0_calls
+from .stage_1_and_2 import flat_groups, stage_1_and_2_calls
+from .stage_3 import stage_3_step
+from .zero3_coordinator import TracingError
+
+_PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
+
+
+def plan_step(
+    model: ModelShape,
+    config: Mapping[str, Any],
+    topology: Topology,
+    *,
+    stage: int | None = None,
+    origin: str = "ds config",
+) -> Plan:
+    """Plan one step, after the warm-up.
+
+    Args:
+        model: The whole model.
+        config: The DeepSpeed configuration.
+        topology: The ranks.
+        stage: ZeRO stage to plan for; the configuration's own by default.
+        origin: Name of the configuration, for errors.
+
+    Raises:
+        DsConfigError: The configuration is invalid, or does not work with these ranks.
+    """
+    options = read_options(config, stage=stage, origin=origin)
+    micro_batches = accumulation_steps(config, topology.data_parallel, origin)
+    _check_ranks(options, topology, origin)
+    shard = _shard_of_rank(model, topology)
+    step = _simulate(shard, options, topology, micro_batches)
+    reasons = (*step.inexact_reasons, *inexact_reasons(shard, options, topology))
+    plan = Plan(
+        stage=options.stage,
+        collectives=sum_calls(step.calls, topology.backend),
+        least_wire_bytes=_lower_bound(shard, options, topology, micro_batches),
+        memory=plan_memory(shard, options, step.partition),
+        exact=not reasons,
+        assumptions=assumptions(shard, options),
+        remarks=(),
+    )
+    on_config = config_remarks(options, topology, micro_batches)
+    return replace(plan, remarks=(*reasons, *on_config, *result_remarks(plan, shard, options)))
+
+
+def stages_for(topology: Topology) -> tuple[int, ...]:
+    """Return the ZeRO stages that DeepSpeed supports on these ranks (pipe/engine.py:76)."""
+    return STAGES[:2] if topology.pipeline_parallel > 1 else STAGES
+
+
+def raise_for_auto(config: Mapping[str, Any], stages: Iterable[int], origin: str) -> None:
+    """Raise if plans of these stages need a value that is "auto".
+
+    Raises:
+        DsConfigError: Names all such keys; only Hugging Face can fill them in.
+    """
+    reader = ConfigReader(config, origin)
+    read_accumulation_auto(reader)
+    for stage in stages:
+        options_from(reader, stage)
+    reader.raise_for_auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SimulatedStep:
+    """Calls and partitioning of one step; `inexact_reasons` are sentences."""
+
+    calls: Iterable[PlannedCall]
+    partition: ModelPartition
+    inexact_reasons: tuple[str, ...] = ()
+
+
+def _simulate(
+    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+) -> _SimulatedStep:
+    trained, frozen = model.num_trained, model.num_parameters - model.num_trained
+    ranks = topology.data_parallel
+    if options.stage == 0:
+        return _SimulatedStep(
+            calls=stage_0_calls(model, options, topology),
+            partition=ModelPartition(part=trained, whole=trained, frozen=frozen),
+        )
+    if options.stage < 3:
+        whole = sum(group.numel for group in flat_groups(model, options, ranks))
+        return _SimulatedStep(
+            calls=stage_1_and_2_calls(model, options, topology, micro_batches),
+            partition=ModelPartition(part=whole // ranks, whole=whole, frozen=frozen),
+        )
+    return _simulate_stage_3(model, options, topology, micro_batches)
+
+
+def _simulate_stage_3(
+    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+) -> _SimulatedStep:
+    reasons: tuple[str, ...] = ()
+    try:
+        step = stage_3_step(model, options, topology, micro_batches)
+    except TracingError:
+        reasons = (_PREFETCH_FAILS,)
+        without_prefetch = replace(options, prefetch_bucket_size=0)
+        step = stage_3_step(model, without_prefetch, topology, micro_batches)
+    parts = [(-(-p.numel // topology.data_parallel), p.is_trained) for p in model.parameters]
+    partition = ModelPartition(
+        part=sum(part for part, is_trained in parts if is_trained),
+        whole=model.num_trained,
+        frozen=sum(part for part, is_trained in parts if not is_trained),
+        gathered=step.peak_gathered,
+    )
+    return _SimulatedStep(calls=step.calls, partition=partition, inexact_reasons=reasons)
+
+
+def _lower_bound(
+    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+) -> float:
+    width = BYTES_OF[options.communication_dtype]
+    sent = [p for p in model.parameters if p.is_trained or options.stage == 3]
+    return least_wire_bytes(
+        options.stage,
+        gradient_bytes=model.num_trained * width,
+        parameter_bytes=sum(p.numel * BYTES_OF[options.model_dtype or p.dtype] for p in sent),
+        micro_batches=micro_batches,
+        num_ranks=topology.data_parallel,
+    )
+
+
+def _check_ranks(options: Options, topology: Topology, origin: str) -> None:
+    if options.stage not in stages_for(topology):
+        raise DsConfigError(
+            f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "
+            "parallelism; use stage 0 or 1"
+        )
+    hpz = options.hpz_partition_size
+    if hpz > 1 and topology.data_parallel % hpz:
+        raise DsConfigError(
+            f"{origin}: zero_optimization.zero_hpz_partition_size is {hpz}, which does not divide "
+            f"{topology.data_parallel} data-parallel ranks; give a divisor"
+        )
+    if options.uses_bf16_optimizer and not options.compute_grad_norm:
+        raise DsConfigError(
+            f"{origin}: zero_optimization.compute_grad_norm is false, which DeepSpeed rejects for "
+            "bf16 with fp32 accumulation at stage 1; remove it"
+        )
+
+
+def _shard_of_rank(model: ModelShape, topology: Topology) -> ModelShape:
+    """Return one rank's share of the model under tensor and pipeline parallelism."""
+    parts = topology.tensor_parallel * topology.pipeline_parallel
+    if parts == 1:
+        return model
+    shares = tuple(replace(p, shape=(-(-p.numel // parts),)) for p in model.parameters)
+    return replace(model, parameters=shares)
