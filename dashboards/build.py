@@ -1,4 +1,4 @@
-"""Writes and checks what is generated: boards, rules, alerts, Kubernetes objects."""
+"""Writes and checks what is generated: dashboards, rules, alerts, Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from .alerts.alert import Links
-from .boards import BOARDS
-from .grafana.board import PREFIX
-from .grafana.dashboard import dashboard_json
+from .definitions import DASHBOARDS
+from .grafana.dashboard import PREFIX
+from .grafana.dashboard_json import dashboard_json
 from .kubernetes_files import kubernetes_files
 from .prometheus_files import NOTE, rule_files
 from .timing import Timing
@@ -22,13 +22,16 @@ def rendered_files(links: Links | None = None) -> dict[str, str]:
     Args:
         links: Where the alerts' links lead; by default as in the files that are shipped.
     """
-    files = {**board_files(), **rule_files(timing=Timing(), links=links)}
+    files = {**dashboard_files(), **rule_files(timing=Timing(), links=links)}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
-def board_files() -> dict[str, str]:
-    """Return each board's JSON by its path."""
-    return {f"grafana/{board.uid}.json": _json_text(dashboard_json(board)) for board in BOARDS}
+def dashboard_files() -> dict[str, str]:
+    """Return each dashboard's JSON by its path."""
+    return {
+        f"grafana/{dashboard.uid}.json": _json_text(dashboard_json(dashboard))
+        for dashboard in DASHBOARDS
+    }
 
 
 def build(out: Path, links: Links | None = None) -> list[Path]:
@@ -87,7 +90,7 @@ def _beside(folder: Path, files: dict[str, str]) -> list[str]:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether a build wrote it: by the name of a board, else by its first line."""
+    """Whether a build wrote it: by the name of a dashboard, else by its first line."""
     if file.suffix == ".json":
         return file.name.startswith(PREFIX)
     return file.read_text(encoding="utf-8", errors="replace").startswith(NOTE)

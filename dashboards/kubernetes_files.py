@@ -1,8 +1,8 @@
-"""Writes what Kubernetes reads of the rules and boards: PrometheusRules and a kustomization.
+"""Writes what Kubernetes reads of the rules and dashboards: PrometheusRules and a kustomization.
 
 kustomize takes files only from below the folder of a kustomization, but folders from anywhere. So
-this one stands at the top of rendered/, where the boards are, and docker/kubernetes names rendered/
-as a folder. Nothing has to be there twice.
+this one is at the top of rendered/, where the dashboards are, and docker/kubernetes refers to
+rendered/ as a folder. Nothing has to be there twice.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def kubernetes_files(files: Mapping[str, str]) -> dict[str, str]:
     """Return the files' texts by path, relative to rendered/.
 
     Args:
-        files: The other generated files by path: Prometheus' rules, and the boards.
+        files: The other generated files by path: Prometheus' rules, and the dashboards.
     """
     rules = [path for path in sorted(files) if path.startswith("prometheus/")]
-    boards = [path for path in sorted(files) if path.startswith("grafana/")]
+    dashboards = [path for path in sorted(files) if path.startswith("grafana/")]
     manifests = {
         f"kubernetes/{PurePosixPath(path).name}": _prometheus_rule(
             f"zerowatch-{PurePosixPath(path).stem}", files[path]
         )
         for path in rules
     }
-    return {**manifests, "kustomization.yaml": _kustomization(manifests, boards)}
+    return {**manifests, "kustomization.yaml": _kustomization(manifests, dashboards)}
 
 
 def _prometheus_rule(name: str, rules: str) -> str:
@@ -46,7 +46,7 @@ spec:
     return NOTE + head + textwrap.indent(groups, "  ")
 
 
-def _kustomization(rule_files: Iterable[str], boards: Iterable[str]) -> str:
+def _kustomization(rule_files: Iterable[str], dashboards: Iterable[str]) -> str:
     resources = "".join(f"  - {path}\n" for path in rule_files)
     maps = "".join(
         f"""\
@@ -55,7 +55,7 @@ def _kustomization(rule_files: Iterable[str], boards: Iterable[str]) -> str:
     options:
       labels: {{grafana_dashboard: "1"}}
 """
-        for path in boards
+        for path in dashboards
     )
     return f"""\
 {NOTE}apiVersion: kustomize.config.k8s.io/v1beta1

@@ -49,7 +49,7 @@ class Alert:
         keep_firing_seconds: How long the alert stays after that is over, so that it does not flap.
         summary: What is wrong, without figures: it is the same each time the alert is sent.
         description: The value that raised it, and what to do first.
-        board: The uid of the board that shows it.
+        dashboard: The uid of the dashboard that shows it.
         silences: What it makes superfluous.
     """
 
@@ -61,7 +61,7 @@ class Alert:
     keep_firing_seconds: float
     summary: str
     description: str
-    board: str
+    dashboard: str
     silences: InhibitRule | None = None
 
     @property
@@ -77,5 +77,5 @@ class Alert:
             "summary": self.summary,
             "description": self.description,
             "runbook_url": f"{links.runbook}#{self.name.lower()}",
-            "dashboard_url": f"{links.grafana}/d/{self.board}?{variables}",
+            "dashboard_url": f"{links.grafana}/d/{self.dashboard}?{variables}",
         }

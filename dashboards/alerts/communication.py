@@ -15,7 +15,7 @@ from ..timing import MINUTE, Timing
 from .alert import NUMBER, PERCENT, RANK, RUN, Alert
 from .guards import after_some_steps, while_training
 
-BOARD = "zerowatch-communication"
+DASHBOARD = "zerowatch-communication"
 STEADY_SHARE = 0.75  # of the time that a rank must be slow, to be a straggler
 COMM_BOTTLENECK = "ZerowatchCommBottleneck"
 LINK_SLOW = "ZerowatchLinkSlow"
@@ -49,10 +49,10 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         summary=f"Training {RUN} waits for communication",
         description=(
             f"{PERCENT} of the training time nothing is done but wait for collectives; up to "
-            f"{COMM_RATIO_HIGH:.0%} is usual. Look on the board which cause is the largest: "
+            f"{COMM_RATIO_HIGH:.0%} is usual. Look on the dashboard which cause is the largest: "
             "imbalance, latency, redundancy or bandwidth. The runbook says what helps against each."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -70,7 +70,7 @@ def _link_slow(timing: Timing) -> Alert:
             f"Its bandwidth is {PERCENT} of the best that it kept up in this run. See which ranks "
             "measure it, and look for errors and other traffic on their hosts' network."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -98,7 +98,7 @@ def _straggler_rank(timing: Timing) -> Alert:
             f"{PERCENT} of a step or more, and all others wait for it. Look at its host first: "
             "other processes, clocks that are throttled, a slow disk."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -116,7 +116,7 @@ def _collective_mismatch() -> Alert:
             f"Times that it was seen: {NUMBER}. Such a run hangs, or computes nonsense. Look for "
             "the line in the log that names the rank and the call."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -134,5 +134,5 @@ def _comm_coverage_low(timing: Timing) -> Alert:
             f"Only {PERCENT} of the collectives are recorded, so times of communication are too "
             "low: do not decide by them. Training itself is not affected."
         ),
-        board="zerowatch-watch",
+        dashboard="zerowatch-overhead",
     )

@@ -10,7 +10,7 @@ from ..timing import MINUTE
 from .alert import BYTES, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import not_on_gpu, on_gpu, while_training
 
-BOARD = "zerowatch-memory"
+DASHBOARD = "zerowatch-memory"
 DEVICE = "{{ $labels.device }}"
 OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
 
@@ -43,7 +43,7 @@ def _oom_risk_high() -> Alert:
             f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
             "checkpoint if you can, then make the micro-batch smaller or shard more."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -60,7 +60,7 @@ def _oom_risk_critical() -> Alert:
             f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
             "checkpoint now if you can; the run is likely to end by itself."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
         silences=InhibitRule(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
     )
 
@@ -79,7 +79,7 @@ def _host_memory_risk() -> Alert:
             f"The probability that it does within the next 50 steps is {PERCENT}; then the kernel "
             "kills the process. Save a checkpoint if you can, and see what else runs on that host."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )
 
 
@@ -95,7 +95,7 @@ def _memory_leak() -> Alert:
         summary=f"Rank {RANK} of training {RUN} leaks memory on {DEVICE}",
         description=(
             f"{BYTES} more with each step, in {{{{ $labels.category }}}}, and no batch explains "
-            "it. See on the board how many steps are left, and look for tensors that are kept."
+            "it. See on the dashboard how many steps are left, and look for tensors that are kept."
         ),
-        board=BOARD,
+        dashboard=DASHBOARD,
     )

@@ -25,12 +25,12 @@ def _watch_overhead(timing: Timing) -> Alert:
         expression=while_training(after_some_steps(cost, timing)),
         for_seconds=10 * MINUTE,
         keep_firing_seconds=15 * MINUTE,
-        summary=f"Watching training {RUN} costs more than it should",
+        summary=f"Monitoring of training {RUN} costs more than it should",
         description=(
-            f"{PERCENT} of the time of a rank goes into watching it. See on the board which part "
-            "of zerowatch it is; the runbook says which settings make each part cheaper."
+            f"Monitoring takes {PERCENT} of the time of a rank. The dashboard shows which part; "
+            "the runbook says which settings make each part cheaper."
         ),
-        board="zerowatch-watch",
+        dashboard="zerowatch-overhead",
     )
 
 
@@ -47,7 +47,7 @@ def _tuner_safe_mode() -> Alert:
         description=(
             "It has gone back to the last configuration that worked and tries nothing more; it "
             "acts only where memory is about to run out. Training goes on. Look at its last "
-            "decisions on the board."
+            "decisions on the dashboard."
         ),
-        board="zerowatch-tuner",
+        dashboard="zerowatch-tuner",
     )

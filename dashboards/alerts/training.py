@@ -54,7 +54,7 @@ def _training_stalled(timing: Timing) -> Alert:
             f"Nothing has moved for ten minutes, on any rank; {NUMBER} steps were done. Read "
             "hang-rank-*.txt in the run folder: the first line says who is missing where."
         ),
-        board=OVERVIEW,
+        dashboard=OVERVIEW,
         silences=InhibitRule(
             alerts=(
                 COMM_BOTTLENECK,
@@ -87,7 +87,7 @@ def _rank_down(timing: Timing) -> Alert:
             "({{ $labels.instance }}). See whether its process is alive, and what it wrote last; "
             "other alerts of this run are inhibited meanwhile."
         ),
-        board=OVERVIEW,
+        dashboard=OVERVIEW,
         silences=InhibitRule(),
     )
 
@@ -103,10 +103,10 @@ def _loss_not_finite(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss of training {RUN} is not a finite number",
         description=(
-            f"So it was in {NUMBER} of the last five minutes' steps. See on the board whether it "
-            "still is; if so, stop the run and go back to the last good checkpoint."
+            f"In {NUMBER} steps of the last five minutes. The dashboard shows whether it still "
+            "is; if so, stop the run and go back to the last good checkpoint."
         ),
-        board=ANATOMY,
+        dashboard=ANATOMY,
     )
 
 
@@ -127,7 +127,7 @@ def _loss_scale_collapse(timing: Timing) -> Alert:
             f"It is down to {NUMBER}: gradients overflow at every scale. At its least scale "
             "DeepSpeed ends the run. Look at the loss and the gradient norm before it fell."
         ),
-        board=ANATOMY,
+        dashboard=ANATOMY,
     )
 
 
@@ -146,7 +146,7 @@ def _data_bound(timing: Timing) -> Alert:
             "it is next to none. Give the DataLoader more workers, and see whether the disk keeps "
             "up."
         ),
-        board=ANATOMY,
+        dashboard=ANATOMY,
         silences=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
     )
 
@@ -167,8 +167,8 @@ def _low_device_utilization(timing: Timing) -> Alert:
         summary=f"The GPUs of training {RUN} are idle too often",
         description=(
             f"They are busy for {PERCENT} of the time, less than {DEVICE_UTILIZATION_LOW:.0%}. See "
-            "on the board of a step's anatomy what they wait for; if for nothing, try a larger "
+            "on the dashboard of a step's anatomy what they wait for; if for nothing, try a larger "
             "micro-batch."
         ),
-        board="zerowatch-devices",
+        dashboard="zerowatch-devices",
     )

@@ -35,7 +35,7 @@ def _windows_done_again(timing: Timing) -> Alert:
             "be done again in smaller pieces. No sample is lost, but time is: make micro-batches "
             "smaller from the start, or free memory."
         ),
-        board="zerowatch-memory",
+        dashboard="zerowatch-memory",
     )
 
 
@@ -56,5 +56,5 @@ def _restarting(timing: Timing) -> Alert:
             f"{NUMBER} times within half an hour. Each time it goes on from its last save, and may "
             "not come much further. Look at what the rank that ended first wrote last."
         ),
-        board="zerowatch-memory",
+        dashboard="zerowatch-memory",
     )

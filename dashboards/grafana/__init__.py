@@ -1,1 +1,1 @@
-"""Boards in our words, and their way by grafanalib to JSON that Grafana 11 to 13 reads."""
+"""Dashboards in our words, and their way by grafanalib to JSON that Grafana 11 to 13 reads."""

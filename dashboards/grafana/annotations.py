@@ -24,7 +24,7 @@ BUILT_IN: Json = {
 
 
 def marks() -> list[Json]:
-    """Return what Grafana looks for; each can be switched off at the top of a board."""
+    """Return what Grafana looks for; each can be switched off at the top of a dashboard."""
     first_rank = select(RUN_ACTIVE, *_FIRST_RANK)
     return [
         BUILT_IN,
@@ -41,7 +41,7 @@ def marks() -> list[Json]:
             f"changes({select(TUNER_DECISIONS, *_FIRST_RANK)}[$__rate_interval]) > 0",
             color="purple",
             title="Tuner: {{verdict}}",
-            text="See the board Tuner for what it changed.",
+            text="See the dashboard Tuner for what it changed.",
             tags="verdict",
         ),
         _annotation(

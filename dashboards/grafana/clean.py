@@ -1,7 +1,7 @@
 """grafanalib's output made into what Grafana reads today.
 
 grafanalib 0.7.1 was written for older Grafanas. What it leaves behind is not refused but changes a
-board silently: at most 100 points a graph, half the resolution, a reading as of Grafana 6.
+dashboard silently: at most 100 points a graph, half the resolution, a reading as of Grafana 6.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STALE_OF_VARIABLE = (
     "tagValuesQuery",
     "useTags",
 )
-STALE_OF_BOARD = ("__inputs", "gnetId", "hideControls", "rows", "sharedCrosshair", "style")
+STALE_IN_DASHBOARD = ("__inputs", "gnetId", "hideControls", "rows", "sharedCrosshair", "style")
 KEPT_WHERE_NULL = "value"  # of the lowest threshold, which Grafana wants to be null
 
 

@@ -1,59 +1,53 @@
-"""A board as the JSON that Grafana 11 to 13 reads from a folder."""
+"""A dashboard, as data: rows of panels under headings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from grafanalib import core as grafanalib
+from .panels import Panel
 
-from .annotations import marks
-from .board import Board
-from .clean import STALE_OF_BOARD, Json, cleaned
-from .draw import panel_json, row_json
-from .grid import COLUMNS, HEADING_HEIGHT, Place, places
-from .links import TAG, link_to_traces, links_between_boards
-from .variables import variables
-
-# The newest that Grafana 11 reads as it stands; what 12 and 13 change in it does not concern us.
-# Under 14 Grafana would take the shared crosshair away.
-SCHEMA_VERSION = 39
-_SHARED_CROSSHAIR = 1
-_REFRESH = "15s"
+PREFIX = "zerowatch-"
 
 
-def dashboard_json(board: Board) -> Json:
-    """Return a board's JSON."""
-    made = grafanalib.Dashboard(
-        title=f"zerowatch / {board.title}",
-        uid=board.uid,
-        description=board.description,
-        tags=[TAG],
-        annotations=grafanalib.Annotations(list=marks()),
-        templating=grafanalib.Templating(list=variables()),
-        time=grafanalib.Time(f"now-{board.span}", "now"),
-        timezone="browser",
-        refresh=_REFRESH,
-        graphTooltip=_SHARED_CROSSHAIR,
-        schemaVersion=SCHEMA_VERSION,
-        version=1,
-    )
-    json = cleaned(made, STALE_OF_BOARD)
-    json["links"] = [links_between_boards(), *map(link_to_traces, board.traces)]
-    json["panels"] = list(_panels(board))
-    json["timepicker"] = {"refresh_intervals": ["5s", "15s", "30s", "1m", "5m", "30m", "1h"]}
-    return json
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under a heading, from left to right, that wrap where the dashboard ends."""
+
+    title: str
+    panels: tuple[Panel, ...]
 
 
-def _panels(board: Board) -> Iterator[Json]:
-    """Yield headings and panels, numbered and placed."""
-    number = top = 0
-    for row in board.rows:
-        number += 1
-        yield row_json(row.title, number, Place(0, top, COLUMNS, HEADING_HEIGHT))
-        top += HEADING_HEIGHT
-        bottom = top
-        for panel, place in zip(row.panels, places(row.panels, top), strict=True):
-            number += 1
-            bottom = max(bottom, place.top + place.height)
-            yield panel_json(panel, number, place)
-        top = bottom
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """A page of panels.
+
+    Attributes:
+        name: Of its file, and with a prefix its uid.
+        description: The question that it answers.
+        rows: What it shows.
+        span: The time it shows at first, until now, such as "1h".
+        traces: TraceQL of the traces it links to.
+    """
+
+    name: str
+    title: str
+    description: str
+    rows: tuple[Row, ...]
+    span: str = "30m"
+    traces: tuple[str, ...] = ()
+
+    @property
+    def uid(self) -> str:
+        """What links and provisioning call the dashboard."""
+        return uid_of(self.name)
+
+    def panels(self) -> Iterator[Panel]:
+        """Go over all panels in their order."""
+        for row in self.rows:
+            yield from row.panels
+
+
+def uid_of(name: str) -> str:
+    """Return the uid of the dashboard in the file of that name, such as "step_anatomy"."""
+    return PREFIX + name.replace("_", "-")

@@ -15,7 +15,7 @@ from . import table
 from .clean import STALE_OF_PANEL, Json, cleaned
 from .field import defaults, overrides_by_color, value_mappings
 from .grid import Place
-from .links import link_to_board
+from .links import link_to_dashboard
 from .panels import (
     BarGauge,
     Gauge,
@@ -63,7 +63,7 @@ def _shared(panel: Panel, number: int, place: Place) -> Json:
         "dataSource": PROMETHEUS,
         "targets": [target(query, index) for index, query in enumerate(panel.queries)],
         "thresholds": [{"color": step.color, "value": step.value} for step in panel.thresholds],
-        "links": [link_to_board(panel.board)] if panel.board else [],
+        "links": [link_to_dashboard(panel.dashboard)] if panel.dashboard else [],
     }
 
 

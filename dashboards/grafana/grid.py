@@ -13,7 +13,7 @@ HEADING_HEIGHT = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rectangle, in columns and rows from the board's upper left corner."""
+    """A rectangle, in columns and rows from the dashboard's upper left corner."""
 
     left: int
     top: int
@@ -25,7 +25,7 @@ def places(panels: Sequence[Panel], top: int) -> Iterator[Place]:
     """Yield each panel's place below `top`; a panel that no longer fits begins a new line.
 
     Raises:
-        ValueError: A panel is wider than the board.
+        ValueError: A panel is wider than the dashboard.
     """
     left = line_height = 0
     for panel in panels:

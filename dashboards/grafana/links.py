@@ -1,4 +1,4 @@
-"""Where boards and panels lead: to other boards, and to a run's traces."""
+"""Where dashboards and panels lead: to other dashboards, and to a run's traces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TAG = "zerowatch"
 _TEMPO = {"type": "tempo", "uid": "tempo"}
 
 
-def links_between_boards() -> Json:
-    """Return links to all boards with our tag, that take variables and time along."""
+def links_between_dashboards() -> Json:
+    """Return links to all dashboards with our tag, that take variables and time along."""
     return cleaned(
         grafanalib.DashboardLink(
             type="dashboards", tags=[TAG], includeVars=True, keepTime=True, icon="dashboard"
@@ -56,12 +56,12 @@ def link_to_traces(query: str) -> Json:
     )
 
 
-def link_to_board(uid: str) -> Json:
-    """Return a panel's link to the board that tells more; it takes variables and time along."""
+def link_to_dashboard(uid: str) -> Json:
+    """Return a panel's link to the dashboard that tells more; it takes variables and time along."""
     return cleaned(
         grafanalib.DashboardLink(
             type="link",
-            title=f"More on the board {uid.removeprefix('zerowatch-').replace('-', ' ')}",
+            title=f"More on the dashboard {uid.removeprefix('zerowatch-').replace('-', ' ')}",
             uri=f"/d/{uid}?${{__all_variables}}&${{__url_time_range}}",
             icon="dashboard",
             keepTime=False,

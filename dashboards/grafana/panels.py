@@ -16,7 +16,7 @@ class Panel:
     Attributes:
         description: How to read it and what to do, as markdown; shown at the title's (i).
         unit: One of style.py's.
-        width: In columns, of which a board has 24.
+        width: In columns, of which a dashboard has 24.
         height: In rows of about 38 pixels.
         thresholds: Colours by value, the lowest first; in a time series as lines.
         minimum: Of the scale; None fits it to the values.
@@ -24,7 +24,7 @@ class Panel:
         decimals: Digits shown after the point; None lets Grafana choose.
         colors: Fixed colours of series by their legend, so that a word has one colour everywhere.
         empty: What is shown where there is no data; in a table also in each empty cell.
-        board: The uid of the board that tells more, linked from the title.
+        dashboard: The uid of the dashboard that tells more, linked from the title.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Panel:
     decimals: int | None = None
     colors: Mapping[str, str] = field(default_factory=dict)
     empty: str = ""
-    board: str = ""
+    dashboard: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

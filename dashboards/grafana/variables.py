@@ -1,4 +1,4 @@
-"""What can be chosen at the top of every board: data source, job, run and ranks."""
+"""What can be chosen at the top of every dashboard: data source, job, run and ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Recording rules: what panels and alerts divide, or add up over ranks, worked out once.
 
-Boards and alerts name a rule by its constant. To add one: a constant beside its kin, and its place
-in the file's RULES. Sums are divided, never ratios averaged. "5m" and "30m" in a name are the
-shipped windows. A level names the labels that stay beside job: `run_rank` keeps run and rank.
+Dashboards and alerts use a rule by its constant. To add one: a constant in the file of its
+subject, and an entry in the file's RULES. Sums are divided, never ratios averaged. "5m" and "30m"
+in a name are the shipped windows. A level names the labels that stay beside job: `run_rank` keeps
+run and rank.
 """
 
 from __future__ import annotations
@@ -16,5 +17,5 @@ GROUPS: dict[str, tuple[RecordingRule, ...]] = {
     "zerowatch-memory": memory.RULES,
     "zerowatch-window": window.RULES,
     "zerowatch-devices": devices.RULES,
-    "zerowatch-watch": overhead.RULES,
+    "zerowatch-overhead": overhead.RULES,
 }

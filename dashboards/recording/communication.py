@@ -93,7 +93,7 @@ PAYLOAD_BYTES_PER_STEP = recorded(
     "op",
     "group",
 )
-# For boards: over a thousand ranks, as lines over time, these would be too many series to read raw.
+# For dashboards: of a thousand ranks, as lines over time, the raw series would be too many.
 LINK_BANDWIDTH = aggregated(comm.COMM_LINK_BANDWIDTH, "min", "group")
 LINK_BEST_BANDWIDTH = aggregated(comm.COMM_LINK_BEST_BANDWIDTH, "max", "group")
 LINK_LATENCY = aggregated(comm.COMM_LINK_LATENCY, "max", "group")

@@ -28,7 +28,7 @@ DEVICE_UTILIZATION_BY_RANK = recorded(
 )
 POWER = aggregated(devices.DEVICE_POWER, "sum")
 
-# For boards: over a thousand ranks, as lines over time, these would be too many series to read raw.
+# For dashboards: of a thousand ranks, as lines over time, the raw series would be too many.
 SM_ACTIVE = aggregated(devices.DEVICE_SM_ACTIVE, "avg", "device")
 TEMPERATURE = aggregated(devices.DEVICE_TEMPERATURE, "max", "device")
 CLOCK = aggregated(devices.DEVICE_CLOCK, "min", "device")  # a throttled device is the slowest

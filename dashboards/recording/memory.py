@@ -48,7 +48,7 @@ OFFLOAD_BYTES_PER_STEP = recorded(
     ),
     "direction",
 )
-# For boards: over a thousand ranks, as lines over time, these would be too many series to read raw.
+# For dashboards: of a thousand ranks, as lines over time, the raw series would be too many.
 MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
 PHASE_PEAK = aggregated(memory.MEMORY_PHASE_PEAK, "max", "device", "phase")
 BASELINE = aggregated(memory.MEMORY_BASELINE, "max", "device")

@@ -1,6 +1,6 @@
-"""A run of 1,024 ranks in one Prometheus on this machine, by the shipped rules and boards.
+"""A run of 1,024 ranks in one Prometheus on this machine, by the shipped rules and dashboards.
 
-One process plays the ranks. See scale_store for where the hour comes from that the boards show.
+One process plays the ranks. See scale_store for where the hour comes from that the dashboards show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from options import Options
 from scale_contents import INTERVAL_SECONDS
-from scale_queries import Asked, boards, time_board, time_queries
+from scale_queries import Asked, dashboards, time_dashboard, time_queries
 from scale_ranks import RUN
 from scale_store import Store
 from servers.grafana import Reader
@@ -29,7 +29,7 @@ SLOWEST = 8
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield what the store holds and costs, and how long its rules and the boards' queries take."""
+    """Yield size and cost of the store, and the time of its rules and the dashboards' queries."""
     if shutil.which("prometheus") is None:
         yield Row(what="scale", measured="needs prometheus on PATH (apt-get install prometheus)")
         return
@@ -104,12 +104,12 @@ def _rules(store: Store, groups: dict[str, list[float]]) -> Iterator[Row]:
 
 def _queries(store: Store, reader: Reader) -> Iterator[Row]:
     all_asked: list[Asked] = []
-    for board in boards():
-        asked = time_queries(store.prometheus, board, reader)
-        together = time_board(store.prometheus, board, reader)
+    for dashboard in dashboards():
+        asked = time_queries(store.prometheus, dashboard, reader)
+        together = time_dashboard(store.prometheus, dashboard, reader)
         all_asked += asked
         yield Row(
-            what=f"{board['title']}: {len(asked)} queries, slowest",
+            what=f"{dashboard['title']}: {len(asked)} queries, slowest",
             measured=f"{max(query.seconds for query in asked):.2f} s",
             spread=f"median {statistics.median(q.seconds for q in asked):.3f} s; "
             f"all, 6 at once: {together:.2f} s",

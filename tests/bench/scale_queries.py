@@ -1,4 +1,4 @@
-"""How long a Prometheus takes for what Grafana asks: query by query, and a board at a time."""
+"""How long a Prometheus takes for what Grafana asks: query by query, and a dashboard at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from statistics import median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the servers are the tests' own
-from servers.grafana import BoardQuery, Reader, board_queries, variables
+from servers.grafana import DashboardQuery, Reader, dashboard_queries, variables
 from servers.prometheus import Prometheus
 
-BOARDS = Path(__file__).parents[2] / "dashboards" / "rendered" / "grafana"
+DASHBOARDS = Path(__file__).parents[2] / "dashboards" / "rendered" / "grafana"
 TRIALS = 3
 BROWSER_CONNECTIONS = 6
 _LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")
 
-Board = Mapping[str, Any]
+Dashboard = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,42 +34,53 @@ class Asked:
     series: int
 
 
-def boards() -> list[Board]:
-    return [json.loads(file.read_text()) for file in sorted(BOARDS.glob("*.json"))]
+def dashboards() -> list[Dashboard]:
+    return [json.loads(file.read_text()) for file in sorted(DASHBOARDS.glob("*.json"))]
 
 
-def time_queries(prometheus: Prometheus, board: Board, reader: Reader) -> list[Asked]:
-    """Ask each query of a board, and each of its variables, one after another."""
+def time_queries(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> list[Asked]:
+    """Ask each query of a dashboard, and each of its variables, one after another."""
     asked = [
-        _timed(query.name, lambda query=query: reader.ask(prometheus, query, board, time.time()))
-        for query in board_queries(board)
+        _timed(
+            query.name, lambda query=query: reader.ask(prometheus, query, dashboard, time.time())
+        )
+        for query in dashboard_queries(dashboard)
     ]
-    for variable in variables(board):
+    for variable in variables(dashboard):
         if found := _LABEL_VALUES.fullmatch(_text(variable)):
             asked.append(
-                _time_variable(prometheus, board, reader, variable["name"], *found.groups())
+                _time_variable(prometheus, dashboard, reader, variable["name"], *found.groups())
             )
     return asked
 
 
-def time_board(prometheus: Prometheus, board: Board, reader: Reader) -> float:
-    """Ask a board's queries as a browser does, six at once; return the seconds until all came."""
+def time_dashboard(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> float:
+    """Ask a dashboard's queries as a browser does, six at once; return the seconds for all."""
     began = time.monotonic()
     with ThreadPoolExecutor(BROWSER_CONNECTIONS) as pool:
-        ask = lambda query: reader.ask(prometheus, query, board, time.time())  # noqa: E731
-        list(pool.map(ask, board_queries(board)))
+        ask = lambda query: reader.ask(prometheus, query, dashboard, time.time())  # noqa: E731
+        list(pool.map(ask, dashboard_queries(dashboard)))
     return time.monotonic() - began
 
 
 def _time_variable(
-    prometheus: Prometheus, board: Board, reader: Reader, name: str, selector: str, label: str
+    prometheus: Prometheus,
+    dashboard: Dashboard,
+    reader: Reader,
+    name: str,
+    selector: str,
+    label: str,
 ) -> Asked:
     """Ask for the values of a variable, over the time shown."""
-    query = BoardQuery(
-        board=board["uid"], panel="variable", ref=name, expression=selector, is_instant=False
+    query = DashboardQuery(
+        dashboard=dashboard["uid"],
+        panel="variable",
+        ref=name,
+        expression=selector,
+        is_instant=False,
     )
     parameters = {
-        "match[]": reader.fill_in(query, board),
+        "match[]": reader.fill_in(query, dashboard),
         "start": time.time() - reader.range_seconds,
         "end": time.time(),
     }

@@ -165,7 +165,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_grafana_finds_the_datasources_by_the_uids_that_boards_name() -> None:
+def test_grafana_finds_the_datasources_by_the_uids_that_dashboards_name() -> None:
     file = DOCKER / "grafana" / "provisioning" / "datasources" / "zerowatch.yaml"
 
     sources = yaml.safe_load(file.read_text())

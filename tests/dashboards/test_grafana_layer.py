@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zerowatch.dashboards.grafana.board import Board, Row
-from zerowatch.dashboards.grafana.dashboard import dashboard_json
+from zerowatch.dashboards.grafana.dashboard import Dashboard, Row
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 from zerowatch.dashboards.grafana.grid import places
 from zerowatch.dashboards.grafana.panels import (
     BarGauge,
@@ -38,9 +38,9 @@ KINDS = {
 
 
 def drawn(*panels: Panel):
-    """Return the JSON of panels on a board, without the heading."""
-    board = Board(name="a_b", title="Title", description="Why.", rows=(Row("Row", panels),))
-    return dashboard_json(board)["panels"][1:]
+    """Return the JSON of panels on a dashboard, without the heading."""
+    dashboard = Dashboard(name="a_b", title="Title", description="Why.", rows=(Row("Row", panels),))
+    return dashboard_json(dashboard)["panels"][1:]
 
 
 def keys_and_values(value):
@@ -193,7 +193,7 @@ def test_values_can_have_words_and_series_fixed_colours():
 
 
 def test_the_schema_is_one_that_leaves_the_crosshair_shared():
-    json = dashboard_json(Board(name="a_b", title="Title", description="Why.", rows=()))
+    json = dashboard_json(Dashboard(name="a_b", title="Title", description="Why.", rows=()))
 
     assert (json["schemaVersion"], json["graphTooltip"]) == (39, 1)
     assert json["uid"] == "zerowatch-a-b"
@@ -201,7 +201,7 @@ def test_the_schema_is_one_that_leaves_the_crosshair_shared():
 
 
 def test_runs_are_offered_newest_first_and_ranks_by_number_all_at_once():
-    json = dashboard_json(Board(name="a", title="Title", description="Why.", rows=()))
+    json = dashboard_json(Dashboard(name="a", title="Title", description="Why.", rows=()))
 
     source, _, run, rank = json["templating"]["list"]
     assert source["type"] == "datasource"
@@ -220,6 +220,6 @@ def test_panels_fill_lines_from_left_to_right_and_wrap():
     assert found == [(0, 1), (16, 1), (0, 10), (8, 10)]
 
 
-def test_a_panel_wider_than_the_board_is_an_error_that_names_it():
+def test_a_panel_wider_than_the_dashboard_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="'Title': width 25, allowed is 1 to 24"):
         list(places((Stat(**WORDS, width=25),), top=0))

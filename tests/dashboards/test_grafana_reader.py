@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from promql_parts import operands, selectors
-from servers.grafana import BoardQuery, Reader, board_queries
+from servers.grafana import DashboardQuery, Reader, dashboard_queries
 
-BOARD = {
+DASHBOARD = {
     "uid": "b",
     "templating": {
         "list": [
@@ -32,9 +32,9 @@ BOARD = {
 }
 
 
-def query(expression: str, min_step: str = "") -> BoardQuery:
-    return BoardQuery(
-        board="b",
+def query(expression: str, min_step: str = "") -> DashboardQuery:
+    return DashboardQuery(
+        dashboard="b",
         panel="p",
         ref="A",
         expression=expression,
@@ -44,7 +44,7 @@ def query(expression: str, min_step: str = "") -> BoardQuery:
 
 
 def test_queries_are_found_in_rows_and_annotations_too():
-    found = list(board_queries(BOARD))
+    found = list(dashboard_queries(DASHBOARD))
 
     assert [(q.panel, q.ref, q.is_instant, q.min_step) for q in found] == [
         ("Inner", "A", True, ""),
@@ -57,7 +57,7 @@ def test_variables_and_macros_are_filled_in():
     reader = Reader(variables={"run": ["night-7"]}, range_seconds=3600, scrape_seconds=15)
     expression = 'rate(a{run=~"$run", rank=~"${rank}"}[$__rate_interval]) + b[$__range:$__interval]'
 
-    filled = reader.fill_in(query(expression), BOARD)
+    filled = reader.fill_in(query(expression), DASHBOARD)
 
     assert filled == ('rate(a{run=~"night-7", rank=~".*"}[60000ms]) + b[3600000ms:15000ms]')
 
@@ -65,7 +65,7 @@ def test_variables_and_macros_are_filled_in():
 def test_several_chosen_values_become_one_pattern():
     reader = Reader(variables={"run": ["a", "b"]})
 
-    assert reader.fill_in(query("$run"), BOARD) == "(a|b)"
+    assert reader.fill_in(query("$run"), DASHBOARD) == "(a|b)"
 
 
 @pytest.mark.parametrize(

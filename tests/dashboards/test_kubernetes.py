@@ -1,4 +1,4 @@
-"""The Kubernetes objects are whole, valid, and made of the same rules and boards as the rest."""
+"""The Kubernetes objects are complete, valid, and made of the same rules and dashboards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from package_tree import ROOT
 from require import program
 
-from zerowatch.dashboards.build import board_files
+from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.kubernetes_files import kubernetes_files
 from zerowatch.dashboards.prometheus_files import rule_files
 
@@ -26,7 +26,7 @@ OPERATORS = "monitoring.coreos.com/v1"
 
 @pytest.fixture(scope="module")
 def generated() -> dict[str, str]:
-    return {**rule_files(), **board_files()}
+    return {**rule_files(), **dashboard_files()}
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +133,14 @@ def test_promtool_takes_the_groups_of_a_prometheus_rule(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_board_becomes_a_config_map_that_grafanas_sidecar_takes(
+def test_each_dashboard_becomes_a_config_map_that_grafanas_sidecar_takes(
     generated: dict[str, str], manifests: dict[str, str]
 ) -> None:
     kustomization = yaml.safe_load(manifests["kustomization.yaml"])
-    boards = sorted(path for path in generated if path.startswith("grafana/"))
+    dashboards = sorted(path for path in generated if path.startswith("grafana/"))
 
     assert [one["files"] for one in kustomization["configMapGenerator"]] == [
-        [path] for path in boards
+        [path] for path in dashboards
     ]
     for one in kustomization["configMapGenerator"]:
         (path,) = one["files"]

@@ -21,10 +21,10 @@ from fakes.scraper import eventually
 from promql_parts import operands, selectors
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, environment
 from servers.free_port import free_port
-from servers.grafana import BoardQuery, Reader, board_queries
+from servers.grafana import DashboardQuery, Reader, dashboard_queries
 from servers.prometheus import Prometheus
 
-from zerowatch.dashboards.build import board_files
+from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.promql import select
 from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION, DEVICE_UTILIZATION_BY_RANK
@@ -60,7 +60,7 @@ ABSENT = {
     select(window.COMPRESSION_ERROR): "gradients travel as they are",
 }
 
-RUN = "board-run"
+RUN = "dashboard-run"
 TIMING = Timing(scale=1 / 60)
 SHOWN_SECONDS = 60.0
 PATIENCE_SECONDS = 75.0
@@ -85,12 +85,12 @@ class Question:
 
 
 class Answers:
-    """What a Prometheus holds for the boards, the recording rules and the alerts."""
+    """What a Prometheus holds for the dashboards, the recording rules and the alerts."""
 
     def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any]) -> None:
         self.prometheus = prometheus
         self._recorded = {rule["record"]: rule["expr"] for rule in _rules(rules["recording"])}
-        self.questions = [*self._of_boards(), *self._of_rules(rules)]
+        self.questions = [*self._of_dashboards(), *self._of_rules(rules)]
         self.num_series: dict[Question, int] = {}
 
     def ask(self) -> None:
@@ -108,7 +108,7 @@ class Answers:
         return found
 
     def missing(self, place: str = "") -> list[str]:
-        """Name what has no data without an excuse, on one board or anywhere."""
+        """Name what has no data without an excuse, on one dashboard or anywhere."""
         return [
             f"{question.place}: {question.name}: {question.promql}"
             for question in self.questions
@@ -117,20 +117,22 @@ class Answers:
             and not self.excuses(question.promql)
         ]
 
-    def _of_boards(self) -> Iterator[Question]:
+    def _of_dashboards(self) -> Iterator[Question]:
         chosen = {"job": ["zerowatch"], "run": [RUN], "rank": ["0", "1"]}
         reader = Reader(variables=chosen, range_seconds=SHOWN_SECONDS, scrape_seconds=1.0)
-        for board in BOARDS:
-            for query in board_queries(board):
+        for dashboard in DASHBOARDS:
+            for query in dashboard_queries(dashboard):
                 yield Question(
-                    place=board["uid"],
+                    place=dashboard["uid"],
                     name=f"{query.panel} ({query.ref})",
-                    promql=reader.fill_in(query, board),
-                    ask=partial(self._on_board, reader, query, board),
+                    promql=reader.fill_in(query, dashboard),
+                    ask=partial(self._on_dashboard, reader, query, dashboard),
                 )
 
-    def _on_board(self, reader: Reader, query: BoardQuery, board: Any) -> list[dict[str, Any]]:
-        return reader.ask(self.prometheus, query, board, time.time())
+    def _on_dashboard(
+        self, reader: Reader, query: DashboardQuery, dashboard: Any
+    ) -> list[dict[str, Any]]:
+        return reader.ask(self.prometheus, query, dashboard, time.time())
 
     def _of_rules(self, rules: Mapping[str, Any]) -> Iterator[Question]:
         for rule in _rules(rules["recording"]):
@@ -148,13 +150,13 @@ def _rules(file: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [rule for group in file["groups"] for rule in group["rules"]]
 
 
-BOARDS = [json.loads(text) for text in board_files().values()]
+DASHBOARDS = [json.loads(text) for text in dashboard_files().values()]
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> Iterator[Answers]:
     """Ask until nothing is missing, or patience ends."""
-    folder = tmp_path_factory.mktemp("boards")
+    folder = tmp_path_factory.mktemp("dashboards")
     texts = {
         Path(path).stem: text
         for path, text in rule_files(TIMING).items()
@@ -182,7 +184,7 @@ def training_run(folder: Path, port: int) -> Iterator[None]:
         ZEROWATCH_RUN_ID=RUN,
         CUDA_VISIBLE_DEVICES="",
     )
-    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "board_job.py"), str(folder)]
+    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "dashboard_job.py"), str(folder)]
     log = folder / "job.log"
     with log.open("w") as output:
         job = subprocess.Popen(
@@ -200,9 +202,9 @@ def training_run(folder: Path, port: int) -> Iterator[None]:
             job.wait(30)
 
 
-@pytest.mark.parametrize("board", [board["uid"] for board in BOARDS])
-def test_every_query_of_a_board_has_data(answers, board):
-    assert answers.missing(board) == []
+@pytest.mark.parametrize("dashboard", [dashboard["uid"] for dashboard in DASHBOARDS])
+def test_every_query_of_a_dashboard_has_data(answers, dashboard):
+    assert answers.missing(dashboard) == []
 
 
 def test_every_recording_rule_has_data(answers):

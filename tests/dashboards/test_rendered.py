@@ -11,7 +11,7 @@ from package_tree import ROOT
 from zerowatch.dashboards.build import build, rendered_files, stale
 
 RENDERED = ROOT / "dashboards" / "rendered"
-BOARD = "grafana/zerowatch-overview.json"
+DASHBOARD = "grafana/zerowatch-overview.json"
 
 
 @pytest.fixture
@@ -33,21 +33,21 @@ def test_building_twice_makes_the_same_files():
 
 
 def test_a_file_edited_by_hand_is_named_with_what_to_do(folder):
-    (folder / BOARD).write_text((folder / BOARD).read_text().replace("Loss", "Los"))
+    (folder / DASHBOARD).write_text((folder / DASHBOARD).read_text().replace("Loss", "Los"))
 
     (message,) = stale(folder)
 
-    assert str(folder / BOARD) in message
+    assert str(folder / DASHBOARD) in message
     assert "change dashboards/" in message
     assert "zerowatch dashboards build" in message
 
 
 def test_a_missing_file_is_named(folder):
-    (folder / BOARD).unlink()
+    (folder / DASHBOARD).unlink()
 
     (message,) = stale(folder)
 
-    assert message.startswith(f"{folder / BOARD}: missing.")
+    assert message.startswith(f"{folder / DASHBOARD}: missing.")
 
 
 def test_a_file_that_nothing_makes_any_more_is_named_and_taken_away(folder):
@@ -72,7 +72,7 @@ def test_other_people_s_files_are_never_taken_away(folder):
     assert len(stale(folder)) == len(theirs)
 
 
-def test_boards_are_written_for_clean_differences(folder):
-    text = (folder / BOARD).read_text()
+def test_dashboards_are_written_for_clean_differences(folder):
+    text = (folder / DASHBOARD).read_text()
 
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""Draws boards as pictures, with Grafana's published panels and the values of a live Prometheus.
+"""Draws dashboards with Grafana's published panels and the values of a live Prometheus.
 
 Some panels are not published; likenesses of our own stand in. So a picture is a preview, no proof
 of what Grafana draws. The first use installs about 420 MB of npm packages below .build/, once.
@@ -24,8 +24,8 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from zerowatch.dashboards.boards import BOARDS
-from zerowatch.dashboards.grafana.dashboard import dashboard_json
+from zerowatch.dashboards.definitions import DASHBOARDS
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / ".build" / "preview"
@@ -37,18 +37,18 @@ WAIT_SECONDS = 60
 
 
 def main() -> None:
-    """Draw the boards that are asked for."""
+    """Draw the dashboards that are asked for."""
     options = parsed()
     bundle()
     options.out.mkdir(parents=True, exist_ok=True)
     failures = 0
     with served() as address, browser_page() as page:
-        for board in BOARDS:
-            if options.boards and board.name not in options.boards:
+        for dashboard in DASHBOARDS:
+            if options.dashboards and dashboard.name not in options.dashboards:
                 continue
-            write_json("board.json", dashboard_json(board))
+            write_json("dashboard.json", dashboard_json(dashboard))
             write_json("settings.json", settings(options))
-            picture = options.out / f"{board.uid}.png"
+            picture = options.out / f"{dashboard.uid}.png"
             failed = draw(page, address, picture)
             failures += len(failed)
             print(f"{picture}: {'; '.join(failed) or 'drawn'}")
@@ -63,20 +63,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--range", type=float, default=600, help="seconds until now that are shown")
     parser.add_argument("--run", default=".*", help="of which run; by default of all there are")
     parser.add_argument("--window", default="20s", help="in place of $__rate_interval")
-    names = [board.name for board in BOARDS]
-    parser.add_argument("boards", nargs="*", metavar="BOARD", help=f"of {', '.join(names)}")
+    names = [dashboard.name for dashboard in DASHBOARDS]
+    parser.add_argument("dashboards", nargs="*", metavar="DASHBOARD", help=f"of {', '.join(names)}")
     options = parser.parse_args()
-    if unknown := set(options.boards) - set(names):
-        parser.error(f"no board is called {', '.join(sorted(unknown))}; there are {names}")
+    if unknown := set(options.dashboards) - set(names):
+        parser.error(f"no dashboard is called {', '.join(sorted(unknown))}; there are {names}")
     return options
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the page needs to know beside the board."""
+    """Return what the page needs to know beside the dashboard."""
     step = max(1, round(options.range / POINTS))
     now = int(time.time())
     return {
-        "board": "board.json",
+        "dashboard": "dashboard.json",
         "prometheus": options.prometheus.rstrip("/"),
         "from": now - round(options.range / step) * step,
         "to": now,
@@ -161,7 +161,7 @@ def browser_page() -> Iterator[Page]:
 
 
 def draw(page: Page, address: str, picture: Path) -> list[str]:
-    """Take a picture of the board, and return what went wrong in it."""
+    """Take a picture of the dashboard, and return what went wrong in it."""
     failures: list[str] = []
     page.on("pageerror", lambda error: failures.append(str(error)[:300]))
     page.goto(address)

@@ -19,7 +19,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without what only boards need, so that promtool is quicker."""
+    """The same without what only dashboards need, so that promtool is quicker."""
     files = rule_files()
     recording = yaml.safe_load(files[RECORDING])
     for group in recording["groups"]:

@@ -87,10 +87,10 @@ class Case:
         ]
 
 
-def says(alert: str, *, board: str, summary: str, description: str) -> dict[str, str]:
+def says(alert: str, *, dashboard: str, summary: str, description: str) -> dict[str, str]:
     """Return all annotations of an alert of the run night-7."""
     page = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
-    shown = f"http://127.0.0.1:3000/d/{board}?var-job=zerowatch&var-run=night-7"
+    shown = f"http://127.0.0.1:3000/d/{dashboard}?var-job=zerowatch&var-run=night-7"
     return {
         "summary": summary,
         "description": description,

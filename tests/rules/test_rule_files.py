@@ -19,14 +19,14 @@ from zerowatch.dashboards.recording import GROUPS
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 
-BOARDS = {
+DASHBOARDS = {
     "zerowatch-overview",
     "zerowatch-step-anatomy",
     "zerowatch-communication",
     "zerowatch-memory",
     "zerowatch-devices",
     "zerowatch-tuner",
-    "zerowatch-watch",
+    "zerowatch-overhead",
 }
 KNOWN = {alert.name: alert for alert in alerts(Timing())}
 EXPRESSIONS = {
@@ -118,15 +118,15 @@ def test_what_an_alert_says_first_does_not_change_while_it_lasts(alert):
 
 
 @each_alert
-def test_an_alert_leads_to_its_page_and_to_the_board_of_its_run(alert):
+def test_an_alert_leads_to_its_page_and_to_the_dashboard_of_its_run(alert):
     links = Links(runbook="https://wiki/runbook", grafana="https://grafana")
 
     annotations = alert.annotations(links)
 
-    assert alert.board in BOARDS
+    assert alert.dashboard in DASHBOARDS
     assert annotations["runbook_url"] == f"https://wiki/runbook#{alert.name.lower()}"
     assert annotations["dashboard_url"] == (
-        f"https://grafana/d/{alert.board}"
+        f"https://grafana/d/{alert.dashboard}"
         "?var-job={{$labels.job|urlquery}}&var-run={{$labels.run|urlquery}}"
     )
 

@@ -1,4 +1,4 @@
-// What a board may hold, by the types that Grafana publishes. "@grafana/schema" becomes the release checked.
+// What a dashboard may hold, by the types that Grafana publishes. "@grafana/schema" becomes the release checked.
 
 import type {
   AnnotationQuery,

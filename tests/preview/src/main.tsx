@@ -1,4 +1,4 @@
-// Draws a generated board without a Grafana server: a preview, no proof of what Grafana draws.
+// Draws a generated dashboard without a Grafana server: a preview, no proof of what Grafana draws.
 
 import 'uplot/dist/uPlot.min.css';
 
@@ -19,7 +19,7 @@ const GAP = 8;
 const HEADING_HEIGHT = 68;
 const theme = createTheme({ colors: { mode: 'dark' } });
 
-interface Board {
+interface Dashboard {
   title: string;
   description: string;
   panels: Panel[];
@@ -103,17 +103,17 @@ function Placed({ panel, settings }: { panel: Panel; settings: Settings }) {
   );
 }
 
-function Page({ board, settings }: { board: Board; settings: Settings }) {
-  const bottom = Math.max(...board.panels.map(({ gridPos }) => gridPos.y + gridPos.h));
+function Page({ dashboard, settings }: { dashboard: Dashboard; settings: Settings }) {
+  const bottom = Math.max(...dashboard.panels.map(({ gridPos }) => gridPos.y + gridPos.h));
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
       <div style={{ padding: GAP, height: HEADING_HEIGHT - GAP, color: '#ccccdc' }}>
         <div style={{ fontSize: 20 }}>
-          {board.title}
+          {dashboard.title}
           <span style={{ float: 'right', fontSize: 12, color: '#8e8e99' }}>{settings.label}</span>
         </div>
-        <div style={{ fontSize: 13, color: '#8e8e99' }}>{board.description}</div>
+        <div style={{ fontSize: 13, color: '#8e8e99' }}>{dashboard.description}</div>
       </div>
       <div
         style={{
@@ -122,7 +122,7 @@ function Page({ board, settings }: { board: Board; settings: Settings }) {
           height: bottom * ROW_HEIGHT + GAP,
         }}
       >
-        {board.panels.map((panel) => (
+        {dashboard.panels.map((panel) => (
           <Placed key={panel.id} panel={panel} settings={settings} />
         ))}
       </div>
@@ -133,8 +133,8 @@ function Page({ board, settings }: { board: Board; settings: Settings }) {
 async function main() {
   await initPluginTranslations('zerowatch');
   const settings = await readSettings();
-  const board: Board = await (await fetch(settings.board)).json();
-  createRoot(document.getElementById('board')!).render(<Page board={board} settings={settings} />);
+  const dashboard: Dashboard = await (await fetch(settings.dashboard)).json();
+  createRoot(document.getElementById('dashboard')!).render(<Page dashboard={dashboard} settings={settings} />);
 }
 
 main();

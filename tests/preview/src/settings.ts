@@ -1,7 +1,7 @@
 // What is drawn, as preview.py asks for it.
 
 export interface Settings {
-  board: string;
+  dashboard: string;
   prometheus: string;
   from: number; // seconds since 1970
   to: number;

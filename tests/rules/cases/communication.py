@@ -49,10 +49,10 @@ CASES = (
         recovers_at="16m15s",
         annotations=says(
             "ZerowatchCommBottleneck",
-            board="zerowatch-communication",
+            dashboard="zerowatch-communication",
             summary="Training night-7 waits for communication",
             description="25% of the training time nothing is done but wait for collectives; up to "
-            "20% is usual. Look on the board which cause is the largest: imbalance, latency, "
+            "20% is usual. Look on the dashboard which cause is the largest: imbalance, latency, "
             "redundancy or bandwidth. The runbook says what helps against each.",
         ),
     ),
@@ -86,7 +86,7 @@ CASES = (
         recovers_at="22m30s",
         annotations=says(
             "ZerowatchLinkSlow",
-            board="zerowatch-communication",
+            dashboard="zerowatch-communication",
             summary="A link of training night-7 has become slow, in group dp",
             description="Its bandwidth is 10% of the best that it kept up in this run. See "
             "which ranks measure it, and look for errors and other traffic on their hosts' "
@@ -107,7 +107,7 @@ CASES = (
         recovers_at="21m30s",
         annotations=says(
             "ZerowatchStragglerRank",
-            board="zerowatch-communication",
+            dashboard="zerowatch-communication",
             summary="Rank 1 of training night-7 is slow in backward",
             description="For 75% of the last minutes it was slower than the median rank by 6% of a "
             "step or more, and all others wait for it. Look at its host first: other processes, "

@@ -41,7 +41,7 @@ CASES = (
         recovers_at="11m15s",
         annotations=says(
             "ZerowatchOomRiskHigh",
-            board="zerowatch-memory",
+            dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 is likely to run out of memory on cuda:0",
             description="The probability that it does within the next 50 steps is 62%. Save a "
             "checkpoint if you can, then make the micro-batch smaller or shard more.",
@@ -86,10 +86,10 @@ CASES = (
         recovers_at="13m15s",
         annotations=says(
             "ZerowatchMemoryLeak",
-            board="zerowatch-memory",
+            dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 leaks memory on cuda:0",
             description="2MiB more with each step, in other, and no batch explains it. See on the "
-            "board how many steps are left, and look for tensors that are kept.",
+            "dashboard how many steps are left, and look for tensors that are kept.",
         ),
     ),
     Case(

@@ -41,10 +41,10 @@ CASES = (
         recovers_at="32m",
         annotations=says(
             "ZerowatchWatchOverhead",
-            board="zerowatch-watch",
-            summary="Watching training night-7 costs more than it should",
-            description="3% of the time of a rank goes into watching it. See on the board which "
-            "part of zerowatch it is; the runbook says which settings make each part cheaper.",
+            dashboard="zerowatch-overhead",
+            summary="Monitoring of training night-7 costs more than it should",
+            description="Monitoring takes 3% of the time of a rank. The dashboard shows which part; "
+            "the runbook says which settings make each part cheaper.",
         ),
     ),
     Case(

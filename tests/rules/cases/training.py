@@ -73,7 +73,7 @@ CASES = (
         recovers_at="20m15s",
         annotations=says(
             "ZerowatchTrainingStalled",
-            board="zerowatch-overview",
+            dashboard="zerowatch-overview",
             summary="Training night-7 stands still",
             description="Nothing has moved for ten minutes, on any rank; 294 steps were done. Read "
             "hang-rank-*.txt in the run folder: the first line says who is missing where.",
@@ -102,7 +102,7 @@ CASES = (
         recovers_at="10m15s",
         annotations=says(
             "ZerowatchRankDown",
-            board="zerowatch-overview",
+            dashboard="zerowatch-overview",
             summary="Rank 1 of training night-7 does not answer",
             description="It was training when it was last heard of, on node-1 (10.0.0.1:9464). See "
             "whether its process is alive, and what it wrote last; other alerts of this run are "

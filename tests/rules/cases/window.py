@@ -54,7 +54,7 @@ CASES = (
         recovers_at="40m",
         annotations=says(
             "ZerowatchRestarting",
-            board="zerowatch-memory",
+            dashboard="zerowatch-memory",
             summary="Training night-7 is started again and again",
             description="3 times within half an hour. Each time it goes on from its last save, and "
             "may not come much further. Look at what the rank that ended first wrote last.",

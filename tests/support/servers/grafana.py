@@ -1,4 +1,4 @@
-"""What Grafana would ask of Prometheus for a board: its queries, with variables filled in.
+"""What Grafana would ask of Prometheus for a dashboard: its queries, with variables filled in.
 
 The macros are those of Grafana's Prometheus data source (grafana.com/docs, "Prometheus template
 variables" and "Global variables"); the widths of steps are `roundInterval` of @grafana/data.
@@ -22,10 +22,10 @@ _PIXELS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoardQuery:
-    """One query of one panel (or of an annotation), as it stands in the board's JSON."""
+class DashboardQuery:
+    """One query of one panel (or of an annotation), as it stands in the dashboard's JSON."""
 
-    board: str
+    dashboard: str
     panel: str
     ref: str
     expression: str
@@ -35,12 +35,12 @@ class BoardQuery:
 
     @property
     def name(self) -> str:
-        return f"{self.board}: {self.panel} ({self.ref})"
+        return f"{self.dashboard}: {self.panel} ({self.ref})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Who looks at a board: which data, how far back, and how often it is scraped.
+    """Who looks at a dashboard: which data, how far back, and how often it is scraped.
 
     Attributes:
         variables: Every value of a variable; the reader has chosen all of them.
@@ -52,12 +52,12 @@ class Reader:
     range_seconds: float = 3600.0
     scrape_seconds: float = 15.0
 
-    def step_seconds(self, query: BoardQuery) -> float:
+    def step_seconds(self, query: DashboardQuery) -> float:
         least = _seconds(query.min_step) if query.min_step else self.scrape_seconds
         raw = self.range_seconds / query.max_points
         return max(_WIDTHS[bisect_right(_BOUNDS, raw)], least)
 
-    def fill_in(self, query: BoardQuery, board: Mapping[str, Any]) -> str:
+    def fill_in(self, query: DashboardQuery, dashboard: Mapping[str, Any]) -> str:
         """Return the query's PromQL as it is sent."""
         step = self.step_seconds(query)
         rate_seconds = max(step + self.scrape_seconds, 4 * self.scrape_seconds)
@@ -68,17 +68,21 @@ class Reader:
             "__range": _duration(self.range_seconds),
             "__range_s": str(round(self.range_seconds)),
             "__range_ms": str(round(self.range_seconds * 1000)),
-            **{entry["name"]: self._text(entry) for entry in variables(board)},
+            **{entry["name"]: self._text(entry) for entry in variables(dashboard)},
         }
         return re.sub(
             r"\$(\w+)|\$\{(\w+)(?::\w+)?\}", lambda m: texts[m[1] or m[2]], query.expression
         )
 
     def ask(
-        self, prometheus: Prometheus, query: BoardQuery, board: Mapping[str, Any], end: float
+        self,
+        prometheus: Prometheus,
+        query: DashboardQuery,
+        dashboard: Mapping[str, Any],
+        end: float,
     ) -> list[dict[str, Any]]:
         """Return the series that the panel gets for the time up to `end`."""
-        promql = self.fill_in(query, board)
+        promql = self.fill_in(query, dashboard)
         if query.is_instant:
             return prometheus.series(promql, time=end)
         step = self.step_seconds(query)
@@ -98,13 +102,13 @@ class Reader:
         return known[0] if len(known) == 1 else f"({'|'.join(known)})"
 
 
-def board_queries(board: Mapping[str, Any]) -> Iterator[BoardQuery]:
-    """Yield the queries of a board's panels, those in collapsed rows too, and its annotations."""
-    for panel in panels(board):
+def dashboard_queries(dashboard: Mapping[str, Any]) -> Iterator[DashboardQuery]:
+    """Yield the queries of a dashboard's panels, also in collapsed rows, and of its annotations."""
+    for panel in panels(dashboard):
         for target in panel.get("targets", ()):
             if target.get("expr"):
-                yield BoardQuery(
-                    board=board["uid"],
+                yield DashboardQuery(
+                    dashboard=dashboard["uid"],
                     panel=panel["title"],
                     ref=target["refId"],
                     expression=target["expr"],
@@ -112,11 +116,11 @@ def board_queries(board: Mapping[str, Any]) -> Iterator[BoardQuery]:
                     min_step=target.get("interval") or panel.get("interval") or "",
                     max_points=panel.get("maxDataPoints") or _PIXELS,
                 )
-    for annotation in board["annotations"]["list"]:
+    for annotation in dashboard["annotations"]["list"]:
         expression = annotation.get("expr") or annotation.get("target", {}).get("expr")
         if expression:
-            yield BoardQuery(
-                board=board["uid"],
+            yield DashboardQuery(
+                dashboard=dashboard["uid"],
                 panel=f"annotation {annotation['name']}",
                 ref="Anno",
                 expression=expression,
@@ -125,14 +129,14 @@ def board_queries(board: Mapping[str, Any]) -> Iterator[BoardQuery]:
             )
 
 
-def panels(board: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for panel in board["panels"]:
+def panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", ())
 
 
-def variables(board: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return list(board.get("templating", {}).get("list", ()))
+def variables(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return list(dashboard.get("templating", {}).get("list", ()))
 
 
 def _seconds(duration: str) -> float:

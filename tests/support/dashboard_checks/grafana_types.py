@@ -1,6 +1,6 @@
-"""Checks boards against the types that Grafana publishes for each release, by TypeScript.
+"""Checks dashboards against the types that Grafana publishes for each release, by TypeScript.
 
-A board is written as literals, so that the compiler refuses unknown keys and wrong values of enums.
+A dashboard is written as literals: the compiler refuses unknown keys and wrong enum values.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def installed() -> Path:
     return CACHE
 
 
-def complaints(boards: dict[str, Json], release: str, folder: Path) -> str:
-    """Return what the compiler says of boards, by the types of a release; nothing if they hold."""
+def complaints(dashboards: dict[str, Json], release: str, folder: Path) -> str:
+    """Return the compiler's errors for dashboards and the types of a release; empty if none."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "shapes.ts").write_text(shapes(release))
-    for name, board in boards.items():
-        (folder / f"{name}.ts").write_text(as_literals(board))
-    (folder / "tsconfig.json").write_text(json.dumps(compiler_options(boards)))
+    for name, dashboard in dashboards.items():
+        (folder / f"{name}.ts").write_text(as_literals(dashboard))
+    (folder / "tsconfig.json").write_text(json.dumps(compiler_options(dashboards)))
     compiler = CACHE / "node_modules" / ".bin" / "tsc"
     result = subprocess.run(
         [compiler, "-p", folder], capture_output=True, text=True, cwd=folder, timeout=120
@@ -67,7 +67,7 @@ def shapes(release: str) -> str:
     return text
 
 
-def compiler_options(boards: dict[str, Json]) -> Json:
+def compiler_options(dashboards: dict[str, Json]) -> Json:
     return {
         "compilerOptions": {
             "strict": True,
@@ -78,24 +78,24 @@ def compiler_options(boards: dict[str, Json]) -> Json:
             "skipLibCheck": True,
             "types": [],
         },
-        "files": [f"{name}.ts" for name in boards],
+        "files": [f"{name}.ts" for name in dashboards],
     }
 
 
-def as_literals(board: Json) -> str:
-    """Write a board as TypeScript: each of its parts a constant of the type it should have."""
+def as_literals(dashboard: Json) -> str:
+    """Write a dashboard as TypeScript: each of its parts a constant of the type it should have."""
     parts = ["import type { Annotation, Frame, Panels, Variable } from './shapes';"]
     frame = {
         key: value
-        for key, value in board.items()
+        for key, value in dashboard.items()
         if key not in ("annotations", "panels", "templating")
     }
     parts.append(constant("frame", "Frame", frame))
-    for index, variable in enumerate(board["templating"]["list"]):
+    for index, variable in enumerate(dashboard["templating"]["list"]):
         parts.append(constant(f"variable{index}", "Variable", variable))
-    for index, annotation in enumerate(board["annotations"]["list"]):
+    for index, annotation in enumerate(dashboard["annotations"]["list"]):
         parts.append(constant(f"annotation{index}", "Annotation", annotation))
-    for panel in board["panels"]:
+    for panel in dashboard["panels"]:
         parts.append(constant(f"panel{panel['id']}", f"Panels['{panel['type']}']", panel))
     return "\n".join(parts)
 

@@ -32,7 +32,7 @@ CUT_AND_SHARED = sized(
     TimeSeries(
         title="Shares of the batch",
         description="What part of a batch the ranks get. With `balance` slow ranks get less: if "
-        "the lines part, see on the board Communication who is slow, and why.",
+        "the lines part, see on the dashboard Communication who is slow, and why.",
         queries=(
             Query(of_run(window.LARGEST_SHARE), "largest"),
             Query(of_run(window.EVEN_SHARE), "even"),

@@ -13,7 +13,7 @@ from ...metrics.thresholds import (
     STRAGGLER_SCORE_HIGH,
 )
 from ..alerts.communication import steady
-from ..grafana.board import Board, Row, uid_of
+from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import BarGauge, Stat, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
@@ -79,7 +79,7 @@ HEALTH = sized(
         queries=(Query(of_run(training.STEP_SECONDS), "step"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
-        board=uid_of("step_anatomy"),
+        dashboard=uid_of("step_anatomy"),
     ),
     Stat(
         title="Samples per second",
@@ -87,7 +87,7 @@ HEALTH = sized(
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         thresholds=PLAIN_TEXT,
-        board=uid_of("step_anatomy"),
+        dashboard=uid_of("step_anatomy"),
     ),
     Stat(
         title="Loss",
@@ -110,7 +110,7 @@ HELD_BACK = (
         title="What holds it back: share of each limit",
         description="Each bar is a measurement over the limit from which its alert would fire; at "
         "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
-        "the board Communication, **waiting for data** on Step anatomy, **idle device** on "
+        "the dashboard Communication, **waiting for data** on Step anatomy, **idle device** on "
         "Devices (GPUs only), **out of memory** and **windows done again** on Memory.",
         queries=(
             Query(
@@ -165,7 +165,7 @@ HELD_BACK = (
         stacked=True,
         colors=PHASES,
         width=14,
-        board=uid_of("step_anatomy"),
+        dashboard=uid_of("step_anatomy"),
     ),
     *sized(
         8,
@@ -173,7 +173,7 @@ HELD_BACK = (
         TimeSeries(
             title="Communication that training waits for",
             description="Share of training time in which nothing but communication went on. Above "
-            "the line it is worth work: the board Communication tells the cause.",
+            "the line it is worth work: the dashboard Communication tells the cause.",
             queries=(
                 Query(of_run(communication.EXPOSED_RATIO), "5 minutes"),
                 Query(of_run(communication.EXPOSED_RATIO_LONG), "30 minutes"),
@@ -181,7 +181,7 @@ HELD_BACK = (
             unit=RATIO,
             minimum=0,
             thresholds=above(COMM_RATIO_HIGH),
-            board=uid_of("communication"),
+            dashboard=uid_of("communication"),
         ),
         TimeSeries(
             title="Devices busy",
@@ -196,7 +196,7 @@ HELD_BACK = (
             minimum=0,
             maximum=1,
             thresholds=below(DEVICE_UTILIZATION_LOW),
-            board=uid_of("devices"),
+            dashboard=uid_of("devices"),
         ),
         TimeSeries(
             title="Risk of running out of memory",
@@ -207,7 +207,7 @@ HELD_BACK = (
             minimum=0,
             maximum=1,
             thresholds=above(OOM_RISK_HIGH, OOM_RISK_CRITICAL),
-            board=uid_of("memory"),
+            dashboard=uid_of("memory"),
         ),
     ),
 )
@@ -234,7 +234,7 @@ PROGRESS = sized(
 )
 
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="overview",
     title="Overview",
     description="Is the run healthy, and what holds it back?",

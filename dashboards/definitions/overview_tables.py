@@ -86,13 +86,13 @@ DETAILS = (
         width=14,
     ),
     Text(
-        title="How to read these boards",
-        description="What all boards have in common.",
+        title="How to read these dashboards",
+        description="What all dashboards have in common.",
         content="Figures over a run are means of the last five minutes. Where a graph would show "
         "many ranks, it shows those that were worst in the time you look at; choose ranks at the "
         "top to see others. Each panel's **(i)** says how to read it and what to do. Lines across "
         "a graph are limits of alerts; marks below it are alerts, the tuner's decisions and "
-        "starts of runs. Other boards are linked at the top and keep your choice.",
+        "starts of runs. Other dashboards are linked at the top and keep your choice.",
         width=24,
         height=3,
     ),

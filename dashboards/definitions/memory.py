@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory as catalog
 from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
-from ..grafana.board import Board, Row
+from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import BarGauge, Column, Gauge, Stat, Table, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
@@ -281,7 +281,7 @@ TROUBLE = sized(
     ),
 )
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="memory",
     title="Memory and OOM",
     description="What fills memory, and will it be enough?",

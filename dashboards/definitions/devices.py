@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import devices as catalog
 from ...metrics.thresholds import DEVICE_UTILIZATION_LOW
-from ..grafana.board import Board, Row
+from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Gauge, Stat, Table, TimeSeries
 from ..grafana.style import (
     BYTES_PER_SECOND,
@@ -191,7 +191,7 @@ HEALTH = (
     ),
 )
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="devices",
     title="Devices",
     description="Are the devices used well, and are they well?",

@@ -1,6 +1,6 @@
-"""Trains, evaluates, saves and offloads on two ranks until it is told to end: what boards can show.
+"""Trains, evaluates, saves and offloads on two ranks until asked to end: all that dashboards show.
 
-Usage: board_job.py FOLDER. It ends at the first step that finds FOLDER/end.
+Usage: dashboard_job.py FOLDER. It ends at the first step that finds FOLDER/end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
 }
 SETTINGS: dict[str, Any] = {
     "cross_rank": {"interval_seconds": 1.0},
-    # A budget that is passed at once: so an alert fires, and boards show alerts.
+    # A budget that is passed at once: so an alert fires, and dashboards show alerts.
     "memory": {"detailed_sample_seconds": 1.0, "host_limit_bytes": "256MiB"},
     "sampling": {"device_seconds": 0.5},
     "profile": {"every_steps": EVERY_STEPS},

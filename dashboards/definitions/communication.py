@@ -9,7 +9,7 @@ from ...metrics.thresholds import (
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
-from ..grafana.board import Board, Row
+from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Stat, Table, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
@@ -165,7 +165,7 @@ TRUST = (
         Stat(
             title="Coverage",
             description="Collectives recorded over those that happened. Under 99 % the figures on "
-            "this board miss some: collectives issued from C++ are not seen.",
+            "this dashboard miss some: collectives issued from C++ are not seen.",
             queries=(Query(of_run(communication.COVERAGE), "coverage"),),
             unit=RATIO,
             thresholds=below(COMM_COVERAGE_LOW),
@@ -203,7 +203,7 @@ TRUST = (
     ),
 )
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="communication",
     title="Communication",
     description="What does communication cost, why, and who is late?",

@@ -1,4 +1,4 @@
-"""Every board is well made; and each fault that the lint looks for, it finds."""
+"""Every dashboard is well made; and each fault that the lint looks for, it finds."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import json
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from board_checks.lint import expressions, faults, panels
+from dashboard_checks.lint import expressions, faults, panels
 
-from zerowatch.dashboards.boards import BOARDS
-from zerowatch.dashboards.grafana.dashboard import dashboard_json
+from zerowatch.dashboards.definitions import DASHBOARDS
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
 
-OVERVIEW = dashboard_json(BOARDS[0])
+OVERVIEW = dashboard_json(DASHBOARDS[0])
 RUN = 'job=~"$job", run=~"$run"'
 
 
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_a_board_is_without_fault(board):
-    assert faults(dashboard_json(board)) == []
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda page: page.name)
+def test_a_dashboard_is_without_fault(dashboard):
+    assert faults(dashboard_json(dashboard)) == []
 
 
-def test_boards_have_uids_of_their_own_that_their_files_tell():
-    assert [board.uid for board in BOARDS] == [
+def test_dashboards_have_uids_of_their_own_that_their_files_tell():
+    assert [dashboard.uid for dashboard in DASHBOARDS] == [
         "zerowatch-overview",
         "zerowatch-step-anatomy",
         "zerowatch-communication",
         "zerowatch-memory",
         "zerowatch-devices",
         "zerowatch-tuner",
-        "zerowatch-watch",
+        "zerowatch-overhead",
     ]
 
 
@@ -46,8 +46,8 @@ def test_the_overview_leads_to_the_run_s_traces():
 def test_step_times_lead_to_traces_by_exemplars():
     with_exemplars = {
         panel["title"]
-        for board in BOARDS
-        for panel in panels(dashboard_json(board))
+        for dashboard in DASHBOARDS
+        for panel in panels(dashboard_json(dashboard))
         for target in panel.get("targets", [])
         if target.get("exemplar")
     }
@@ -55,15 +55,15 @@ def test_step_times_lead_to_traces_by_exemplars():
     assert with_exemplars == {"Step time"}
 
 
-def first(board, kind):
-    return next(panel for panel in panels(board) if panel["type"] == kind)
+def first(dashboard, kind):
+    return next(panel for panel in panels(dashboard) if panel["type"] == kind)
 
 
 def ask(expression, **more):
-    """Put a query into a board."""
+    """Put a query into a dashboard."""
 
-    def seed(board):
-        first(board, "timeseries")["targets"][0].update(expr=expression, **more)
+    def seed(dashboard):
+        first(dashboard, "timeseries")["targets"][0].update(expr=expression, **more)
 
     return seed
 
@@ -79,49 +79,49 @@ FAULTS = {
     "lacks run": ask('run:zerowatch_loss:avg{job=~"$job"}'),
     "lacks a choice of ranks": ask(f"zerowatch_loss{{{RUN}}}"),
     "only $__rate_interval": ask(f'rate(zerowatch_steps_total{{{RUN}, rank="0"}}[5m])'),
-    "keeps its metric's name": lambda board: first(board, "table")["targets"][0].update(
+    "keeps its metric's name": lambda page: first(page, "table")["targets"][0].update(
         expr=f"topk(3, run_rank:zerowatch_step_seconds:mean_rate5m{{{RUN}}})"
     ),
-    "its data source is not": lambda board: first(board, "stat").update(
+    "its data source is not": lambda page: first(page, "stat").update(
         datasource={"type": "prometheus", "uid": "prometheus"}
     ),
-    "no title": lambda board: first(board, "stat").update(title=""),
-    "no description that helps": lambda board: first(board, "stat").pop("description"),
-    "no unit": lambda board: first(board, "stat")["fieldConfig"]["defaults"].pop("unit"),
-    "no series is called": lambda board: first(board, "timeseries")["targets"][0].update(
+    "no title": lambda page: first(page, "stat").update(title=""),
+    "no description that helps": lambda page: first(page, "stat").pop("description"),
+    "no unit": lambda page: first(page, "stat")["fieldConfig"]["defaults"].pop("unit"),
+    "no series is called": lambda page: first(page, "timeseries")["targets"][0].update(
         legendFormat="rank {{phase}}"
     ),
-    "no query": lambda board: first(board, "stat").pop("targets"),
-    "lies over": lambda board: first(board, "stat")["gridPos"].update(w=5),
-    "leaves the grid": lambda board: first(board, "timeseries")["gridPos"].update(w=25),
-    "panels share ids": lambda board: first(board, "timeseries").update(id=1),
-    "no board is": lambda board: first(board, "timeseries")["links"][0].update(
+    "no query": lambda page: first(page, "stat").pop("targets"),
+    "lies over": lambda page: first(page, "stat")["gridPos"].update(w=5),
+    "leaves the grid": lambda page: first(page, "timeseries")["gridPos"].update(w=25),
+    "panels share ids": lambda page: first(page, "timeseries").update(id=1),
+    "no dashboard is": lambda page: first(page, "timeseries")["links"][0].update(
         url="/d/zerowatch-steps?${__all_variables}&${__url_time_range}"
     ),
-    "its link loses": lambda board: first(board, "timeseries")["links"][0].update(
+    "its link loses": lambda page: first(page, "timeseries")["links"][0].update(
         url="/d/zerowatch-memory"
     ),
-    "its links to boards lose": lambda board: board["links"][0].update(includeVars=False),
-    "variables are": lambda board: board["templating"]["list"].pop(),
-    "no shared crosshair": lambda board: board.update(graphTooltip=0),
+    "its links to dashboards lose": lambda page: page["links"][0].update(includeVars=False),
+    "variables are": lambda page: page["templating"]["list"].pop(),
+    "no shared crosshair": lambda page: page.update(graphTooltip=0),
 }
 
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_the_lint_finds(words):
-    board = copy.deepcopy(OVERVIEW)
+    dashboard = copy.deepcopy(OVERVIEW)
 
-    FAULTS[words](board)
+    FAULTS[words](dashboard)
 
-    assert any(words in fault for fault in faults(board)), faults(board)
+    assert any(words in fault for fault in faults(dashboard)), faults(dashboard)
 
 
 def test_graphs_of_many_ranks_show_a_few_of_them_only():
     """A selector by rank is aggregated, narrowed to the worst, or of rank 0."""
     unbounded = [
         expression
-        for board in BOARDS
-        for expression in expressions(dashboard_json(board))
+        for dashboard in DASHBOARDS
+        for expression in expressions(dashboard_json(dashboard))
         if 'rank=~"$rank"' in expression
         and not any(
             word in expression

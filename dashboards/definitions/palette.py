@@ -1,4 +1,4 @@
-"""One colour for a word, on every board."""
+"""One colour for a word, on every dashboard."""
 
 from __future__ import annotations
 

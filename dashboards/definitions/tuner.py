@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import tuner
 from ...metrics.catalog.training import SAMPLES
-from ..grafana.board import Board, Row
+from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Stat, StateTimeline, Table, Text, TimeSeries
 from ..grafana.style import (
     BAD,
@@ -180,7 +180,7 @@ KNOBS = (
     ),
 )
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="tuner",
     title="Tuner",
     description="What did the tuner change, and what did it gain?",

@@ -1,4 +1,4 @@
-"""What a board must keep to that no type can say: queries, words, places and links."""
+"""What a dashboard must keep to that no type can say: queries, words, places and links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 from promql_parts import TARGET_LABELS, known_series, nodes
 
-from zerowatch.dashboards.boards import BOARDS
+from zerowatch.dashboards.definitions import DASHBOARDS
 from zerowatch.metrics.catalog import CATALOG
 
 Json = dict[str, Any]
@@ -25,49 +25,49 @@ COLUMNS = 24
 MACROS = {"$__rate_interval": "1m", "$__interval": "15s", "$__range": "1h"}
 
 SERIES = {**OTHERS, **known_series()}
-UIDS = {board.uid for board in BOARDS}
+UIDS = {dashboard.uid for dashboard in DASHBOARDS}
 
 
-def faults(board: Json) -> list[str]:
-    """Say what is wrong with a board; nothing if it is well."""
-    found = [*frame_faults(board), *place_faults(board), *link_faults(board)]
-    for panel in panels(board):
+def faults(dashboard: Json) -> list[str]:
+    """Say what is wrong with a dashboard; nothing if it is well."""
+    found = [*frame_faults(dashboard), *place_faults(dashboard), *link_faults(dashboard)]
+    for panel in panels(dashboard):
         found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel)]
-    for annotation in board["annotations"]["list"]:
+    for annotation in dashboard["annotations"]["list"]:
         if "expr" in annotation:
             of_it = query_faults(annotation["expr"])
             found += [f"annotation {annotation['name']}: {fault}" for fault in of_it]
     return found
 
 
-def panels(board: Json) -> Iterator[Json]:
+def panels(dashboard: Json) -> Iterator[Json]:
     """Yield all panels but headings."""
-    return (panel for panel in board["panels"] if panel["type"] != "row")
+    return (panel for panel in dashboard["panels"] if panel["type"] != "row")
 
 
-def expressions(board: Json) -> Iterator[str]:
+def expressions(dashboard: Json) -> Iterator[str]:
     """Yield the queries of all panels."""
-    for panel in panels(board):
+    for panel in panels(dashboard):
         yield from (target["expr"] for target in panel.get("targets", []))
 
 
-def frame_faults(board: Json) -> Iterator[str]:
-    """Say what is wrong with the board as a whole."""
-    if board["graphTooltip"] != 1:
+def frame_faults(dashboard: Json) -> Iterator[str]:
+    """Say what is wrong with the dashboard as a whole."""
+    if dashboard["graphTooltip"] != 1:
         yield "no shared crosshair"
-    if not board.get("description"):
+    if not dashboard.get("description"):
         yield "no description"
-    names = [variable["name"] for variable in board["templating"]["list"]]
+    names = [variable["name"] for variable in dashboard["templating"]["list"]]
     if names != ["datasource", "job", "run", "rank"]:
         yield f"variables are {names}"
-    ids = [panel["id"] for panel in board["panels"]]
+    ids = [panel["id"] for panel in dashboard["panels"]]
     if len(set(ids)) != len(ids):
         yield f"panels share ids: {ids}"
 
 
-def place_faults(board: Json) -> Iterator[str]:
-    """Say which panels lie over another, or beside the board."""
-    placed = [(panel["title"], panel["gridPos"]) for panel in board["panels"]]
+def place_faults(dashboard: Json) -> Iterator[str]:
+    """Say which panels lie over another, or beside the dashboard."""
+    placed = [(panel["title"], panel["gridPos"]) for panel in dashboard["panels"]]
     for index, (title, place) in enumerate(placed):
         if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
             yield f"{title}: leaves the grid"
@@ -76,18 +76,18 @@ def place_faults(board: Json) -> Iterator[str]:
                 yield f"{title}: lies over {other}"
 
 
-def link_faults(board: Json) -> Iterator[str]:
+def link_faults(dashboard: Json) -> Iterator[str]:
     """Say which links lead nowhere, or lose what was chosen."""
-    for link in board["links"]:
-        if link["type"] == "dashboards" and not {*link["tags"]} <= {*board["tags"]}:
-            yield "its links to boards with its tags do not find itself"
+    for link in dashboard["links"]:
+        if link["type"] == "dashboards" and not {*link["tags"]} <= {*dashboard["tags"]}:
+            yield "its links to dashboards with its tags do not find itself"
         if link["type"] == "dashboards" and not (link["includeVars"] and link["keepTime"]):
-            yield "its links to boards lose variables or time"
-    for panel in panels(board):
+            yield "its links to dashboards lose variables or time"
+    for panel in panels(dashboard):
         for link in panel.get("links", []):
             uid, _, kept = link["url"].removeprefix("/d/").partition("?")
             if uid not in UIDS:
-                yield f"{panel['title']}: no board is {uid}"
+                yield f"{panel['title']}: no dashboard is {uid}"
             if kept != "${__all_variables}&${__url_time_range}":
                 yield f"{panel['title']}: its link loses variables or time"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import communication as comm
 from ...metrics.catalog import training as steps
 from ...metrics.thresholds import DATA_RATIO_HIGH
-from ..grafana.board import Board, Row, uid_of
+from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import BarGauge, Heatmap, Stat, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
@@ -42,7 +42,7 @@ A_STEP = (
         title="Share of each phase",
         description="Of training time in the last five minutes. Backward is usually about twice "
         "forward. Much `data`: more loader workers or prefetching. Much `optimizer`: look at "
-        "offloading on the board Memory.",
+        "offloading on the dashboard Memory.",
         queries=(Query(of_run(training.PHASE_RATIO), "{{phase}}", shape="now"),),
         unit=RATIO,
         minimum=0,
@@ -67,11 +67,11 @@ RANKS_APART = (
     TimeSeries(
         title="Step time of the slowest ranks",
         description="All ranks wait for each other, so these lines are close together even if one "
-        "rank is to blame; who it is tells the straggler score on the board Communication.",
+        "rank is to blame; who it is tells the straggler score on the dashboard Communication.",
         queries=(Query(worst(training.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,
-        board=uid_of("communication"),
+        dashboard=uid_of("communication"),
     ),
     TimeSeries(
         title="Waiting for data, the worst ranks",
@@ -210,7 +210,7 @@ PROFILED = sized(
     ),
 )
 
-BOARD = Board(
+DASHBOARD = Dashboard(
     name="step_anatomy",
     title="Step anatomy",
     description="Where does a step's time go, on which rank, and what comes of it?",

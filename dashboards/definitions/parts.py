@@ -1,4 +1,4 @@
-"""Panels that stand on more than one board."""
+"""Panels that stand on more than one dashboard."""
 
 from __future__ import annotations
 

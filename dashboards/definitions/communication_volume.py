@@ -1,4 +1,4 @@
-"""Of the board Communication the rows on the link, and on what is sent over it."""
+"""Of the dashboard Communication the rows on the link, and on what is sent over it."""
 
 from __future__ import annotations
 

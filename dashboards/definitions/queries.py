@@ -1,4 +1,4 @@
-"""Queries of the run and the ranks that are chosen at a board's top."""
+"""Queries of the run and the ranks that are chosen at a dashboard's top."""
 
 from __future__ import annotations
 

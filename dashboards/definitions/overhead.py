@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import overhead
 from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
-from ..grafana.board import Board, Row
+from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import BarGauge, Column, Stat, Table, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
@@ -204,9 +204,9 @@ SCRAPES = sized(
     ),
 )
 
-BOARD = Board(
-    name="watch",
-    title="Watch",
+DASHBOARD = Dashboard(
+    name="overhead",
+    title="Overhead",
     description="What does watching cost, and can its figures be trusted?",
     rows=(
         Row("What watching costs", COST),

@@ -1,0 +1,79 @@
+"""Every dashboard has the types that Grafana 11, 12 and 13 publish; wrong ones are noticed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from dashboard_checks.grafana_types import CACHE, RELEASES, complaints, installed
+
+from zerowatch.dashboards.definitions import DASHBOARDS
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
+
+JSON = {dashboard.name: dashboard_json(dashboard) for dashboard in DASHBOARDS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def types():
+    return installed()
+
+
+def first(dashboard, kind):
+    return next(panel for panel in dashboard["panels"] if panel["type"] == kind)
+
+
+def misspell(holder, key):
+    holder[key + "x"] = holder.pop(key)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_all_dashboards_have_the_types_of(release):
+    assert complaints(JSON, release, CACHE / f"dashboards-{release}") == ""
+
+
+FAULTS = {
+    "a misspelt key of the dashboard": lambda page: misspell(page, "graphTooltip"),
+    "a text as schema version": lambda page: page.update(schemaVersion="39"),
+    "a misspelt key of a panel": lambda page: misspell(first(page, "stat"), "fieldConfig"),
+    "a misspelt key of a grid position": lambda page: misspell(
+        first(page, "stat")["gridPos"], "w"
+    ),
+    "an unknown calculation's place": lambda page: first(page, "bargauge")["options"].update(
+        calcs=["mean"]
+    ),
+    "an unknown display mode": lambda page: first(page, "bargauge")["options"].update(
+        displayMode="gradientx"
+    ),
+    "an unknown legend placement": lambda page: first(page, "timeseries")["options"][
+        "legend"
+    ].update(placement="left"),
+    "an unknown line style of thresholds": lambda page: first(page, "timeseries")["fieldConfig"][
+        "defaults"
+    ]["custom"].update(thresholdsStyle={"mode": "dotted"}),
+    "a text as a threshold": lambda page: first(page, "stat")["fieldConfig"]["defaults"][
+        "thresholds"
+    ]["steps"][0].update(value="null"),
+    "an unknown format of a query": lambda page: first(page, "table")["targets"][0].update(
+        format="tables"
+    ),
+    "a stale key of a query": lambda page: first(page, "stat")["targets"][0].update(metric=""),
+    "an unknown kind of variable": lambda page: page["templating"]["list"][1].update(
+        type="queries"
+    ),
+    "a misspelt key of an annotation": lambda page: misspell(
+        page["annotations"]["list"][1], "iconColor"
+    ),
+    "an unknown kind of link": lambda page: page["links"][0].update(type="dashboard"),
+}
+
+
+def test_each_seeded_fault_is_caught():
+    wrong = {}
+    for index, seed in enumerate(FAULTS.values()):
+        wrong[f"fault{index}"] = copy.deepcopy(JSON["overview"])
+        seed(wrong[f"fault{index}"])
+
+    said = complaints(wrong, "13", CACHE / "faults")
+
+    unnoticed = [fault for index, fault in enumerate(FAULTS) if f"fault{index}.ts(" not in said]
+    assert unnoticed == []
