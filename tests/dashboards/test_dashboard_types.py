@@ -35,9 +35,7 @@ FAULTS = {
     "a misspelt key of the dashboard": lambda page: misspell(page, "graphTooltip"),
     "a text as schema version": lambda page: page.update(schemaVersion="39"),
     "a misspelt key of a panel": lambda page: misspell(first(page, "stat"), "fieldConfig"),
-    "a misspelt key of a grid position": lambda page: misspell(
-        first(page, "stat")["gridPos"], "w"
-    ),
+    "a misspelt key of a grid position": lambda page: misspell(first(page, "stat")["gridPos"], "w"),
     "an unknown calculation's place": lambda page: first(page, "bargauge")["options"].update(
         calcs=["mean"]
     ),

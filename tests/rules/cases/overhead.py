@@ -43,8 +43,8 @@ CASES = (
             "ZerowatchWatchOverhead",
             dashboard="zerowatch-overhead",
             summary="Monitoring of training night-7 costs more than it should",
-            description="Monitoring takes 3% of the time of a rank. The dashboard shows which part; "
-            "the runbook says which settings make each part cheaper.",
+            description="Monitoring takes 3% of the time of a rank. The dashboard shows which "
+            "part; the runbook says which settings make each part cheaper.",
         ),
     ),
     Case(
