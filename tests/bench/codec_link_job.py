@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from zerowatch.runtime.engine.compression.collective_steps import run_all
 from zerowatch.runtime.engine.compression.compressed_all_reduce import CompressedAllReduce
-from zerowatch.runtime.engine.compression.compression_error import CompressionError
-from zerowatch.runtime.engine.compression.formats import FORMATS
+from zerowatch.runtime.engine.compression.encoding import FORMATS
+from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -38,7 +38,7 @@ def arms(values: torch.Tensor) -> dict[str, Arm]:
 
         def run() -> torch.Tensor:
             result = torch.empty_like(values)
-            run_all(exchange.sum_for_all(values.clone(), result))
+            run_all(exchange.all_reduce(values.clone(), result))
             return result
 
         return run

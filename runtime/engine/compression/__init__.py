@@ -1,1 +1,1 @@
-"""Gradients compressed for their way between the ranks, with error feedback."""
+"""Compression of gradients between the ranks, with error feedback."""

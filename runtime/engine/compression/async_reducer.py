@@ -1,9 +1,9 @@
-"""Buckets of ZeRO 1 and 2 whose sums travel while backward fills the next one.
+"""Asynchronous reduction of ZeRO 1 and 2's buckets, overlapped with backward.
 
-DeepSpeed reduces a bucket and then takes its sums over, in one method. Here the first half runs as
-the bucket fills up, and the second when its sums have arrived: a bucket's state is put aside, and
-put back for DeepSpeed's own method, in which the reduction then does nothing. All of a backward has
-arrived before DeepSpeed looks at its sums.
+DeepSpeed reduces a bucket and then uses its sums, in one method. Here the first half runs as the
+bucket fills up, the second once its sums have arrived: the state of the bucket is saved, and
+restored for DeepSpeed's own method, in which the reduction is then skipped. All buckets of a
+backward are complete before DeepSpeed reads the sums.
 """
 
 from __future__ import annotations
@@ -11,25 +11,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .collective_steps import InFlightReduction
 from .reduction_patch import PatchSet
 
-# Each that is under way holds the memory of a bucket, however little is in it: a gradient that fits
-# no more sends off what is there.
-MOST_UNDER_WAY = 4
+# Each bucket in flight holds the memory of a full one, even if it is nearly empty: a gradient that
+# does not fit any more launches what is there.
+MAX_IN_FLIGHT = 4
+
+
+class GradientIndex(Protocol):
+    """Index of the gradients that are about to be reduced."""
+
+    def update(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Index the present gradients of the buckets of these dtypes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class InFlightBucket:
-    """A bucket between the halves of its reduction.
+    """State of a bucket whose reduction was launched.
 
     Attributes:
-        num_behind: How many gradients have left after it. After a bucketful its first shot is
-            awaited, after two its sums.
+        num_behind: Elements launched after it. After one bucketful its first phase is completed,
+            after two its reduction.
     """
 
     dtype: torch.dtype
@@ -37,133 +44,132 @@ class InFlightBucket:
     gradients: list[torch.Tensor]
     num_elements: int
     buffer: torch.Tensor
-    large: Any
+    extra_large_param: Any
     num_behind: int = 0
-    travelling: list[InFlightReduction] = field(default_factory=list)
+    reductions: list[InFlightReduction] = field(default_factory=list)
 
 
 class AsyncBucketReducer:
-    """The buckets under way, in the order in which they left.
+    """Buckets in flight, in the order of their launch.
 
     Attributes:
-        open: Whether a bucket is leaving, so that its sums are to be added.
+        is_launching: Whether a bucket is being launched; its reductions are passed to `add`.
     """
 
-    def __init__(
-        self, optimizer: Any, wraps: PatchSet, note: Callable[[Iterable[torch.dtype]], None]
-    ) -> None:
-        """Take the place of the optimizer's own method.
+    def __init__(self, optimizer: Any, patches: PatchSet, index: GradientIndex) -> None:
+        """Replace the optimizer's own reduction.
 
         Args:
             optimizer: DeepSpeed's, of ZeRO 1 or 2.
-            wraps: Of that optimizer.
-            note: Called with the dtype of a bucket that is about to be reduced.
+            patches: Of that optimizer.
+            index: Updated before each launch.
         """
-        self.open = False
+        self.is_launching = False
         self._optimizer = optimizer
-        self._note = note
-        self._under_way: deque[InFlightBucket] = deque()
-        self._leaving: list[InFlightReduction] = []
-        self._spare: list[torch.Tensor] = []
-        self._arriving = False
-        wraps.replace("average_tensor", self._average)
-        wraps.replace("reduce_ipg_grads", self._reduce)
+        self._index = index
+        self._in_flight: deque[InFlightBucket] = deque()
+        self._launched: list[InFlightReduction] = []
+        self._spare_buffers: list[torch.Tensor] = []
+        self._is_completing = False
+        patches.replace("average_tensor", self._average_tensor)
+        patches.replace("reduce_ipg_grads", self._reduce_ipg_grads)
 
-    def add(self, departed: InFlightReduction) -> None:
-        """Take along sums of the bucket that is leaving."""
-        self._leaving.append(departed)
+    def add(self, reduction: InFlightReduction) -> None:
+        """Add a reduction of the bucket that is being launched."""
+        self._launched.append(reduction)
 
-    def drop(self) -> None:
-        """Forget all buckets under way, once what travels has arrived."""
-        for departed in [
-            *self._leaving,
-            *(d for aside in self._under_way for d in aside.travelling),
-        ]:
-            departed.drop()
-        self._under_way.clear()
-        self._leaving, self._spare = [], []
-        self.open = self._arriving = False
+    def discard(self) -> None:
+        """Discard all buckets in flight, after waiting for their collectives."""
+        of_buckets = (each for bucket in self._in_flight for each in bucket.reductions)
+        for reduction in [*self._launched, *of_buckets]:
+            reduction.discard()
+        self._in_flight.clear()
+        self._launched, self._spare_buffers = [], []
+        self.is_launching = self._is_completing = False
 
-    def _average(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _average_tensor(self, original: Callable[..., None]) -> Callable[..., None]:
         def average(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
-            if not self._arriving:
+            if not self._is_completing:
                 original(tensor, communication_data_type)
 
         return average
 
-    def _reduce(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _reduce_ipg_grads(self, original: Callable[..., None]) -> Callable[..., None]:
         def reduce(comm_dtype: torch.dtype | None = None) -> None:
             buckets = self._optimizer.ipg_buckets
             for dtype in list(buckets) if comm_dtype is None else [comm_dtype]:
                 if buckets[dtype].params:
                     self._launch(dtype)
-            while self._under_way and (comm_dtype is None or self._must_complete()):
-                oldest = self._under_way[0].dtype
-                if buckets[oldest].params:  # of several dtypes, another than the one that is full
+            while self._in_flight and (comm_dtype is None or self._must_complete()):
+                oldest = self._in_flight[0].dtype
+                if buckets[oldest].params:  # of several dtypes, another than the full one
                     self._launch(oldest)
-                self._complete(self._under_way.popleft(), original)
+                self._complete(self._in_flight.popleft(), original)
             if comm_dtype is None:  # the end of a backward
-                self._spare.clear()
+                self._spare_buffers.clear()
 
         return reduce
 
     def _launch(self, dtype: torch.dtype) -> None:
-        """Start the sums of a bucket, put it aside, and leave an empty one."""
+        """Start the reduction of a bucket, save its state, and leave an empty bucket."""
         optimizer, bucket = self._optimizer, self._optimizer.ipg_buckets[dtype]
-        self._note([dtype])
-        aside = InFlightBucket(
+        self._index.update([dtype])
+        launched = InFlightBucket(
             dtype=dtype,
             params=list(bucket.params),
             gradients=list(bucket.grads),
             num_elements=bucket.elements,
             buffer=bucket.buffer[bucket.index],
-            large=optimizer.extra_large_param_to_reduce.pop(dtype, None),
+            extra_large_param=optimizer.extra_large_param_to_reduce.pop(dtype, None),
         )
-        filled = aside.buffer.narrow(0, 0, 0 if aside.large is not None else bucket.elements)
-        if aside.large is not None:
-            filled = optimizer.get_gradient_for_reduction(aside.large).view(-1)
-        self.open = True
+        is_extra_large = launched.extra_large_param is not None
+        filled = launched.buffer.narrow(0, 0, 0 if is_extra_large else bucket.elements)
+        if is_extra_large:
+            filled = optimizer.get_gradient_for_reduction(launched.extra_large_param).view(-1)
+        self.is_launching = True
         optimizer.average_tensor(filled, dtype)
-        self.open = False
-        aside.travelling, self._leaving = self._leaving, []
+        self.is_launching = False
+        launched.reductions, self._launched = self._launched, []
         bucket.clear()
-        if aside.large is None:
-            bucket.buffer[bucket.index] = self._empty_like(aside.buffer)
-        for earlier in self._under_way:
-            self._age(earlier, aside.num_elements)
-        self._under_way.append(aside)
+        if not is_extra_large:
+            bucket.buffer[bucket.index] = self._empty_like(launched.buffer)
+        for earlier in self._in_flight:
+            self._age(earlier, launched.num_elements)
+        self._in_flight.append(launched)
 
     def _age(self, earlier: InFlightBucket, num_elements: int) -> None:
-        """Note what has left after a bucket, and let its second shot go when it is time."""
+        """Count what was launched after a bucket, and start its second phase when it is due."""
         before, bucketful = earlier.num_behind, self._optimizer.reduce_bucket_size
         earlier.num_behind += num_elements
         if before < bucketful <= earlier.num_behind:
-            for departed in earlier.travelling:
-                departed.advance()
+            for reduction in earlier.reductions:
+                reduction.advance()
 
     def _must_complete(self) -> bool:
-        """Whether the oldest bucket must arrive now; the same on all ranks."""
-        oldest = self._under_way[0]
+        """Whether the oldest bucket must be completed now; the same on all ranks."""
+        oldest = self._in_flight[0]
         return (
-            len(self._under_way) > MOST_UNDER_WAY
+            len(self._in_flight) > MAX_IN_FLIGHT
             or oldest.num_behind >= 2 * self._optimizer.reduce_bucket_size
         )
 
     def _empty_like(self, buffer: torch.Tensor) -> torch.Tensor:
-        return self._spare.pop() if self._spare else torch.empty_like(buffer)
+        return self._spare_buffers.pop() if self._spare_buffers else torch.empty_like(buffer)
 
-    def _complete(self, aside: InFlightBucket, original: Callable[..., None]) -> None:
-        """Wait for a bucket's sums, and let DeepSpeed take them over."""
-        for departed in aside.travelling:
-            departed.arrive()
-        bucket = self._optimizer.ipg_buckets[aside.dtype]
-        bucket.params.extend(aside.params)
-        bucket.grads.extend(aside.gradients)
-        bucket.elements = aside.num_elements
-        if aside.large is not None:
-            self._optimizer.extra_large_param_to_reduce[aside.dtype] = aside.large
-        self._arriving = True
-        original(aside.dtype)
-        self._arriving = False
-        if aside.large is None:
-            self._spare.append(aside.buffer)
+    def _complete(self, launched: InFlightBucket, original: Callable[..., None]) -> None:
+        """Wait for a bucket's sums, and let DeepSpeed use them."""
+        for reduction in launched.reductions:
+            reduction.complete()
+        bucket = self._optimizer.ipg_buckets[launched.dtype]
+        bucket.params.extend(launched.params)
+        bucket.grads.extend(launched.gradients)
+        bucket.elements = launched.num_elements
+        is_extra_large = launched.extra_large_param is not None
+        if is_extra_large:
+            extra_large = self._optimizer.extra_large_param_to_reduce
+            extra_large[launched.dtype] = launched.extra_large_param
+        self._is_completing = True
+        original(launched.dtype)
+        self._is_completing = False
+        if not is_extra_large:
+            self._spare_buffers.append(launched.buffer)

@@ -1,19 +1,29 @@
-"""Several exchanges at a time: while the bytes of one travel, the next is encoded.
+"""Overlap of several exchanges: while the bytes of one are in flight, the next is encoded.
 
-An exchange is a generator that starts a collective, yields its handle, and goes on once that is
-done. All ranks take the same steps in the same order, whatever is done first.
+An exchange is a generator that starts a collective, yields its handle, and continues once that has
+completed. All ranks run the same steps in the same order, whichever completes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Generator, Iterable
+from typing import Any, Protocol
 
 CollectiveSteps = Generator[Any, None, None]
 
 
+class Reduction(Protocol):
+    """Reduction of one bucket by one or more exchanges."""
+
+    def exchanges(self) -> Iterable[CollectiveSteps]:
+        """Return the exchanges to run."""
+
+    def finish(self) -> None:
+        """Use the results, once all exchanges have completed."""
+
+
 class InFlightExchange:
-    """One exchange on its way."""
+    """One exchange that has been started."""
 
     def __init__(self, steps: CollectiveSteps) -> None:
         """Start it."""
@@ -28,50 +38,45 @@ class InFlightExchange:
         self._work = next(self._steps, None)
         return self._work is not None
 
-    def drop(self) -> None:
-        """Wait for what travels, and do nothing with it."""
+    def discard(self) -> None:
+        """Wait for the collective in flight, and discard its result."""
         if self._work is not None:
             self._work.wait()
         self._work = None
         self._steps.close()
 
 
-def run_all(exchanges: Iterable[CollectiveSteps]) -> None:
-    """Run exchanges to their ends, each started before those before it are waited for."""
-    flights: list[InFlightExchange] = []
-    for steps in exchanges:
-        newest = InFlightExchange(steps)
-        flights = [flight for flight in flights if flight.advance()]
-        flights.append(newest)
-    while flights:
-        flights = [flight for flight in flights if flight.advance()]
-
-
 class InFlightReduction:
-    """The exchanges of one bucket, started together and ended later."""
+    """Reduction of one bucket whose exchanges have been started."""
 
-    def __init__(self, exchanges: Iterable[CollectiveSteps], finish: Callable[[], None]) -> None:
-        """Start them.
-
-        Args:
-            exchanges: What travels.
-            finish: Called once all have arrived.
-        """
-        self._flights = [InFlightExchange(steps) for steps in exchanges]
-        self._finish = finish
+    def __init__(self, reduction: Reduction) -> None:
+        """Start all its exchanges."""
+        self._reduction = reduction
+        self._in_flight = [InFlightExchange(steps) for steps in reduction.exchanges()]
 
     def advance(self) -> None:
-        """Wait for the first collective of each, and start their second ones."""
-        self._flights = [flight for flight in self._flights if flight.advance()]
+        """Wait for the present collective of each exchange, and start their next ones."""
+        self._in_flight = [exchange for exchange in self._in_flight if exchange.advance()]
 
-    def arrive(self) -> None:
-        """Wait for all of it."""
-        while self._flights:
+    def complete(self) -> None:
+        """Wait for all exchanges, and use the results."""
+        while self._in_flight:
             self.advance()
-        self._finish()
+        self._reduction.finish()
 
-    def drop(self) -> None:
-        """Wait for what travels; nothing comes of it."""
-        for flight in self._flights:
-            flight.drop()
-        self._flights = []
+    def discard(self) -> None:
+        """Wait for what is in flight, and discard the results."""
+        for exchange in self._in_flight:
+            exchange.discard()
+        self._in_flight = []
+
+
+def run_all(exchanges: Iterable[CollectiveSteps]) -> None:
+    """Run exchanges to their ends, each started before earlier ones are waited for."""
+    in_flight: list[InFlightExchange] = []
+    for steps in exchanges:
+        newest = InFlightExchange(steps)
+        in_flight = [exchange for exchange in in_flight if exchange.advance()]
+        in_flight.append(newest)
+    while in_flight:
+        in_flight = [exchange for exchange in in_flight if exchange.advance()]

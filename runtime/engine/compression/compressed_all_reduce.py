@@ -1,9 +1,9 @@
-"""Sums over the ranks with compressed values on the wire.
+"""Reduce-scatter and all-reduce with compressed values on the wire.
 
-First shot: each rank sends every other the values which that one sums (all-to-all), and adds up in
-float32 what it gets to its own, which were never compressed. That is a reduce-scatter. Second shot:
-it sends its sums to all (all-gather), and everybody takes them as decoded, so that all ranks have
-the very same. Bytes and scales go in one buffer, so that a shot is one collective.
+Reduce-scatter phase: each rank sends every other rank the values that rank sums (all-to-all), and
+adds what it receives in float32 to its own values, which are never compressed. All-gather phase: it
+sends its sums to all ranks, and every rank uses the decoded ones, so that all have equal values.
+Codes and scales share one buffer, so that each phase is one collective.
 """
 
 from __future__ import annotations
@@ -16,40 +16,48 @@ import torch
 from deepspeed import comm as dist
 
 from .collective_steps import CollectiveSteps
-from .compression_error import CompressionError
-from .formats import Format
-from .kernels import decode, decode_onto, encode
-from .shards import PIECE_VALUES, Span, chunks, even_sizes
+from .encoding import BLOCK, Format, decode, decode_add, encode
+from .error_feedback import CompressionError
+
+# Values of a rank's part in one message between CPUs: 256 KB of int8. Two messages in flight keep a
+# link of 200 Mbit/s full. With one, gloo sends first one way, then the other, and a third to half
+# of the link stays idle (measured).
+CHUNK_VALUES = 1024 * BLOCK
+
+Span = tuple[int, int]
+"""Start and number of a rank's values."""
 
 
 class CompressedAllReduce:
-    """Sums values over one group of ranks."""
+    """Sums of values over one group of ranks."""
 
-    def __init__(self, form: Format, group: Any, tally: CompressionError) -> None:
+    def __init__(self, form: Format, group: Any, compression_error: CompressionError) -> None:
         self._form = form
         self._group = group
-        self._tally = tally
+        self._compression_error = compression_error
         self._rank = dist.get_rank(group=group)
         self.num_ranks = dist.get_world_size(group=group)
 
-    def scatter(self, values: torch.Tensor, sizes: Sequence[int]) -> Iterator[CollectiveSteps]:
+    def reduce_scatter(
+        self, values: torch.Tensor, sizes: Sequence[int]
+    ) -> Iterator[CollectiveSteps]:
         """Yield the exchanges after which this rank's part of `values` is the sum over the ranks.
 
         The other parts end as the errors of what was sent.
 
         Args:
-            values: float32, one dimension; the ranks' parts one after the other.
-            sizes: How long they are, the same on all ranks.
+            values: float32, one dimension: the ranks' parts one after the other.
+            sizes: Number of values of each part, the same on all ranks.
         """
-        for spans in chunks(sizes, _most(values)):
+        for spans in chunks(sizes, _chunk_values(values)):
             yield self._reduce_scatter_phase(values, spans)
 
-    def sum_for_all(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[CollectiveSteps]:
+    def all_reduce(self, values: torch.Tensor, result: torch.Tensor) -> Iterator[CollectiveSteps]:
         """Yield the exchanges after which `result` is the sum over the ranks, on all of them.
 
-        `values` end as the errors of what this rank sent: its own values, and of its share the sum.
+        `values` end as the errors of what this rank sent: its own values, and of its part the sum.
         """
-        for spans in chunks(even_sizes(len(values), self.num_ranks), _most(values)):
+        for spans in chunks(even_sizes(len(values), self.num_ranks), _chunk_values(values)):
             yield self._two_phase(values, result, spans)
 
     def _two_phase(
@@ -60,14 +68,14 @@ class CompressedAllReduce:
         longest = max(lengths)
         own = torch.zeros(longest, dtype=torch.uint8, device=values.device)
         self._encode(values.narrow(0, *spans[self._rank]), own[: lengths[self._rank]])
-        everybodys = own.new_empty(longest * self.num_ranks)
-        yield dist.all_gather_into_tensor(everybodys, own, group=self._group, async_op=True)
-        for wire, span, length in zip(everybodys.split(longest), spans, lengths, strict=True):
+        gathered = own.new_empty(longest * self.num_ranks)
+        yield dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
+        for wire, span, length in zip(gathered.split(longest), spans, lengths, strict=True):
             decode(self._form, wire[:length], result.narrow(0, *span))
 
     def _reduce_scatter_phase(self, values: torch.Tensor, spans: Sequence[Span]) -> CollectiveSteps:
         lengths = [self._form.wire_bytes(size) for _, size in spans]
-        own_length, lengths[self._rank] = lengths[self._rank], 0  # nobody sends to itself
+        own_length, lengths[self._rank] = lengths[self._rank], 0  # no rank sends to itself
         sent = torch.empty(sum(lengths), dtype=torch.uint8, device=values.device)
         for span, length, end in zip(spans, lengths, accumulate(lengths), strict=True):
             if length:
@@ -85,16 +93,54 @@ class CompressedAllReduce:
         )
         total = values.narrow(0, *spans[self._rank])
         for wire in received.split(own_length) if own_length else ():
-            decode_onto(self._form, wire, total)
+            decode_add(self._form, wire, total)
 
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
         if not len(values):
             return
-        self._tally.will_send(values)
+        self._compression_error.add_values(values)
         encode(self._form, values, wire)
-        self._tally.lost(values)
+        self._compression_error.add_errors(values)
 
 
-def _most(values: torch.Tensor) -> int | None:
-    """On a GPU a message is launched for each piece, and NCCL cuts them itself."""
-    return PIECE_VALUES if values.device.type == "cpu" else None
+def even_sizes(num_values: int, num_ranks: int) -> list[int]:
+    """Divide values evenly over ranks, in whole blocks; the last ranks may get fewer or none."""
+    share = -(-num_values // (num_ranks * BLOCK)) * BLOCK
+    left = [max(0, num_values - rank * share) for rank in range(num_ranks)]
+    return [min(share, rest) for rest in left]
+
+
+def direct_is_cheaper(sizes: Sequence[int]) -> bool:
+    """Whether sums should go directly to their owners, instead of an all-reduce in two phases.
+
+    Directly, a rank receives its part from all others: cheap if the parts are of similar size,
+    expensive if one rank owns most of the bucket. In two phases a rank sends an even share twice.
+
+    Args:
+        sizes: Number of values whose sum each rank needs.
+    """
+    total, num_ranks = sum(sizes), len(sizes)
+    direct = max(max((num_ranks - 1) * size, total - size) for size in sizes)
+    return direct <= 2 * (num_ranks - 1) * total / num_ranks
+
+
+def chunks(sizes: Sequence[int], chunk_values: int | None) -> Iterator[list[Span]]:
+    """Yield the spans of all ranks that go in one message.
+
+    Args:
+        sizes: Number of values of each rank; the ranks' values follow each other.
+        chunk_values: Values of a rank per message; None for all in one.
+    """
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    largest = max(sizes)
+    step = chunk_values or max(largest, 1)
+    for begin in range(0, largest, step):
+        yield [
+            (start + min(begin, size), max(0, min(step, size - begin)))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+
+def _chunk_values(values: torch.Tensor) -> int | None:
+    """Return the values per message; no limit on a GPU: NCCL splits messages itself."""
+    return CHUNK_VALUES if values.device.type == "cpu" else None

@@ -1,24 +1,28 @@
-"""The codec of a run: attached to its engine, told of its windows, saved with it."""
+"""Compression of an engine's gradients on their way between the ranks."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
 
-from ...common.deepspeed_internals import ZERO_1_AND_2, ZERO_3
-from .compression_error import CompressionError
-from .compressor import Compressor
-from .formats import FORMATS
-from .reduction_patch import ReductionPatch, names_of
-from .residuals import Residuals
+from ...common.deepspeed_internals import (
+    BF16,
+    ENGINE,
+    INTERNALS,
+    ZERO_1_AND_2,
+    ZERO_3,
+    missing_names,
+)
+from .bucket_compressor import BucketCompressor
+from .encoding import FORMATS
+from .error_feedback import CompressionError, Residuals
 from .stage_0 import Stage0
 from .stage_1_and_2 import Stage1And2
 from .stage_3 import Stage3
-from .unsupported import reducer_class, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +32,28 @@ PLAIN = "plain"
 KINDS = (PLAIN, *FORMATS)
 
 
-class GradientCompressor:
-    """Compresses gradients as the ranks sum them, and sends what was lost along the next time.
+class ReductionPatch(Protocol):
+    """Patch of the methods by which one kind of engine reduces its gradients."""
 
-    On every rank alike, between two windows. Only gradients are touched: not weights, norms or
-    overflow flags. Residuals, the errors yet to be sent, are a window's until it is committed.
+    def close(self) -> None:
+        """Restore the original methods."""
+
+    def discard(self) -> None:
+        """Discard the reductions in flight."""
+
+
+class GradientCompressor:
+    """Compresses gradients as the ranks sum them, with error feedback.
+
+    Used on every rank alike, between two windows. Only gradients change: not weights, norms or
+    overflow flags. Residuals, the errors yet to be sent, belong to a window until it is committed.
 
     Args:
-        kind: How gradients travel: "fp32", "bf16", "fp16", "int8", "fp8", or "plain": as DeepSpeed
-            sends them, of use with `asynchronous`.
-        feedback: Whether errors are kept and sent later; by default where a value has 8 bits.
-        residual_dtype: What errors are kept in; see residuals.py for the memory.
-        asynchronous: Whether ZeRO 1 and 2 go on with backward while a bucket travels.
+        kind: Wire format: "fp32", "bf16", "fp16", "int8", "fp8", or "plain" for DeepSpeed's own,
+            which is useful with `asynchronous`.
+        feedback: Whether errors are kept and sent later; by default for 8-bit formats.
+        residual_dtype: Type of the residuals; see `Residuals` for their memory.
+        asynchronous: Whether ZeRO 1 and 2 continue backward while a bucket is reduced.
     """
 
     def __init__(
@@ -51,115 +65,177 @@ class GradientCompressor:
         asynchronous: bool = False,
     ) -> None:
         if kind not in KINDS:
-            raise ValueError(f"codec is {kind!r}; it can be {', '.join(KINDS)}")
+            raise ValueError(f"compression is {kind!r}; it can be {', '.join(KINDS)}")
         self.kind = kind
         self.asynchronous = asynchronous
         form = FORMATS.get(kind)
-        wanted = form is not None and (form.feedback if feedback is None else feedback)
-        self._tally = CompressionError()
-        self._residuals = Residuals(residual_dtype) if wanted else None
-        self._compressor: Compressor | None = None
+        has_feedback = form is not None and (form.feedback if feedback is None else feedback)
+        self._error = CompressionError()
+        self._residuals = Residuals(residual_dtype) if has_feedback else None
+        self._compressor: BucketCompressor | None = None
         if form is not None:
-            self._compressor = Compressor(form, self._residuals, self._tally)
+            self._compressor = BucketCompressor(form, self._residuals, self._error)
         self._engine: Any = None
-        self._seam: ReductionPatch | None = None
+        self._patch: ReductionPatch | None = None
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        """Return why this codec cannot be attached to an engine; None if it can."""
+        """Return why this cannot be attached to an engine; None if it can."""
         return unsupported_reason(engine, asynchronous=self.asynchronous)
 
     def attach(self, engine: Any) -> Undo:
-        """Let an engine's gradients go through the codec, until the returned function is called.
+        """Compress an engine's gradients until the returned function is called.
 
-        One rank by itself sends nothing, and is left as it is. Until undone the codec keeps the
-        engine alive. Residuals outlive that: the codec may then go to another engine of the same
-        model, of any stage.
+        On a single rank nothing is sent and nothing changes. Until undone this keeps the engine
+        alive. Residuals outlive the undo: the compressor can then be attached to another engine of
+        the same model, of any stage.
 
         Raises:
-            ValueError: The engine is refused, or the codec is on an engine already.
+            ValueError: The engine is not supported, or the compressor is attached already.
         """
-        if self._seam is not None:
-            raise ValueError("the codec is attached already: undo that first")
+        if self._patch is not None:
+            raise ValueError("the gradient compressor is attached already: undo that first")
         reason = self.unsupported_reason(engine)
         if reason is not None:
             raise ValueError(f"gradients cannot be sent as {self.kind}: {reason}")
         if dist.get_world_size(group=engine.seq_data_parallel_group) < 2:
             return lambda: None
-        seam = self._made(engine)
-        self._seam, self._engine = seam, engine
+        patch = self._patched(engine)
+        self._patch, self._engine = patch, engine
         logger.info("gradients are sent as %s", self.kind)
 
         def undo() -> None:
-            if self._seam is seam and self._engine is engine:
-                if seam is not None:
-                    seam.close()
-                self._seam = self._engine = None
+            if self._patch is patch and self._engine is engine:
+                if patch is not None:
+                    patch.close()
+                self._patch = self._engine = None
 
         return undo
 
-    def _made(self, engine: Any) -> ReductionPatch | None:
-        names, place = names_of(engine.module), reducer_class(engine)
-        if place == ZERO_1_AND_2:
+    def _patched(self, engine: Any) -> ReductionPatch | None:
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        reducer = reducer_class(engine)
+        if reducer == ZERO_1_AND_2:
             return Stage1And2(
                 engine.optimizer, self._compressor, names, asynchronous=self.asynchronous
             )
         if self._compressor is None:
             return None
-        if place == ZERO_3:
+        if reducer == ZERO_3:
             return Stage3(engine.optimizer, self._compressor, names)
         return Stage0(engine, self._compressor, names)
 
-    def begin_window(self, unit: float = 1.0) -> None:
-        """Start from what was committed.
+    def begin_window(self, gradient_scale: float = 1.0) -> None:
+        """Start a window from the committed residuals.
 
         Args:
-            unit: What this window's gradients are multiplied by, without fp16's loss scale. Only
-                how it differs from other windows' counts.
+            gradient_scale: Factor in this window's gradients, without fp16's loss scale. Only its
+                ratio to that of other windows matters.
         """
         self.abort_window()
         if self._compressor is not None:
-            self._compressor.unit = unit * _loss_scale(self._engine)
+            self._compressor.gradient_scale = gradient_scale * _loss_scale(self._engine)
 
     def commit_window(self) -> None:
-        """Keep the window's residuals; one whose step was skipped must be aborted instead."""
+        """Keep the window's residuals; a window whose step was skipped must be aborted instead."""
         if self._residuals is not None:
             self._residuals.commit()
-        self._tally.close()
+        self._error.close()
 
     def abort_window(self) -> None:
-        """Forget the window, so that it may be run again; waits for what is on its way."""
-        if self._seam is not None:
-            self._seam.drop()
+        """Discard the window, so that it can be run again; waits for reductions in flight."""
+        if self._patch is not None:
+            self._patch.discard()
         if self._residuals is not None:
-            self._residuals.drop()
-        self._tally.drop()
+            self._residuals.discard()
+        self._error.discard()
 
     @property
     def error_ratio(self) -> float | None:
-        """Norm of what this rank lost in the last window, over the norm of what it sent.
+        """Norm of this rank's compression errors in the last window, over the norm of what it sent.
 
-        None before the first, where nothing is compressed, where gradients were not finite, and on
-        a GPU until the figure has arrived, which is not waited for.
+        None before the first window, without compression, after gradients that were not finite, and
+        on a GPU until the value has been copied, which is not waited for.
         """
-        return self._tally.ratio()
-
-    @property
-    def residual_bytes(self) -> int:
-        """Memory of the residuals on this rank."""
-        return self._residuals.num_bytes() if self._residuals is not None else 0
+        return self._error.ratio()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's committed residuals by parameter, copied to the host."""
         return self._residuals.state_dict() if self._residuals is not None else {}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` returned on this rank; between two windows."""
+        """Load what `state_dict` returned on this rank; between two windows."""
         if self._residuals is not None:
             self._residuals.load_state_dict(state)
 
 
 def _loss_scale(engine: Any) -> float:
-    """Return what fp16's loss scaler multiplies losses by now."""
+    """Return the present factor of fp16's loss scaler."""
     optimizer = getattr(engine, "optimizer", None)
     scaler = getattr(optimizer, "loss_scaler", None)
     return float(getattr(scaler, "cur_scale", getattr(optimizer, "cur_scale", 1.0)))
+
+
+def reducer_class(engine: Any) -> str:
+    """Return the class whose methods reduce an engine's gradients, as "module:Class"."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):
+        return BF16
+    stage = int(engine.zero_optimization_stage())
+    return {0: ENGINE, 3: ZERO_3}.get(stage, ZERO_1_AND_2)
+
+
+def unsupported_reason(engine: Any, *, asynchronous: bool) -> str | None:
+    """Return why an engine's gradients cannot be compressed; None if they can.
+
+    Either they would be summed wrongly, or the combination was never tested.
+    """
+    reducer = reducer_class(engine)
+    owner = engine if reducer == ENGINE else engine.optimizer
+    internals = INTERNALS["engine/compression"]
+    missing = missing_names(owner, reducer, internals[reducer])
+    missing += missing_names(engine, ENGINE, internals[ENGINE])
+    if missing:
+        return f"this DeepSpeed has no {', '.join(missing)}"
+    reason = _unsupported_model(engine) or _unsupported_optimizer(engine.optimizer)
+    if reason is None and asynchronous:
+        return _not_asynchronous(reducer, engine.optimizer)
+    return reason
+
+
+def _unsupported_model(engine: Any) -> str | None:
+    if type(engine).__name__ == "PipelineEngine":
+        return "pipeline stages reduce their gradients differently"
+    if engine.has_moe_layers:
+        return "gradients of experts are summed over other ranks than the rest"
+    if engine.sequence_parallel_size > 1:
+        return "sequence parallelism averages over fewer ranks than it sums"
+    if engine.gradient_predivide_factor() != 1.0:
+        return "gradient_predivide_factor is set"
+    if any(getattr(module, "sparse", False) for module in engine.module.modules()):
+        return "sparse gradients are not compressed"
+    if engine.is_deepcompile_active():
+        return "DeepCompile reduces gradients by itself"
+    return None
+
+
+def _unsupported_optimizer(optimizer: Any) -> str | None:
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if "Muon" in kind:
+        return "Muon needs whole matrices on several ranks"
+    if getattr(optimizer, "zenflow", False):
+        return "ZenFlow rearranges gradients"
+    if getattr(optimizer, "all2all_process_group", None) is not None:
+        return "ZeRO++ quantizes gradients already (zero_quantized_gradients)"
+    return None
+
+
+def _not_asynchronous(reducer: str, optimizer: Any) -> str | None:
+    if reducer != ZERO_1_AND_2:
+        return "only ZeRO 1 and 2 have buckets that can be reduced asynchronously"
+    if optimizer.overlap_comm:
+        return "overlap_comm overlaps reduction with backward already"
+    if not optimizer.contiguous_gradients:
+        return "without contiguous_gradients there are no buckets to keep in flight"
+    if not optimizer.reduce_scatter:
+        return "without reduce_scatter the sums of a bucket are used at once"
+    return None

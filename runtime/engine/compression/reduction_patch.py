@@ -1,31 +1,11 @@
-"""What all stages' reductions have in common: methods of one object, replaced for a while."""
+"""Several methods of one object, replaced until closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
-
-import torch
+from collections.abc import Callable
+from typing import Any
 
 from ...common.patching import AttributePatch
-
-Names = dict[int, str]
-"""A parameter's name by its id()."""
-
-
-def names_of(module: torch.nn.Module) -> Names:
-    """Return the names of a module's parameters."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-class ReductionPatch(Protocol):
-    """Where one kind of engine reduces its gradients."""
-
-    def close(self) -> None:
-        """Put everything back."""
-
-    def drop(self) -> None:
-        """Forget the reductions that are under way."""
 
 
 class PatchSet:
@@ -54,8 +34,3 @@ class PatchSet:
         self._closed = True
         for wrap in reversed(self._wraps):
             wrap.restore()
-
-
-def trainable(parameters: Iterator[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
-    """Yield those whose gradients DeepSpeed reduces, in its order."""
-    return (p for p in parameters if p.requires_grad and p.numel())

@@ -1,81 +1,73 @@
-"""ZeRO 1 and 2: a bucket's sums go to the ranks that own them, straight or by way of all ranks.
+"""Compressed or asynchronous gradient reduction of ZeRO 1 and 2.
 
-DeepSpeed decides what is in a bucket and who owns which slice; only how the slices are added up is
-another way. Nothing is averaged twice: where DeepSpeed has divided already, the divisor is 1.
+DeepSpeed decides what a bucket contains and which rank owns which slice; only the summation of the
+slices is replaced. Nothing is averaged twice: if DeepSpeed has divided already, the divisor is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 
 from .async_reducer import AsyncBucketReducer
-from .collective_steps import InFlightReduction, run_all
-from .compressor import Compressor
-from .parameter_index import ParameterIndex
-from .reduction_patch import Names, PatchSet
-from .reduction_request import ReductionRequest, ReductionSteps, Slice, compressed, plain_reduction
+from .bucket_compressor import BucketCompressor, GradientSpan, ParameterIndex, ParameterNames
+from .collective_steps import CollectiveSteps, InFlightReduction, Reduction, run_all
+from .compressed_all_reduce import direct_is_cheaper
+from .reduction_patch import PatchSet
 
 Tensors = Sequence[torch.Tensor]
 
 
 class Stage1And2:
-    """Compresses the sums of buckets, or lets them travel while backward goes on, or both."""
+    """Patch of the optimizer's bucket reduction: compressed, asynchronous, or both."""
 
     def __init__(
         self,
         optimizer: Any,
-        compressor: Compressor | None,
-        names: Names,
+        compressor: BucketCompressor | None,
+        names: ParameterNames,
         *,
         asynchronous: bool,
     ) -> None:
-        """`compressor`: None leaves the sums as DeepSpeed makes them."""
+        """`compressor`: None sums as DeepSpeed does."""
         self._optimizer = optimizer
         self._compressor = compressor
-        self._names = names
-        self._places = ParameterIndex()
-        self._departures: AsyncBucketReducer | None = None
-        self._wraps = PatchSet(optimizer)
-        self._wraps.replace("allreduce_and_copy_with_multiple_ranks", self._to_owners)
+        self._buckets = BucketIndex(optimizer, names)
+        self._async_reducer: AsyncBucketReducer | None = None
+        self._patches = PatchSet(optimizer)
+        self._patches.replace("allreduce_and_copy_with_multiple_ranks", self._reduce_to_owners)
         if compressor is not None:
-            self._wraps.replace("allreduce_bucket", self._bucket)
-            self._wraps.replace("gradient_reduction_w_predivide", self._whole)
+            self._patches.replace("allreduce_bucket", self._all_reduce_bucket)
+            self._patches.replace("gradient_reduction_w_predivide", self._all_reduce_tensor)
         if asynchronous:
-            self._wraps.replace("allreduce_and_copy", self._to_one)
-            self._departures = AsyncBucketReducer(optimizer, self._wraps, self._note)
+            self._patches.replace("allreduce_and_copy", self._reduce_to_one_rank)
+            self._async_reducer = AsyncBucketReducer(optimizer, self._patches, self._buckets)
         else:
-            self._wraps.replace("reduce_ipg_grads", self._noted)
+            self._patches.replace("reduce_ipg_grads", self._indexing)
 
     def close(self) -> None:
-        """Put everything back."""
-        self._wraps.close()
+        """Restore the original methods."""
+        self._patches.close()
 
-    def drop(self) -> None:
-        """Forget the reductions that are under way."""
-        if self._departures is not None:
-            self._departures.drop()
+    def discard(self) -> None:
+        """Discard the reductions in flight."""
+        if self._async_reducer is not None:
+            self._async_reducer.discard()
 
-    def _noted(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _indexing(self, original: Callable[..., None]) -> Callable[..., None]:
         def reduce(comm_dtype: torch.dtype | None = None) -> None:
-            self._note(self._optimizer.ipg_buckets if comm_dtype is None else [comm_dtype])
+            self._buckets.update(
+                self._optimizer.ipg_buckets if comm_dtype is None else [comm_dtype]
+            )
             original(comm_dtype)
 
         return reduce
 
-    def _note(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Learn where the gradients of the buckets lie."""
-        groups = self._optimizer.bit16_groups
-        self._places = ParameterIndex(
-            (self._names[id(groups[group][index])], gradient)
-            for bucket in (self._optimizer.ipg_buckets[dtype] for dtype in dtypes)
-            for (group, index, _), gradient in zip(bucket.params, bucket.grads, strict=True)
-        )
-
-    def _to_owners(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _reduce_to_owners(self, original: Callable[..., None]) -> Callable[..., None]:
         def reduce(
             small_bucket: Tensors,
             communication_data_type: torch.dtype,
@@ -86,16 +78,16 @@ class Stage1And2:
             output_bucket: Sequence[torch.Tensor | None] | None = None,
         ) -> None:
             slices = [
-                Slice(source=piece, target=piece, owner=_only(owner), output=output)
-                for piece, owner, output in zip(
+                Slice(source=part, target=part, owner=_single_owner(owner), output=output)
+                for part, owner, output in zip(
                     small_bucket, bucket_ranks, _outputs(output_bucket, small_bucket), strict=True
                 )
             ]
-            self._send(self._errand(slices, communication_data_type, process_group, divide))
+            self._start(self._request(slices, communication_data_type, process_group, divide))
 
         return reduce
 
-    def _to_one(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _reduce_to_one_rank(self, original: Callable[..., None]) -> Callable[..., None]:
         def reduce(
             small_bucket: Tensors,
             communication_data_type: torch.dtype,
@@ -106,16 +98,18 @@ class Stage1And2:
             output_bucket: Sequence[torch.Tensor | None] | None = None,
         ) -> None:
             slices = [
-                Slice(source=piece, target=piece, owner=rank, output=output)
-                for piece, output in zip(
+                Slice(source=part, target=part, owner=rank, output=output)
+                for part, output in zip(
                     small_bucket, _outputs(output_bucket, small_bucket), strict=True
                 )
             ]
-            self._send(self._errand(slices, communication_data_type, process_group, divide, rank))
+            self._start(self._request(slices, communication_data_type, process_group, divide, rank))
 
         return reduce
 
-    def _bucket(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _all_reduce_bucket(
+        self, original: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
         def reduce(
             bucket: Tensors,
             communication_data_type: torch.dtype,
@@ -124,32 +118,34 @@ class Stage1And2:
             divide: bool = True,
             process_group: Any = None,
         ) -> torch.Tensor:
-            lengths = [piece.numel() for piece in bucket]
+            lengths = [part.numel() for part in bucket]
             flat = bucket[0].new_empty(sum(lengths), dtype=communication_data_type)
             slices = [
-                Slice(source=piece, target=part, owner=rank)
-                for piece, part in zip(bucket, flat.split(lengths), strict=True)
+                Slice(source=source, target=target, owner=rank)
+                for source, target in zip(bucket, flat.split(lengths), strict=True)
             ]
-            self._run(self._errand(slices, communication_data_type, process_group, divide, rank))
+            self._run(self._request(slices, communication_data_type, process_group, divide, rank))
             return flat
 
         return reduce
 
-    def _whole(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _all_reduce_tensor(
+        self, original: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
         def reduce(tensor: torch.Tensor, communication_data_type: torch.dtype) -> torch.Tensor:
             if not tensor.numel():
                 return tensor
             same = tensor.dtype == communication_data_type
             reduced = tensor if same else torch.empty_like(tensor, dtype=communication_data_type)
             slices = [Slice(source=tensor, target=reduced)]
-            self._run(self._errand(slices, communication_data_type, None, divide=True))
+            self._run(self._request(slices, communication_data_type, None, divide=True))
             if not same:
                 tensor.copy_(reduced)
             return reduced
 
         return reduce
 
-    def _errand(
+    def _request(
         self,
         slices: Sequence[Slice],
         dtype: torch.dtype,
@@ -158,35 +154,212 @@ class Stage1And2:
         root: int | None = None,
     ) -> ReductionRequest:
         group = group or self._optimizer.dp_process_group
-        averaged = divide and self._optimizer.gradient_average
+        is_averaged = divide and self._optimizer.gradient_average
         return ReductionRequest(
             slices=slices,
             group=group,
             dtype=dtype,
-            divisor=float(dist.get_world_size(group=group)) if averaged else 1.0,
+            divisor=float(dist.get_world_size(group=group)) if is_averaged else 1.0,
             root=root,
         )
 
-    def _send(self, errand: ReductionRequest) -> None:
-        """Sum up, or begin to."""
-        if self._departures is not None and self._departures.open:
-            self._departures.add(InFlightReduction(*self._travel(errand)))
+    def _start(self, request: ReductionRequest) -> None:
+        """Reduce, asynchronously if a bucket is being launched."""
+        if self._async_reducer is not None and self._async_reducer.is_launching:
+            self._async_reducer.add(InFlightReduction(self._reduction(request)))
         else:
-            self._run(errand)
+            self._run(request)
 
-    def _run(self, errand: ReductionRequest) -> None:
-        steps, finish = self._travel(errand)
-        run_all(steps)
-        finish()
+    def _run(self, request: ReductionRequest) -> None:
+        reduction = self._reduction(request)
+        run_all(reduction.exchanges())
+        reduction.finish()
 
-    def _travel(self, errand: ReductionRequest) -> ReductionSteps:
+    def _reduction(self, request: ReductionRequest) -> Reduction:
         if self._compressor is None:
-            return plain_reduction(errand)
-        return compressed(errand, self._compressor, self._places)
+            return _PlainReduction(request)
+        return _compressed_reduction(request, self._compressor, self._buckets.parameters)
 
 
-def _only(owner: int | frozenset[int]) -> int:
-    """Return the one rank that owns a slice; only Muon, which is refused, has several."""
+class BucketIndex:
+    """Index of the gradients in the buckets that are about to be reduced.
+
+    Attributes:
+        parameters: The index, as of the last update.
+    """
+
+    def __init__(self, optimizer: Any, names: ParameterNames) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self.parameters = ParameterIndex()
+
+    def update(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Index the present gradients of the buckets of these dtypes."""
+        groups = self._optimizer.bit16_groups
+        self.parameters = ParameterIndex(
+            (self._names[id(groups[group][index])], gradient)
+            for bucket in (self._optimizer.ipg_buckets[dtype] for dtype in dtypes)
+            for (group, index, _), gradient in zip(bucket.params, bucket.grads, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Part of a bucket.
+
+    Attributes:
+        source: This rank's gradient.
+        target: Where the sum is written.
+        owner: Rank of the group that needs the sum; None if all do.
+        output: What the sum is added to besides, if DeepSpeed accumulates in another dtype.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    owner: int | None = None
+    output: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReductionRequest:
+    """What to reduce, and how.
+
+    Attributes:
+        slices: Parts of the bucket.
+        group: The process group.
+        dtype: What sums are rounded to: DeepSpeed's communication_data_type.
+        divisor: What turns the sum into an average; 1 if gradients were divided before.
+        root: The only rank that DeepSpeed itself would reduce to; None for all ranks.
+    """
+
+    slices: Sequence[Slice]
+    group: Any
+    dtype: torch.dtype
+    divisor: float
+    root: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of values of each slice."""
+        return [one.source.numel() for one in self.slices]
+
+    def write_back(self, sums: torch.Tensor) -> None:
+        """Write the sums to the slices that this rank needs.
+
+        Args:
+            sums: Sums of all slices, flat; those of other ranks' slices are ignored.
+        """
+        rank = dist.get_rank(group=self.group)
+        for one, part in zip(self.slices, sums.split(self.lengths), strict=True):
+            if one.target.is_cuda:  # DeepSpeed may free it while this stream still uses it
+                one.target.record_stream(torch.cuda.current_stream())
+            if one.owner not in (None, rank):
+                continue
+            rounded = part.to(self.dtype)
+            if one.output is not None:
+                one.output.add_(rounded.view(one.output.shape).to(one.output.dtype))
+            one.target.copy_(rounded.view(one.target.shape))
+
+
+class _PlainReduction:
+    """Reduction by DeepSpeed's own collective, uncompressed."""
+
+    def __init__(self, request: ReductionRequest) -> None:
+        self._request = request
+        parts = [one.source.reshape(-1).to(request.dtype) for one in request.slices]
+        self._flat = torch.cat(parts)
+        if request.divisor != 1.0:
+            self._flat.div_(request.divisor)
+
+    def exchanges(self) -> Iterable[CollectiveSteps]:
+        return [self._steps()]
+
+    def finish(self) -> None:
+        self._request.write_back(self._flat)
+
+    def _steps(self) -> CollectiveSteps:
+        group, root = self._request.group, self._request.root
+        if root is None:
+            yield dist.all_reduce(self._flat, group=group, async_op=True)
+        else:
+            global_root = dist.get_global_rank(group, root)
+            yield dist.reduce(self._flat, global_root, group=group, async_op=True)
+
+
+def _compressed_reduction(
+    request: ReductionRequest, compressor: BucketCompressor, index: ParameterIndex
+) -> Reduction:
+    """Return a reduction to the owners where that is cheaper, else to all ranks."""
+    ordered = sorted(request.slices, key=lambda one: -1 if one.owner is None else one.owner)
+    packed = _PackedRequest(replace(request, slices=ordered), compressor, index)
+    sizes = packed.sizes_of_owners()
+    if sizes is None or not direct_is_cheaper(sizes):
+        return _ReductionToAll(packed)
+    return _ReductionToOwners(packed, sizes)
+
+
+class _PackedRequest:
+    """Request with its gradients packed for an exchange."""
+
+    def __init__(
+        self, request: ReductionRequest, compressor: BucketCompressor, index: ParameterIndex
+    ) -> None:
+        self.request = request
+        self.exchange = compressor.exchange(request.group)
+        self._compressor = compressor
+        sources = [one.source for one in request.slices]
+        self._spans: list[list[GradientSpan]] = [index.spans_of(source) for source in sources]
+        self.values = compressor.pack(sources, self._spans, request.divisor)
+
+    def keep_errors(self) -> None:
+        """Keep what `values` hold after the exchange as residuals."""
+        self._compressor.keep_errors(self.values, self._spans)
+
+    def sizes_of_owners(self) -> list[int] | None:
+        """Return how many values each rank owns; None if all ranks need some slice."""
+        sizes = [0] * self.exchange.num_ranks
+        for one, length in zip(self.request.slices, self.request.lengths, strict=True):
+            if one.owner is None:
+                return None
+            sizes[one.owner] += length
+        return sizes
+
+
+class _ReductionToAll:
+    """Compressed all-reduce."""
+
+    def __init__(self, packed: _PackedRequest) -> None:
+        self._packed = packed
+        self._result = torch.empty_like(packed.values)
+
+    def exchanges(self) -> Iterable[CollectiveSteps]:
+        return self._packed.exchange.all_reduce(self._packed.values, self._result)
+
+    def finish(self) -> None:
+        self._packed.request.write_back(self._result)
+        self._packed.keep_errors()
+
+
+class _ReductionToOwners:
+    """Compressed reduce-scatter; slices are ordered by owner."""
+
+    def __init__(self, packed: _PackedRequest, sizes: list[int]) -> None:
+        self._packed, self._sizes = packed, sizes
+        self._rank = dist.get_rank(group=packed.request.group)
+
+    def exchanges(self) -> Iterable[CollectiveSteps]:
+        return self._packed.exchange.reduce_scatter(self._packed.values, self._sizes)
+
+    def finish(self) -> None:
+        values, sizes, rank = self._packed.values, self._sizes, self._rank
+        self._packed.request.write_back(values)
+        # The values that this rank owns were never compressed.
+        values.narrow(0, sum(sizes[:rank]), sizes[rank]).zero_()
+        self._packed.keep_errors()
+
+
+def _single_owner(owner: int | frozenset[int]) -> int:
+    """Return the rank that owns a slice; only Muon, which is unsupported, has several."""
     (only,) = owner if isinstance(owner, frozenset) else (owner,)
     return only
 

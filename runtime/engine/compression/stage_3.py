@@ -1,4 +1,4 @@
-"""ZeRO 3: each rank gets the sums of its parts of the parameters, and nothing else travels."""
+"""Compressed gradient reduction of ZeRO 3: each rank receives the sums of its partitions only."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from .bucket_compressor import BucketCompressor, GradientSpan, ParameterNames
 from .collective_steps import run_all
-from .compressor import Compressor
-from .parameter_index import GradientSpan
-from .reduction_patch import Names, PatchSet
+from .reduction_patch import PatchSet
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 
 class Stage3:
-    """Compresses the reduce-scatter, and the all-reduce that takes its place on demand."""
+    """Patch of the reduce-scatter, and of the all-reduce that DeepSpeed can use instead."""
 
-    def __init__(self, optimizer: Any, compressor: Compressor, names: Names) -> None:
+    def __init__(self, optimizer: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._optimizer = optimizer
         self._compressor = compressor
         self._names = names
-        self._wraps = PatchSet(optimizer)
-        self._wraps.replace(_SCATTER, self._scatter_grads)
-        self._wraps.replace(_SCATTER_BUCKET, self._scatter_bucket)
+        self._patches = PatchSet(optimizer)
+        self._patches.replace(_SCATTER, self._scatter_grads)
+        self._patches.replace(_SCATTER_BUCKET, self._scatter_bucket)
 
     def close(self) -> None:
-        """Put everything back."""
-        self._wraps.close()
+        """Restore the original methods."""
+        self._patches.close()
 
-    def drop(self) -> None:
-        """Nothing is ever under way between two calls."""
+    def discard(self) -> None:
+        """Do nothing: no reduction is in flight between two calls."""
 
     def _scatter_grads(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def scatter(parameters: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
             group = self._optimizer._get_param_partition_group(parameters[0])
             if dist.get_world_size(group=group) < 2:
-                alone: list[torch.Tensor] = original(parameters, dtype)
-                return alone
-            return self._scattered(parameters, group)
+                unchanged: list[torch.Tensor] = original(parameters, dtype)
+                return unchanged
+            return self._reduce_scatter(parameters, group)
 
         return scatter
 
@@ -50,9 +49,9 @@ class Stage3:
         def scatter(buffer: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
             bucket = self._optimizer.ipg_buckets[dtype]
             if dist.get_world_size(group=bucket.process_group) < 2:
-                alone: list[torch.Tensor] = original(buffer, dtype)
-                return alone
-            parts = self._scattered(bucket.params, bucket.process_group)
+                unchanged: list[torch.Tensor] = original(buffer, dtype)
+                return unchanged
+            parts = self._reduce_scatter(bucket.params, bucket.process_group)
             return [
                 torch.nn.functional.pad(part, (0, parameter.partition_numel() - len(part)))
                 for part, parameter in zip(parts, bucket.params, strict=True)
@@ -60,34 +59,35 @@ class Stage3:
 
         return scatter
 
-    def _scattered(self, parameters: Sequence[Any], group: Any) -> list[torch.Tensor]:
-        """Return the averages of this rank's parts, without padding."""
+    def _reduce_scatter(self, parameters: Sequence[Any], group: Any) -> list[torch.Tensor]:
+        """Return the averages of this rank's partitions, without padding."""
         exchange = self._compressor.exchange(group)
-        places = [
-            self._part(parameter, rank, exchange.num_ranks)
+        spans = [
+            self._partition(parameter, rank, exchange.num_ranks)
             for rank in range(exchange.num_ranks)
             for parameter in parameters
         ]
         gradients = [parameter.grad.reshape(-1) for parameter in parameters] * exchange.num_ranks
-        stretches = [
-            gradient.narrow(0, place.start, place.length)
-            for gradient, place in zip(gradients, places, strict=True)
+        partitions = [
+            gradient.narrow(0, span.start, span.length)
+            for gradient, span in zip(gradients, spans, strict=True)
         ]
-        lengths = [place.length for place in places]
-        each = len(parameters)
-        sizes = [sum(lengths[r * each : (r + 1) * each]) for r in range(exchange.num_ranks)]
-        # A gradient is averaged over as many ranks as hold its parts: refusal.py sees to that.
-        whose = [[place] for place in places]
-        values = self._compressor.load(stretches, whose, exchange.num_ranks)
-        run_all(exchange.scatter(values, sizes))
+        lengths = [span.length for span in spans]
+        count = len(parameters)
+        sizes = [sum(lengths[r * count : (r + 1) * count]) for r in range(exchange.num_ranks)]
+        # A gradient is averaged over the ranks that hold its partitions: `unsupported_reason`
+        # excludes all other cases.
+        spans_of_each = [[span] for span in spans]
+        values = self._compressor.pack(partitions, spans_of_each, exchange.num_ranks)
+        run_all(exchange.reduce_scatter(values, sizes))
         rank = dist.get_rank(group=group)
         own = values.narrow(0, sum(sizes[:rank]), sizes[rank])
         parts = own.to(self._optimizer.gradient_accumulation_dtype, copy=True)
         own.zero_()
-        self._compressor.keep(values, whose)
-        return list(parts.split(lengths[rank * each : (rank + 1) * each]))
+        self._compressor.keep_errors(values, spans_of_each)
+        return list(parts.split(lengths[rank * count : (rank + 1) * count]))
 
-    def _part(self, parameter: Any, rank: int, num_ranks: int) -> GradientSpan:
+    def _partition(self, parameter: Any, rank: int, num_ranks: int) -> GradientSpan:
         size = parameter.grad.numel()
         share = math.ceil(size / num_ranks)
         start = min(rank * share, size)

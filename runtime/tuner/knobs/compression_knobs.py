@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...engine.compression.gradient_compressor import PLAIN, GradientCompressor
-from ...engine.compression.unsupported import unsupported_reason
+from ...engine.compression.gradient_compressor import (
+    PLAIN,
+    GradientCompressor,
+    unsupported_reason,
+)
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_holder import EngineHolder
 from ..policy.types import Undo, Value
 
 KINDS = ("bf16", "int8", "fp8")
 _WITH_FEEDBACK = frozenset({"int8", "fp8"})
-_RESIDUAL_BYTES = 8  # a parameter, on every rank; see codec/residuals.py
+_RESIDUAL_BYTES = 8  # a parameter, on every rank; see engine/compression/error_feedback.py
 ALONE = "one rank by itself sends nothing"
 
 

@@ -43,7 +43,7 @@ def test_a_stage_that_is_none_is_refused_on_all_ranks_and_harms_nothing(told):
         assert said.startswith("the engine was not rebuilt: DeepSpeed refuses it")
 
 
-def test_codec_and_activation_checkpointing_go_along_to_the_new_engine(told):
+def test_compression_and_activation_checkpointing_go_along_to_the_new_engine(told):
     for rank in told:
         assert rank["rebuilt, with more"]["codec"]
         assert rank["rebuilt, with more"]["apart"] < 1e-3

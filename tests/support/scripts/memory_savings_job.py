@@ -1,6 +1,6 @@
 """Switches activation checkpointing and optimizer state offload on and off on live engines.
 
-`relief_switches_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
+`memory_savings_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from relief_engines import (
+from live_settings_engines import (
     APPLY_BEFORE,
     UNDO_BEFORE,
     WIDTH,

@@ -1,6 +1,6 @@
 """Turns each knob of a live engine at window 3 and back at window 6, and tells what that changed.
 
-`relief_knobs_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
+`live_settings_knobs_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from relief_cases import CASES, ON_FOUR_RANKS, Case
-from relief_engines import (
+from live_settings_cases import CASES, ON_FOUR_RANKS, Case
+from live_settings_engines import (
     APPLY_BEFORE,
     UNDO_BEFORE,
     WINDOWS,

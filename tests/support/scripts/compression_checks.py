@@ -1,7 +1,7 @@
-"""Trains small engines with and without codecs and writes what came of it, as JSON per rank.
+"""Trains small engines with and without compression and writes the results as JSON per rank.
 
-`codec_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. Two ranks try everything, more
-of them only what depends on their number.
+`compression_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. Two
+ranks run all checks, more of them only what depends on their number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from codec_engine import (
+from compression_engine import (
     backward,
     make_engine,
     same_on_all_ranks,
@@ -28,8 +28,8 @@ import zerowatch
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.engine.compression import compressed_all_reduce
 from zerowatch.runtime.engine.compression.collective_steps import run_all
-from zerowatch.runtime.engine.compression.compression_error import CompressionError
-from zerowatch.runtime.engine.compression.formats import FORMATS
+from zerowatch.runtime.engine.compression.encoding import FORMATS
+from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
 from zerowatch.runtime.trainer.oom_recovery.abort import abort_window
 
@@ -52,32 +52,32 @@ def owner_of_the_reductions(engine: Any) -> Any:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """Train without codec and with each; return how far the weights went apart."""
+    """Train without compression and with each format; return how far the weights differ."""
     plain = make_engine(name)
     before = weights(plain)
     train(plain, None, range(STEPS))
     reference = weights(plain)
-    thorough = name in THOROUGH and dist.get_world_size() == 2
+    is_thorough = name in THOROUGH and dist.get_world_size() == 2
     found: dict[str, Any] = {"moved": relative(reference, before)}
-    for kind in THOROUGH[name] if thorough else ("int8",):
-        engine, codec = make_engine(name), GradientCompressor(kind)
-        codec.attach(engine)
-        train(engine, codec, range(STEPS))
+    for kind in THOROUGH[name] if is_thorough else ("int8",):
+        engine, compressor = make_engine(name), GradientCompressor(kind)
+        compressor.attach(engine)
+        train(engine, compressor, range(STEPS))
         trained = weights(engine)
         found[kind] = {
             "difference": relative(trained, reference),
             "same on all ranks": same_on_all_ranks(trained),
-            "ratio": codec.error_ratio,
+            "ratio": compressor.error_ratio,
         }
-    if thorough:
-        found |= {"undone": undone(name, reference), "again": again(name)}
+    if is_thorough:
+        found |= {"undone": undone(name, reference), "repeated": repeated(name)}
     if engine.zero_optimization_stage() in (1, 2):
         found["asynchronous"] = asynchronous(name, reference)
     return found
 
 
 def undone(name: str, reference: torch.Tensor) -> dict[str, bool]:
-    """Attach, train nothing, undo, and train: as if there had been no codec."""
+    """Attach, undo at once, and train: equal to training without compression."""
     engine = make_engine(name)
     owner = owner_of_the_reductions(engine)
     before = dict(vars(owner))
@@ -92,11 +92,11 @@ def undone(name: str, reference: torch.Tensor) -> dict[str, bool]:
     }
 
 
-def again(name: str) -> dict[str, bool]:
-    """Abort a window and run it anew; stop, and go on with a saved codec."""
-    engine, codec = make_engine(name), GradientCompressor("int8")
-    undo = codec.attach(engine)
-    train(engine, codec, range(2))
+def repeated(name: str) -> dict[str, bool]:
+    """Abort a window and run it again; save the compressor, and resume with another one."""
+    engine, compressor = make_engine(name), GradientCompressor("int8")
+    undo = compressor.attach(engine)
+    train(engine, compressor, range(2))
     second, other = make_engine(name), GradientCompressor("int8")
     other.attach(second)
     train(second, other, range(2))
@@ -105,7 +105,7 @@ def again(name: str) -> dict[str, bool]:
     abort_window(second)
     other.abort_window()
     train(second, other, range(2, STEPS))
-    saved = codec.state_dict()
+    saved = compressor.state_dict()
     undo()
     resumed = GradientCompressor("int8")
     resumed.load_state_dict(saved)
@@ -121,20 +121,20 @@ def again(name: str) -> dict[str, bool]:
 
 
 def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
-    """Train while buckets travel, by DeepSpeed's sums and by ours."""
+    """Train with buckets in flight during backward, uncompressed and compressed."""
     found = {}
     for kind in ("plain", "int8"):
         engine = make_engine(name)
-        codec = GradientCompressor(kind, asynchronous=True)
-        if codec.unsupported_reason(engine) is not None:
+        compressor = GradientCompressor(kind, asynchronous=True)
+        if compressor.unsupported_reason(engine) is not None:
             return {}
-        codec.attach(engine)
-        train(engine, codec, range(2))
-        codec.begin_window()
+        compressor.attach(engine)
+        train(engine, compressor, range(2))
+        compressor.begin_window()
         backward(engine, 99)
         abort_window(engine)
-        codec.abort_window()
-        train(engine, codec, range(2, STEPS))
+        compressor.abort_window()
+        train(engine, compressor, range(2, STEPS))
         if kind == "int8":
             waiting, synchronous = make_engine(name), GradientCompressor(kind)
             synchronous.attach(waiting)
@@ -146,63 +146,64 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
 
 def non_finite(name: str) -> dict[str, Any]:
     """Let one rank's loss be infinite."""
-    engine, codec = make_engine(name), GradientCompressor("int8")
-    codec.attach(engine)
-    train(engine, codec, range(1))
-    codec.begin_window()
+    engine, compressor = make_engine(name), GradientCompressor("int8")
+    compressor.attach(engine)
+    train(engine, compressor, range(1))
+    compressor.begin_window()
     backward(engine, 1, scale=float("inf") if dist.get_rank() == 0 else 1.0)
     engine.step()
-    codec.commit_window()
+    compressor.commit_window()
     return {
-        "noticed": engine.skipped_steps == 1 or not bool(weights(engine).isfinite().all()),
-        "residuals": all(bool(kept.isfinite().all()) for kept in codec.state_dict().values()),
-        "ratio": codec.error_ratio,
+        "detected": engine.skipped_steps == 1 or not bool(weights(engine).isfinite().all()),
+        "residuals": all(bool(kept.isfinite().all()) for kept in compressor.state_dict().values()),
+        "ratio": compressor.error_ratio,
     }
 
 
 def loss_scaling() -> list[Any]:
-    """Train in fp16 from a scale that is too high; return what was skipped, without and with."""
+    """Train in fp16 from too high a loss scale, without and with compression."""
     found: list[Any] = []
     for kind in (None, "int8"):
         fp16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
         engine = make_engine("stage 2", **fp16)
-        codec = GradientCompressor(kind) if kind else None
-        if codec is not None:
-            codec.attach(engine)
+        compressor = GradientCompressor(kind) if kind else None
+        if compressor is not None:
+            compressor.attach(engine)
         for step in range(12):
             skipped = engine.skipped_steps
-            if codec is not None:
-                codec.begin_window()
+            if compressor is not None:
+                compressor.begin_window()
             backward(engine, step)
             engine.step()
-            if codec is not None and engine.skipped_steps > skipped:
-                codec.abort_window()
-            elif codec is not None:
-                codec.commit_window()
+            if compressor is not None and engine.skipped_steps > skipped:
+                compressor.abort_window()
+            elif compressor is not None:
+                compressor.commit_window()
         finite = bool(weights(engine).isfinite().all())
         found.append([engine.skipped_steps, engine.optimizer.loss_scaler.cur_scale, finite])
     return found
 
 
 def conserved() -> dict[str, float]:
-    """Exchange values of odd sizes; return how much of their sum is neither there nor kept."""
-    compressed_all_reduce.PIECE_VALUES, whole = 1024, compressed_all_reduce.PIECE_VALUES
+    """Reduce values of odd sizes; return how much of the sum is in neither result nor errors."""
+    compressed_all_reduce.CHUNK_VALUES, default = 1024, compressed_all_reduce.CHUNK_VALUES
+    error = CompressionError()
     world, rank = dist.get_world_size(), dist.get_rank()
     worst: dict[str, float] = {}
     for kind, total in itertools.product(KINDS, (5, 700, 10_001)):
-        one = compressed_all_reduce.CompressedAllReduce(FORMATS[kind], None, CompressionError())
+        exchange = compressed_all_reduce.CompressedAllReduce(FORMATS[kind], None, error)
         values = torch.randn(total, generator=torch.Generator().manual_seed(rank))
         expected = values.double()
         dist.all_reduce(expected)
         errors, result = values.clone(), torch.empty(total)
-        run_all(one.sum_for_all(errors, result))
+        run_all(exchange.all_reduce(errors, result))
         lost = errors.double()
         dist.all_reduce(lost)
         scattered = values.clone()
         sizes = [total // 3, 0, total - total // 3, 0][:world] if world > 2 else [0, total]
-        run_all(one.scatter(scattered, sizes))
+        run_all(exchange.reduce_scatter(scattered, sizes))
         scattered_sum = scattered.double()
-        dist.all_reduce(scattered_sum)  # each one's sums beside the errors of the others
+        dist.all_reduce(scattered_sum)  # each rank's sums, and the errors of the others
         largest = float(expected.abs().max())
         away = max(
             float((result.double() + lost - expected).abs().max()),
@@ -210,12 +211,12 @@ def conserved() -> dict[str, float]:
         )
         worst[kind] = max(worst.get(kind, 0.0), away / largest)
         assert same_on_all_ranks(result)
-    compressed_all_reduce.PIECE_VALUES = whole
+    compressed_all_reduce.CHUNK_VALUES = default
     return worst
 
 
 def recorded_traffic() -> dict[str, float]:
-    """Train a watched engine; return the payload of each kind of call."""
+    """Train a watched engine; return the payload bytes of each kind of call."""
     model = torch.nn.Linear(640, 100, bias=False)
     engine = zerowatch.initialize(
         settings={"serve": {"enabled": False}, "run_log": {"enabled": False}},

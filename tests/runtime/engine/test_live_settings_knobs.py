@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from scripts.launching import SCRIPTS
+from scripts.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.ranks import start_ranks
-from scripts.relief_cases import CASES, ON_FOUR_RANKS, Case
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.engine.live_settings.bucket_knobs import REDUCE_BUCKET_SIZE
@@ -25,7 +25,7 @@ REORDER_SUMS = {
 
 
 def results_of(ranks: int, folder) -> list[dict[str, Any]]:
-    finished = start_ranks(ranks, SCRIPTS / "relief_knobs_job.py", folder, cwd=folder)
+    finished = start_ranks(ranks, SCRIPTS / "live_settings_knobs_job.py", folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Codecs on real engines of all ZeRO stages, between two and between four ranks."""
+"""Gradient compression on real engines of all ZeRO stages, on two and on four ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TWO = (
     "stage 3, to all",
 )
 FOUR = ("stage 0", "stage 2", "stage 2, to each owner", "stage 3")
-# Of how far training moved the weights. bf16 weights alone are rounded by more than a codec errs.
-MOST = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 1e-2, "fp8": 3e-2}
-MOST_OF_BF16_WEIGHTS = 5e-2
+# Relative to how far training moved the weights. Rounding of bf16 weights alone is larger.
+LIMITS = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3, "int8": 1e-2, "fp8": 3e-2}
+LIMIT_OF_BF16_WEIGHTS = 5e-2
 # Norm of the errors over norm of the gradients: a bf16 value errs by 2^-9 at most, an fp8 one by
 # 2^-4, an int8 one by 1/254 of its block's largest.
 RATIOS = {"fp32": (0, 0), "fp16": (5e-5, 4e-4), "bf16": (8e-4, 2**-9), "int8": (4e-3, 0.02)}
@@ -33,8 +33,8 @@ RATIOS["fp8"] = (0.015, 2**-4)
 
 
 def check(folder: Path, num_ranks: int, names: tuple[str, ...]) -> list[dict]:
-    """Run the checks; return what each rank found."""
-    script = SCRIPTS / "codec_checks.py"
+    """Run the checks; return the results of each rank."""
+    script = SCRIPTS / "compression_checks.py"
     finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
@@ -51,34 +51,35 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return check(tmp_path_factory.mktemp("four"), 4, FOUR)
 
 
-def close_to_fp32(found: dict, name: str) -> None:
-    for kind in MOST.keys() & found.keys():
-        most = MOST_OF_BF16_WEIGHTS if name in ("stage 2, bf16", "BF16_Optimizer") else MOST[kind]
-        assert found[kind]["difference"] <= most * found["moved"]
+def assert_close_to_fp32(found: dict, name: str) -> None:
+    for kind in LIMITS.keys() & found.keys():
+        has_bf16_weights = name in ("stage 2, bf16", "BF16_Optimizer")
+        limit = LIMIT_OF_BF16_WEIGHTS if has_bf16_weights else LIMITS[kind]
+        assert found[kind]["difference"] <= limit * found["moved"]
         assert found[kind]["same on all ranks"]
-        least, largest = RATIOS[kind]
-        assert least <= found[kind]["ratio"] <= largest
+        low, high = RATIOS[kind]
+        assert low <= found[kind]["ratio"] <= high
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_weights_are_those_of_fp32_within_the_codecs_error(two: list[dict], name: str) -> None:
+def test_weights_equal_those_of_fp32_within_the_error(two: list[dict], name: str) -> None:
     for rank in two:
-        close_to_fp32(rank[name], name)
+        assert_close_to_fp32(rank[name], name)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_between_four_ranks_too(four: list[dict], name: str) -> None:
+def test_on_four_ranks_weights_equal_those_of_fp32_too(four: list[dict], name: str) -> None:
     for rank in four:
-        close_to_fp32(rank[name], name)
+        assert_close_to_fp32(rank[name], name)
 
 
 @pytest.mark.parametrize("name", THOROUGH)
-def test_of_two_ranks_uncompressed_sums_are_bitwise_deepspeeds(two: list[dict], name: str) -> None:
+def test_on_two_ranks_uncompressed_sums_are_bitwise_deepspeeds(two: list[dict], name: str) -> None:
     assert [rank[name]["fp32"]["difference"] for rank in two] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", THOROUGH)
-def test_after_an_undo_training_is_as_without_a_codec(two: list[dict], name: str) -> None:
+def test_after_an_undo_training_is_as_without_compression(two: list[dict], name: str) -> None:
     for rank in two:
         assert rank[name]["undone"] == {"attributes": True, "weights": True}
 
@@ -86,11 +87,11 @@ def test_after_an_undo_training_is_as_without_a_codec(two: list[dict], name: str
 @pytest.mark.parametrize("name", THOROUGH)
 def test_replayed_and_resumed_windows_are_bitwise_the_same(two: list[dict], name: str) -> None:
     for rank in two:
-        assert rank[name]["again"] == {"replayed": True, "states agree": True, "states": True}
+        assert rank[name]["repeated"] == {"replayed": True, "states agree": True, "states": True}
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 2", "stage 2, to each owner", "stage 2, bf16"])
-def test_sums_that_travel_during_backward_are_bitwise_those_that_are_waited_for(
+def test_asynchronous_sums_are_bitwise_equal_to_synchronous_ones(
     two: list[dict], name: str
 ) -> None:
     for rank in two:
@@ -98,27 +99,27 @@ def test_sums_that_travel_during_backward_are_bitwise_those_that_are_waited_for(
 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 2, to each owner"])
-def test_between_four_ranks_travelling_sums_are_the_same_too(four: list[dict], name: str) -> None:
+def test_on_four_ranks_asynchronous_sums_are_bitwise_equal_too(four: list[dict], name: str) -> None:
     for rank in four:
         assert rank[name]["asynchronous"] == {"plain": True, "int8": True}
 
 
-def test_what_the_sums_lack_is_in_the_residuals(two: list[dict], four: list[dict]) -> None:
+def test_residuals_hold_what_is_missing_from_the_sums(two: list[dict], four: list[dict]) -> None:
     for rank in (*two, *four):
         assert all(away < 1e-6 for away in rank["conserved"].values())
 
 
 @pytest.mark.parametrize("name", ["stage 0", "stage 2", "stage 3"])
-def test_an_infinite_gradient_of_one_rank_is_noticed_by_all(two: list[dict], name: str) -> None:
+def test_an_infinite_gradient_of_one_rank_reaches_all_ranks(two: list[dict], name: str) -> None:
     for rank in two:
         found = rank["non finite"][name]
 
-        assert found["noticed"]
+        assert found["detected"]
         assert found["residuals"], "residuals are not finite"
-    assert two[0]["non finite"][name]["ratio"] is None  # the rank whose gradient it was
+    assert two[0]["non finite"][name]["ratio"] is None  # the rank with the infinite gradient
 
 
-def test_fp16_skips_the_same_steps_with_a_codec(two: list[dict]) -> None:
+def test_fp16_skips_the_same_steps_with_compression(two: list[dict]) -> None:
     for rank in two:
         plain, compressed = rank["loss scaling"]
 
@@ -126,12 +127,12 @@ def test_fp16_skips_the_same_steps_with_a_codec(two: list[dict]) -> None:
         assert plain[0] > 0, "nothing overflowed: the test proves nothing"
 
 
-def test_the_bytes_that_travel_are_counted(two: list[dict]) -> None:
+def test_compressed_bytes_are_counted_by_the_watch(two: list[dict]) -> None:
     block_bytes, num_values = 256 + 4, 640 * 100
 
     for rank in two:
-        seen = rank["recorded"]
+        payload = rank["recorded"]
         # Half of the values to the other rank, and all sums to all.
-        assert seen["all_to_all/dp"] == num_values / 2 / 256 * block_bytes
-        assert seen["all_gather/dp"] == num_values / 256 * block_bytes
-        assert seen.get("all_reduce/dp", 0.0) < 100  # norms and flags
+        assert payload["all_to_all/dp"] == num_values / 2 / 256 * block_bytes
+        assert payload["all_gather/dp"] == num_values / 256 * block_bytes
+        assert payload.get("all_reduce/dp", 0.0) < 100  # norms and flags

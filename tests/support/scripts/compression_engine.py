@@ -1,4 +1,4 @@
-"""Small engines whose gradients can be compressed, for the scripts that check the codec."""
+"""Small engines whose gradients can be compressed, for the scripts that check compression."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ get_accelerator().is_fp16_supported = lambda: True
 torch.set_num_threads(1)
 
 BF16 = {"bf16": {"enabled": True}}
-# 3,200 parameters in buckets of 1,500: their borders fall in the middle of parameters, and neither
-# 2 nor 4 ranks share them out evenly.
+# 3,200 parameters in buckets of 1,500: bucket borders fall within parameters, and the parameters
+# divide evenly over neither 2 nor 4 ranks.
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -71,7 +71,7 @@ def make_engine(name: str, **config: Any) -> Any:
 
 
 def backward(engine: Any, step: int, scale: float = 1.0) -> None:
-    """Run the two micro-batches of a window, different ones on each rank."""
+    """Run the two micro-batches of a window; they differ between ranks."""
     for micro_batch in range(2):
         seed = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + dist.get_rank())
         x = torch.randn(2, WIDTH, generator=seed).to(next(engine.module.parameters()).dtype)
@@ -79,14 +79,14 @@ def backward(engine: Any, step: int, scale: float = 1.0) -> None:
         engine.backward(loss * scale, scale_wrt_gas=False)
 
 
-def train(engine: Any, codec: GradientCompressor | None, steps: Iterable[int]) -> None:
+def train(engine: Any, compressor: GradientCompressor | None, steps: Iterable[int]) -> None:
     for step in steps:
-        if codec is not None:
-            codec.begin_window()
+        if compressor is not None:
+            compressor.begin_window()
         backward(engine, step)
         engine.step()
-        if codec is not None:
-            codec.commit_window()
+        if compressor is not None:
+            compressor.commit_window()
 
 
 def weights(engine: Any) -> torch.Tensor:
@@ -100,6 +100,6 @@ def weights(engine: Any) -> torch.Tensor:
 
 
 def same_on_all_ranks(values: torch.Tensor) -> bool:
-    everybodys = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, values)
-    return all(torch.equal(values, others) for others in everybodys)
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return all(torch.equal(values, others) for others in gathered)

@@ -1,0 +1,127 @@
+"""Wire formats for gradients: what a value becomes, bytes per value, encoding and decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Measured on normal values as int8: blocks of 128, 256, 512 err by 0.65, 0.70, 0.74 % of them
+# and their scales add 3.1, 1.6, 0.8 % to the bytes.
+BLOCK = 256
+# bf16 scales, rounded up, would save 0.8 % of the bytes for 0.5 % more error: no net gain.
+SCALE_DTYPE = torch.float32
+
+# The smallest scale: the inverse of a smaller one would be infinite.
+_TINY = torch.finfo(torch.float32).tiny
+_FP8_BITS = 0x87F00000 - 2**32  # as a signed integer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """Wire format of gradient values.
+
+    Attributes:
+        dtype: Type of one encoded value.
+        max_code: What the largest value of a block is scaled to; 0 leaves values unscaled.
+        feedback: Whether the error is large enough to need error feedback by default.
+    """
+
+    dtype: torch.dtype
+    max_code: float = 0.0
+    feedback: bool = False
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether each block of values has a scale of its own."""
+        return self.max_code > 0
+
+    def wire_bytes(self, num_values: int) -> int:
+        """Return the encoded size of so many values; scaled ones are padded to whole blocks."""
+        if not self.is_scaled:
+            return num_values * self.dtype.itemsize
+        num_blocks = -(-num_values // BLOCK)
+        return num_blocks * (BLOCK * self.dtype.itemsize + SCALE_DTYPE.itemsize)
+
+
+FORMATS: dict[str, Format] = {
+    "fp32": Format(dtype=torch.float32),
+    "bf16": Format(dtype=torch.bfloat16),
+    # Scaled, since gradients exceed 65504 and fall below 6e-8; an eighth of bf16's error.
+    "fp16": Format(dtype=torch.float16, max_code=32768.0),
+    "int8": Format(dtype=torch.int8, max_code=127.0, feedback=True),
+    "fp8": Format(dtype=torch.float8_e4m3fn, max_code=448.0, feedback=True),
+}
+
+
+def encode(form: Format, values: torch.Tensor, wire: torch.Tensor) -> None:
+    """Encode values, and replace them by the encoding error.
+
+    A block with inf or nan decodes to inf and nan throughout, since it has no scale; its errors
+    are nan.
+
+    Args:
+        form: The wire format.
+        values: float32, one dimension; ends as values - decoded values.
+        wire: uint8, `form.wire_bytes(len(values))` long.
+    """
+    if not form.is_scaled:
+        codes = wire.view(form.dtype)
+        codes.copy_(values)
+        values.sub_(codes)
+        return
+    padding = -len(values) % BLOCK
+    padded = torch.nn.functional.pad(values, (0, padding)) if padding else values
+    _encode_blocks(form, padded.view(-1, BLOCK), wire)
+    if padding:
+        values.copy_(padded[: len(values)])
+
+
+def decode(form: Format, wire: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the decoded values to `out`, float32."""
+    if form.is_scaled:
+        out.copy_(_decoded(form, wire)[: len(out)])
+    else:
+        out.copy_(wire.view(form.dtype))
+
+
+def decode_add(form: Format, wire: torch.Tensor, total: torch.Tensor) -> None:
+    """Add the decoded values to `total`, float32."""
+    if form.is_scaled:
+        total.add_(_decoded(form, wire)[: len(total)])
+    else:
+        total.add_(wire.view(form.dtype))
+
+
+def _encode_blocks(form: Format, blocks: torch.Tensor, wire: torch.Tensor) -> None:
+    codes, scales = _codes_and_scales(form, wire)
+    torch.amax(blocks.abs(), dim=1, keepdim=True, out=scales)
+    scales.div_(form.max_code).clamp_min_(_TINY)
+    scaled = blocks / scales
+    if form.dtype == torch.int8:
+        codes.copy_(scaled.round_())
+    else:
+        codes.copy_(scaled)
+        scaled = to_float32(codes)
+    blocks.addcmul_(scaled, scales, value=-1)
+
+
+def _decoded(form: Format, wire: torch.Tensor) -> torch.Tensor:
+    codes, scales = _codes_and_scales(form, wire)
+    return to_float32(codes).mul_(scales).view(-1)
+
+
+def to_float32(codes: torch.Tensor) -> torch.Tensor:
+    """Convert codes to float32; fp8 on CPUs by its bits, as torch's conversion takes 3 ns each."""
+    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+        return codes.to(torch.float32)
+    # Shift e4m3's sign, exponent and mantissa to float32's, then correct the exponent's bias.
+    bits = codes.view(torch.int8).to(torch.int32).bitwise_left_shift_(20)
+    return bits.bitwise_and_(_FP8_BITS).view(torch.float32).mul_(2.0**120)
+
+
+def _codes_and_scales(form: Format, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes, [blocks, BLOCK], and the scales, [blocks, 1], as views of the wire."""
+    num_blocks = len(wire) // (BLOCK * form.dtype.itemsize + SCALE_DTYPE.itemsize)
+    end = num_blocks * BLOCK * form.dtype.itemsize
+    return wire[:end].view(form.dtype).view(-1, BLOCK), wire[end:].view(SCALE_DTYPE).view(-1, 1)
