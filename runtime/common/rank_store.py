@@ -1,81 +1,179 @@
-"""Where the ranks meet in the c10d store, which may outlive them.
+"""What the ranks exchange over the c10d store: run id, scrape targets, clients for other uses.
 
-torchrun keeps its store when it starts the processes anew, and what they left there earlier must
-not be taken for news. The count of restarts does not tell: each node has its own. So rank 0 leaves
-a token of its process where all can find it, and the others look again whether it has changed.
+torchrun keeps its store when it restarts the processes, and keys of earlier processes must not be
+read as new. The restart count is no namespace: each node has its own. So rank 0 writes a token of
+its process to a fixed key, and the other ranks check again and again whether it has changed.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ...metrics.backoff import Backoff
+from .process_info import ProcessInfo, launcher_run_id, new_run_id
+
+logger = logging.getLogger(__name__)
+
 STORE_TIMEOUT_SECONDS = 10.0
-# To connect anew, when the store has failed, may take the thread so long and a little more.
+# Longest a thread waits to connect again after the store failed, and a little more.
 CONNECT_TIMEOUT_SECONDS = 2.0
-# Rank 0's token is surely of an earlier life if it counts fewer restarts than this rank, as long as
-# both are on one node. If they are not, this is what a rank loses by the mistake.
+# A token with fewer restarts than this rank's is from an earlier process if both are on one node.
+# If they are not, this is the delay that the wrong guess costs.
 OLDER_TRUSTED_SECONDS = 10.0
+FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 30.0
 _THIS_PROCESS = secrets.token_hex(4)
 
 
-def common_store(store: Store, watch_index: int) -> Store:
-    """Return the part of a store in which the token stands.
+class RankStore:
+    """Short texts that the ranks write for each other in the c10d store. Never waits for a rank.
+
+    Texts of an earlier process or an earlier watch are not seen. The exception is a moment in which
+    rank 0 restarts last and this rank's node does not count that restart.
+
+    A read of a missing key would block, so keys are checked first. After the store has failed, such
+    as when its host is gone, it is not used again.
 
     Args:
-        store: The job's store.
-        watch_index: How many watches this process has had; the same on all ranks.
-    """
-    return PrefixStore(f"zerowatch/{watch_index}", store)
-
-
-class StoreNamespace:
-    """Names the place: by this rank's own token if it is rank 0, else by what rank 0 has left.
-
-    Raises:
-        RuntimeError: In any method, the store does not answer.
+        process: This process.
+        watch_index: Watches that this process had before; the same on all ranks.
+        store: The job's store; by default torch.distributed's.
+        now: A monotonic clock, in seconds.
     """
 
-    def __init__(self, rank: int, attempt: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._rank = rank
-        self._attempt = attempt
-        self._now = now
-        self._since = now()
+    def __init__(
+        self,
+        process: ProcessInfo,
+        watch_index: int,
+        store: Store | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._namespace = StoreNamespace(process.rank, process.attempt, now)
+        self._written: dict[str, str] = {}
+        self._token: str | None = None
+        self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
+        self._store: Store | None = None
+        if store is None and dist.is_initialized():  # torch keeps that store
+            store = _get_default_store()
+        if store is not None:
+            self._store = common_store(store, watch_index)
+            with self._store_may_fail():
+                self._namespace.announce(self._store)
 
-    def announce(self, store: Store) -> None:
-        """As rank 0, tell the others where."""
-        if self._rank == 0:
-            store.set("token", self._own_token())
+    def put(self, key: str, text: str) -> None:
+        """Write a text for the other ranks."""
+        self._written[key] = text
+        self._token = None
+        self._resolve_namespace()
 
-    def find(self, store: Store) -> str | None:
-        """Return the prefix of all that the ranks leave each other; None while it is not known."""
-        if self._rank == 0:
-            return self._own_token()
-        if not store.check(["token"]):
-            return None
-        token = store.get("token").decode()
-        is_older = int(token.partition("-")[0]) < self._attempt
-        is_early = self._now() - self._since < OLDER_TRUSTED_SECONDS
-        return None if is_older and is_early else token
+    def get(self, key: str) -> str | None:
+        """Return a text, or None while no rank has written it."""
+        self._resolve_namespace()
+        with self._store_may_fail():
+            if self._store is not None and self._token is not None:
+                key = f"{self._token}/{key}"
+                return self._store.get(key).decode() if self._store.check([key]) else None
+        return None
 
-    def _own_token(self) -> str:
-        return f"{self._attempt}-{_THIS_PROCESS}"
+    def poll(self) -> None:
+        """Check, less and less often, whether rank 0 has a new token.
+
+        This rank's texts are then written again in the new namespace.
+        """
+        if self._backoff.is_due:
+            self._backoff.wait()
+            self._resolve_namespace()
+
+    def _resolve_namespace(self) -> None:
+        with self._store_may_fail():
+            if self._store is None:
+                return
+            token = self._namespace.find(self._store)
+            if token is not None and token != self._token:
+                for key, text in self._written.items():
+                    self._store.set(f"{token}/{key}", text)
+                self._token = token
+
+    @contextmanager
+    def _store_may_fail(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            logger.info(
+                "the c10d store failed (%s); this rank no longer exchanges run id and targets",
+                error,
+            )
+            self._store = None
+
+
+def share_run_id(store: RankStore, process: ProcessInfo, chosen: str | None) -> str | None:
+    """Return the run id: the chosen one, or rank 0's; None until rank 0 has written it."""
+    if process.rank != 0:
+        return chosen or store.get("run_id")
+    run_id = chosen or launcher_run_id() or new_run_id()
+    store.put("run_id", run_id)
+    return run_id
+
+
+class TargetDiscovery:
+    """The addresses at which the ranks serve their metrics, collected by rank 0."""
+
+    def __init__(
+        self, store: RankStore, process: ProcessInfo, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._process = store, process
+        self._backoff = Backoff(FIRST_POLL_SECONDS, MAX_POLL_SECONDS, now)
+        self._known: dict[int, dict[str, str]] = {}
+        self._missing = set(range(process.world_size))
+
+    def announce(self, address: str) -> None:
+        """Write this rank's address for rank 0."""
+        entry = json.dumps({"address": address, "host": self._process.host})
+        self._store.put(f"address/{self._process.rank}", entry)
+
+    def poll(self) -> bool:
+        """Look, less and less often, for missing ranks; return whether one was found."""
+        if not self._missing or not self._backoff.is_due:
+            return False
+        self._backoff.wait()
+        found = {
+            rank: json.loads(entry)
+            for rank in sorted(self._missing)
+            if (entry := self._store.get(f"address/{rank}")) is not None
+        }
+        self._known.update(found)
+        self._missing -= found.keys()
+        return bool(found)
+
+    def targets(self, run_id: str) -> list[dict[str, object]]:
+        """Return the known ranks in Prometheus' http_sd and file_sd form."""
+        return [_target(run_id, rank, entry) for rank, entry in sorted(self._known.items())]
+
+
+def _target(run_id: str, rank: int, entry: dict[str, str]) -> dict[str, object]:
+    labels = {"run": run_id, "node": entry["host"], "rank": str(rank)}
+    return {"targets": [entry["address"]], "labels": labels}
 
 
 class StoreClientFactory:
-    """Makes clients of the store for one thread, which shares the connection with no other.
+    """Clients of the store for one thread, with a connection of its own.
 
-    A slow answer then holds up nobody else.
+    A slow answer then delays no other thread.
 
     Args:
         rank: This rank.
-        attempt: How often the launcher has restarted this node's processes.
-        watch_index: How many watches this process has had; the same on all ranks.
-        default: Gives the job's store.
+        attempt: Restarts of this node's processes so far.
+        watch_index: Watches that this process had before; the same on all ranks.
+        default: Returns the job's store.
+        now: A monotonic clock, in seconds.
 
     Raises:
         RuntimeError: In any method, the store does not answer.
@@ -91,28 +189,28 @@ class StoreClientFactory:
     ) -> None:
         self._watch_index = watch_index
         self._default = default
-        self._place = StoreNamespace(rank, attempt, now)
+        self._namespace = StoreNamespace(rank, attempt, now)
         self._client: Store | None = None
         self._token: str | None = None
         self._is_waiting = False  # with a client, for the token
 
     def connect(self) -> Store | None:
-        """Connect anew to where the ranks meet; None while that is not known."""
+        """Return a new client in rank 0's namespace; None while that is unknown."""
         client = self._client if self._is_waiting else None
         self._is_waiting = False
         if client is None:
             client = self._client = self._new_client()
-            self._place.announce(common_store(client, self._watch_index))
+            self._namespace.announce(common_store(client, self._watch_index))
         store = common_store(client, self._watch_index)
-        self._token = self._place.find(store)
+        self._token = self._namespace.find(store)
         self._is_waiting = self._token is None
         return None if self._token is None else PrefixStore(self._token, store)
 
     def moved(self) -> bool:
-        """Whether the ranks meet elsewhere by now."""
+        """Whether rank 0 has a new token since `connect`."""
         if self._client is None or self._token is None:
             return False
-        token = self._place.find(common_store(self._client, self._watch_index))
+        token = self._namespace.find(common_store(self._client, self._watch_index))
         return token not in (None, self._token)
 
     def _new_client(self) -> Store:
@@ -122,3 +220,41 @@ class StoreClientFactory:
         client: Store = (self._client or self._default()).clone()  # type: ignore[attr-defined]
         client.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
         return client
+
+
+class StoreNamespace:
+    """The key prefix of the ranks' texts: rank 0's token, read from the store on other ranks.
+
+    Raises:
+        RuntimeError: In any method, the store does not answer.
+    """
+
+    def __init__(self, rank: int, attempt: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._rank = rank
+        self._attempt = attempt
+        self._now = now
+        self._since = now()
+
+    def announce(self, store: Store) -> None:
+        """Write the token, as rank 0."""
+        if self._rank == 0:
+            store.set("token", self._own_token())
+
+    def find(self, store: Store) -> str | None:
+        """Return the token; None while it is unknown."""
+        if self._rank == 0:
+            return self._own_token()
+        if not store.check(["token"]):
+            return None
+        token = store.get("token").decode()
+        is_older = int(token.partition("-")[0]) < self._attempt
+        is_early = self._now() - self._since < OLDER_TRUSTED_SECONDS
+        return None if is_older and is_early else token
+
+    def _own_token(self) -> str:
+        return f"{self._attempt}-{_THIS_PROCESS}"
+
+
+def common_store(store: Store, watch_index: int) -> Store:
+    """Return the part of the job's store that holds the token of one watch."""
+    return PrefixStore(f"zerowatch/{watch_index}", store)

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
+from ...metrics.backoff import Backoff
+
 FIRST_PAUSE_SECONDS = 30.0
 LONGEST_PAUSE_SECONDS = 300.0
 
@@ -31,8 +33,8 @@ class StoreConnection:
         self._connect = connect
         self._now = now
         self._client: Store | None = None
-        self._due = self.since = now()
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self.since = now()
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, now)
 
     @property
     def is_open(self) -> bool:
@@ -41,17 +43,16 @@ class StoreConnection:
 
     def open(self) -> None:
         """Connect, unless that is done, or it failed a short while ago."""
-        if self._client is None and self._now() >= self._due:
+        if self._client is None and self._backoff.is_due:
             self._client = self._connect()
             self.since = self.since if self._client is None else self._now()
 
     def lose(self) -> None:
         """Give the client up, as it failed."""
         if self.is_open and self._now() - self.since > LONGEST_PAUSE_SECONDS:
-            self._pause_seconds = FIRST_PAUSE_SECONDS
+            self._backoff.reset()
         self._client = None
-        self._due = self._now() + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+        self._backoff.wait()
 
     def leave(self) -> None:
         """Give the client up, as the ranks meet elsewhere."""

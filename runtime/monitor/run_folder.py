@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
-from ..common.process_info import ProcessInfo, RankStore, TargetDiscovery, new_run_id, share_run_id
+from ..common.process_info import ProcessInfo, new_run_id
+from ..common.rank_store import RankStore, TargetDiscovery, share_run_id
 from ..common.report_files import write_or_warn
 from .step_log import StepLog, keeps_every_step, write_settings
 
@@ -27,19 +28,19 @@ class RunFolder:
         self,
         settings: Settings,
         identity: ProcessInfo,
-        board: RankStore,
-        addresses: TargetDiscovery,
+        store: RankStore,
+        targets: TargetDiscovery,
     ) -> None:
         self._settings = settings
         self._runs = settings.run_log.folder.absolute()  # a script may change its folder later
         self._identity = identity
-        self._board = board
-        self._addresses = addresses
+        self._store = store
+        self._targets = targets
         self._log: StepLog | None = None
         self._held: list[StepRecord] = []
         self._lost = 0
         self._asked_since = time.monotonic()
-        self.run_id = share_run_id(board, identity, settings.run_id)
+        self.run_id = share_run_id(store, identity, settings.run_id)
         if self.run_id is not None:
             self._open(self.run_id)
 
@@ -62,15 +63,15 @@ class RunFolder:
             if self.run_id is not None:
                 self._open(self.run_id)
         if self._identity.rank != 0:
-            self._board.poll()
+            self._store.poll()
         if self._identity.rank != 0 or not self._settings.serve.enabled:
             return
-        if self._addresses.gather() and self.path is not None:
+        if self._targets.poll() and self.path is not None:
             write_or_warn(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
 
     def targets(self) -> list[dict[str, object]]:
         """Describe where the run's ranks serve, for Prometheus."""
-        return [] if self.run_id is None else self._addresses.targets(self.run_id)
+        return [] if self.run_id is None else self._targets.targets(self.run_id)
 
     def append(self, record: StepRecord) -> None:
         """Write a step, or hold it until the run has a name."""
@@ -92,7 +93,7 @@ class RunFolder:
             self._log.close()
 
     def _learn_name(self) -> str | None:
-        name = self._board.get("run_id")
+        name = self._store.get("run_id")
         if name is None and time.monotonic() - self._asked_since > NAME_PATIENCE_SECONDS:
             return self._own_name()
         return name

@@ -22,7 +22,8 @@ from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.roles import p2p_role, role_of
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
-from ..common.process_info import RankStore, TargetDiscovery, this_process
+from ..common.process_info import this_process
+from ..common.rank_store import RankStore, TargetDiscovery
 from ..devices.choose import device_probes, hardware_ids
 from ..devices.memory.choose import memory_probes
 from ..instrumentation.flops_counter import flops_counter, publish_peak

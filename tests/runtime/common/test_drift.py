@@ -35,7 +35,6 @@ C10D = "torch.distributed.distributed_c10d"
 USED_NAMES: tuple[tuple[str, str, str], ...] = (
     (C10D, COLLECTIVES, "_world GroupMember P2POp batch_isend_irecv"),
     (f"{C10D}:_World", COLLECTIVES, "pg_coalesce_state"),
-    (C10D, "runtime/common/process_info.py", "_get_default_store Store"),
     (C10D, "runtime/common/rank_store.py", "_get_default_store PrefixStore Store"),
     (
         "torch.distributed:ProcessGroup",

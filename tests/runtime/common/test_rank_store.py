@@ -1,0 +1,222 @@
+"""How the ranks of a run find each other in a store that earlier attempts of the job have used."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+
+import pytest
+from fakes.clock import FakeClock
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+
+from zerowatch.runtime.common import rank_store
+from zerowatch.runtime.common.process_info import ProcessInfo
+from zerowatch.runtime.common.rank_store import (
+    OLDER_TRUSTED_SECONDS,
+    RankStore,
+    StoreClientFactory,
+    TargetDiscovery,
+    share_run_id,
+)
+
+WATCH_INDEX = 1
+
+
+@pytest.fixture(scope="module")
+def server() -> TCPStore:
+    """One for all tests: where one is torn down while another is reached, torch may fail."""
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def store(request: pytest.FixtureRequest, server: TCPStore) -> Store:
+    if request.param == "hash":
+        return HashStore()
+    return PrefixStore(request.node.name, server.clone())
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def process(rank: int, attempt: int = 0) -> ProcessInfo:
+    return ProcessInfo(
+        rank=rank, local_rank=rank, world_size=2, host=f"host-{rank}", attempt=attempt
+    )
+
+
+class Attempt:
+    """The processes of one start of the job, of which rank 0 has a token of its own."""
+
+    numbers = itertools.count()
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch, *attempts: int) -> None:
+        self.store, self.monkeypatch, self.attempts = store, monkeypatch, attempts
+        self.process = f"{next(self.numbers)}"
+
+    def rank_store(self, rank: int, clock: FakeClock) -> RankStore:
+        self.monkeypatch.setattr(rank_store, "_THIS_PROCESS", self.process)
+        return RankStore(process(rank, self.attempts[rank]), WATCH_INDEX, self.store, clock)
+
+    def clients(self, rank: int, clock: FakeClock) -> StoreClientFactory:
+        self.monkeypatch.setattr(rank_store, "_THIS_PROCESS", self.process)
+        return StoreClientFactory(rank, self.attempts[rank], WATCH_INDEX, lambda: self.store, clock)
+
+
+def test_the_ranks_share_the_run_id_and_rank_zero_finds_the_targets(store, monkeypatch, clock):
+    attempt = Attempt(store, monkeypatch, 0, 0)
+    stores = [attempt.rank_store(rank, clock) for rank in (0, 1)]
+    unknown = share_run_id(stores[1], process(1), None)
+    name = share_run_id(stores[0], process(0), None)
+    discovery = [
+        TargetDiscovery(ranks_store, process(rank), clock)
+        for rank, ranks_store in enumerate(stores)
+    ]
+    for rank, each in enumerate(discovery):
+        each.announce(f"host-{rank}:9464")
+
+    assert unknown is None
+    assert share_run_id(stores[1], process(1), None) == name
+    assert discovery[0].poll()
+    assert [target["targets"] for target in discovery[0].targets(str(name))] == [
+        ["host-0:9464"],
+        ["host-1:9464"],
+    ]
+
+
+def test_what_was_written_before_rank_zero_started_reaches_it(store, monkeypatch, clock):
+    attempt = Attempt(store, monkeypatch, 0, 0)
+    early = attempt.rank_store(1, clock)
+    TargetDiscovery(early, process(1), clock).announce("host-1:9464")
+    discovery = TargetDiscovery(attempt.rank_store(0, clock), process(0), clock)
+    before = discovery.poll()
+    early.poll()
+    clock.seconds += 2
+
+    assert not before
+    assert discovery.poll()
+
+
+def test_a_store_that_failed_is_not_used_again(monkeypatch, clock):
+    failing = FailingStore()
+    ranks_store = Attempt(failing, monkeypatch, 0, 0).rank_store(0, clock)
+    ranks_store.put("run_id", "name")
+    before = ranks_store.get("run_id")
+    failing.has_failed = True
+    ranks_store.put("run_id", "other")
+    failing.has_failed = False
+
+    assert before == "name"
+    assert ranks_store.get("run_id") is None
+
+
+class FailingStore(Store):
+    """What a PrefixStore asks, and only of this class, whose methods torch calls back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = False
+        self.texts: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        if self.has_failed:
+            raise RuntimeError("failed")
+        self.texts[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.texts[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.texts for key in keys)
+
+
+def test_without_a_store_nothing_is_written_or_found():
+    ranks_store = RankStore(process(0), WATCH_INDEX)
+    ranks_store.put("run_id", "name")
+
+    assert ranks_store.get("run_id") is None
+
+
+@pytest.mark.parametrize("attempts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)
+def test_an_earlier_attempt_is_not_read_whichever_node_counted_the_restart(
+    store, monkeypatch, clock, attempts
+):
+    earlier = Attempt(store, monkeypatch, 0, 0)
+    earlier.rank_store(0, clock).put("run_id", "earlier")
+    attempt = Attempt(store, monkeypatch, *attempts)
+    rank_0, rank_1 = attempt.rank_store(0, clock), attempt.rank_store(1, clock)
+    before = rank_1.get("run_id")
+    rank_0.put("run_id", "this")
+    clock.seconds += OLDER_TRUSTED_SECONDS  # what one node pays where only the other has counted
+
+    assert (before, rank_1.get("run_id")) == (None, "this")
+
+
+def test_after_a_restart_an_earlier_run_id_is_not_taken_before_rank_zero_writes_its_own(
+    store, monkeypatch, clock
+):
+    Attempt(store, monkeypatch, 0, 0).rank_store(0, clock).put("run_id", "earlier")
+    attempt = Attempt(store, monkeypatch, 1, 1)
+    rank_1 = attempt.rank_store(1, clock)
+    before = rank_1.get("run_id")
+    attempt.rank_store(0, clock).put("run_id", "this")
+
+    assert (before, rank_1.get("run_id")) == (None, "this")
+
+
+def test_what_a_rank_wrote_with_an_earlier_token_is_written_again_with_the_new_one(
+    store, monkeypatch, clock
+):
+    earlier = Attempt(store, monkeypatch, 0, 0)
+    earlier.rank_store(0, clock)
+    attempt = Attempt(store, monkeypatch, 1, 0)  # only rank 0's node has counted the restart
+    rank_1 = attempt.rank_store(1, clock)
+    TargetDiscovery(rank_1, process(1), clock).announce("host-1:9464")
+    discovery = TargetDiscovery(attempt.rank_store(0, clock), process(0, 1), clock)
+    before = discovery.poll()
+    rank_1.poll()
+    clock.seconds += 2
+
+    assert not before
+    assert discovery.poll()
+
+
+def test_clients_move_to_the_new_token_of_rank_zero(store, monkeypatch, clock):
+    earlier = Attempt(store, monkeypatch, 0, 0)
+    earlier.clients(0, clock).connect()
+    attempt = Attempt(store, monkeypatch, 1, 0)
+    clients = attempt.clients(1, clock)
+    stale = clients.connect()
+    before = clients.moved()
+    rank_0 = attempt.clients(0, clock)
+    kept = rank_0.connect()
+    assert stale is not None and kept is not None
+    kept.set("key", "text")
+
+    assert not before
+    assert clients.moved()
+    moved_to = clients.connect()
+    assert moved_to is not None and moved_to.get("key") == b"text"
+    assert not stale.check(["key"])
+    assert not clients.moved() and not rank_0.moved()
+
+
+def test_a_client_waits_with_one_connection_until_rank_zero_has_started(store, monkeypatch, clock):
+    attempt = Attempt(store, monkeypatch, 0, 0)
+    clients = attempt.clients(1, clock)
+    waiting = [clients.connect(), clients.connect()]
+    client = clients._client
+    attempt.clients(0, clock).connect()
+
+    assert waiting == [None, None]
+    assert clients.connect() is not None
+    assert clients._client is client
+
+
+def test_watches_of_one_process_do_not_share_texts(store):
+    first = RankStore(process(0), 1, store)
+    first.put("run_id", "first")
+
+    assert RankStore(process(0), 2, store).get("run_id") is None
