@@ -1,4 +1,4 @@
-"""Calls handed over together, and their times settled once the device has passed them."""
+"""Calls that leave the training thread together; their device times are read later."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from .call import CollectiveCall, StreamWait
 from .events import EventPool
 
 if TYPE_CHECKING:
-    import torch
+    from ..common.accelerator import Event
 
-# The compute stream is still busy with what came before it would wait, and the call has ended.
+# The compute stream has not reached the mark where it waits, although the call has ended.
 _NOT_REACHED = 2**63
 
 
 @dataclass(slots=True)
 class Batch:
-    """Calls in the order in which they were noted.
+    """Calls in the order in which they were recorded.
 
-    On CUDA, `anchor` is an event recorded when the batch was taken: device times are measured
-    against it, because elapsed times are float32 and lose precision over hours.
+    Attributes:
+        calls: The calls.
+        anchor: An event recorded when the batch was drained. Device times are measured against it:
+            elapsed times are float32 and lose precision over hours. None without device calls.
     """
 
     calls: list[CollectiveCall]
-    anchor: torch.cuda.Event | None = None
+    anchor: Event | None = None
 
     def settled(self) -> bool:
-        """Whether every call has ended and can be read. Never waits."""
+        """Return whether every call has ended and can be read. Never waits."""
         if self.anchor is not None and not self.anchor.query():
             return False
         for call in self.calls:  # a plain loop: this runs for every step
@@ -40,32 +42,33 @@ class Batch:
         anchor = self.anchor
         if anchor is None or not anchor.query():
             return
-        joins: dict[StreamWait, int] = {}
+        waited_until: dict[StreamWait, int] = {}
         for call in self.calls:
             if not call.timed or call.start_event is None or call.end_event is None:
                 continue
-            holds_compute = call.issued_ns > call.start_ns  # by the host's clock
+            blocks_compute = call.issued_ns > call.start_ns  # by the host's clock
             call.start_ns = _time(call.start_event, anchor)
             call.end_ns = _time(call.end_event, anchor)
-            call.issued_ns = call.end_ns if holds_compute else call.start_ns
+            call.issued_ns = call.end_ns if blocks_compute else call.start_ns
             events.release(call.start_event)
             events.release(call.end_event)
-            if call.join is not None:
-                call.wait_ns = _wait_began(call, call.join, joins, anchor) or 1  # 0 is no wait
-                call.join.num_calls -= 1
-                if not call.join.num_calls:
-                    events.release(call.join.event)
+            wait = call.stream_wait
+            if wait is not None:
+                call.wait_ns = _wait_start(call, wait, waited_until, anchor) or 1  # 0 is no wait
+                wait.num_calls -= 1
+                if not wait.num_calls:
+                    events.release(wait.event)
         events.release(anchor)
 
     def discard(self) -> int:
-        """Settle all calls as not timed, as nobody will look at them; return how many those are."""
+        """Settle all calls as not timed, as nothing will read them; return their number."""
         for call in self.calls:
             call.timed = False
             call.settle()
         return len(self.calls)
 
     def expire(self) -> int:
-        """Mark the calls that cannot be read as not timed; return how many those are."""
+        """Mark the calls that cannot be read as not timed; return their number."""
         no_anchor = self.anchor is not None and not self.anchor.query()
         late = 0
         for call in self.calls:
@@ -83,20 +86,20 @@ def _ended(call: CollectiveCall) -> bool:
     return call.end_event is not None and call.end_event.query()
 
 
-def _time(event: torch.cuda.Event, anchor: torch.cuda.Event) -> int:
+def _time(event: Event, anchor: Event) -> int:
     return -int(event.elapsed_time(anchor) * 1e6)
 
 
-def _wait_began(
-    call: CollectiveCall, join: StreamWait, joins: dict[StreamWait, int], anchor: torch.cuda.Event
+def _wait_start(
+    call: CollectiveCall, wait: StreamWait, waited_until: dict[StreamWait, int], anchor: Event
 ) -> int:
-    """Return when the compute stream had nothing left to wait for but this call.
+    """Return when the compute stream had only this call left to wait for.
 
-    Where it waits for several at once each instant belongs to one of them; `joins` holds how far
+    Of several calls in one wait each instant belongs to one of them; `waited_until` holds how far
     each wait is accounted for.
     """
-    if join not in joins:
-        joins[join] = _time(join.event, anchor) if join.event.query() else _NOT_REACHED
-    began = joins[join]
-    joins[join] = max(began, call.end_ns)
-    return began
+    if wait not in waited_until:
+        waited_until[wait] = _time(wait.event, anchor) if wait.event.query() else _NOT_REACHED
+    start = waited_until[wait]
+    waited_until[wait] = max(start, call.end_ns)
+    return start

@@ -1,4 +1,4 @@
-"""One collective as the tap saw it."""
+"""One recorded collective: what it is about, when it ran, how long it blocked training."""
 
 from __future__ import annotations
 
@@ -9,32 +9,47 @@ from .groups import Group
 if TYPE_CHECKING:
     import torch
 
+    from ..common.accelerator import Event
+
 
 class StreamWait:
-    """A moment on the compute stream from which on it waited for calls.
+    """A mark on the compute stream from which on it waits for calls.
 
-    `num_calls` says for how many, of those whose times were not read yet.
+    Attributes:
+        event: The mark.
+        num_calls: Calls that it waits for and whose times were not read yet.
     """
 
     __slots__ = ("event", "num_calls")
 
-    def __init__(self, event: torch.cuda.Event, num_calls: int) -> None:
+    def __init__(self, event: Event, num_calls: int) -> None:
         self.event = event
         self.num_calls = num_calls
 
 
 class CollectiveCall:
-    """A collective's facts, its interval, and how long training was blocked by it.
+    """One collective on one rank.
 
-    Times are of `time.perf_counter_ns`. `end_ns` is 0 while the operation is under way, `issued_ns`
-    the time at which the call returned to a training thread that it had blocked since `start_ns`,
-    and `wait_ns` that of the first `wait()`, 0 if there was none. On CUDA all of these are read
-    from events, and it is the compute stream that is blocked or waits. `timed` is False where no
-    end can be had.
+    Times are of `time.perf_counter_ns`; with events they are nanoseconds before the batch's anchor,
+    and it is the compute stream that is blocked or waits.
 
-    `sequence` numbers the calls of a rank set that all its members issue, from 1 on; 0 is a
-    point-to-point call, or one from a thread with an order of its own. `settle` sets what is
-    derived: `settled`, `duration_ns`, `exposed_ns`, `wait_exposed_ns`.
+    Attributes:
+        op: Its place in OPS.
+        group: The process group.
+        payload_bytes: Bytes by nccl-tests' convention; see `ops.Operation`.
+        dtype: Of the payload; None without one.
+        phase: The phase, by place in PHASES, in which it was issued.
+        sequence: Its number, from 1 on, among the calls that all members of the rank set issue. 0:
+            point-to-point, or from a thread whose order differs between ranks.
+        start_ns: When it was issued.
+        end_ns: When it ended; 0 until then.
+        issued_ns: When the call returned to a training thread that it blocked, else `start_ns`.
+        wait_ns: When training first waited for it; 0 if it did not.
+        wait_phase: The phase of that wait.
+        timed: Whether its end can be read.
+        start_event: With `end_event` its interval, where it runs on a stream.
+        stream_wait: Where the compute stream began to wait for it.
+        settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
     __slots__ = (
@@ -45,7 +60,6 @@ class CollectiveCall:
         "exposed_ns",
         "group",
         "issued_ns",
-        "join",
         "op",
         "payload_bytes",
         "phase",
@@ -53,6 +67,7 @@ class CollectiveCall:
         "settled",
         "start_event",
         "start_ns",
+        "stream_wait",
         "timed",
         "wait_exposed_ns",
         "wait_ns",
@@ -73,9 +88,9 @@ class CollectiveCall:
         self.wait_ns = 0
         self.timed = True
         self.settled = False
-        self.start_event: torch.cuda.Event | None = None
-        self.end_event: torch.cuda.Event | None = None
-        self.join: StreamWait | None = None
+        self.start_event: Event | None = None
+        self.end_event: Event | None = None
+        self.stream_wait: StreamWait | None = None
         # The rest is set when the call returns or settles: this constructor is on the hot path.
         self.issued_ns: int
         self.wait_phase: int
@@ -84,11 +99,11 @@ class CollectiveCall:
         self.wait_exposed_ns: int
 
     def settle(self) -> None:
-        """Work out how long it took and for how much of that training was blocked.
+        """Compute how long it took and for how much of that training was blocked.
 
-        `duration_ns` runs from the issue, or from the end of the group's call before if that came
-        later: a group does one after the other. `wait_exposed_ns` is the part of `exposed_ns` that
-        passed in `wait()`.
+        `duration_ns` runs from the issue, or from the end of the group's previous call if that is
+        later: a group runs one call after the other. `wait_exposed_ns` is the part of `exposed_ns`
+        that passed in `wait()`.
         """
         self.duration_ns = self.exposed_ns = self.wait_exposed_ns = 0
         if self.timed:

@@ -1,4 +1,4 @@
-"""How long communication was under way: the union of intervals, over batches that may overlap."""
+"""Time in communication: the length of a union of intervals, over batches that may overlap."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BEFORE_ALL = -(2**63)
 
 @dataclass(frozen=True, slots=True)
 class CommTime:
-    """Seconds in at least one interval that no earlier batch covered: of all, and by group role."""
+    """Seconds in at least one interval that no earlier batch covered, in all and by group role."""
 
     seconds: float
     by_group: dict[str, float]
 
 
 class CommTimeCounter:
-    """Measures batch after batch; an instant that two batches cover counts once.
+    """The communication time of successive batches; an instant in two of them counts once.
 
-    Batches timed by CUDA events stand each on an anchor of its own, so that two of them cannot be
-    compared: where calls of one overlap the next, they count in both.
+    Batches timed by events have an anchor each and cannot be compared: where calls of one overlap
+    the next, they count in both.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class CommTimeCounter:
         self._by_group: dict[str, IntervalUnion] = {}
 
     def measure(self, batch: Batch) -> CommTime:
-        """Settle the calls of a resolved batch, and return the time that they add."""
+        """Settle the calls of a batch whose events were read; return the time that they add."""
         if batch.anchor is not None:
             self._all, self._by_group = IntervalUnion(), {}
             for call in batch.calls:
@@ -52,7 +52,7 @@ class CommTimeCounter:
 
 
 class IntervalUnion:
-    """The length of a union of intervals that come in portions, roughly in order."""
+    """The length of a union of intervals that arrive in portions, roughly in order."""
 
     def __init__(self) -> None:
         self._reached = _BEFORE_ALL

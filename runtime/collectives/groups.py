@@ -1,4 +1,4 @@
-"""The process groups that collectives ran on: role, size, backend, and how many they counted."""
+"""The process groups that collectives ran on: roles, sizes, backends, and numbers of calls."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ...metrics.catalog.labels import GROUPS, OPS
-from .wire_bytes import wire_factor
+from ..common import accelerator
+from .ops import WIRE_BY_PAYLOAD, wire_factor
 
 if TYPE_CHECKING:
     from .call import CollectiveCall
 
 RoleOf = Callable[[ProcessGroup], str]
-# The last calls of a group that are kept, for the exchange and for reports of hangs. DeepSpeed
+# The last calls of a rank set that are kept, to compare ranks and for hang reports. DeepSpeed
 # issues up to some hundreds a step.
 RECENT_CALLS = 8192
-_REDUCE = OPS.index("reduce")  # the one whose factor depends on the payload
 
 
 class RankSet:
-    """The ranks of one or more process groups: what they issue, they issue in the same order.
+    """The global ranks that one or more process groups share; they issue calls in one order.
 
-    DeepSpeed makes a clone of the world group, so that the calls on either must be seen together to
-    tell which rank has left one out. `recent` holds the last calls in the order in which they were
-    issued, of which `issued` are numbered. `key` names the rank set alike on all its members.
+    DeepSpeed clones the world group: a missing call shows only if both groups are read together.
+
+    Attributes:
+        members: The ranks, in the groups' order.
+        key: Names the rank set; the same on all members.
+        recent: The last calls, in the order in which they were issued.
+        issued: Calls that were numbered so far.
+        roles: The roles of its process groups.
     """
 
     __slots__ = ("issued", "key", "members", "recent", "roles")
@@ -43,27 +48,33 @@ class RankSet:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.members)
 
     @property
     def role(self) -> str:
-        """The role of its groups; of several, that which says most."""
+        """The role of its groups; of several the most specific."""
         return min(self.roles, key=GROUPS.index, default="other")
 
 
 class Group:
-    """One process group as the tap saw it.
+    """One process group.
 
-    `recorded` counts calls recorded, in units of the group's own sequence number, since `seen_from`
-    was that number. `point_to_point` is a second record, of the messages between two members: these
-    do not queue with the group's collectives, and may serve another role.
+    Attributes:
+        backend: Its backend, such as "nccl".
+        on_device: Whether its collectives run on the accelerator's streams, timed by events.
+        recorded: Calls recorded, in units of the group's own sequence number, since it was
+            `seen_from`.
+        point_to_point: A second record, of messages between two members. They do not queue with the
+            group's collectives, and may serve another role.
+        busy_until_ns: When its last settled call ended.
     """
 
     __slots__ = (
-        "_factors",
+        "_wire_factors",
         "backend",
         "busy_until_ns",
+        "on_device",
         "point_to_point",
         "rank_set",
         "recorded",
@@ -78,27 +89,28 @@ class Group:
         self.role = role
         self.size: int = group.size()
         self.backend = _backend_name(group)
+        self.on_device = self.backend == accelerator.current.collective_backend
         self.seen_from = sequence_number(group)
         self.recorded = 0
         self.rank_set = rank_set
         self.point_to_point: Group | None = None
         self.busy_until_ns = -(2**63)
-        self._factors = [wire_factor(op, self.backend, self.size) for op in OPS]
+        self._wire_factors = [wire_factor(op, self.backend, self.size) for op in OPS]
 
     def wire_factor(self, op: int, payload_bytes: int) -> float:
-        """Bytes sent per payload byte for an operation, given by its place in OPS."""
-        if op == _REDUCE:
-            return wire_factor("reduce", self.backend, self.size, payload_bytes)
-        return self._factors[op]
+        """Return the bytes sent per payload byte for an operation, given by its place in OPS."""
+        if op in WIRE_BY_PAYLOAD:
+            return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
+        return self._wire_factors[op]
 
-    def counted(self) -> int | None:
-        """How many the group itself counted since it was first seen; None once it is gone."""
+    def num_issued(self) -> int | None:
+        """Return how many calls the group counted since it was first seen; None once it is gone."""
         group = self.reference()
         return None if group is None else sequence_number(group) - self.seen_from
 
 
 class Groups:
-    """Knows every process group by identity, without keeping any alive."""
+    """All process groups seen, by identity, without keeping any alive."""
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
@@ -107,11 +119,11 @@ class Groups:
         self._rank_sets: dict[tuple[int, ...], RankSet] = {}
 
     def rank_sets(self) -> list[RankSet]:
-        """Return the rank sets of ranks seen so far."""
+        """Return the rank sets seen so far."""
         return list(self._rank_sets.values())
 
     def find(self, group: object, *, point_to_point: bool = False) -> Group | None:
-        """Return what is known of a group, looking it up the first time; None if it is none.
+        """Return the record of a group, made the first time; None if it is no process group.
 
         Args:
             group: What a call was given for a group.
@@ -124,10 +136,15 @@ class Groups:
             rank_set = self._rank_set_of(group)
             known = self._known[id(group)] = Group(group, self._role_of(group), rank_set)
             self._label_rank_sets()
-        return self._pairs(known) if point_to_point else known
+        return self._point_to_point(known) if point_to_point else known
 
     def set_roles(self, role_of: RoleOf, p2p_role_of: RoleOf) -> None:
-        """Say what each group is for, also of the groups known already."""
+        """Set how roles are found, also for the groups seen already.
+
+        Args:
+            role_of: Returns the role of a group's collectives.
+            p2p_role_of: Returns the role of messages between two members.
+        """
         self._role_of, self._p2p_role_of = role_of, p2p_role_of
         for known in list(self._known.values()):
             group = known.reference()
@@ -137,7 +154,26 @@ class Groups:
                     known.point_to_point.role = p2p_role_of(group)
         self._label_rank_sets()
 
-    def _pairs(self, known: Group) -> Group:
+    def drain_coverage(self) -> float | None:
+        """Return the lowest share of calls recorded since the last time; None if there were none.
+
+        Coverage of a group = 1 - max(0, counted - recorded) / counted.
+        """
+        shares = []
+        for key, known in list(self._known.items()):
+            counted = known.num_issued()
+            if counted is None:
+                del self._known[key]
+            elif counted > 0:
+                recorded, known.recorded = known.recorded, 0
+                messages = known.point_to_point
+                if messages is not None:  # gloo counts these too
+                    recorded, messages.recorded = recorded + messages.recorded, 0
+                shares.append(1 - max(0, counted - recorded) / counted)
+                known.seen_from += counted
+        return min(shares, default=None)
+
+    def _point_to_point(self, known: Group) -> Group:
         group = known.reference()
         if known.point_to_point is None and group is not None:
             known.point_to_point = Group(group, self._p2p_role_of(group), known.rank_set)
@@ -152,28 +188,9 @@ class Groups:
             groups = (group for group in list(self._known.values()) if group.rank_set is rank_set)
             rank_set.roles = [group.role for group in groups] or rank_set.roles
 
-    def drain_coverage(self) -> float | None:
-        """Return the least share of calls recorded since the last time; None if there were none.
-
-        Coverage of a group = 1 - max(0, counted - recorded) / counted.
-        """
-        shares = []
-        for key, known in list(self._known.items()):
-            counted = known.counted()
-            if counted is None:
-                del self._known[key]
-            elif counted > 0:
-                recorded, known.recorded = known.recorded, 0
-                messages = known.point_to_point
-                if messages is not None:  # gloo counts these too
-                    recorded, messages.recorded = recorded + messages.recorded, 0
-                shares.append(1 - max(0, counted - recorded) / counted)
-                known.seen_from += counted
-        return min(shares, default=None)
-
 
 def sequence_number(group: ProcessGroup) -> int:
-    """How many operations a group has issued; it counts those that bypass Python too."""
+    """Return how many operations a group has issued, those that bypass Python included."""
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return number
 
@@ -183,10 +200,11 @@ def _unknown_role(group: ProcessGroup) -> str:
 
 
 def _backend_name(group: ProcessGroup) -> str:
-    """Name the backend that serves the accelerator's tensors, or the CPU's where there is none."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the backend that serves the accelerator's tensors, or the CPU's without one."""
+    device = accelerator.current
     try:
-        name: str = group._get_backend(device).name()
+        kind = device.kind if device.is_available() else "cpu"
+        name: str = group._get_backend(torch.device(kind)).name()
     except RuntimeError:  # a group for CPU tensors in a job on GPUs
         name = group._get_backend(torch.device("cpu")).name()
     return name

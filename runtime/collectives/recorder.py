@@ -1,6 +1,6 @@
-"""Notes each tapped call: what it is about before it runs, and when it ended.
+"""Records each collective: what it is about before it runs, and when it ended.
 
-This is the hot path of watching: it runs on the training thread for every collective.
+This is the hot path of monitoring: it runs on the training thread for every collective.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common.phase_timer import OTHER, PhaseTimer
 from .batch import Batch
 from .call import CollectiveCall
+from .call_reader import CallReader
 from .events import EventPool
 from .groups import Groups, sequence_number
-from .operations import Reader
 from .stream_waits import StreamWaitTracker
 
 BATCH_CALLS = 4096
@@ -31,27 +30,24 @@ _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
 class CallRecorder:
-    """The calls noted since the last `drain`, in the order in which they returned.
+    """The calls since the last `drain`, in the order in which they returned.
 
     Attributes:
-        groups: What is known of the process groups seen.
-        events: The CUDA events to give back once read.
-        stream_waits: What holds the compute stream.
-        dropped_calls: Calls lost because nobody took the batches.
-        dropped_in_capture: Calls, and waits for calls, passed by because a CUDA graph was being
-            captured.
+        groups: The process groups seen so far.
+        events: The pool of timing events; read ones are released to it.
+        stream_waits: What blocks the compute stream.
+        dropped_calls: Calls lost because no batch was accepted.
     """
 
     def __init__(self) -> None:
         self.groups = Groups()
         self.events = EventPool()
-        self.stream_waits = StreamWaitTracker(self.events, self._phase, self._in_capture)
+        self.stream_waits = StreamWaitTracker(self.events)
         self.dropped_calls = 0
-        self.dropped_in_capture = 0
         self._calls: list[CollectiveCall] = []
         self._under_way: set[CollectiveCall] = set()
         self._clock: PhaseTimer | None = None
-        self._take_batch: Callable[[Batch], None] | None = None
+        self._on_batch: Callable[[Batch], None] | None = None
         self._on_failed: Callable[[CollectiveCall], None] | None = None
         self._training_thread = get_ident()
         # The call of each asynchronous handle under way, by the handle's id.
@@ -61,75 +57,87 @@ class CallRecorder:
         # torch keeps this very dict for the life of the process; it is empty outside such blocks.
         self._coalescing: Mapping[dist.ProcessGroup, list[Any]] = c10d._world.pg_coalesce_state
 
+    @property
+    def dropped_in_capture(self) -> int:
+        """Calls, and waits for calls, left out because a graph was being captured."""
+        return self.stream_waits.dropped_in_capture
+
     def connect(
         self,
         clock: PhaseTimer | None,
-        take_batch: Callable[[Batch], None] | None,
+        on_batch: Callable[[Batch], None] | None,
         on_failed: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
-        """Tag calls with the clock's phase from now on, and hand full batches to `take_batch`.
+        """Tag calls with the clock's phase from now on; this thread becomes the training thread.
 
-        `on_failed` is called with a call that raised, before the exception goes on.
+        Args:
+            clock: The phases of training.
+            on_batch: Called with each full batch.
+            on_failed: Called with a call that raised, before the exception goes on.
         """
         self._on_failed = on_failed
         self._clock = clock
-        self._take_batch = take_batch
+        self._on_batch = on_batch
         self._training_thread = get_ident()
         self._works.clear()
         self._messages.clear()
-        self.stream_waits.connect()
+        self.stream_waits.connect(clock)
 
     def drain(self) -> Batch:
-        """Return the calls noted since the last time."""
+        """Return the calls recorded since the last time."""
         calls, self._calls = self._calls, []
         on_device = any(call.start_event is not None for call in calls)
         return Batch(calls, self.events.record() if on_device else None)
 
     def on_call(
-        self, reader: Reader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[CollectiveCall] | None:
         """Read the arguments, before the original runs and may change them."""
         process_group = reader.group(args, kwargs)
         if process_group is None:
             process_group = c10d.GroupMember.WORLD
-        group = self.groups.find(process_group, point_to_point=reader.operation.point_to_point)
+        group = self.groups.find(process_group, point_to_point=reader.point_to_point)
         if group is None:
-            return None  # this rank is no member, or the original will complain
+            return None  # this rank is no member, or the original will raise
         phase = OTHER if self._clock is None else self._clock.current
         calls = [
             CollectiveCall(op, group, size, dtype, phase)
             for op, size, dtype in reader.payloads(args, kwargs)
         ]
-        operation = reader.operation
-        if operation.per_member:
+        if reader.payload_times_group_size:
             calls[0].payload_bytes *= group.size
         rank_set = group.rank_set
-        if not operation.point_to_point and (
+        if not reader.point_to_point and (
             get_ident() == self._training_thread or self._in_common_order()
         ):
             rank_set.issued += 1
             calls[0].sequence = rank_set.issued
         rank_set.recent.extend(calls)
         if self._coalescing and process_group in self._coalescing:
-            self._note_coalesced(calls, process_group)
-        elif operation.counted_by_group:
+            self._record_coalesced(calls, process_group)
+        elif reader.use_group_sequence:
             group.recorded -= sequence_number(process_group)
         else:
             group.recorded += 1
-        if group.backend == "nccl" and not self._mark_start(calls):
+        if group.on_device and not self._mark_start(calls):
             Batch(calls).discard()
             return None
         return calls
 
     def on_return(
-        self, reader: Reader, calls: list[CollectiveCall], work: Any, started_ns: int, ended_ns: int
+        self,
+        reader: CallReader,
+        calls: list[CollectiveCall],
+        work: Any,
+        started_ns: int,
+        ended_ns: int,
     ) -> None:
-        """Note when the calls ended, or arrange that it is noted."""
-        if reader.operation.counted_by_group:
+        """Record when the calls ended, or arrange for it."""
+        if reader.use_group_sequence:
             group = calls[0].group
             process_group = group.reference()
             group.recorded += sequence_number(process_group) if process_group else 0
-        if not reader.operation.has_future:
+        if not reader.has_future:
             self._keep_handles(calls, work, started_ns)
             return
         asynchronous = work is not None and hasattr(work, "get_future")
@@ -137,7 +145,7 @@ class CallRecorder:
         if on_device:
             blocks = not asynchronous and self.stream_waits.blocks_compute(calls)
         else:
-            blocks = self._in_training()
+            blocks = get_ident() == self._training_thread
         for call in calls:
             call.start_ns = started_ns
             call.issued_ns = ended_ns if blocks else started_ns
@@ -146,13 +154,47 @@ class CallRecorder:
             elif call.timed:
                 self._under_way.add(call)
                 key = id(work)
-                # On a device it is asked for after the end, which the host does not know of.
+                # On a device it is looked up after the end, which the host does not see.
                 forget = partial(self._forget, key) if on_device else None
                 self._works[key] = (weakref.ref(work, forget), call)
                 work.get_future().add_done_callback(
-                    lambda _, call=call, key=key: self._completed(call, key)
+                    lambda _, call=call, key=key: self._on_completed(call, key)
                 )
         self._add(calls)
+
+    def on_wait_start(self, work: Any) -> CollectiveCall | None:
+        """Record that this thread begins to wait for an asynchronous call; return it if known."""
+        for message in self._messages.get(id(work), ()):
+            self._record_wait(message)
+        reference, call = self._works.pop(id(work), _NO_WORK)
+        if call is None or reference() is not work:
+            return None
+        self._record_wait(call)
+        return call
+
+    def on_wait_end(self, work: Any) -> None:
+        """Record the end of a wait: the only sign that a handle without a future has ended."""
+        before: CollectiveCall | None = None
+        for call in self._messages.pop(id(work), ()):
+            if call.settled:  # it was read already
+                continue
+            if before is not None and call.wait_ns:
+                call.wait_ns = before.end_ns  # each instant of the wait belongs to one of them
+            self._mark_end(call, perf_counter_ns())
+            call.timed = True
+            before = call
+
+    def on_error(self, call: CollectiveCall) -> None:
+        """Report a call that raised, unless it was refused before it was issued."""
+        group = call.group
+        issued = group.num_issued()
+        if issued is not None and issued < group.recorded:
+            group.recorded = issued  # its arguments were wrong, and the group never saw it
+            if call.sequence == group.rank_set.issued:
+                group.rank_set.issued -= 1
+            call.sequence = 0
+        elif self._on_failed is not None and call.sequence:
+            self._on_failed(call)
 
     def wait_for_completion(self, timeout_seconds: float) -> None:
         """Wait until no asynchronous call is under way, before the interpreter ends.
@@ -163,37 +205,15 @@ class CallRecorder:
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def on_wait_start(self, work: Any) -> CollectiveCall | None:
-        """Note that somebody begins to wait for an asynchronous call; return it if known."""
-        for message in self._messages.get(id(work), ()):
-            self._wait_begins(message)
-        reference, call = self._works.pop(id(work), _NO_WORK)
-        if call is None or reference() is not work:
-            return None
-        self._wait_begins(call)
-        return call
-
-    def on_wait_end(self, work: Any) -> None:
-        """Note that a wait is over: of handles without a future nothing else tells the end."""
-        before: CollectiveCall | None = None
-        for call in self._messages.pop(id(work), ()):
-            if call.settled:  # somebody has looked at it already
-                continue
-            if before is not None and call.wait_ns:
-                call.wait_ns = before.end_ns  # each instant of the wait belongs to one of them
-            self._mark_end(call, perf_counter_ns())
-            call.timed = True
-            before = call
-
-    def _wait_begins(self, call: CollectiveCall) -> None:
+    def _record_wait(self, call: CollectiveCall) -> None:
         if call.start_event is not None:
-            self.stream_waits.waits(call)
-        elif self._in_training() and not call.end_ns:
-            call.wait_phase = self._phase()
+            self.stream_waits.on_call_wait(call)
+        elif get_ident() == self._training_thread and not call.end_ns:
+            call.wait_phase = OTHER if self._clock is None else self._clock.current
             call.wait_ns = perf_counter_ns()
 
     def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:
-        """Note messages that are not timed unless somebody waits for them within their step."""
+        """Record messages, which are timed only if their handle is waited for within the step."""
         for call in calls:
             call.start_ns = call.issued_ns = started_ns
             call.timed = False
@@ -212,33 +232,24 @@ class CallRecorder:
         if len(self._calls) >= BATCH_CALLS:
             self._hand_over()
 
-    def _phase(self) -> int:
-        return OTHER if self._clock is None else self._clock.current
-
-    def on_error(self, call: CollectiveCall) -> None:
-        """Note that a call raised: tell of it, unless it was refused before it was issued."""
-        group = call.group
-        counted = group.counted()
-        if counted is not None and counted < group.recorded:
-            group.recorded = counted  # its arguments were wrong, and the group never saw it
-            if call.sequence == group.rank_set.issued:
-                group.rank_set.issued -= 1
-            call.sequence = 0
-        elif self._on_failed is not None and call.sequence:
-            self._on_failed(call)
-
-    def _in_training(self) -> bool:
-        return get_ident() == self._training_thread
+    def _hand_over(self) -> None:
+        batch = self.drain()
+        if self._on_batch is None:
+            self.dropped_calls += batch.discard()
+        else:
+            self._on_batch(batch)
 
     def _in_common_order(self) -> bool:
-        """Whether all ranks issue the calls of this thread, which does not train, in one order.
+        """Return whether all ranks issue this thread's calls in one order.
 
-        They do on autograd's, which Python has not started. A thread of the script's own, as that
-        of an asynchronous checkpoint, comes in between at any place.
+        True on the training thread and on autograd threads, which Python did not start. User
+        threads, such as asynchronous checkpointing, may interleave collectives in any order.
         """
-        return self._in_training() or isinstance(threading.current_thread(), threading._DummyThread)
+        return get_ident() == self._training_thread or isinstance(
+            threading.current_thread(), threading._DummyThread
+        )
 
-    def _completed(self, call: CollectiveCall, key: int) -> None:
+    def _on_completed(self, call: CollectiveCall, key: int) -> None:
         self._mark_end(call, perf_counter_ns())
         self._under_way.discard(call)
         if call.start_event is None and self._works.get(key, _NO_WORK)[1] is call:
@@ -247,38 +258,25 @@ class CallRecorder:
     def _forget(self, key: int, _: object) -> None:
         self._works.pop(key, None)
 
-    def _note_coalesced(
+    def _record_coalesced(
         self, calls: list[CollectiveCall], process_group: dist.ProcessGroup
     ) -> None:
-        """Note calls of a coalescing block: it is issued when it ends, and counts once."""
+        """Record calls of a coalescing block: it is issued when it ends, and counts once."""
         if not self._coalescing[process_group]:
             calls[0].group.recorded += 1
         for call in calls:
             call.timed = False
 
     def _mark_start(self, calls: list[CollectiveCall]) -> bool:
-        """Record the start on the issuing stream, unless a CUDA graph is being captured there."""
-        if self._in_capture(len(calls)):
+        """Mark the start on the issuing stream; return False while a graph is captured there."""
+        if self.stream_waits.drops_in_capture(len(calls)):
             return False
         for call in calls:
             call.timed = call.timed and not self.events.disabled
             call.start_event = self.events.record() if call.timed else None
         return True
 
-    def _in_capture(self, num_dropped: int) -> bool:
-        """Whether a CUDA graph is being captured; counts what is left out for that."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        self.dropped_in_capture += num_dropped * capturing
-        return capturing
-
     def _mark_end(self, call: CollectiveCall, ended_ns: int) -> None:
         if call.start_event is not None:
             call.end_event = self.events.record()
         call.end_ns = ended_ns
-
-    def _hand_over(self) -> None:
-        batch = self.drain()
-        if self._take_batch is None:
-            self.dropped_calls += batch.discard()
-        else:
-            self._take_batch(batch)

@@ -1,43 +1,57 @@
-"""What a process group is for, by the places where DeepSpeed and its callers keep their groups."""
+"""The role of a process group, found where DeepSpeed and its callers keep their groups."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed.utils import groups as registry
 
-# Groups are told apart by identity: those of several roles may well have the same ranks. The first
-# role that holds a group names it. Each line: the role, then where DeepSpeed's registry, an `mpu`
-# (its own pipeline grid, its sequence parallel state, Megatron's) and its device mesh hold it.
-_PLACES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], str | None], ...] = (
-    (
-        "tp",
-        ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
-        ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
-        None,
+
+class _RoleHolders(NamedTuple):
+    """Where groups of one role are kept."""
+
+    role: str
+    registry: tuple[str, ...] = ()  # attributes of deepspeed.utils.groups
+    mpu: tuple[str, ...] = ()  # getters of an mpu: DeepSpeed's pipeline grid, Megatron's
+    mesh_dimension: str | None = None  # of DeepSpeed's device mesh
+
+
+# Groups are compared by identity: those of several roles may have the same ranks. The first role
+# that holds a group names it.
+_ROLES = (
+    _RoleHolders(
+        role="tp",
+        registry=("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
+        mpu=("get_tensor_model_parallel_group", "get_slice_parallel_group"),
     ),
-    ("ep", ("_EXPERT_PARALLEL_GROUP",), ("get_expert_model_parallel_group",), None),
-    (
-        "sp",
-        (),
-        ("get_sequence_parallel_group", "get_context_parallel_group"),
-        "sequence_parallel",
+    _RoleHolders(
+        role="ep",
+        registry=("_EXPERT_PARALLEL_GROUP",),
+        mpu=("get_expert_model_parallel_group",),
     ),
-    ("pp", (), ("get_pipe_parallel_group", "get_pipeline_model_parallel_group"), None),
-    (
-        "dp",
-        (
+    _RoleHolders(
+        role="sp",
+        mpu=("get_sequence_parallel_group", "get_context_parallel_group"),
+        mesh_dimension="sequence_parallel",
+    ),
+    _RoleHolders(
+        role="pp",
+        mpu=("get_pipe_parallel_group", "get_pipeline_model_parallel_group"),
+    ),
+    _RoleHolders(
+        role="dp",
+        registry=(
             "_EXPERT_DATA_PARALLEL_GROUP",
             "_DATA_PARALLEL_GROUP",
             "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
             "_ALL_TO_ALL_GROUP",
             "_WORLD_GROUP",  # DeepSpeed's clone of the world group, for plain data parallelism
         ),
-        ("get_data_parallel_group", "get_sequence_data_parallel_group"),
-        "data_parallel",
+        mpu=("get_data_parallel_group", "get_sequence_data_parallel_group"),
+        mesh_dimension="data_parallel",
     ),
 )
 _SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
@@ -46,62 +60,62 @@ _SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 def role_of(group: dist.ProcessGroup) -> str:
     """Return dp, tp, pp, ep, sp, world or other.
 
-    torch's device mesh takes the world group itself for a dimension of all ranks. Then it has that
-    dimension's role, whoever uses it.
+    torch's device mesh uses the world group itself for a dimension of all ranks; it then has the
+    role of that dimension for every caller.
     """
-    for role, names, getters, dimension in _PLACES:
-        for known in _kept(names, getters, dimension):
-            if group is known:
-                return role
+    for holders in _ROLES:
+        for held in _groups_held(holders):
+            if group is held:
+                return holders.role
     if group is dist.group.WORLD:
         return "world"
     return _role_in_model(group)
 
 
 def p2p_role(group: dist.ProcessGroup) -> str:
-    """Return what messages between two members of a group are for.
+    """Return the role of messages between two members of a group.
 
     DeepSpeed's pipeline sends between its stages over the world group.
     """
-    stages = _asked(registry.mpu, "get_pipe_parallel_group")
+    stages = _group_from(registry.mpu, "get_pipe_parallel_group")
     is_pipeline = stages is not None and stages.size() > 1
     return "pp" if is_pipeline and group is dist.group.WORLD else role_of(group)
 
 
-def _kept(names: tuple[str, ...], getters: tuple[str, ...], dimension: str | None) -> Iterator[Any]:
-    for name in names:
+def _groups_held(holders: _RoleHolders) -> Iterator[Any]:
+    for name in holders.registry:
         held = getattr(registry, name, None)
         yield from held.values() if isinstance(held, dict) else (held,)
     for mpu in _mpus():
-        for getter in getters:
-            yield _asked(mpu, getter)
+        for getter in holders.mpu:
+            yield _group_from(mpu, getter)
     mesh = registry.mesh_device
-    if mesh is not None and dimension in (mesh.mesh_dim_names or ()):
-        yield mesh.get_group(mesh_dim=dimension)
+    if mesh is not None and holders.mesh_dimension in (mesh.mesh_dim_names or ()):
+        yield mesh.get_group(mesh_dim=holders.mesh_dimension)
 
 
 def _mpus() -> Iterable[Any]:
     return (registry.mpu, sys.modules.get(_SEQUENCE_STATE))
 
 
-def _asked(mpu: Any, getter: str) -> Any:
-    """Ask an mpu for a group; None if it has none of that kind."""
+def _group_from(mpu: Any, getter: str) -> Any:
+    """Call an mpu's getter; None if it has no such group."""
     if not hasattr(mpu, getter):
         return None
     try:
         return getattr(mpu, getter)()
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError):
-        return None  # not initialised, which each says in its own way
+        return None  # not initialised: each raises its own error
 
 
 def _role_in_model(group: dist.ProcessGroup) -> str:
-    """Name a group that holds parts of one copy of the model, such as those of tied weights.
+    """Return the role of a group within one copy of the model, such as that of tied weights.
 
-    An mpu's model parallel group spans stages and tensor slices; it is named after the stages.
+    An mpu's model parallel group spans stages and tensor slices; its role is pp.
     """
-    stages = _asked(registry.mpu, "get_pipe_parallel_group")
-    stages = stages or _asked(registry.mpu, "get_pipeline_model_parallel_group")
-    is_model = group is _asked(registry.mpu, "get_model_parallel_group")
+    stages = _group_from(registry.mpu, "get_pipe_parallel_group")
+    stages = stages or _group_from(registry.mpu, "get_pipeline_model_parallel_group")
+    is_model = group is _group_from(registry.mpu, "get_model_parallel_group")
     if stages is None or stages.size() == 1:
         return "tp" if is_model else "other"
     within = set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(stages))

@@ -1,8 +1,8 @@
-"""What holds the compute stream: the calls that it must await before it goes on, and since when.
+"""What blocks the compute stream: the calls that it must wait for before it goes on.
 
-A call that is issued or waited for on another stream does not hold it by itself: that stream then
-carries the call, until the compute stream, or the host, waits for what that stream carries.
-It knows nothing of how it learns of streams and events; see `stream_hooks.py`.
+A call that is issued or waited for on another stream does not block it by itself. That stream then
+carries the call, until the compute stream or the host waits for the stream. `StreamWaitTracker`
+keeps the books; `StreamHooks` wraps the functions by which streams and the host wait.
 """
 
 from __future__ import annotations
@@ -10,49 +10,62 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
+from typing import Any, Protocol
 
 import torch
 
+from ..common import accelerator
+from ..common.accelerator import Event, Stream
+from ..common.fail_open import FailOpen
+from ..common.patching import AttributePatch
+from ..common.phase_timer import OTHER, PhaseTimer
 from .call import CollectiveCall, StreamWait
 from .events import EventPool
 
-# The calls that a stream carries while nobody joins it; those before are likely to have ended.
+# Calls that a stream carries while nothing waits for it; older ones have probably ended.
 MAX_CARRIED = 512
 
 
 class StreamWaitTracker:
-    """Marks the moment at which the compute stream began to wait for each call.
+    """Marks where the compute stream begins to wait for each call.
 
-    Args:
-        events: Where the events come from.
-        phase: Tells the phase under way.
-        capturing: Whether a CUDA graph is being captured; counts so many marks that are left out.
+    Attributes:
+        dropped_in_capture: Calls, and waits for calls, left out because a graph was captured.
     """
 
-    def __init__(
-        self, events: EventPool, phase: Callable[[], int], capturing: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, events: EventPool) -> None:
+        self.dropped_in_capture = 0
         self._events = events
-        self._phase = phase
-        self._capturing = capturing
-        self._compute: torch.cuda.Stream | None = None
+        self._accelerator = accelerator.current
+        self._current_stream = self._accelerator.current_stream
+        self._is_capturing = self._accelerator.is_capturing
+        self._clock: PhaseTimer | None = None
+        self._compute: Stream | None = None
         self._carried: dict[int | None, deque[CollectiveCall]] = {}
-        self._recorded: weakref.WeakKeyDictionary[torch.cuda.Event, tuple[CollectiveCall, ...]] = (
+        self._recorded: weakref.WeakKeyDictionary[Event, tuple[CollectiveCall, ...]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def connect(self) -> None:
-        """Take the current stream for the compute stream."""
-        self._compute = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    def connect(self, clock: PhaseTimer | None) -> None:
+        """Make the current stream the compute stream, and tag waits with the clock's phase."""
+        self._clock = clock
+        self._compute = self._current_stream() if self._accelerator.is_initialized() else None
         self._carried.clear()
         self._recorded.clear()
 
+    def drops_in_capture(self, num_calls: int) -> bool:
+        """Return whether a graph is being captured on the current stream; count what that drops."""
+        capturing = self._is_capturing()
+        self.dropped_in_capture += num_calls * capturing
+        return capturing
+
     def blocks_compute(self, calls: Iterable[CollectiveCall]) -> bool:
-        """Whether synchronous calls were issued on the compute stream, which then waits for them.
+        """Return whether synchronous calls were issued on the compute stream, which waits for them.
 
         Else the current stream carries them.
         """
-        stream = torch.cuda.current_stream()
+        stream = self._current_stream()
         if self._compute is None:
             self._compute = stream
         if stream == self._compute:
@@ -60,82 +73,153 @@ class StreamWaitTracker:
         self._carry(stream, calls)
         return False
 
-    def waits(self, call: CollectiveCall) -> None:
-        """Note that the current stream is about to wait for an asynchronous call."""
-        self._awaited(torch.cuda.current_stream(), (call,))
+    def on_call_wait(self, call: CollectiveCall) -> None:
+        """Record that the current stream is about to wait for an asynchronous call."""
+        self._awaited(self._current_stream(), (call,))
 
-    def on_stream_wait(self, waiting: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
-        """Note that a stream is about to wait for all that another has been given."""
+    def on_stream_wait(self, waiting: Stream, stream: Stream) -> None:
+        """Record that a stream is about to wait for all work queued on another."""
         carried = self._carried.get(_key(stream))
         if carried:
             self._awaited(waiting, carried)
             if waiting == self._compute:
                 carried.clear()
 
-    def records(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None = None) -> None:
-        """Note that an event marks a moment on a stream, by default on the current one."""
+    def on_event_record(self, event: Event, stream: Stream | None = None) -> None:
+        """Record that an event marks this moment on a stream, by default on the current one."""
         if not self._carried:
             return
-        carried = self._carried.get(_key(stream or torch.cuda.current_stream()))
+        carried = self._carried.get(_key(stream or self._current_stream()))
         if carried:
             self._recorded[event] = tuple(carried)
         else:
             self._recorded.pop(event, None)
 
-    def on_event_wait(
-        self, event: torch.cuda.Event, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        """Note that a stream is about to wait for an event."""
+    def on_event_wait(self, event: Event, stream: Stream | None = None) -> None:
+        """Record that a stream is about to wait for an event."""
         carried = self._recorded.get(event)
         if carried:
-            self._awaited(stream or torch.cuda.current_stream(), carried)
+            self._awaited(stream or self._current_stream(), carried)
 
-    def on_stream_sync(self, stream: torch.cuda.Stream) -> None:
-        """Note that the host is about to wait for a stream: meanwhile nobody feeds the compute one.
+    def on_stream_sync(self, stream: Stream) -> None:
+        """Record that the host is about to wait for a stream, and so queues no compute meanwhile.
 
-        An event on the compute stream passes once that has run dry.
+        A mark on the compute stream passes once that stream has run dry.
         """
         carried = self._carried.get(_key(stream))
         if carried and stream != self._compute:
-            self._hold(carried)
+            self._mark_wait(carried)
             carried.clear()
 
-    def on_event_sync(self, event: torch.cuda.Event) -> None:
-        """Note that the host is about to wait for an event."""
-        self._hold(self._recorded.pop(event, ()))
+    def on_event_sync(self, event: Event) -> None:
+        """Record that the host is about to wait for an event."""
+        self._mark_wait(self._recorded.pop(event, ()))
 
     def on_device_sync(self) -> None:
-        """Note that the host is about to wait for all streams."""
+        """Record that the host is about to wait for all streams."""
         for carried in list(self._carried.values()):
-            self._hold(carried)
+            self._mark_wait(carried)
             carried.clear()
 
-    def _awaited(self, waiting: torch.cuda.Stream, calls: Iterable[CollectiveCall]) -> None:
+    def _awaited(self, waiting: Stream, calls: Iterable[CollectiveCall]) -> None:
         if waiting == self._compute:
-            self._hold(calls)
+            self._mark_wait(calls)
         else:
             self._carry(waiting, calls)
 
-    def _carry(self, stream: torch.cuda.Stream, calls: Iterable[CollectiveCall]) -> None:
+    def _carry(self, stream: Stream, calls: Iterable[CollectiveCall]) -> None:
         carried = self._carried.setdefault(_key(stream), deque(maxlen=MAX_CARRIED))
         carried.extend(calls)
 
-    def _hold(self, calls: Iterable[CollectiveCall]) -> None:
-        """Mark the moment on the compute stream, for calls that it did not await before."""
-        # What has settled ended long before the host came here: nothing waits for that.
-        held = [
+    def _mark_wait(self, calls: Iterable[CollectiveCall]) -> None:
+        """Mark this moment on the compute stream, for calls that it did not wait for before."""
+        # Calls that have settled ended long before the host came here: nothing waits for them.
+        blocking = [
             call
             for call in list(calls)  # other threads may add to them
-            if call.join is None and not call.settled and call.start_event is not None
+            if call.stream_wait is None and not call.settled and call.start_event is not None
         ]
-        if not held or self._compute is None or self._capturing(len(held)):
+        if not blocking or self._compute is None or self.drops_in_capture(len(blocking)):
             return
-        join, phase = StreamWait(self._events.record(self._compute), len(held)), self._phase()
-        for call in held:
+        wait = StreamWait(self._events.record(self._compute), len(blocking))
+        phase = OTHER if self._clock is None else self._clock.current
+        for call in blocking:
             call.wait_phase = phase
-            call.join = join
+            call.stream_wait = wait
 
 
-def _key(stream: torch.cuda.Stream) -> int | None:
-    """Tell streams apart; a generic `torch.Stream` has no such number, and carries nothing."""
+class Inside(Protocol):
+    """Whether this thread is inside a wrapped function already."""
+
+    value: bool
+
+
+class StreamHooks:
+    """Wraps how streams and the host wait, from `open` until `close`.
+
+    Opening does nothing where torch was built without the accelerator. Not seen are waits from C++
+    or by `torch.accelerator`, and events recorded there. Closed or nested wrappers pass through.
+
+    Attributes:
+        cost_ns: Nanoseconds that recording took.
+    """
+
+    def __init__(self, fail_open: FailOpen, waits: StreamWaitTracker, inside: Inside) -> None:
+        self.cost_ns = 0
+        self._inside = inside
+        self._open = False
+        self._patches: list[AttributePatch] = []
+        self._accelerator = accelerator.current
+        device = self._accelerator
+        # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
+        hooks: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (device.Stream, "wait_stream", waits.on_stream_wait),
+            (device.Stream, "synchronize", waits.on_stream_sync),
+            (device.Event, "record", waits.on_event_record),
+            (device.Event, "wait", waits.on_event_wait),
+            (device.Event, "synchronize", waits.on_event_sync),
+            (device.module, "synchronize", lambda *_, **__: waits.on_device_sync()),
+        )
+        self._hooks = [
+            (owner, name, fail_open.wrap("streams", hook)) for owner, name, hook in hooks
+        ]
+
+    def open(self) -> None:
+        """Wrap."""
+        if self._open or not self._accelerator.is_built():
+            return
+        self._open = True
+        for owner, name, hook in self._hooks:
+            self._patches.append(AttributePatch(owner, name, self._wrapper(hook)))
+
+    def close(self) -> None:
+        """Restore every name."""
+        self._open = False
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
+
+    def _wrapper(self, hook: Callable[..., Any]) -> Callable[[Any], Any]:
+        is_compiling, inside = torch.compiler.is_compiling, self._inside
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def hooked(*args: Any, **kwargs: Any) -> Any:
+                if is_compiling() or not self._open or inside.value:
+                    return original(*args, **kwargs)
+                inside.value = True
+                try:
+                    entered_ns = perf_counter_ns()
+                    hook(*args, **kwargs)
+                    self.cost_ns += perf_counter_ns() - entered_ns
+                    return original(*args, **kwargs)
+                finally:
+                    inside.value = False
+
+            return hooked
+
+        return make
+
+
+def _key(stream: Stream) -> int | None:
+    """Identify a stream; a generic `torch.Stream` has no such number, and carries nothing."""
     return getattr(stream, "cuda_stream", None)

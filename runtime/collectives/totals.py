@@ -1,4 +1,4 @@
-"""Sums over a step's calls. Pure: it sees calls that are settled, and no device."""
+"""Sums over settled calls: of a step for its record, of a period for the metrics. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .groups import Group
 
 @dataclass(slots=True)
 class OpTotals:
-    """What the calls of one operation on one group in one phase add up to."""
+    """Sums over the calls of one operation on one group in one phase."""
 
     op: str
     group: str
@@ -26,7 +26,7 @@ class OpTotals:
 
 
 class PeriodTotals:
-    """What any number of calls add up to, for the metrics.
+    """Sums over the calls of some seconds, for the metrics.
 
     Attributes:
         comm_seconds: Length of the union of the calls' intervals, by group role.
@@ -42,14 +42,14 @@ class PeriodTotals:
         return self._sums.values()
 
     def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
-        """Count a batch of calls, and the time that they took."""
+        """Add a batch of calls and the time that they took."""
         for group, seconds in comm.by_group.items():
             self.comm_seconds[group] = self.comm_seconds.get(group, 0.0) + seconds
         for call in calls:
             key = (call.op, call.group, call.phase)
             sums = self._sums.get(key)
             if sums is None:
-                sums = self._sums[key] = _empty_sums(call)
+                sums = self._sums[key] = OpTotals(OPS[call.op], call.group.role, PHASES[call.phase])
             sums.calls += 1
             sums.payload_bytes += call.payload_bytes
             sums.wire_bytes += call.payload_bytes * _wire_factor(call)
@@ -57,30 +57,35 @@ class PeriodTotals:
                 sums.seconds.append((call.end_ns - call.start_ns) / 1e9)
 
 
-def _empty_sums(call: CollectiveCall) -> OpTotals:
-    op, group = OPS[call.op], call.group
-    return OpTotals(op, group.role, PHASES[call.phase])
-
-
-def _wire_factor(call: CollectiveCall) -> float:
-    return call.group.wire_factor(call.op, call.payload_bytes)
+@dataclass(slots=True)
+class _StepOpTotals:
+    calls: int = 0
+    payload_bytes: int = 0
+    wire_bytes: float = 0.0
+    timed_calls: int = 0
+    duration_ns: int = 0
 
 
 class StepCommTotals:
-    """A step's communication, for its record. Runs for every step, so it does little.
+    """Sums over the calls of one step, for its record. Computed for every step.
 
     Attributes:
         seconds: Length of the union of all calls' intervals.
-        blocked_ns: For how long training was blocked by calls, in the order of PHASES.
+        blocked_ns: Nanoseconds in which calls blocked training, by place in PHASES.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.blocked_ns = [0] * len(PHASES)
-        self._by_op: dict[int, list[float]] = {}
+        self._by_op: dict[int, _StepOpTotals] = {}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which training only waited for communication."""
+        return sum(self.blocked_ns) / 1e9
 
     def add(self, calls: Iterable[CollectiveCall], comm: CommTime) -> None:
-        """Count a batch of calls, and the time that they took."""
+        """Add a batch of calls and the time that they took."""
         self.seconds += comm.seconds
         blocked_ns = self.blocked_ns
         for call in calls:
@@ -88,29 +93,28 @@ class StepCommTotals:
                 blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
                 if call.wait_exposed_ns:
                     blocked_ns[call.wait_phase] += call.wait_exposed_ns
-            known = self._by_op.get(call.op)
-            if known is None:
-                known = self._by_op[call.op] = [0, 0, 0.0, 0.0, 0]
-            known[0] += 1
-            known[1] += call.payload_bytes
-            known[2] += call.payload_bytes * _wire_factor(call)
+            sums = self._by_op.get(call.op)
+            if sums is None:
+                sums = self._by_op[call.op] = _StepOpTotals()
+            sums.calls += 1
+            sums.payload_bytes += call.payload_bytes
+            sums.wire_bytes += call.payload_bytes * _wire_factor(call)
             if call.timed:
-                known[3] += call.end_ns - call.start_ns
-                known[4] += 1
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds in which training could do nothing but wait for communication."""
-        return sum(self.blocked_ns) / 1e9
+                sums.timed_calls += 1
+                sums.duration_ns += call.end_ns - call.start_ns
 
     def totals(self) -> dict[str, CollectiveTotals]:
-        """The sums by operation; seconds are None where no call could be timed."""
+        """Return the sums by operation; seconds are None where no call could be timed."""
         return {
             OPS[op]: CollectiveTotals(
-                calls=int(calls),
-                payload_bytes=int(payload),
-                wire_bytes=wire,
-                seconds=duration_ns / 1e9 if timed else None,
+                calls=sums.calls,
+                payload_bytes=sums.payload_bytes,
+                wire_bytes=sums.wire_bytes,
+                seconds=sums.duration_ns / 1e9 if sums.timed_calls else None,
             )
-            for op, (calls, payload, wire, duration_ns, timed) in self._by_op.items()
+            for op, sums in self._by_op.items()
         }
+
+
+def _wire_factor(call: CollectiveCall) -> float:
+    return call.group.wire_factor(call.op, call.payload_bytes)

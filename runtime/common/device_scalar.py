@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from . import accelerator
+
 
 class PendingScalar:
     """A number that is on its way from a device. Never waits for it."""
@@ -16,7 +18,7 @@ class PendingScalar:
         """Start copying a tensor with one element."""
         self._copy = torch.empty((), dtype=torch.float64, pin_memory=True)
         self._copy.copy_(source.detach().reshape(()).to(torch.float64), non_blocking=True)
-        self._done = torch.cuda.Event()
+        self._done = accelerator.current.Event()
         self._done.record()
 
     def arrived(self) -> bool:
@@ -42,8 +44,9 @@ def number(source: Any) -> Number:
 
 
 def _from_device(source: torch.Tensor) -> PendingScalar | None:
-    """Start a copy where that needs no waiting: on CUDA, outside the capture of a graph."""
-    if not source.is_cuda or torch.cuda.is_current_stream_capturing():
+    """Start a copy where that never waits: on the accelerator, outside a graph's capture."""
+    device = accelerator.current
+    if source.device.type != device.kind or device.is_capturing():
         return None
     return PendingScalar(source)
 

@@ -11,13 +11,11 @@ from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
 from ..collectives.call import CollectiveCall
 from ..collectives.groups import RankSet
+from ..collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN
 from .link import Link, LinkEstimate
 from .wait_causes import WaitCauses
 
-# All members send and receive alike, so that the one that waited least shows the transfer.
-SYMMETRIC = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"})
-MESSAGES = frozenset({"send", "recv"})
 RECENT_MESSAGES = 64
 MOST_MESSAGE_SIZES = 32
 
@@ -95,7 +93,7 @@ class CommCosts:
         """Count a call without a counterpart: it waited for what the link does not explain."""
         if not call.timed:
             return
-        if OPS[call.op] in MESSAGES:
+        if OPS[call.op] in POINT_TO_POINT:
             self._learn_from_message(call)
         moved, duration = _wire_bytes(call), call.duration_ns / 1e9
         wait = max(0.0, duration - self._needed_seconds(moved, duration))
@@ -174,7 +172,7 @@ class CommCosts:
 
 def _wire_bytes(call: CollectiveCall) -> float:
     """Return the bytes that pass this rank; who receives a message waits for as many."""
-    if OPS[call.op] in MESSAGES:
+    if OPS[call.op] in POINT_TO_POINT:
         return call.payload_bytes
     return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)
 

@@ -12,9 +12,10 @@ from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
 from ..collectives.call import CollectiveCall
 from ..collectives.groups import RankSet
+from ..collectives.ops import SYMMETRIC
 from .call_report import CallReport
 from .call_sequence import CallSequence
-from .comm_costs import SYMMETRIC, CommCosts, CostTotals
+from .comm_costs import CommCosts, CostTotals
 from .compare_result import CompareResult
 
 

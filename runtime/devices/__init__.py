@@ -1,1 +1,1 @@
-"""What is particular to a kind of device: its utilization, power, peak FLOP/s and memory."""
+"""Probes of devices: utilisation, power, peak FLOP/s and memory."""

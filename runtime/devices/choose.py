@@ -1,46 +1,51 @@
-"""Which devices are read on this machine, and how much they could compute."""
+"""Which devices are read on this machine, and their peak FLOP/s."""
 
 from __future__ import annotations
 
+from ..common import accelerator
 from .cpu import CpuDevice
-from .nvml import nvml_device, torch_uuid
+from .nvml import device_uuid, nvml_device
 from .peak import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .probe import DeviceProbe
 
+# By the accelerator's kind; one without a row is not read.
+_PROBES = {"cuda": nvml_device}
 
-def device_probes(*, cuda_device: int | None) -> list[DeviceProbe]:
-    """Return the probe of this rank's device; none if its GPU cannot be read.
+
+def device_probes(*, device_index: int | None) -> list[DeviceProbe]:
+    """Return the probe of this rank's device; none if its accelerator cannot be read.
 
     Args:
-        cuda_device: torch's index of the GPU this rank trains on; None on CPU.
+        device_index: torch's index of the accelerator this rank trains on; None on CPU.
     """
-    if cuda_device is None:
+    if device_index is None:
         return [CpuDevice()]
-    probe = nvml_device(cuda_device)
+    make = _PROBES.get(accelerator.current.kind)
+    probe = None if make is None else make(device_index)
     return [] if probe is None else [probe]
 
 
-def peak_flops_per_second(*, cuda_device: int | None) -> float | None:
+def peak_flops_per_second(*, device_index: int | None) -> float | None:
     """Return the peak of this rank's device in FLOP/s, or None if it is not known.
 
     A GPU is looked up in a table. A CPU is measured, which takes about 40 ms: call it before
     training starts.
 
     Args:
-        cuda_device: torch's index of the GPU this rank trains on; None on CPU.
+        device_index: torch's index of the accelerator this rank trains on; None on CPU.
     """
-    if cuda_device is None:
+    if device_index is None:
         return measure_cpu_flops_per_second()
-    import torch
-
-    return gpu_peak_flops_per_second(torch.cuda.get_device_name(cuda_device))
+    return gpu_peak_flops_per_second(accelerator.current.device_name(device_index))
 
 
-def hardware_ids(*, cuda_device: int | None) -> dict[str, str]:
-    """Return what names this rank's GPU on its host, by device; nothing on CPU.
+def hardware_ids(*, device_index: int | None) -> dict[str, str]:
+    """Return the identifier of this rank's GPU on its host, by device; empty on CPU.
 
     Args:
-        cuda_device: torch's index of the GPU this rank trains on; None on CPU.
+        device_index: torch's index of the accelerator this rank trains on; None on CPU.
     """
-    uuid = None if cuda_device is None else torch_uuid(cuda_device)
-    return {} if uuid is None else {f"cuda:{cuda_device}": f"GPU-{uuid}"}
+    uuid = None if device_index is None else device_uuid(device_index)
+    if uuid is None:
+        return {}
+    return {f"{accelerator.current.kind}:{device_index}": f"GPU-{uuid}"}

@@ -9,7 +9,7 @@ from ..common.cgroups import cgroup_folders
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores, with a fraction where a cgroup quota grants one."""
+    """Return the number of cores; a fraction under a cgroup quota."""
     quotas = map(_quota, cgroup_folders("cpu", root))
     return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
 
@@ -22,7 +22,7 @@ def _affine_cores() -> int:
     for thread in os.listdir("/proc/self/task"):
         try:
             cores |= os.sched_getaffinity(int(thread))
-        except ProcessLookupError:  # the thread has ended meanwhile
+        except ProcessLookupError:  # the thread has ended
             continue
     return len(cores)
 

@@ -1,4 +1,4 @@
-"""The CPU as this process uses it."""
+"""The CPU: utilisation by this process, clock and temperature."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .cores import usable_cores
 
 logger = logging.getLogger(__name__)
 
-# psutil asks for each core's clock and each sensor; on a large machine that takes milliseconds.
+# psutil reads each core's clock and each sensor; on a large machine that takes milliseconds.
 _AFFORDABLE_SECONDS = 0.001
 # Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 
 
 def _clock_hertz() -> float | None:
-    clock = psutil.cpu_freq()  # None, or 0 MHz, where the platform does not tell
+    clock = psutil.cpu_freq()  # None, or 0 MHz, where the platform lacks it
     return clock.current * 1e6 if clock and clock.current else None
 
 
@@ -38,22 +38,24 @@ _READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, V
 
 
 class CpuDevice:
-    """Reads this process's share of the cores it may use, and the machine's clock and temperature.
+    """The use of this process's cores, and the machine's clock and temperature.
 
     Utilization is the CPU time of all threads of this process, data loader workers not included,
-    over wall time and cores, since the reading before.
+    over wall time and cores, since the last reading.
     """
 
     device = "cpu"
 
     def __init__(self) -> None:
         self._cores = usable_cores()
-        self._optional = {name: read for name, read in _OPTIONAL.items() if _is_worth(name, read)}
+        self._optional = {
+            name: read for name, read in _OPTIONAL.items() if _is_affordable(name, read)
+        }
         self._wall_seconds = time.monotonic()
         self._cpu_seconds = time.process_time()
 
     def read(self) -> Mapping[str, float]:
-        """Return utilization_ratio and, where they are known, clock_hertz and temperature."""
+        """Return utilization_ratio and, where available, clock_hertz and temperature_celsius."""
         wall, cpu = time.monotonic(), time.process_time()
         elapsed, used = wall - self._wall_seconds, cpu - self._cpu_seconds
         self._wall_seconds, self._cpu_seconds = wall, cpu
@@ -64,29 +66,29 @@ class CpuDevice:
         return readings
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is open."""
 
     def _ask(self, name: str) -> list[float]:
         try:
             value = self._optional[name]()
         except _READING_ERRORS as error:
-            logger.info("cpu: no %s from now on: %s", name, error)
+            logger.info("cpu: %s not read from now on: %s", name, error)
             del self._optional[name]
             return []
         return [] if value is None else [value]
 
 
-def _is_worth(name: str, read: Callable[[], float | None]) -> bool:
-    """Try a reading twice, the first one cold, and keep it if it tells something cheaply."""
+def _is_affordable(name: str, read: Callable[[], float | None]) -> bool:
+    """Try a reading twice, the first time cold; return whether it has a value and is cheap."""
     try:
         read()
         started = time.perf_counter()
         known = read() is not None
     except _READING_ERRORS as error:
-        logger.info("cpu: no %s: %s", name, error)
+        logger.info("cpu: %s not read: %s", name, error)
         return False
     cheap = time.perf_counter() - started <= _AFFORDABLE_SECONDS
     if not (known and cheap):
-        reason = "this machine does not tell" if not known else "reading it takes too long"
-        logger.info("cpu: no %s: %s", name, reason)
+        reason = "not available on this machine" if not known else "reading it takes too long"
+        logger.info("cpu: %s not read: %s", name, reason)
     return known and cheap

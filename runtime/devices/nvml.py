@@ -1,20 +1,33 @@
-"""An NVIDIA GPU through NVML."""
+"""An NVIDIA GPU through NVML: utilisation, power, temperature, clock, energy and link traffic."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from .nvml_sources import Source, energy, gauge, link_bytes, sm_active
-from .visible import find_handle
+from ..common import accelerator
 
 logger = logging.getLogger(__name__)
 
+Source = Callable[[], Mapping[str, float]]
+
+_ORDINAL = re.compile(r"\d+")
+_ALL_LINKS = 0xFFFFFFFF  # nvml.h: scopeId UINT_MAX sums over all links
+# Reading, NVML's field, scope, bytes per unit. All are totals. nvmlDeviceGetPcieThroughput is not
+# used: it is a rate over 20 ms and blocks for as long.
+_LINK_FIELDS = (
+    ("nvlink_sent_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS, 1024),
+    ("nvlink_received_bytes", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS, 1024),
+    ("pcie_sent_bytes", "NVML_FI_DEV_PCIE_COUNT_TX_BYTES", 0, 1),
+    ("pcie_received_bytes", "NVML_FI_DEV_PCIE_COUNT_RX_BYTES", 0, 1),
+)
 _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
     "utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
@@ -25,74 +38,18 @@ _GAUGES: Mapping[str, Callable[[Any, Any], float]] = {
 }
 
 
-class NvmlDevice:
-    """Reads one GPU; what it does not support is absent. NVML does not touch CUDA's streams."""
-
-    def __init__(self, device: str, nvml: Any, handle: Any) -> None:
-        self.device = device
-        self._nvml = nvml
-        self._failed: set[str] = set()
-        # A reading must not meet samples that close has freed.
-        self._lock = threading.Lock()
-        self._cleanup = ExitStack()
-        self._cleanup.callback(nvml.nvmlShutdown)
-        self._sources = _supported_sources(device, nvml, handle, self._cleanup)
-
-    def read(self) -> Mapping[str, float]:
-        """Return the readings; those that NVML refuses this time are absent."""
-        readings: dict[str, float] = {}
-        with self._lock:
-            for name, source in self._sources.items():
-                try:
-                    readings.update(source())
-                except self._nvml.NVMLError as error:
-                    self._log_once(name, error)
-        return readings
-
-    def close(self) -> None:
-        """Let go of NVML; later readings are empty."""
-        with self._lock:
-            self._sources = {}
-            self._cleanup.close()  # a second time there is nothing left to do
-
-    def _log_once(self, name: str, error: object) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
-            logger.warning("%s: NVML fails to read %s: %s", self.device, name, error)
-
-
-def _supported_sources(
-    device: str, nvml: Any, handle: Any, cleanup: ExitStack
-) -> dict[str, Source]:
-    makers: dict[str, Callable[[], Source]] = {
-        name: partial(gauge, name, partial(ask, nvml, handle)) for name, ask in _GAUGES.items()
-    }
-    makers["sm_active_ratio"] = partial(sm_active, nvml, handle, cleanup)
-    makers["energy"] = partial(energy, nvml, handle)
-    makers["link bytes"] = partial(link_bytes, nvml, handle)
-    sources: dict[str, Source] = {}
-    for name, make in makers.items():
-        try:
-            sources[name] = make()
-        except nvml.NVMLError:
-            continue
-    if missing := [name for name in makers if name not in sources]:
-        logger.info("%s: NVML does not offer %s", device, ", ".join(missing))
-    return sources
-
-
-def nvml_device(cuda_device: int) -> NvmlDevice | None:
-    """Return the probe of one of torch's CUDA devices, or None if NVML does not reach it."""
+def nvml_device(device_index: int) -> NvmlDevice | None:
+    """Return the probe of the GPU with torch's index; None if NVML does not reach it."""
     import pynvml
 
-    device = f"cuda:{cuda_device}"
+    device = f"cuda:{device_index}"
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
         return None
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    handle = find_handle(pynvml, cuda_device, uuid=torch_uuid(cuda_device), variable=variable)
+    handle = _find_handle(pynvml, device_index, uuid=device_uuid(device_index), variable=variable)
     if handle is None:
         pynvml.nvmlShutdown()
         logger.info(
@@ -105,10 +62,235 @@ def nvml_device(cuda_device: int) -> NvmlDevice | None:
     return NvmlDevice(device, pynvml, handle)
 
 
-def torch_uuid(cuda_device: int) -> str | None:
-    """Return what names one of torch's CUDA devices on its host, without a prefix."""
-    import torch
+def device_uuid(device_index: int) -> str | None:
+    """Return the GPU's UUID by CUDA, without a prefix; None where CUDA is not available."""
+    device = accelerator.current
+    return device.device_uuid(device_index) if device.is_available() else None
 
-    if not torch.cuda.is_available():
+
+class NvmlDevice:
+    """One GPU. Readings that it does not support are absent. NVML does not touch CUDA's streams."""
+
+    def __init__(self, device: str, nvml: Any, handle: Any) -> None:
+        self.device = device
+        self._nvml = nvml
+        self._failed: set[str] = set()
+        # `read` must not use samples that `close` has freed.
+        self._lock = threading.Lock()
+        self._cleanup = ExitStack()
+        self._cleanup.callback(nvml.nvmlShutdown)
+        self._sources = _supported_sources(device, nvml, handle, self._cleanup)
+
+    def read(self) -> Mapping[str, float]:
+        """Return the readings; those that NVML refuses now are absent."""
+        readings: dict[str, float] = {}
+        with self._lock:
+            for name, source in self._sources.items():
+                try:
+                    readings.update(source())
+                except self._nvml.NVMLError as error:
+                    self._log_once(name, error)
+        return readings
+
+    def close(self) -> None:
+        """Shut NVML down; later readings are empty."""
+        with self._lock:
+            self._sources = {}
+            self._cleanup.close()  # does nothing the second time
+
+    def _log_once(self, name: str, error: object) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            logger.warning("%s: NVML fails to read %s: %s", self.device, name, error)
+
+
+def _find_handle(nvml: Any, device_index: int, *, uuid: str | None, variable: str | None) -> Any:
+    """Return NVML's handle of a CUDA device, or None if there is none.
+
+    Args:
+        nvml: The module pynvml, initialised.
+        device_index: torch's index.
+        uuid: The device's UUID by CUDA, without a prefix, if CUDA is available. It takes
+            precedence: it does not depend on the order in which CUDA numbers devices.
+        variable: The value of CUDA_VISIBLE_DEVICES; None if unset. Its numbers are read as
+            NVML's, which is right under CUDA_DEVICE_ORDER=PCI_BUS_ID and on machines whose GPUs
+            are all alike.
+    """
+    for name in () if uuid is None else (f"GPU-{uuid}", f"MIG-{uuid}"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(name)
+        except nvml.NVMLError:
+            continue
+    entry = _visible_entry(variable, device_index)
+    if entry is None:
         return None
-    return str(torch.cuda.get_device_properties(cuda_device).uuid)
+    try:
+        if isinstance(entry, int):
+            return nvml.nvmlDeviceGetHandleByIndex(entry)
+        return _handle_by_uuid(nvml, entry)
+    except nvml.NVMLError:
+        return None
+
+
+def _visible_entry(variable: str | None, device_index: int) -> int | str | None:
+    """Return the index or UUID at a position of CUDA_VISIBLE_DEVICES, by CUDA's rules.
+
+    The list ends before the first entry that is not of the first one's kind; a repeated entry
+    makes it empty.
+    """
+    if variable is None:
+        return device_index
+    entries: list[int | str] = []
+    prefix = next((kind for kind in ("GPU-", "MIG-") if variable.strip().startswith(kind)), None)
+    for word in (word.strip() for word in variable.split(",")):
+        ordinal = _ORDINAL.match(word)
+        if prefix is not None and word.startswith(prefix):
+            entries.append(word)
+        elif prefix is None and ordinal:
+            entries.append(int(ordinal[0]))
+        else:
+            break
+    if len(set(entries)) < len(entries) or device_index >= len(entries):
+        return None
+    return entries[device_index]
+
+
+def _handle_by_uuid(nvml: Any, uuid: str) -> Any:
+    """Find a UUID; that of a whole GPU may be abbreviated if only one GPU matches."""
+    if uuid.startswith("MIG-"):
+        return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    matching = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(uuid)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _supported_sources(
+    device: str, nvml: Any, handle: Any, cleanup: ExitStack
+) -> dict[str, Source]:
+    makers: dict[str, Callable[[], Source]] = {
+        name: partial(_gauge, name, partial(ask, nvml, handle)) for name, ask in _GAUGES.items()
+    }
+    makers["sm_active_ratio"] = partial(_sm_active, nvml, handle, cleanup)
+    makers["energy"] = partial(_energy, nvml, handle)
+    makers["link bytes"] = partial(_link_bytes, nvml, handle)
+    sources: dict[str, Source] = {}
+    for name, make in makers.items():
+        try:
+            sources[name] = make()
+        except nvml.NVMLError:
+            continue
+    if missing := [name for name in makers if name not in sources]:
+        logger.info("%s: NVML does not offer %s", device, ", ".join(missing))
+    return sources
+
+
+# Each function below reads the device once, and raises NVMLError if the device does not support
+# the reading. It returns the source that reads it from then on.
+
+
+class _RunningTotal:
+    """The growth of a driver's counter since the first reading.
+
+    Where the counter wraps, the growth between the last reading and the wrap is lost: a guess of
+    its width could invent bytes.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._last = first
+        self._total = 0.0
+
+    def update(self, now: float) -> float:
+        """Return the growth since the first reading, given the counter's value now."""
+        self._total += now - self._last if now >= self._last else now
+        self._last = now
+        return self._total
+
+
+def _gauge(name: str, ask: Callable[[], float]) -> Source:
+    """Read a current value."""
+    ask()
+    return lambda: {name: ask()}
+
+
+def _energy(nvml: Any, handle: Any) -> Source:
+    """Read the joules used from now on; the driver counts millijoules since it was loaded."""
+
+    def ask() -> float:
+        return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+
+    total = _RunningTotal(ask())
+    return lambda: {"energy_joules": total.update(ask())}
+
+
+def _link_bytes(nvml: Any, handle: Any) -> Source:
+    """Read the bytes over NVLink and PCIe from now on, as far as the device counts them."""
+    # An older nvidia-ml-py lacks the newer fields.
+    known = [field for field in _LINK_FIELDS if hasattr(nvml, field[1])]
+    first = _link_counters(nvml, handle, known)
+    if not first:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    fields = [field for field in known if field[0] in first]
+    totals = {name: _RunningTotal(value) for name, value in first.items()}
+
+    def read() -> Mapping[str, float]:
+        counters = _link_counters(nvml, handle, fields)
+        return {name: totals[name].update(value) for name, value in counters.items()}
+
+    return read
+
+
+def _link_counters(
+    nvml: Any, handle: Any, fields: list[tuple[str, str, int, int]]
+) -> dict[str, float]:
+    wanted = [(getattr(nvml, constant), scope) for _, constant, scope, _ in fields]
+    answers = nvml.nvmlDeviceGetFieldValues(handle, wanted)
+    return {
+        name: float(_whole_number(nvml, answer) * unit_bytes)
+        for (name, _, _, unit_bytes), answer in zip(fields, answers, strict=True)
+        if answer.nvmlReturn == nvml.NVML_SUCCESS
+    }
+
+
+def _whole_number(nvml: Any, answer: Any) -> int:
+    """Return the member of the union that the answer names."""
+    if answer.valueType == nvml.NVML_VALUE_TYPE_UNSIGNED_INT:
+        return int(answer.value.uiVal)
+    return int(answer.value.ullVal)
+
+
+def _sm_active(nvml: Any, handle: Any, cleanup: ExitStack) -> Source:
+    """Read the share of time in which multiprocessors were active since the last reading.
+
+    GPM has this from Hopper on, and may reserve it to administrators.
+
+    Args:
+        nvml: The module pynvml, initialised.
+        handle: The device.
+        cleanup: Frees GPM's samples when it closes.
+    """
+    if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+        raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    older, newer = _gpm_sample(nvml, cleanup), _gpm_sample(nvml, cleanup)
+    question = nvml.c_nvmlGpmMetricsGet_t()
+    question.version = nvml.NVML_GPM_METRICS_GET_VERSION
+    question.numMetrics = 1
+    question.metrics[0].metricId = nvml.NVML_GPM_METRIC_SM_UTIL
+    nvml.nvmlGpmSampleGet(handle, newer)
+
+    def read() -> Mapping[str, float]:
+        nonlocal older, newer
+        nvml.nvmlGpmSampleGet(handle, older)
+        older, newer = newer, older
+        question.sample1, question.sample2 = older, newer
+        answer = nvml.nvmlGpmMetricsGet(question).metrics[0]
+        if answer.nvmlReturn != nvml.NVML_SUCCESS or not math.isfinite(answer.value):
+            return {}
+        return {"sm_active_ratio": answer.value / 100}
+
+    return read
+
+
+def _gpm_sample(nvml: Any, cleanup: ExitStack) -> Any:
+    sample = nvml.nvmlGpmSampleAlloc()
+    cleanup.callback(nvml.nvmlGpmSampleFree, sample)
+    return sample

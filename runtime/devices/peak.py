@@ -1,4 +1,4 @@
-"""Peak arithmetic of a device: a table for GPUs, a measurement for the CPU."""
+"""Peak FLOP/s of a device: a table for GPUs, a measurement for the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LEAST_PLAUSIBLE_PER_THREAD = 8e9
 
 
 def gpu_peak_flops_per_second(name: str) -> float | None:
-    """Look a GPU up by the name its driver gives; None if it, or a MIG slice, is not known."""
+    """Return a GPU's peak by the name its driver gives; None for unknown ones and MIG slices."""
     if " MIG " in name:
         return None
     model = _VENDOR.sub("", name)
@@ -59,9 +59,9 @@ def measure_cpu_flops_per_second() -> float | None:
 
     The matrices double until one product would take more than 2 ms. torch's current number of
     threads is used and no random number is drawn. A product is timed by the CPU time of this
-    thread, which does its share of it, so that what other processes take does not count; but where
-    the cores are so busy that the threads keep waiting for each other, there is no telling. A CPU
-    with bf16 instructions can train faster than fp32 allows, and then shows an MFU above 1.
+    thread, which does its share of the work, so that other processes do not count. Where the cores
+    are so busy that the threads keep waiting for each other, the result is implausible. A CPU with
+    bf16 instructions can train faster than fp32 allows, and then shows an MFU above 1.
     """
     import torch
 
@@ -78,7 +78,9 @@ def measure_cpu_flops_per_second() -> float | None:
                 side *= 2
                 matrix = _ones(side)
     if best < _LEAST_PLAUSIBLE_PER_THREAD * torch.get_num_threads():
-        logger.info("cpu: too busy to measure its peak FLOP/s; flops.peak_per_second can set it")
+        logger.info(
+            "cpu: too busy to measure peak FLOP/s, MFU not published; set flops.peak_per_second"
+        )
         return None
     return best
 

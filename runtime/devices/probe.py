@@ -1,4 +1,4 @@
-"""What reads how a device is doing."""
+"""The protocol of device probes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 
 class DeviceProbe(Protocol):
-    """Reads one device."""
+    """Reads the state of one device."""
 
     device: str
 
     def read(self) -> Mapping[str, float]:
-        """Return the readings known now; what is not known is absent.
+        """Return the current readings; unknown ones are absent.
 
         Keys: utilization_ratio, sm_active_ratio, power_watts, temperature_celsius, clock_hertz;
         energy_joules, nvlink_sent_bytes, nvlink_received_bytes, pcie_sent_bytes and
@@ -20,4 +20,4 @@ class DeviceProbe(Protocol):
         """
 
     def close(self) -> None:
-        """Give the device back; safe to call twice. Later readings are empty or unchanged."""
+        """Release the device; safe to call twice. Later readings are empty or unchanged."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ...metrics.step_record import CollectiveTotals
-from ..collectives.wire_bytes import wire_factor
+from ..collectives.ops import wire_factor
 from .memory import MemoryPlan
 from .shapes import BYTES_OF
 

@@ -31,14 +31,14 @@ def flops_counter(
 
 
 def publish_peak(
-    settings: FlopsSettings, recorder: Recorder, *, cuda_device: int | None
+    settings: FlopsSettings, recorder: Recorder, *, device_index: int | None
 ) -> float | None:
     """Find and publish the peak of this rank's device in FLOP/s; None where it is not known."""
     peak = settings.peak_per_second
     if peak is None and settings.method != "off":
-        peak = peak_flops_per_second(cuda_device=cuda_device)
+        peak = peak_flops_per_second(device_index=device_index)
     if peak is not None:
-        device = "cpu" if cuda_device is None else f"cuda:{cuda_device}"
+        device = "cpu" if device_index is None else f"cuda:{device_index}"
         recorder.set(training.PEAK_FLOPS, peak, device)
     return peak
 

@@ -11,7 +11,7 @@ import atexit
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch._C._autograd import DeviceType, _profiler_enabled
+from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
@@ -19,6 +19,7 @@ from ...metrics.catalog import communication
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.comm_time import Interval
+from ..common import accelerator
 from ..common.patching import AttributePatch
 from .compute_comm_overlap import ComputeCommOverlap, step_shares
 
@@ -34,10 +35,10 @@ class ProfiledSteps:
     it.
     """
 
-    def __init__(self, every_steps: int, recorder: Recorder, *, on_cuda: bool) -> None:
+    def __init__(self, every_steps: int, recorder: Recorder, *, on_device: bool) -> None:
         self._every_steps = every_steps
         self._recorder = recorder
-        self._on_cuda = on_cuda
+        self._on_device = on_device
         self._profile: Any = None
         self._mark: Any = None
         self._wraps: list[AttributePatch] = []
@@ -58,7 +59,7 @@ class ProfiledSteps:
         self._finished = None
         if finished[0] < record.step:  # its record was lost
             return
-        shares = read_shares(finished[1].events(), on_cuda=self._on_cuda)
+        shares = read_shares(finished[1].events(), on_device=self._on_device)
         if shares is None:
             return
         with self._recorder.commit():
@@ -83,7 +84,7 @@ class ProfiledSteps:
 
     def _start(self) -> None:
         profile: Any = autograd_profiler.profile(
-            use_kineto=True, use_device="cuda" if self._on_cuda else None
+            use_kineto=True, use_device=accelerator.current.kind if self._on_device else None
         )
         profile.__enter__()
         atexit.register(self.close)  # torch crashes where a profile outlives the interpreter
@@ -112,7 +113,7 @@ class ProfiledSteps:
         return starts
 
 
-def read_shares(events: Iterable[Any], *, on_cuda: bool) -> ComputeCommOverlap | None:
+def read_shares(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverlap | None:
     """Split the marked step by kineto's events; None where the mark is missing.
 
     On CUDA what runs on the device counts, and a kernel of NCCL is communication. On CPU compute is
@@ -127,9 +128,10 @@ def read_shares(events: Iterable[Any], *, on_cuda: bool) -> ComputeCommOverlap |
     comm: list[Interval] = []
     for event in events:
         name = event.name()
-        if on_cuda:
+        if on_device:
             if _is_on_device(event) and not event.is_user_annotation():
-                (comm if name.startswith("nccl") else compute).append(_interval(event))
+                is_comm = name.startswith(accelerator.current.collective_backend)
+                (comm if is_comm else compute).append(_interval(event))
         elif name.startswith("gloo:"):
             comm.append(_interval(event))
         elif event.start_thread_id() == mark.start_thread_id() and _computes(name):
@@ -142,7 +144,7 @@ def _computes(name: str) -> bool:
 
 
 def _is_on_device(event: Any) -> bool:
-    on_device: bool = event.device_type() == DeviceType.CUDA
+    on_device: bool = event.device_type() == accelerator.current.profiler_device
     return on_device
 
 

@@ -114,7 +114,7 @@ class LeakMonitor:
 
     def _warn(self, device: str, leak: Leak, category: str) -> None:
         tracing = ""
-        if self._tracer is not None and self._tracer.start(on_cuda=device != "cpu"):
+        if self._tracer is not None and self._tracer.start(on_device=device != "cpu"):
             tracing = ". Tracing its allocation sites now"
         elif self._tracer is None and category == "other":
             tracing = ". Set memory.leak_sites to trace its allocation sites"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ..common import accelerator
 from ..common.report_files import write_or_warn
 from ..common.units import format_bytes
 
@@ -39,11 +40,11 @@ class LeakTracer:
         self._folder = folder
         self._baseline: tracemalloc.Snapshot | None = None
         self._tensors: Counter[TensorKind] = Counter()
-        self._on_cuda = False
+        self._has_history = False
         self._started_at = 0.0
         self._done = False
 
-    def start(self, *, on_cuda: bool) -> bool:
+    def start(self, *, on_device: bool) -> bool:
         """Start tracing; return False if it ran already, or if the script uses tracemalloc."""
         if self._done or self._baseline is not None or tracemalloc.is_tracing():
             return False
@@ -51,9 +52,8 @@ class LeakTracer:
         self._tensors = _live_tensors()
         tracemalloc.start(FRAMES)
         self._baseline = tracemalloc.take_snapshot()
-        if on_cuda and not torch._C._cuda_isHistoryEnabled():
-            self._on_cuda = True
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if on_device:
+            self._has_history = accelerator.current.start_memory_history(max_entries=100_000)
         return True
 
     def write_when_due(self) -> None:
@@ -75,14 +75,14 @@ class LeakTracer:
             grown = _live_tensors() - self._tensors
             write_or_warn(path, _report_text(traced, baseline, grown), mode=0o600)
             logger.warning("allocation sites of leaking memory written to %s", path)
-        if self._on_cuda:
+        if self._has_history:
             self._stop_cuda_history(folder)
 
     def _stop_cuda_history(self, folder: Path | None) -> None:
         if folder is not None:
             path = folder / "memory" / f"leak-rank-{self._rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
+            accelerator.current.dump_memory_snapshot(str(path))
+        accelerator.current.stop_memory_history()
 
 
 def _report_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
+from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
 from ..cross_rank.cross_rank_thread import CrossRankThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
@@ -13,7 +14,6 @@ from ..cross_rank.hang.sources import watch_for_hangs
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
-from .engine_info import cuda_device
 
 
 class CrossRankMonitor:
@@ -50,7 +50,8 @@ class CrossRankMonitor:
             context.identity.rank, recorder, self._exchange.report_now
         )
         # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
-        self.keep_pace = self._exchange.pace.add if cuda_device() is None else _ignore_pace
+        on_cpu = training_device_index() is None
+        self.keep_pace = self._exchange.pace.add if on_cpu else _ignore_pace
         self.step_ended = None if self._profile is None else self._profile.step_ended
 
     @property
@@ -115,9 +116,9 @@ class CrossRankMonitor:
 
     def _new_profile(self) -> ProfiledSteps | None:
         every_steps = self._context.settings.profile.every_steps
-        on_cuda = cuda_device() is not None
+        on_device = training_device_index() is not None
         recorder = self._context.recorder
-        return ProfiledSteps(every_steps, recorder, on_cuda=on_cuda) if every_steps else None
+        return ProfiledSteps(every_steps, recorder, on_device=on_device) if every_steps else None
 
 
 def _ignore_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:

@@ -29,12 +29,6 @@ def run_info_labels(engine: Any, run_id: str, world_size: int) -> tuple[str, ...
     )
 
 
-def cuda_device() -> int | None:
-    """Return torch's index of the GPU this rank trains on; None on CPU."""
-    on_cuda = get_accelerator().device_name() == "cuda" and torch.cuda.is_available()
-    return torch.cuda.current_device() if on_cuda else None
-
-
 def warn_of_comms_logger() -> None:
     """Say that DeepSpeed's comms_logger is on, which changes what is measured; leave it on."""
     if deepspeed.comm.comm.comms_logger.enabled:

@@ -15,12 +15,12 @@ from ..estimator.engine_plan import engine_config, planned_layouts
 from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
+from ..memory.allocator_snapshot import dump_snapshot
 from ..memory.forecast_service import MemoryForecasts
 from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_reader import MemoryReader
 from ..memory.metrics import MemoryMetrics
 from ..memory.oom.evidence import Limit, OomContext, RunFacts
-from ..memory.oom.snapshot import dump_snapshot
 from ..memory.oom.would_fit import Layout
 
 

@@ -20,6 +20,7 @@ from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation
 from ..collectives.roles import p2p_role, role_of
+from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
@@ -32,7 +33,7 @@ from ..instrumentation.watch_context import WatchContext
 from .advisor import Advisor
 from .cross_rank_monitor import CrossRankMonitor
 from .device_sampler import DeviceSampler
-from .engine_info import cuda_device, warn_of_comms_logger
+from .engine_info import warn_of_comms_logger
 from .engine_ref import EngineRef
 from .memory_monitor import MemoryMonitor
 from .otel import OtelExporter
@@ -199,16 +200,16 @@ class Watch:
             addresses.announce(self.address)
 
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
-        settings, device = self.settings, cuda_device()
+        settings, device = self.settings, training_device_index()
         self.recorder.set(training.RUN_ACTIVE, 1)
         self._flops = flops_counter(engine.module, settings.flops.method, self.fail_open)
         undo.callback(self._flops.close)
         flops_of = self.fail_open.wrap("flops", self._flops)
-        peak = publish_peak(settings.flops, self.recorder, cuda_device=device)
+        peak = publish_peak(settings.flops, self.recorder, device_index=device)
         self._publisher = StepMetrics(self.recorder, flops_of, peak)
         context = self._context = self._surroundings()
         self._introduction = RunInfoPublisher(context, self._folder, self.address)
-        probes = memory_probes(cuda_device=device, reset_peak=settings.memory.reset_peak_counters)
+        probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
         for probe in probes:
             undo.callback(probe.close)
         self._memory = MemoryMonitor(context, engine, probes)
@@ -216,7 +217,7 @@ class Watch:
         self._ended_by = self.fail_open.wrap("oom report", self._memory.on_run_error)
         self._comparison = CrossRankMonitor(context)
         self._listeners.extend(self._comparison.listeners)
-        self._telemetry = OtelExporter(context, partial(hardware_ids, cuda_device=device))
+        self._telemetry = OtelExporter(context, partial(hardware_ids, device_index=device))
         undo.callback(self._telemetry.close)
         self.advisor = Advisor(context, self._telemetry.tell)
         self._thread = self._new_thread(device)
@@ -234,7 +235,7 @@ class Watch:
         sampler = DeviceSampler(
             self.recorder,
             self.fail_open,
-            device_probes(cuda_device=device),
+            device_probes(device_index=device),
             self.settings.sampling.device_seconds,
         )
         return WatchThread(
@@ -254,7 +255,7 @@ class Watch:
                 "run folder": self._introduction.look,
                 "costs": lambda: self._costs.publish(),
             },
-            on_cuda=device is not None,
+            on_device=device is not None,
         )
 
     def _surroundings(self) -> WatchContext:

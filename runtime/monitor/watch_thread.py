@@ -18,8 +18,9 @@ from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
 from ..collectives.call import CollectiveCall
 from ..collectives.comm_time import CommTimeCounter
-from ..collectives.events import EventPool, allow_queries_while_capturing
+from ..collectives.events import EventPool
 from ..collectives.totals import PeriodTotals, StepCommTotals
+from ..common import accelerator
 from ..common.fail_open import FailOpen
 from ..instrumentation.raw_step import RawStep
 from .device_sampler import DeviceSampler
@@ -50,7 +51,7 @@ class WatchThread:
         listeners: Get the records of each second; the sequence may grow.
         trace: Gets the steps of each second, with their calls; None if no traces are made.
         duties: What else is to be done each second, by the name under which it may fail.
-        on_cuda: Whether calls are timed by CUDA events.
+        on_device: Whether calls are timed by events of the accelerator.
 
     Attributes:
         dropped_steps: Steps lost because this thread could not keep up.
@@ -72,7 +73,7 @@ class WatchThread:
         listeners: Sequence[Listener],
         trace: Callable[[Sequence[Step]], object] | None,
         duties: Mapping[str, Callable[[], object]],
-        on_cuda: bool,
+        on_device: bool,
     ) -> None:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
@@ -83,7 +84,7 @@ class WatchThread:
         self._keep_pace = fail_open.wrap("step times", keep_pace)
         self._listeners = listeners
         self._trace = None if trace is None else fail_open.wrap("traces", trace)
-        self._on_cuda = on_cuda
+        self._on_device = on_device
         self._inbox: queue.SimpleQueue[Batch | RawStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | RawStep] = deque()
         self._waiting_since = 0.0
@@ -118,7 +119,7 @@ class WatchThread:
             self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
-        if self._on_cuda and not allow_queries_while_capturing():
+        if self._on_device and not accelerator.current.allow_queries_while_capturing():
             self._events.disabled = True
         running = True
         while running:

@@ -24,7 +24,7 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import CrossRankSettings
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RankSet
-from zerowatch.runtime.collectives.wire_bytes import wire_factor
+from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank import call_report, compare_result
 from zerowatch.runtime.cross_rank.call_report import RankReport, StepTimes

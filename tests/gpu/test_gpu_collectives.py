@@ -20,8 +20,8 @@ os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0
 import torch
 import torch.distributed as dist
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.runtime.collectives.events import allow_queries_while_capturing
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.common import accelerator
 from zerowatch.runtime.common.fail_open import FailOpen
 torch.cuda.set_device(0)
 fail_open = FailOpen()
@@ -96,7 +96,7 @@ batch = collectives.call_recorder.drain()
 stop = threading.Event()
 allowed = []
 def query():
-    allowed.append(allow_queries_while_capturing())
+    allowed.append(accelerator.current.allow_queries_while_capturing())
     while not stop.is_set():
         batch.settled()
 thread = threading.Thread(target=query)

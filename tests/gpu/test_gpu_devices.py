@@ -26,7 +26,7 @@ def keep_busy(seconds: float) -> None:
 def test_nvml_s_device_is_torch_s_device() -> None:
     import pynvml
 
-    (probe,) = device_probes(cuda_device=torch.cuda.current_device())
+    (probe,) = device_probes(device_index=torch.cuda.current_device())
     try:
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
@@ -37,7 +37,7 @@ def test_nvml_s_device_is_torch_s_device() -> None:
 
 
 def test_a_busy_gpu_reads_busy_and_uses_energy() -> None:
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
     try:
         keep_busy(2.0)
         readings = probe.read()
@@ -55,7 +55,7 @@ def test_a_busy_gpu_reads_busy_and_uses_energy() -> None:
 
 
 def test_bytes_copied_from_the_host_show_on_pcie_where_it_is_counted() -> None:
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
     try:
         before = probe.read()
         if "pcie_received_bytes" not in before:
@@ -73,7 +73,7 @@ def test_bytes_copied_from_the_host_show_on_pcie_where_it_is_counted() -> None:
 
 
 def test_a_measured_product_stays_below_the_table_s_peak() -> None:
-    peak = peak_flops_per_second(cuda_device=0)
+    peak = peak_flops_per_second(device_index=0)
     if peak is None:
         pytest.skip(f"{torch.cuda.get_device_name(0)} is not in the table")
     side = 8192

@@ -14,9 +14,9 @@ import torch
 from fakes.ooms import sources
 from scripts.launching import SCRIPTS, start
 
+from zerowatch.runtime.memory.allocator_snapshot import dump_snapshot
 from zerowatch.runtime.memory.oom.parse_error import out_of_memory
 from zerowatch.runtime.memory.oom.post_mortem import PostMortem
-from zerowatch.runtime.memory.oom.snapshot import dump_snapshot
 
 MIB, GIB = 2**20, 2**30
 ALLOWED_BYTES = 2 * GIB

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common import accelerator
 from ...initialize import close_watch
 from ...monitor.watch import Watch
 from ...training_run import TrainingRun
@@ -57,7 +58,7 @@ def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration; on a GPU with larger batches, and in bfloat16."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = accelerator.current.is_available()
     return {
         "train_micro_batch_size_per_gpu": 64 if on_gpu else 8,
         "zero_optimization": {"stage": stage},

@@ -26,12 +26,13 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
         SettingsError: A setting is wrong.
     """
     _refuse_unwatched()
-    import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    num_gpus = torch.cuda.device_count()
+    from ...common import accelerator
+
+    num_gpus = accelerator.current.device_count()
     if num_gpus and num_processes and num_processes > num_gpus:
         raise CommandLineError(
             f"demo: --nproc {num_processes}, but this machine has {num_gpus} GPU(s), one per "

@@ -2,31 +2,64 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
+from ...common import accelerator
 from .cuda import cuda_memory
 from .probe import MemoryProbe
 
+logger = logging.getLogger(__name__)
 
-def memory_probes(*, cuda_device: int | None, reset_peak: bool) -> list[MemoryProbe]:
-    """Return the probes of this rank: the host's, and its GPU's if it has one.
+# By the accelerator's kind; one without a row is not read.
+_PROBES = {"cuda": cuda_memory}
+
+
+def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryProbe]:
+    """Return the probes of this rank: the host's, and its accelerator's if it has one.
 
     Args:
-        cuda_device: torch's index of the GPU this rank trains on; None on CPU.
+        device_index: torch's index of the accelerator this rank trains on; None on CPU.
         reset_peak: Whether peaks may be reset at each reading: the kernel's mark of peak RSS, and
-            the allocator's, which the training script does not notice until the probe is closed.
+            the allocator's. The training script does not see the latter until the probe is closed.
     """
-    host = _host_probe(reset_peak)
-    return (
-        [host] if cuda_device is None else [host, cuda_memory(cuda_device, reset_peak=reset_peak)]
-    )
+    probes: list[MemoryProbe] = [_host_probe(reset_peak)]
+    make = _PROBES.get(accelerator.current.kind)
+    if device_index is not None and make is not None:
+        probes.append(make(device_index, reset_peak=reset_peak))
+    return probes
 
 
 def _host_probe(reset_peak: bool) -> MemoryProbe:
     if Path("/proc/self/status").exists():
-        from .host import HostMemory  # needs the module `resource`, which Windows has not
+        from .host import HostMemory  # needs the module `resource`, which Windows lacks
 
         return HostMemory(reset_peak=reset_peak)
-    from .portable import PortableMemory
-
     return PortableMemory()
+
+
+class PortableMemory:
+    """RSS of this process through psutil, where there is no /proc."""
+
+    device = "cpu"
+    own_peaks = False
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._failed = False
+
+    def read(self) -> Mapping[str, float]:
+        """Return allocated in bytes."""
+        try:
+            return {"allocated": float(self._process.memory_info().rss)}
+        except psutil.Error as error:
+            if not self._failed:
+                self._failed = True
+                logger.info("the memory of this process cannot be read: %s", error)
+            return {}
+
+    def close(self) -> None:
+        """Do nothing."""

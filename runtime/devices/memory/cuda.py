@@ -1,4 +1,4 @@
-"""Memory of one GPU as torch's allocator accounts for it."""
+"""Memory of one GPU, by torch's caching allocator."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
+
+from ...common import accelerator
 from .shared_peak_counters import STATS, SharedPeakCounters
 
-_LIMIT_SECONDS = 10.0  # mem_get_info asks the driver, which takes longer than all the rest
+_LIMIT_SECONDS = 10.0  # memory_info calls the driver, which takes longer than all the rest
 _STATES = (
     ("allocated", "allocated_bytes", "current"),
     ("reserved", "reserved_bytes", "current"),
@@ -18,40 +21,44 @@ _STATES = (
 )
 
 
-class CudaMemoryStats(Protocol):
-    """The part of `torch.cuda` that is needed here."""
+class MemoryStats(Protocol):
+    """The part of `Accelerator` that is needed here."""
+
+    kind: str
 
     def is_initialized(self) -> bool:
-        """Return whether CUDA is in use."""
+        """Return whether the device is in use."""
 
-    def memory_stats_as_nested_dict(self, device: int, /) -> dict[str, Any]:
-        """Return the allocator's statistics; empty while CUDA is not initialised."""
+    def memory_stats(self, index: int, /) -> dict[str, Any]:
+        """Return the allocator's statistics, nested; empty before the device is initialised."""
 
-    def mem_get_info(self, device: int, /) -> tuple[int, int]:
-        """Return the free and total bytes of the device, for all processes."""
+    def memory_info(self, index: int, /) -> tuple[int, int]:
+        """Return the free and total bytes of the device, over all processes."""
+
+    def memory_fraction(self, index: int, /) -> float:
+        """Return the share of the device's memory that this process may use, 0 to 1."""
 
 
 class CudaMemory:
-    """Reads the allocator's counters; never synchronises the device.
+    """The allocator's counters of one device. Reading never synchronises.
 
-    Peaks are those since the last reading, where they are kept for the training script as well.
-    Else they are those since the start of the process, or since the script's last
-    `torch.cuda.reset_peak_memory_stats`.
+    With `peaks`, a peak is that since the last reading. Without, it is that since the start of the
+    process or the script's last reset of the peak counters.
 
-    `limit` is the device's total less what other processes and CUDA itself hold, comparable with
-    `reserved`, and no more than `set_per_process_memory_fraction` grants.
+    `limit` compares with `reserved`: the device's total less what other processes and CUDA itself
+    hold, and at most what `set_per_process_memory_fraction` allows.
 
-    `unusable` is reserved and free, and serves no large request: free pieces of segments of which
-    other pieces are in use (`inactive_split`), and blocks that were freed while another stream may
-    still use them (active less allocated). A segment that is free as a whole is not among them, as
-    the allocator gives it back before it gives up. With expandable segments free pieces can be
-    unmapped, so that this is too much.
+    `unusable` is reserved and free, but serves no large request: free pieces of segments that are
+    partly in use (`inactive_split`), and blocks that were freed while another stream may still use
+    them (active less allocated). A segment that is free as a whole does not count, as the allocator
+    returns it before it fails. With expandable segments free pieces can be unmapped, so that this
+    overestimates.
     """
 
     def __init__(
         self,
         device_index: int,
-        cuda: CudaMemoryStats,
+        device: MemoryStats,
         clock: Callable[[], float] = time.monotonic,
         peaks: SharedPeakCounters | None = None,
     ) -> None:
@@ -59,13 +66,13 @@ class CudaMemory:
 
         Args:
             device_index: torch's index of the device.
-            cuda: `torch.cuda`.
+            device: The accelerator.
             clock: Seconds.
-            peaks: What resets peaks and keeps them; None to leave them alone.
+            peaks: Resets the peak counters at each reading; None to leave them alone.
         """
-        self.device = f"cuda:{device_index}"
+        self.device = f"{device.kind}:{device_index}"
         self._index = device_index
-        self._cuda = cuda
+        self._device = device
         self._peaks = peaks
         self._clock = clock
         self._limit = 0.0
@@ -77,7 +84,7 @@ class CudaMemory:
         return self._peaks is not None
 
     def read(self) -> Mapping[str, float]:
-        """Return bytes by state and the count alloc_retries; nothing before CUDA is in use."""
+        """Return bytes by state and the count alloc_retries; empty before CUDA is in use."""
         stats = self._stats()
         if not stats:
             return {}
@@ -89,37 +96,29 @@ class CudaMemory:
         return readings
 
     def close(self) -> None:
-        """Put torch's functions back, if they were wrapped. Safe to call twice."""
+        """Restore torch's functions, if they were wrapped. Safe to call twice."""
         if self._peaks is not None:
             self._peaks.restore()
 
     def _stats(self) -> Mapping[str, Any]:
-        if not self._cuda.is_initialized():
+        if not self._device.is_initialized():
             return {}
         if self._peaks is not None:
             return self._peaks.take(self._index)
-        return self._cuda.memory_stats_as_nested_dict(self._index)
+        return self._device.memory_stats(self._index)
 
     def _limit_bytes(self, reserved: float) -> float:
         now = self._clock()
         if now >= self._limit_due:
             self._limit_due = now + _LIMIT_SECONDS
-            free, total = self._cuda.mem_get_info(self._index)
-            self._limit = min(free + reserved, self._granted_share() * total)
+            free, total = self._device.memory_info(self._index)
+            self._limit = min(free + reserved, self._device.memory_fraction(self._index) * total)
         return self._limit
-
-    def _granted_share(self) -> float:
-        # torch 2.6 can set this share, but has no function to ask for it.
-        ask = getattr(self._cuda, "get_per_process_memory_fraction", None)
-        return float(ask(self._index)) if ask else 1.0
 
 
 def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
-    """Return the probe of one of torch's CUDA devices; close it if it resets peaks."""
-    import torch
-
+    """Return the probe of the GPU with torch's index; close it if it resets peaks."""
     # A build of torch without CUDA has nothing to reset.
     resets = reset_peak and hasattr(torch._C, STATS)
-    return CudaMemory(
-        device_index, torch.cuda, peaks=SharedPeakCounters(torch._C) if resets else None
-    )
+    peaks = SharedPeakCounters(torch._C) if resets else None
+    return CudaMemory(device_index, accelerator.current, peaks=peaks)

@@ -1,8 +1,8 @@
-"""What the C library keeps of the memory that was freed: part of RSS, and in nobody's hands.
+"""Free memory that the C library keeps in its heap: part of RSS, but not in use.
 
 glibc returns large blocks to the kernel only at first: each one freed raises the size from which on
-blocks are returned, up to 32 MiB. Smaller ones stay in its heap, and the next pass is served from
-there. So what activations leave behind at the end of a step is room for those of the next one.
+blocks are returned, up to 32 MiB. Smaller ones stay in its heap and serve the next pass. So the
+memory that activations leave at the end of a step is reused by those of the next one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def free_heap_bytes() -> int:
-    """Return the free bytes in all of the C library's heaps; 0 where it does not tell."""
+    """Return the free bytes in all of the C library's heaps; 0 where it has no mallinfo2."""
     ask = _mallinfo()
     return 0 if ask is None else int(ask().fordblks)
 

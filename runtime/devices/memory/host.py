@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import re
+import resource
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .host_limit import HostLimit
-from .kernel_file import KernelFile
+from ...common.cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
 
 _RSS, _PEAK_RSS, _VIRTUAL, _DATA = b"\nVmRSS:", b"\nVmHWM:", b"\nVmSize:", b"\nVmData:"
 _RESET_PEAK_MARK = b"5"  # proc_pid_clear_refs(5): sets VmHWM back to the RSS of this moment
+_RENEWAL_SECONDS = 10.0  # limits rarely change, and reading them costs more than the rest
+_NONE = float("inf")
+# /proc/self/status is about 2 KiB, but has a line that grows with the user's groups.
+_READ_BYTES = 16384
 
 
 class HostMemory:
-    """Reads /proc/self; a reading takes tens of microseconds.
+    """Reads /proc/self. A reading takes tens of microseconds.
 
-    With `reset_peak` the kernel's peak mark VmHWM is set back after each reading, so that a peak
-    belongs to one step. The mark is the process's only one: `getrusage().ru_maxrss`, read by the
-    training script for itself, then also tells the peak since the last reading. A peak in the
-    microseconds between a reading and its reset is lost.
+    With `reset_peak` the kernel's peak mark VmHWM is reset after each reading, so that a peak
+    belongs to one step. The process has one such mark: the script's own `getrusage().ru_maxrss`
+    then is the peak since the last reading, too. A peak in the microseconds between a reading and
+    its reset is lost.
     """
 
     device = "cpu"
 
     def __init__(self, *, reset_peak: bool, root: Path = Path("/")) -> None:
-        self._status = KernelFile(root / "proc/self/status")
+        self._status = _KernelFile(root / "proc/self/status")
         self._limit = HostLimit(root)
         self._peak_mark = _open_peak_mark(root) if reset_peak else None
         self._reset_peak()
 
     @property
     def own_peaks(self) -> bool:
-        """Whether the peak mark is set back at each reading."""
+        """Whether the peak mark is reset at each reading."""
         return self._peak_mark is not None
 
     def read(self) -> Mapping[str, float]:
@@ -46,11 +53,11 @@ class HostMemory:
         peak, virtual, data = (_bytes(status, name) for name in (_PEAK_RSS, _VIRTUAL, _DATA))
         limit = self._limit.resident_bytes(resident=resident, virtual=virtual, data=data)
         readings = {"allocated": resident, "reserved": virtual, "limit": limit}
-        # gVisor, for one, has a /proc without the peak.
+        # gVisor has a /proc without the peak.
         return {**readings, "peak_allocated": peak} if peak else readings
 
     def close(self) -> None:
-        """Do nothing: the files close when nobody holds them any more."""
+        """Do nothing: the files close with their last reference."""
 
     def _reset_peak(self) -> None:
         if self._peak_mark is None:
@@ -62,17 +69,70 @@ class HostMemory:
             _log_monotone_peak(error)
 
 
+class HostLimit:
+    """The RSS at which this process reaches the first of its limits.
+
+    Cgroup limits and physical memory are compared with RSS as they are, without what
+    others use of them. RLIMIT_AS bounds VmSize and RLIMIT_DATA bounds VmData: such a limit is
+    reached at RSS plus what is left under it. That is exact if every further page is both mapped
+    and touched, as those of tensors are.
+    """
+
+    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._physical_bytes = _physical_bytes(root)
+        self._cgroup_paths = _cgroup_limit_paths(root)
+        self._renew()
+
+    def resident_bytes(self, *, resident: float, virtual: float, data: float) -> float:
+        """Return the limit for RSS in bytes, given the process's sizes now, in bytes."""
+        if self._clock() >= self._renewal_due:
+            self._renew()
+        return min(
+            self._resident_limit,
+            resident + _soft_limit(resource.RLIMIT_AS) - virtual,
+            resident + _soft_limit(resource.RLIMIT_DATA) - data,
+        )
+
+    def _renew(self) -> None:
+        """Read the limits again, as a container can be resized."""
+        self._renewal_due = self._clock() + _RENEWAL_SECONDS
+        cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
+        self._resident_limit = min([self._physical_bytes, *cgroups])
+
+
+class _KernelFile:
+    """A file of /proc that stays open, so that reading it is one system call.
+
+    It is closed with its last reference, and in no other way: a late reader or writer could
+    otherwise use a descriptor that by then belongs to another file.
+    """
+
+    def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
+        self._descriptor = os.open(path, flags)
+        # Not at exit: a daemon thread may still be reading then.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+
+    def read(self) -> bytes:
+        """Return the current contents."""
+        return os.pread(self._descriptor, _READ_BYTES, 0)
+
+    def write(self, command: bytes) -> None:
+        """Send the kernel a command."""
+        os.pwrite(self._descriptor, command, 0)
+
+
 def _bytes(status: bytes, name: bytes) -> float:
-    """Return one size of /proc/self/status, 0 if it is not there. No regex: that costs double."""
+    """Return one size of /proc/self/status in bytes, 0 if absent. A regex would cost double."""
     start = status.find(name)
     if start < 0:
         return 0.0
     return int(status[start + len(name) : status.index(b"kB", start)]) * 1024.0
 
 
-def _open_peak_mark(root: Path) -> KernelFile | None:
+def _open_peak_mark(root: Path) -> _KernelFile | None:
     try:
-        return KernelFile(root / "proc/self/clear_refs", os.O_WRONLY)
+        return _KernelFile(root / "proc/self/clear_refs", os.O_WRONLY)
     except OSError as error:
         _log_monotone_peak(error)
         return None
@@ -80,3 +140,29 @@ def _open_peak_mark(root: Path) -> KernelFile | None:
 
 def _log_monotone_peak(error: OSError) -> None:
     logger.info("peak RSS is that of the whole process, not of each step: %s", error)
+
+
+def _soft_limit(kind: int) -> float:
+    allowed, _ = resource.getrlimit(kind)
+    return _NONE if allowed == resource.RLIM_INFINITY else float(allowed)
+
+
+def _cgroup_bytes(path: Path) -> float:
+    try:
+        text = path.read_text().strip()
+    except OSError:  # the cgroup was removed after the process was moved out of it
+        return _NONE
+    # Version 1 writes 9223372036854771712 for none, which is never the smallest.
+    return _NONE if text == "max" else float(text)
+
+
+def _physical_bytes(root: Path) -> float:
+    total = re.search(rb"MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_bytes())
+    return float(total[1]) * 1024 if total else _NONE
+
+
+def _cgroup_limit_paths(root: Path) -> list[Path]:
+    """List the limit files of this process's memory cgroup and of all its parents."""
+    names = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
+    files = [folder / name for folder in cgroup_folders("memory", root) for name in names]
+    return [file for file in files if file.is_file()]

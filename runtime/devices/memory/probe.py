@@ -1,4 +1,4 @@
-"""What reads a device's memory."""
+"""The protocol of memory probes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ class MemoryProbe(Protocol):
 
     Attributes:
         device: Its name, such as "cuda:0" or "cpu".
-        own_peaks: Whether a peak is that since the last reading; else it says little of a step.
+        own_peaks: Whether a peak is that since the last reading, and so belongs to the steps since.
     """
 
     device: str
 
     @property
     def own_peaks(self) -> bool:
-        """See above."""
+        """Whether a peak is that since the last reading."""
 
     def read(self) -> Mapping[str, float]:
         """Return bytes by memory state, and `alloc_retries` where there is such a count.
 
-        What is not known is absent.
+        Unknown ones are absent.
         """
 
     def close(self) -> None:
-        """Take back what was wrapped. Safe to call twice."""
+        """Restore what was wrapped. Safe to call twice."""

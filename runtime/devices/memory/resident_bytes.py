@@ -1,7 +1,7 @@
-"""How much of a buffer on the host takes up memory: the pages that were ever written.
+"""The part of a host buffer that is resident: the pages that were ever written.
 
 DeepSpeed makes reduction buckets of half a billion elements by `torch.empty`, of which a small
-model writes a fraction. The rest is address space and no memory.
+model writes a fraction. The rest is address space only.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import mmap
 from functools import cache
 
 _PAGE = mmap.PAGESIZE
-_WORTH_ASKING = 2**20  # smaller ones lie in the heap, among others
+_MIN_BYTES = 2**20  # smaller ones lie in the heap, among others
 
 
 def resident_bytes(address: int, size: int) -> int:
     """Return how many of `size` bytes from `address` on are backed by memory.
 
-    Buckets are filled from the front, so that the end of what is written is found by halving: some
-    20 system calls of under a microsecond. All of `size` where the kernel does not tell.
+    Buckets are filled from the front, so the end of the written part is found by bisection: some 20
+    system calls of under a microsecond. All of `size` where mincore is not available.
     """
-    if size < _WORTH_ASKING:
+    if size < _MIN_BYTES:
         return size
     first = -(-address // _PAGE)
     last = (address + size) // _PAGE - 1
@@ -37,7 +37,7 @@ def resident_bytes(address: int, size: int) -> int:
 
 
 def _in_memory(page: int) -> bool:
-    """Ask the kernel about one page; yes where it does not know."""
+    """Return whether a page is resident; True where mincore is not available."""
     answer = ctypes.c_ubyte(1)
     mincore = _mincore()
     if mincore is None or mincore(page * _PAGE, _PAGE, ctypes.byref(answer)) != 0:

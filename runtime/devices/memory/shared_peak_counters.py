@@ -1,10 +1,9 @@
-"""Two readers of one peak: the allocator's marks are set back after each step, and nobody notices.
+"""Shares the allocator's peak counters between two readers, each of which resets them.
 
-All that torch tells of CUDA's peaks, under whatever name it was imported, goes through a few
-functions of `torch._C`: `memory_stats`, `max_memory_allocated`, `max_memory_reserved`,
-`memory_summary`, their older names, and those of `torch.accelerator`. They are wrapped, so that the
-training script goes on seeing what it would have seen, and a reset of its own loses no peak of
-ours. Accumulated counts have no peaks and are left alone.
+A few functions of `torch._C` serve all of torch's functions that return CUDA's peaks:
+`memory_stats`, `max_memory_allocated`, `max_memory_reserved`, `memory_summary`, their older names,
+and those of `torch.accelerator`. They are wrapped: the script sees the same peaks as without us,
+and its own resets lose no peak of ours. Accumulated counts have no peaks and are left alone.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _PEAK = "peak"
 
 
 class SharedPeakCounters:
-    """Wraps the functions of an owner from construction until `restore`.
+    """Two views of the peak counters, from construction until `restore`.
 
-    Both views hold, by device, the peaks that the other's resets have taken away from them. A peak
+    Each view holds, by device, the peaks that the other's resets have cleared. A peak
     in the microseconds between a reading and its reset is lost. After `restore` the script's view
     begins at the last reading.
     """
@@ -36,19 +35,19 @@ class SharedPeakCounters:
         """Wrap.
 
         Args:
-            owner: `torch._C`, or what stands in for it; names that it has not are passed over.
+            owner: `torch._C`, or a fake; names that it lacks are skipped.
         """
         self._stats: Callable[[int], Stats] = getattr(owner, STATS)
         self._reset: Callable[[int], None] = getattr(owner, RESET)
-        self._of_script: dict[int, Stats] = {}
-        self._of_ours: dict[int, Stats] = {}
+        self._script_peaks: dict[int, Stats] = {}
+        self._own_peaks: dict[int, Stats] = {}
         self._lock = threading.Lock()
         self._open = True
         makers = {
-            STATS: self._seen_by_script,
-            ACCELERATOR_STATS: self._seen_by_script,
-            RESET: self._reset_by_script,
-            ACCELERATOR_RESET: self._reset_by_script,
+            STATS: self._stats_for_script,
+            ACCELERATOR_STATS: self._stats_for_script,
+            RESET: self._reset_for_script,
+            ACCELERATOR_RESET: self._reset_for_script,
         }
         self._wraps = [
             AttributePatch(owner, name, make)
@@ -64,40 +63,40 @@ class SharedPeakCounters:
                 return stats
             peaks = peaks_in(stats)
             self._reset(device)
-            self._of_script[device] = larger_peaks(self._of_script.get(device, {}), peaks)
-            return with_peaks(stats, self._of_ours.pop(device, {}))
+            self._script_peaks[device] = larger_peaks(self._script_peaks.get(device, {}), peaks)
+            return with_peaks(stats, self._own_peaks.pop(device, {}))
 
     def restore(self) -> None:
-        """Put the very same functions back. Safe to call twice."""
+        """Restore the original functions. Safe to call twice."""
         self._open = False
         for wrap in self._wraps:
             wrap.restore()
         self._wraps.clear()
 
-    def _seen_by_script(self, original: Any) -> Any:
+    def _stats_for_script(self, original: Any) -> Any:
         def stats(device: int) -> Stats:
             if torch.compiler.is_compiling() or not self._open:
                 return original(device)  # type: ignore[no-any-return]
             with self._lock:
-                return with_peaks(original(device), self._of_script.get(device, {}))
+                return with_peaks(original(device), self._script_peaks.get(device, {}))
 
         return stats
 
-    def _reset_by_script(self, original: Any) -> Any:
+    def _reset_for_script(self, original: Any) -> Any:
         def reset(device: int) -> Any:
             if torch.compiler.is_compiling() or not self._open:
                 return original(device)
             with self._lock:
                 peaks = peaks_in(self._stats(device))
-                self._of_ours[device] = larger_peaks(self._of_ours.get(device, {}), peaks)
-                self._of_script.pop(device, None)
+                self._own_peaks[device] = larger_peaks(self._own_peaks.get(device, {}), peaks)
+                self._script_peaks.pop(device, None)
                 return original(device)
 
         return reset
 
 
 def peaks_in(stats: Mapping[Any, Any]) -> Stats:
-    """Return the nested dictionaries of `stats` with nothing in them but the peaks."""
+    """Return the nested dictionaries of `stats`, reduced to the peaks."""
     peaks: Stats = {}
     for name, value in stats.items():
         if name == _PEAK:
@@ -108,7 +107,7 @@ def peaks_in(stats: Mapping[Any, Any]) -> Stats:
 
 
 def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
-    """Return all peaks of both, and of a peak that both have the larger one."""
+    """Return the peaks of both; of a peak in both the larger one."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if name == _PEAK:
@@ -119,11 +118,11 @@ def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
 
 
 def with_peaks(stats: Mapping[Any, Any], peaks: Mapping[Any, Any]) -> Stats:
-    """Return `stats` with the larger peaks; what is not in them, such as a pool gone, is not added.
+    """Return `stats` with the larger peaks; those of a pool that is gone are left out.
 
     Args:
-        stats: Statistics as `torch.cuda.memory_stats_as_nested_dict` gives them.
-        peaks: What `peaks_in` took from earlier ones.
+        stats: Nested statistics, as `Accelerator.memory_stats` returns them.
+        peaks: What `peaks_in` returned for earlier ones.
     """
     raised = dict(stats)
     for name in stats.keys() & peaks.keys():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ...common import accelerator
 from .async_reducer import AsyncBucketReducer
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterIndex, ParameterNames
 from .collective_steps import CollectiveSteps, InFlightReduction, Reduction, run_all
@@ -251,8 +252,9 @@ class ReductionRequest:
         """
         rank = dist.get_rank(group=self.group)
         for one, part in zip(self.slices, sums.split(self.lengths), strict=True):
-            if one.target.is_cuda:  # DeepSpeed may free it while this stream still uses it
-                one.target.record_stream(torch.cuda.current_stream())
+            if one.target.device.type == accelerator.current.kind:
+                # DeepSpeed may free it while this stream still uses it.
+                one.target.record_stream(accelerator.current.current_stream())
             if one.owner not in (None, rank):
                 continue
             rounded = part.to(self.dtype)

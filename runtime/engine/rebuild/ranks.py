@@ -10,30 +10,9 @@ import deepspeed.comm.comm as deepspeed_comm
 import torch
 import torch.distributed as dist
 
+from ...collectives.ops import Guard, guarded_methods
 from ...common.all_or_none import CollectiveAttempt
 from ...common.patching import AttributePatch
-
-# What DeepSpeed calls while it makes an engine; each is entered by all ranks or by none.
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "monitored_barrier",
-    "new_group",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-)
 
 
 @contextmanager
@@ -49,7 +28,9 @@ def guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
         return call
 
     wraps = [
-        AttributePatch(backend, name, guarded) for name in _COLLECTIVES if hasattr(backend, name)
+        AttributePatch(backend, name, guarded)
+        for name in guarded_methods(Guard.REBUILD)
+        if hasattr(backend, name)
     ]
     try:
         yield

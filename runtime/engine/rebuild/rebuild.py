@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ....errors import RebuildError
+from ...common import accelerator
 from ...common.all_or_none import CollectiveAttempt, PeerFailedError
 from ...common.host_group import HostCollectives
 from .check import device_of, stage_of, unsupported_reason
@@ -190,6 +191,6 @@ def _config_of(engine: Any) -> Config:
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if device.type == accelerator.current.kind else []
     with torch.random.fork_rng(devices=devices):
         yield

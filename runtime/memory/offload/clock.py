@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import NamedTuple
 
-import torch
-
 from ...collectives.events import EventPool
+from ...common import accelerator
+from ...common.accelerator import Event
 from .transfer_sizes import Moves
 
 DIRECTIONS = Moves._fields
@@ -37,16 +37,16 @@ class OffloadClock:
         """Start at zero.
 
         Args:
-            events: Where events come from for copies that a CUDA stream carries out; None where
-                the host does them itself.
+            events: Where events come from for copies that a stream of the device carries out;
+                None where the host does them itself.
         """
         self.bytes = [0] * len(DIRECTIONS)
         self._host_ns = [0.0] * len(DIRECTIONS)
         self._device_ns = [0.0] * len(DIRECTIONS)  # of the thread that settles
         self._events = events
         self._under_way: list[_Stretch] = []
-        self._started: int | torch.cuda.Event | None = None  # of the innermost stretch
-        self._unread: deque[tuple[Moves, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._started: int | Event | None = None  # of the innermost stretch
+        self._unread: deque[tuple[Moves, Event, Event]] = deque()
 
     def seconds(self) -> list[float]:
         """Return the seconds known so far, by direction."""
@@ -87,7 +87,7 @@ class OffloadClock:
                 self._events.release(start)
                 self._events.release(end)
 
-    def _now(self) -> int | torch.cuda.Event | None:
+    def _now(self) -> int | Event | None:
         """Mark this moment for the innermost stretch; None where it cannot be timed."""
         if not self._under_way[-1].on_stream:
             return perf_counter_ns()
@@ -95,7 +95,7 @@ class OffloadClock:
             self._events is None
             or self._events.disabled
             or len(self._unread) >= MAX_UNREAD
-            or torch.cuda.is_current_stream_capturing()
+            or accelerator.current.is_capturing()
         ):
             return None
         return self._events.record()

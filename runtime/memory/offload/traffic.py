@@ -30,6 +30,7 @@ import torch
 from ....metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from ....metrics.recorder import Recorder
 from ...collectives.events import EventPool
+from ...common import accelerator
 from ...common.fail_open import FailOpen
 from ...common.patching import AttributePatch
 from . import transfer_sizes as moves_of
@@ -85,8 +86,8 @@ class OffloadTraffic:
         self._returning = False
         self._directions: set[str] = set()
         self._wraps: list[AttributePatch] = []
-        on_cuda = torch.device(engine.device).type == "cuda"
-        self._clock = OffloadClock(events if on_cuda else None)
+        on_device = torch.device(engine.device).type == accelerator.current.kind
+        self._clock = OffloadClock(events if on_device else None)
         self._returned = partial(self._of_optimizer, moves_of.stage_2_updated)
         # One guard for all: after a failure nothing is begun that would not be ended.
         self._guarded = fail_open.wrap("offload", lambda body, *args: body(*args))

@@ -17,33 +17,12 @@ from typing import Any
 
 import torch
 
+from ...collectives.ops import Guard, guarded_methods
 from ...common.host_group import HostCollectives
 from ...common.patching import AttributePatch
 from ...memory.oom.parse_error import is_caused_by_oom
 from .oom_capture import PeerOutOfMemory
 
-# Methods of DeepSpeed's backend object. Point-to-point calls are not symmetric, and not guarded.
-GUARDED = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "inference_all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_base",
-    "all_gather_coalesced",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "gather",
-    "scatter",
-    "barrier",
-    "monitored_barrier",
-)
 _OK, _OUT_OF_MEMORY = 0, 1
 _ABORTED = "this window is aborted, as a rank ran out of memory"
 _WORKSPACE_COPIES = 2  # a copy of the tensor itself, and the segments of gloo's ring beside it
@@ -81,7 +60,7 @@ class CollectiveGuard:
             return
         self._patches = [
             AttributePatch(backend, name, self._wrapper)
-            for name in GUARDED
+            for name in guarded_methods(Guard.OOM)
             if hasattr(backend, name)
         ]
 

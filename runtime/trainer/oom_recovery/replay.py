@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from ...common import accelerator
 from ...common.host_group import HostCollectives
 from ..window.rng import RngState
 from .abort import abort_unsupported_reason, abort_window
@@ -194,7 +194,7 @@ class OomReplay:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
         gc.collect()  # what only reference cycles hold
         abort_window(engine)
-        _empty_cache()
+        accelerator.current.empty_cache()  # pieces of other sizes will be asked for
 
     def _notify_peers(self, engine: Any) -> str | None:
         """Make sure that no rank waits for this one, which ran out; return the reason if one may.
@@ -253,12 +253,6 @@ class OomReplay:
         if self._memory is None:
             return MemoryMeasurements(peaks=(), limit_bytes=None)
         return self._memory.measured()
-
-
-def _empty_cache() -> None:
-    """Return the allocator's cached blocks, as the next attempt needs blocks of other sizes."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ...common import accelerator
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RngState:
@@ -18,7 +20,8 @@ class RngState:
         python: State of `random`.
         numpy: State of numpy's global generator; None where numpy is not imported.
         host: State of torch's CPU generator.
-        cuda: State of the current CUDA device's generator; empty where CUDA is not initialised.
+        cuda: State of the current accelerator device's generator; empty where none is in use.
+            Checkpoints hold it under this name.
     """
 
     python: tuple[Any, ...]
@@ -28,14 +31,15 @@ class RngState:
 
     @staticmethod
     def capture() -> RngState:
-        """Read the generators of this process, of CUDA the current device's."""
+        """Read the generators of this process."""
         numpy = sys.modules.get("numpy")
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        device = accelerator.current
+        in_use = device.is_available() and device.is_initialized()
         return RngState(
             python=random.getstate(),
             numpy=numpy.random.get_state() if numpy else None,
             host=torch.get_rng_state(),
-            cuda=(torch.cuda.get_rng_state(),) if on_cuda else (),
+            cuda=(device.get_rng_state(),) if in_use else (),
         )
 
     def restore(self) -> None:
@@ -45,4 +49,4 @@ class RngState:
             sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.host)
         for state in self.cuda:
-            torch.cuda.set_rng_state(state)
+            accelerator.current.set_rng_state(state)

@@ -25,7 +25,7 @@ class Rank:
         self.places = [
             *((self.cuda.Stream, name) for name in ("wait_stream", "synchronize")),
             *((self.cuda.Event, name) for name in ("record", "wait", "synchronize")),
-            (torch.cuda, "synchronize"),
+            (self.cuda, "synchronize"),
         ]
         self.before = self.standing()
         self.instrumentation = instrumentation_over(
@@ -189,7 +189,7 @@ def the_host_waits_for_the_device(rank: Rank) -> None:
     with rank.on_side():
         rank.reduce(10)
     rank.compute.run(4)
-    torch.cuda.synchronize()
+    rank.cuda.synchronize()
     rank.compute.run(5)
 
 
@@ -352,7 +352,7 @@ def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
 
 def test_a_build_without_cuda_keeps_its_names(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.instrumentation.close()
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(rank.cuda, "is_built", lambda: False)
 
     rank.instrumentation.open()
 

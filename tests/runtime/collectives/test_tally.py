@@ -8,8 +8,8 @@ from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.batch import Batch
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.comm_time import CommTime, CommTimeCounter, IntervalUnion
+from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.collectives.totals import PeriodTotals, StepCommTotals
-from zerowatch.runtime.collectives.wire_bytes import wire_factor
 
 MS = 1_000_000
 

@@ -24,7 +24,7 @@ from zerowatch.runtime.common.deepspeed_internals import (
 COLLECTIVES = "runtime/collectives/instrument.py"
 ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
 STEP = "runtime/instrumentation/step_closer.py and runtime/monitor/watch.py"
-STREAMS = "runtime/collectives/stream_hooks.py"
+STREAMS = "runtime/common/accelerator.py and runtime/collectives/stream_waits.py"
 PROFILE = "runtime/instrumentation/profiled_steps.py"
 ESTIMATOR = "runtime/estimator/engine_plan.py"
 OFFLOAD = "runtime/memory/offload/"
@@ -182,22 +182,34 @@ def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
 
 
 def test_deepspeeds_backend_takes_the_parameters_that_are_read() -> None:
-    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
     backend = resolve("deepspeed.comm.torch:TorchBackend")
 
-    for name, (_, parameters) in operations.BACKEND_METHODS.items():
-        method = getattr(backend, name)
+    for function in (function for row in ops.OPERATIONS for function in row.functions):
+        if function.backend_parameters is None:
+            continue
+        method = getattr(backend, function.name)
         hidden = inspect.getclosurevars(method).nonlocals.get("func", method)
 
         actual = tuple(inspect.signature(hidden).parameters)[1:]
-        assert actual == parameters, f"TorchBackend.{name} takes {actual}"
+        assert actual == function.backend_parameters, f"TorchBackend.{function.name} takes {actual}"
 
 
 def test_torchs_functions_take_parameters_that_can_be_read() -> None:
-    operations = importlib.import_module("zerowatch.runtime.collectives.operations")
+    call_reader = importlib.import_module("zerowatch.runtime.collectives.call_reader")
+    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
     c10d = resolve(C10D)
 
-    for name, operation in operations.OPERATIONS.items():
-        function = getattr(c10d, name, None)
-        if function is not None:
-            operations.reader_for(operation, list(inspect.signature(function).parameters))
+    for row in ops.OPERATIONS:
+        for function in row.functions:
+            original = getattr(c10d, function.name, None)
+            if function.in_torch and original is not None:
+                parameters = list(inspect.signature(original).parameters)
+                call_reader.call_reader(row, function, parameters)
+
+
+def test_each_value_of_the_label_op_has_a_row_in_order() -> None:
+    labels = importlib.import_module("zerowatch.metrics.catalog.labels")
+    ops = importlib.import_module("zerowatch.runtime.collectives.ops")
+
+    assert tuple(row.label for row in ops.OPERATIONS) == labels.OPS

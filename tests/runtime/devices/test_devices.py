@@ -49,7 +49,7 @@ def cool_and_hot() -> tuple[FakeGpu, FakeGpu]:
 
 
 def celsius(cuda_device: int) -> float:
-    (probe,) = device_probes(cuda_device=cuda_device)
+    (probe,) = device_probes(device_index=cuda_device)
     return probe.read()["temperature_celsius"]
 
 
@@ -128,7 +128,7 @@ def test_a_clock_that_psutil_cannot_read_is_absent_with_one_line(
 
     assert all("clock_hertz" not in reading for reading in readings)
     assert [r.message for r in caplog.records if "clock_hertz" in r.message] == [
-        "cpu: no clock_hertz: no frequency here"
+        "cpu: clock_hertz not read: no frequency here"
     ]
 
 
@@ -153,7 +153,7 @@ def test_all_nvml_readings_arrive_in_base_units(install_nvml: Install) -> None:
         uuid="GPU-a", sm_active_percent=75.0, link_counters={138: 10, 139: 20, 197: 30, 198: 40}
     )
     install_nvml(gpu)
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
 
     gpu.energy_millijoules = 5_090_000
     gpu.link_counters = {138: 11, 139: 22, 197: 33, 198: 44}
@@ -176,7 +176,7 @@ def test_all_nvml_readings_arrive_in_base_units(install_nvml: Install) -> None:
 
 def test_what_a_gpu_does_not_support_is_absent(install_nvml: Install) -> None:
     install_nvml(FakeGpu(uuid="GPU-a", energy_millijoules=None, power_milliwatts=None))
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
 
     assert set(probe.read()) == {"utilization_ratio", "temperature_celsius", "clock_hertz"}
 
@@ -184,7 +184,7 @@ def test_what_a_gpu_does_not_support_is_absent(install_nvml: Install) -> None:
 def test_a_counter_that_wraps_around_does_not_go_back(install_nvml: Install) -> None:
     gpu = FakeGpu(uuid="GPU-a", link_counters={197: 4_294_967_000})
     install_nvml(gpu)
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
 
     totals = []
     for counter in (4_294_967_200, 100, 300):
@@ -199,7 +199,7 @@ def test_a_reading_that_fails_later_is_absent_and_logged_once(
 ) -> None:
     gpu = FakeGpu(uuid="GPU-a")
     install_nvml(gpu)
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
     gpu.power_milliwatts = None
 
     readings = [probe.read() for _ in range(3)]
@@ -213,7 +213,7 @@ def test_a_reading_that_fails_later_is_absent_and_logged_once(
 
 def test_close_frees_all_of_nvml_and_may_be_called_twice(install_nvml: Install) -> None:
     nvml = install_nvml(FakeGpu(uuid="GPU-a", sm_active_percent=10.0))
-    (probe,) = device_probes(cuda_device=0)
+    (probe,) = device_probes(device_index=0)
     held = (nvml.opened, len(nvml.live_samples))
 
     probe.close()
@@ -259,7 +259,7 @@ def test_a_gpu_that_is_not_visible_has_no_probe_and_one_line(
     nvml = install_nvml(*cool_and_hot(), visible=visible)
 
     with caplog.at_level(logging.INFO):
-        probes = device_probes(cuda_device=0)
+        probes = device_probes(device_index=0)
 
     assert probes == []
     assert len(caplog.records) == 1
@@ -284,7 +284,7 @@ def test_without_nvml_a_gpu_has_no_probe_and_one_line(
     install_nvml(loads=False)
 
     with caplog.at_level(logging.INFO):
-        probes = device_probes(cuda_device=0)
+        probes = device_probes(device_index=0)
 
     assert probes == []
     assert [record.levelname for record in caplog.records] == ["INFO"]

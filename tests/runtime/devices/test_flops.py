@@ -171,7 +171,7 @@ import time, torch
 from zerowatch.runtime.devices.choose import peak_flops_per_second
 torch.set_num_threads(1)
 state = torch.random.get_rng_state()
-peak = peak_flops_per_second(cuda_device=None)
+peak = peak_flops_per_second(device_index=None)
 assert torch.equal(state, torch.random.get_rng_state())
 large = torch.ones(1024, 1024)
 rates = []
@@ -201,4 +201,4 @@ def test_cores_too_busy_to_measure_give_no_peak(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "mm", starved)
 
-    assert peak_flops_per_second(cuda_device=None) is None
+    assert peak_flops_per_second(device_index=None) is None

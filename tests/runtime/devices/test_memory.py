@@ -13,8 +13,7 @@ from fakes.cuda_memory import FakeCudaMemory
 from zerowatch.metrics.catalog.memory import MEMORY_STATES
 from zerowatch.runtime.devices.memory.choose import memory_probes
 from zerowatch.runtime.devices.memory.cuda import CudaMemory
-from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.devices.memory.host_limit import HostLimit
+from zerowatch.runtime.devices.memory.host import HostLimit, HostMemory
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -46,7 +45,7 @@ def touch(num_bytes: int) -> bytearray:
 
 
 def test_the_host_is_read_on_every_rank_and_all_its_states_are_in_the_catalog() -> None:
-    (probe,) = memory_probes(cuda_device=None, reset_peak=True)
+    (probe,) = memory_probes(device_index=None, reset_peak=True)
 
     readings = probe.read()
 
@@ -56,7 +55,7 @@ def test_the_host_is_read_on_every_rank_and_all_its_states_are_in_the_catalog() 
 
 
 def test_a_rank_on_a_gpu_reads_its_gpu_too() -> None:
-    probes = memory_probes(cuda_device=1, reset_peak=True)
+    probes = memory_probes(device_index=1, reset_peak=True)
 
     assert [probe.device for probe in probes] == ["cpu", "cuda:1"]
 

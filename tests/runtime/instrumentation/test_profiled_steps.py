@@ -59,7 +59,7 @@ class FakeResults:
 
 @pytest.fixture
 def profiled() -> Iterator[ProfiledSteps]:
-    made = ProfiledSteps(2, Recorder(), on_cuda=False)
+    made = ProfiledSteps(2, Recorder(), on_device=False)
     yield made
     made.close()
 
@@ -104,7 +104,7 @@ def test_on_cpu_operators_of_the_training_thread_compute_and_gloo_communicates()
         FakeEvent("gloo:all_reduce", 30, 60),
     ]
 
-    shares = read_shares(events, on_cuda=False)
+    shares = read_shares(events, on_device=False)
 
     assert shares is not None
     assert shares.ratios() == pytest.approx(
@@ -122,7 +122,7 @@ def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
         FakeEvent("nccl:all_reduce", 40, 70, device=True, note=True),
     ]
 
-    shares = read_shares(events, on_cuda=True)
+    shares = read_shares(events, on_device=True)
 
     assert shares is not None
     assert shares.ratios() == pytest.approx(
@@ -132,7 +132,7 @@ def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
 
 def test_the_error_is_what_we_and_the_profiler_differ_by_over_the_step() -> None:
     recorder = Recorder()
-    profiled = ProfiledSteps(2, recorder, on_cuda=False)
+    profiled = ProfiledSteps(2, recorder, on_device=False)
     profiled._finished = (
         4,
         FakeResults(FakeEvent(MARK, 0, 200), FakeEvent("gloo:all_reduce", 50, 100)),
@@ -205,7 +205,7 @@ def test_a_script_that_ends_in_a_profiled_step_ends_well() -> None:
     script = """
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.instrumentation.profiled_steps import ProfiledSteps
-ProfiledSteps(2, Recorder(), on_cuda=False).step_ended(1)
+ProfiledSteps(2, Recorder(), on_device=False).step_ended(1)
 """
 
     finished = subprocess.run(

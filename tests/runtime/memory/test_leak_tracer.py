@@ -14,7 +14,7 @@ MIB = 2**20
 
 def test_the_report_names_the_line_and_the_tensors_that_grow(tmp_path: Path) -> None:
     tracer = LeakTracer(3, lambda: tmp_path)
-    tracer.start(on_cuda=False)
+    tracer.start(on_device=False)
     kept = [torch.zeros(64, 1024) for _ in range(40)]
 
     tracer.close()
@@ -29,7 +29,7 @@ def test_an_uninitialized_parameter_is_ignored(tmp_path: Path) -> None:
     lazy = torch.nn.LazyLinear(4)
     tracer = LeakTracer(0, lambda: tmp_path)
 
-    tracer.start(on_cuda=False)
+    tracer.start(on_device=False)
     tracer.close()
 
     assert (tmp_path / "memory" / "leak-rank-0.txt").exists()
@@ -38,7 +38,7 @@ def test_an_uninitialized_parameter_is_ignored(tmp_path: Path) -> None:
 
 def test_close_stops_tracing(tmp_path: Path) -> None:
     tracer = LeakTracer(0, lambda: tmp_path)
-    tracer.start(on_cuda=False)
+    tracer.start(on_device=False)
 
     tracer.close()
     tracer.close()
@@ -50,7 +50,7 @@ def test_a_script_that_uses_tracemalloc_is_not_disturbed(tmp_path: Path) -> None
     tracemalloc.start()
     try:
         tracer = LeakTracer(0, lambda: tmp_path)
-        tracer.start(on_cuda=False)
+        tracer.start(on_device=False)
         tracer.close()
 
         assert tracemalloc.is_tracing()
@@ -61,7 +61,7 @@ def test_a_script_that_uses_tracemalloc_is_not_disturbed(tmp_path: Path) -> None
 
 def test_nothing_is_written_before_the_trace_is_due(tmp_path: Path) -> None:
     tracer = LeakTracer(0, lambda: tmp_path)
-    tracer.start(on_cuda=False)
+    tracer.start(on_device=False)
 
     tracer.write_when_due()
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from fakes.ooms import CATEGORIES, GIB, MIB, ON_CPU, ON_CUDA, evidence, sources
 
+from zerowatch.runtime.memory.allocator_snapshot import dump_snapshot
 from zerowatch.runtime.memory.oom.collect_evidence import collect_evidence
 from zerowatch.runtime.memory.oom.evidence import Limit
 from zerowatch.runtime.memory.oom.parse_error import out_of_memory
 from zerowatch.runtime.memory.oom.post_mortem import RESERVE_BYTES, PostMortem
 from zerowatch.runtime.memory.oom.report import headline, report_text, write_report
-from zerowatch.runtime.memory.oom.snapshot import dump_snapshot
 
 ON_GPU = {
     "allocated": 70.0 * GIB,

@@ -1,4 +1,4 @@
-"""The parts of torch.cuda and torch._C that tell about memory, over plain numbers."""
+"""The memory part of an accelerator and of torch._C, over plain numbers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _OVERSIZE = ("oversize_allocations", "oversize_segments")
 
 
 class FakeCudaMemory:
+    kind = "cuda"
+
     def __init__(self, *, free: int, total: int, share: float = 1.0) -> None:
         self.free, self.total, self.share = free, total, share
         groups = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "active_bytes")
@@ -24,7 +26,7 @@ class FakeCudaMemory:
     def is_initialized(self) -> bool:
         return self.initialized
 
-    def memory_stats_as_nested_dict(self, device: int, /) -> dict[str, Any]:
+    def memory_stats(self, device: int, /) -> dict[str, Any]:
         if not self.initialized:
             return {}
         stats: dict[str, Any] = {
@@ -33,11 +35,11 @@ class FakeCudaMemory:
         }
         return {**stats, "num_alloc_retries": self.retries}
 
-    def mem_get_info(self, device: int, /) -> tuple[int, int]:
+    def memory_info(self, device: int, /) -> tuple[int, int]:
         self.info_calls += 1
         return self.free, self.total
 
-    def get_per_process_memory_fraction(self, device: int, /) -> float:
+    def memory_fraction(self, device: int, /) -> float:
         return self.share
 
 

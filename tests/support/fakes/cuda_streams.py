@@ -1,4 +1,4 @@
-"""The part of torch.cuda that orders work: streams and events on a device that computes nothing.
+"""The part of an accelerator that orders work: streams and events; nothing is computed.
 
 A stream is a time until which it is busy; the host runs ahead of it until it waits.
 """
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from fakes.sleeping_collectives import MS, HandClock, StandInWork
+
+from zerowatch.runtime.common import accelerator
 
 
 class FakeStream:
@@ -93,6 +95,9 @@ class FakeCuda:
     It takes `tensor[0]` milliseconds.
     """
 
+    kind = "cuda"
+    collective_backend = "nccl"
+
     def __init__(self, host: HandClock) -> None:
         self.host = host
         self.capturing = False
@@ -104,13 +109,24 @@ class FakeCuda:
         self._of_group: dict[Any, FakeStream] = {}
 
     def patch(self, monkeypatch: Any) -> None:
-        """Stand in for torch.cuda."""
-        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-        for name in ("Stream", "Event", "stream", "synchronize"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        """Stand in for the accelerator."""
+        monkeypatch.setattr(accelerator, "current", self)
+
+    @property
+    def module(self) -> FakeCuda:
+        return self
+
+    def is_built(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def current_stream(self) -> FakeStream:
+        return self.current
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:

@@ -7,7 +7,7 @@ import torch
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RankSet
-from zerowatch.runtime.collectives.wire_bytes import wire_factor
+from zerowatch.runtime.collectives.ops import wire_factor
 
 MS = 1_000_000
 POINT_TO_POINT = ("send", "recv")

@@ -13,8 +13,8 @@ from zerowatch.runtime.collectives.batch import Batch
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
+from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.collectives.totals import StepCommTotals
-from zerowatch.runtime.collectives.wire_bytes import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 
 MS = 1_000_000
@@ -25,6 +25,7 @@ class StandInGroup:
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
+        self.on_device = backend == "nccl"
         self.busy_until_ns = -(2**63)
         self.recorded = 0
         self.rank_set = RankSet(tuple(range(4)))

@@ -31,7 +31,7 @@ import zerowatch
 import zerowatch.runtime.monitor.watch
 from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
-from zerowatch.runtime.collectives.operations import BACKEND_METHODS, OPERATIONS
+from zerowatch.runtime.collectives.ops import OPERATIONS
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
 
 # DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
@@ -84,11 +84,13 @@ def step(engine, batch: torch.Tensor | None = None) -> None:
 
 def wrapped_places(engine) -> list[tuple[object, str]]:
     """Every name that watching may replace, whoever owns it."""
-    functions = [(module, name) for name in OPERATIONS for module in (dist, c10d)]
+    functions = [function for row in OPERATIONS for function in row.functions]
+    in_torch = [function.name for function in functions if function.in_torch]
+    in_backend = [function.name for function in functions if function.backend_parameters]
     backend = deepspeed.comm.comm.cdb
     return [
-        *((owner, name) for owner, name in functions if hasattr(owner, name)),
-        *((backend, name) for name in BACKEND_METHODS if hasattr(backend, name)),
+        *((owner, name) for name in in_torch for owner in (dist, c10d) if hasattr(owner, name)),
+        *((backend, name) for name in in_backend if hasattr(backend, name)),
         *((engine, name) for name in ENGINE_METHODS),
         (dist.Work, "wait"),
         (_BaseDataLoaderIter, "__next__"),

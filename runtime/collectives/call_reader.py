@@ -1,0 +1,143 @@
+"""Reads what a call is about from its arguments: the process group, payload bytes and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...metrics.catalog.labels import OPS
+from .ops import OPERATIONS, Function, Operation
+
+Getter = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+_SEND, _RECV = OPS.index("send"), OPS.index("recv")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReader:
+    """Reads the calls of one function.
+
+    `payloads` returns (place in OPS, bytes, dtype) of each operation that the call issues. The rest
+    repeats the function's row in `ops.py`, as each is read in every call.
+    """
+
+    group: Getter
+    payloads: Getter
+    payload_times_group_size: bool
+    use_group_sequence: bool
+    has_future: bool
+    point_to_point: bool
+
+
+def torch_readers(
+    parameters_of: Callable[[str], Sequence[str] | None],
+) -> Iterator[tuple[str, CallReader]]:
+    """Yield the readers of torch's functions, by name.
+
+    Args:
+        parameters_of: Returns a function's parameters in order; None where torch has no such one.
+
+    Raises:
+        ValueError: See `call_reader`.
+    """
+    for row in OPERATIONS:
+        for function in row.functions:
+            parameters = parameters_of(function.name) if function.in_torch else None
+            if parameters is not None:
+                yield function.name, call_reader(row, function, parameters)
+
+
+def backend_readers() -> Iterator[tuple[str, CallReader]]:
+    """Yield the readers of the wrapped methods of DeepSpeed's backend object, by name."""
+    for row in OPERATIONS:
+        for function in row.functions:
+            if function.backend_parameters is not None:
+                yield function.name, call_reader(row, function, function.backend_parameters)
+
+
+def call_reader(row: Operation, function: Function, parameters: Sequence[str]) -> CallReader:
+    """Make the reader of one function from the names of its parameters, in order.
+
+    Raises:
+        ValueError: No parameter holds the payload: this version of torch or DeepSpeed has another
+            spelling.
+    """
+    spellings = [name for name in row.payload if name in parameters]
+    if row.payload and not spellings and not function.is_p2p_batch:
+        raise ValueError(
+            f"none of {row.payload} is among {tuple(parameters)}; "
+            "add this version's spelling to runtime/collectives/ops.py"
+        )
+    return CallReader(
+        group=_batch_group if function.is_p2p_batch else _getter(parameters, "group"),
+        payloads=(
+            _batch_payloads
+            if function.is_p2p_batch
+            else _payloads(OPS.index(row.label), parameters, spellings)
+        ),
+        payload_times_group_size=row.payload_times_group_size,
+        use_group_sequence=function.use_group_sequence,
+        has_future=function.has_future,
+        point_to_point=row.point_to_point,
+    )
+
+
+def payload_bytes(value: Any) -> int:
+    """Sum the bytes of a tensor, or of nested lists of tensors; anything else is 0."""
+    if isinstance(value, torch.Tensor):
+        # A sparse tensor has no `nbytes`: count the dense one that it stands for.
+        return value.numel() * value.element_size() if value.is_sparse else value.nbytes
+    if isinstance(value, list | tuple):
+        return sum(map(payload_bytes, value))
+    return 0  # None, or an argument that the original will refuse
+
+
+def payload_dtype(value: Any) -> torch.dtype | None:
+    """Return the dtype of a tensor, or of the first in nested lists of tensors."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _getter(parameters: Sequence[str], name: str) -> Getter:
+    """Read one parameter, positional or by name; None where it is left out."""
+    if name not in parameters:
+        return lambda args, kwargs: None
+    place = parameters.index(name)
+    return lambda args, kwargs: args[place] if len(args) > place else kwargs.get(name)
+
+
+def _payloads(op: int, parameters: Sequence[str], spellings: Sequence[str]) -> Getter:
+    if not spellings:
+        return lambda args, kwargs: ((op, 0, None),)
+    name = spellings[0]
+    place = parameters.index(name)
+
+    def payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        value = args[place] if len(args) > place else kwargs.get(name)
+        if type(value) is torch.Tensor and not value.is_sparse:  # nearly always: the fast path
+            return ((op, value.nbytes, value.dtype),)
+        return ((op, payload_bytes(value), payload_dtype(value)),)
+
+    return payloads
+
+
+def _batch_list(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs["p2p_op_list"]
+
+
+def _batch_group(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return _batch_list(args, kwargs)[0].group
+
+
+def _batch_payloads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return [
+        (
+            _SEND if p2p.op.__name__ == "isend" else _RECV,
+            payload_bytes(p2p.tensor),
+            p2p.tensor.dtype,
+        )
+        for p2p in _batch_list(args, kwargs)
+    ]

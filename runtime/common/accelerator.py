@@ -1,0 +1,246 @@
+"""The accelerator of this process: the only module that names torch.cuda.
+
+`current` stands for the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's
+CUDA, AMD (ROCm). Another kind is a class with the members of `Accelerator`, made `current` here,
+and probes in `devices/choose.py` and `devices/memory/choose.py`. Importing this module initialises
+no device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch._C._autograd import DeviceType
+
+logger = logging.getLogger(__name__)
+
+_CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+
+class Stream(Protocol):
+    """A queue of work on the device; `torch.cuda.Stream`."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until all work in the queue is done."""
+
+
+class Event(Protocol):
+    """A mark in a stream; `torch.cuda.Event`."""
+
+    def record(self, stream: Any = None) -> None:
+        """Set the mark at the end of a stream, by default of the current one."""
+
+    def query(self) -> bool:
+        """Return whether the device has passed the mark. Never waits."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from this mark to another; both must have been passed."""
+
+
+class Accelerator(Protocol):
+    """One kind of accelerator. No method waits for the device.
+
+    Attributes:
+        kind: torch's type of device, such as "cuda".
+        collective_backend: The process group backend whose collectives run on streams. Its name is
+            also the prefix of its kernels' names.
+        module: torch's module for the device; owns `synchronize`.
+        Stream: The class of its streams, with `wait_stream` and `synchronize`.
+        Event: The class of its events, with `record`, `wait` and `synchronize`.
+        profiler_device: torch's profiler type of what runs on it.
+    """
+
+    kind: str
+    collective_backend: str
+    module: Any
+    Stream: Any
+    Event: Any
+    profiler_device: Any
+
+    def is_built(self) -> bool:
+        """Return whether torch was built for this kind."""
+
+    def is_available(self) -> bool:
+        """Return whether there is such a device and a driver for it."""
+
+    def is_initialized(self) -> bool:
+        """Return whether this process uses it already."""
+
+    def device_count(self) -> int:
+        """Return how many devices this process may use."""
+
+    def current_device(self) -> int:
+        """Return the index of the current device."""
+
+    def device_name(self, index: int) -> str:
+        """Return the product name that the driver gives."""
+
+    def device_uuid(self, index: int) -> str:
+        """Return what identifies the device on its host, without a prefix."""
+
+    def current_stream(self) -> Any:
+        """Return the stream that gets this thread's work."""
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream is captured into a graph."""
+
+    def allow_queries_while_capturing(self) -> bool:
+        """Let this thread query events while another captures a graph; return whether it may."""
+
+    def memory_stats(self, index: int) -> dict[str, Any]:
+        """Return the allocator's statistics, nested; empty before the device is initialised."""
+
+    def memory_info(self, index: int) -> tuple[int, int]:
+        """Return the free and total bytes of the device, over all processes."""
+
+    def memory_fraction(self, index: int) -> float:
+        """Return the share of the device's memory that this process may use, 0 to 1."""
+
+    def empty_cache(self) -> None:
+        """Return the allocator's free blocks to the device."""
+
+    def start_memory_history(self, max_entries: int) -> bool:
+        """Record the stack of each allocation; return False if the script does so already."""
+
+    def stop_memory_history(self) -> None:
+        """End the record."""
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        """Write the allocator's blocks and history to a file, for torch's memory viewer."""
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the current device's random generator."""
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the state of the current device's random generator."""
+
+
+class CudaAccelerator:
+    """NVIDIA and AMD GPUs, through torch.cuda.
+
+    What runs for each collective is torch's own function, without a call between. The others look
+    torch's function up when they are called.
+    """
+
+    kind = "cuda"
+    collective_backend = "nccl"
+    module: Any = torch.cuda
+    Stream: Any = torch.cuda.Stream
+    Event: Any = torch.cuda.Event
+    profiler_device: Any = DeviceType.CUDA
+
+    current_stream: Callable[[], Any] = staticmethod(torch.cuda.current_stream)
+    is_capturing: Callable[[], bool] = staticmethod(torch.cuda.is_current_stream_capturing)
+
+    def is_built(self) -> bool:
+        """Return whether torch was built with CUDA or ROCm."""
+        return bool(torch.backends.cuda.is_built())
+
+    def is_available(self) -> bool:
+        """Return whether there is a GPU and a driver for it."""
+        return torch.cuda.is_available()
+
+    def is_initialized(self) -> bool:
+        """Return whether this process uses CUDA already."""
+        return bool(torch.cuda.is_initialized())
+
+    def device_count(self) -> int:
+        """Return how many GPUs this process may use."""
+        return torch.cuda.device_count()
+
+    def current_device(self) -> int:
+        """Return the index of the current GPU."""
+        return torch.cuda.current_device()
+
+    def device_name(self, index: int) -> str:
+        """Return the product name, such as "NVIDIA H100 80GB HBM3"."""
+        return torch.cuda.get_device_name(index)
+
+    def device_uuid(self, index: int) -> str:
+        """Return the UUID without "GPU-"."""
+        return str(torch.cuda.get_device_properties(index).uuid)
+
+    def allow_queries_while_capturing(self) -> bool:
+        """Let this thread query events while another captures a CUDA graph.
+
+        In the default mode a query by any thread invalidates the capture.
+
+        Returns:
+            Whether the mode was set. If not, this thread must not query events.
+        """
+        try:
+            runtime = ctypes.CDLL(None)  # torch has loaded libcudart into the process
+            exchange = runtime.cudaThreadExchangeStreamCaptureMode
+        except (OSError, AttributeError):
+            logger.info("no cudaThreadExchangeStreamCaptureMode: collectives on CUDA are not timed")
+            return False
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        return bool(exchange(ctypes.byref(mode)) == 0)
+
+    def memory_stats(self, index: int) -> dict[str, Any]:
+        """Return `torch.cuda.memory_stats_as_nested_dict`."""
+        return torch.cuda.memory_stats_as_nested_dict(index)
+
+    def memory_info(self, index: int) -> tuple[int, int]:
+        """Return `torch.cuda.mem_get_info`: a call of the driver."""
+        return torch.cuda.mem_get_info(index)
+
+    def memory_fraction(self, index: int) -> float:
+        """Return what `set_per_process_memory_fraction` has set."""
+        # torch 2.6 can set this share, but has no function to ask for it.
+        ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        return float(ask(index)) if ask else 1.0
+
+    def empty_cache(self) -> None:
+        """Return the allocator's free blocks to the GPU; nothing before CUDA is initialised."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def start_memory_history(self, max_entries: int) -> bool:
+        """Record the stack of each allocation; return False if the script does so already."""
+        if torch._C._cuda_isHistoryEnabled():
+            return False
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+        return True
+
+    def stop_memory_history(self) -> None:
+        """End the record."""
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def dump_memory_snapshot(self, path: str) -> None:
+        """Write the allocator's blocks, and the history where it is recorded."""
+        torch.cuda.memory._dump_snapshot(path)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the current GPU's random generator."""
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set the state of the current GPU's random generator."""
+        torch.cuda.set_rng_state(state)
+
+
+# Read as `accelerator.current` at each use, or by the constructor of what runs for each collective.
+current: Accelerator = CudaAccelerator()
+
+
+def training_device_index() -> int | None:
+    """Return the index of the device that this rank trains on; None on CPU.
+
+    DeepSpeed's choice counts where it is loaded: DS_ACCELERATOR may be "cpu" despite a GPU.
+    """
+    on_device = _device_kind() == current.kind and current.is_available()
+    return current.current_device() if on_device else None
+
+
+def _device_kind() -> str:
+    deepspeed = sys.modules.get("deepspeed.accelerator")
+    if deepspeed is not None:
+        return str(deepspeed.get_accelerator().device_name())
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type
