@@ -1,4 +1,4 @@
-"""The engine's own files: written and read by DeepSpeed, each rank its shard."""
+"""The engine's own files in a checkpoint: written and read by DeepSpeed, one shard per rank."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ...common.patching import AttributePatch
-from .manifest import EngineFacts
-from .rank_file import refused
+from .manifest import EngineInfo
+from .run_state import write_error
 
-# Where it is missing, a disk that is full for this file leaves the other ranks waiting.
+# Without it, a disk that is full at this file leaves the other ranks waiting.
 _COPY = "_copy_recovery_script"
+PRIVATE_NAMES = {"deepspeed.runtime.engine:DeepSpeedEngine": (_COPY,)}
 
 
-def engine_facts(engine: Any) -> EngineFacts:
-    """Describe an engine as far as it matters for its files."""
+def engine_info(engine: Any) -> EngineInfo:
+    """Return the properties of an engine that its files depend on."""
     kinds = (type(engine.optimizer).__name__, type(engine.basic_optimizer).__name__)
-    return EngineFacts(
+    return EngineInfo(
         zero_stage=int(engine.zero_optimization_stage()),
         world_size=int(engine.world_size),
         data_parallel_size=int(engine.seq_dp_world_size),
@@ -33,42 +34,42 @@ def engine_facts(engine: Any) -> EngineFacts:
 
 
 def is_writer_rank(engine: Any) -> bool:
-    """Whether this rank tends the folder: one rank, or one of each node with a disk of its own."""
+    """Return whether this rank manages the folder: one rank, or one per node with a local disk."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return int(rank) == 0
 
 
 def write_engine(engine: Any, folder: Path, name: str) -> None:
-    """Have DeepSpeed write this rank's files; all ranks must call it.
+    """Write this rank's files by DeepSpeed; all ranks must call it.
 
-    DeepSpeed ends with a barrier, so that a rank which raised on its way there would leave the
-    others waiting for it. What a disk refuses is therefore raised only after that.
+    DeepSpeed ends with a barrier, so a rank that raised before it would leave the others waiting.
+    Errors of the disk are therefore raised only after the barrier.
 
     Raises:
-        OSError: The disk refuses.
-        CheckpointError: The configured writer returns before the files are whole.
+        OSError: A file cannot be written.
+        CheckpointError: The configured writer returns before the files are complete.
     """
     if engine.checkpoint_engine.is_decoupled():
         raise CheckpointError(
-            "a TrainingRun cannot be saved with an asynchronous checkpoint writer, as it must know "
-            "when the files are whole; take `checkpoint.writer` out of the DeepSpeed configuration"
+            "a TrainingRun cannot be saved with an asynchronous checkpoint writer, which returns "
+            "before the files are complete; remove `checkpoint.writer` from the ds config"
         )
     failures: list[OSError] = []
     with ExitStack() as undo:
         for owner, method in ((engine.checkpoint_engine, "save"), (engine, _COPY)):
             if hasattr(owner, method):
-                wrap = AttributePatch(owner, method, lambda original: _kept(original, failures))
-                undo.callback(wrap.restore)
+                patch = AttributePatch(owner, method, lambda write: _deferred(write, failures))
+                undo.callback(patch.restore)
         engine.save_checkpoint(str(folder), tag=name, save_latest=False)
     if failures:
         raise failures[0]
 
 
 def read_engine(engine: Any, folder: Path, name: str) -> None:
-    """Have DeepSpeed read this rank's files; all ranks must call it.
+    """Read this rank's files by DeepSpeed; all ranks must call it.
 
     Raises:
-        CheckpointError: DeepSpeed cannot.
+        CheckpointError: DeepSpeed cannot load them.
     """
     clip = getattr(engine.optimizer, "clip_grad", None)
     try:
@@ -77,18 +78,20 @@ def read_engine(engine: Any, folder: Path, name: str) -> None:
         raise CheckpointError(f"DeepSpeed cannot load {folder / name}: {error}") from error
     if path is None:
         raise CheckpointError(f"DeepSpeed finds nothing to load in {folder / name}")
-    if clip is not None:  # the file's would go before the configuration's
+    if clip is not None:  # the ds config's value; loading replaced it by the file's
         engine.optimizer.clip_grad = clip
 
 
-def _kept(original: Callable[..., Any], failures: list[OSError]) -> Callable[..., Any]:
+def _deferred(original: Callable[..., Any], failures: list[OSError]) -> Callable[..., Any]:
+    """Return `original` with errors of the disk appended to `failures` instead of raised."""
+
     def write(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except OSError as error:
             failures.append(error)
-        except RuntimeError as error:  # how torch tells of a disk
-            failures.append(refused("a file of the engine", error))
+        except RuntimeError as error:  # how torch reports a disk's errors
+            failures.append(write_error("a file of the engine", error))
         return None
 
     return write

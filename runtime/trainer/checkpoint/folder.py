@@ -1,10 +1,10 @@
-"""The folder of a run's saves, in which each is there whole or not at all.
+"""Folder of a run's checkpoints, each of which is complete or absent.
 
-    FOLDER/latest                    names the save to load; DeepSpeed's own tools read it too
-    FOLDER/step-00000012/            a whole save; zerowatch.json in it says what it holds
+    FOLDER/latest                    name of the checkpoint to load; DeepSpeed's tools read it too
+    FOLDER/step-00000012/            a complete checkpoint, described by zerowatch.json in it
     FOLDER/.partial-step-00000013/   one being written, or what a killed process left of it
 
-A save becomes whole by one rename, and `latest` moves after that. It knows no ranks.
+A checkpoint becomes complete by one rename, and `latest` is updated after that.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .manifest import read_manifest
 
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
-_WHOLE = re.compile(r"step-\d{8,}(-\d+)?")
-_PARTIAL = re.compile(rf"\.partial-{_WHOLE.pattern}")
-_HALF_LATEST = re.compile(rf"\.{LATEST}\.\d+")
+_COMPLETE = re.compile(r"step-\d{8,}(-\d+)?")
+_PARTIAL = re.compile(rf"\.partial-{_COMPLETE.pattern}")
+_TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.\d+")
 
 
-class SaveFolder:
-    """The folder; nothing is touched before the first call that says so."""
+class CheckpointFolder:
+    """Folder of checkpoints; nothing is written before the first call that writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def prepare(self) -> None:
-        """Make the folder, and remove what killed processes left half written or half deleted.
+        """Create the folder, and remove what killed processes left half written or half deleted.
 
         Raises:
             OSError: It cannot be written.
@@ -42,29 +42,29 @@ class SaveFolder:
         for entry in self.path.iterdir():
             if _PARTIAL.fullmatch(entry.name):
                 shutil.rmtree(entry)
-            elif _HALF_LATEST.fullmatch(entry.name):
+            elif _TEMPORARY_LATEST.fullmatch(entry.name):
                 entry.unlink()
 
-    def saves(self) -> list[str]:
-        """Return the names of whole saves, in no order."""
+    def names(self) -> list[str]:
+        """Return the names of complete checkpoints, in no order."""
         if not self.path.is_dir():
             return []
-        return [entry.name for entry in self.path.iterdir() if self.is_whole(entry.name)]
+        return [entry.name for entry in self.path.iterdir() if self.is_complete(entry.name)]
 
-    def is_whole(self, name: str) -> bool:
-        """Whether there is a save of that name, all of it."""
-        return _WHOLE.fullmatch(name) is not None and self.manifest(name).is_file()
+    def is_complete(self, name: str) -> bool:
+        """Return whether there is a complete checkpoint of that name."""
+        return _COMPLETE.fullmatch(name) is not None and self.manifest(name).is_file()
 
-    def save_numbers(self) -> dict[str, int]:
-        """Return the serial number of each whole save; one that cannot be read is left out."""
+    def serials(self) -> dict[str, int]:
+        """Return the serial number of each complete checkpoint whose manifest can be read."""
         found = {}
-        for name in self.saves():
+        for name in self.names():
             with suppress(CheckpointError):
                 found[name] = read_manifest(self.manifest(name)).serial
         return found
 
     def latest(self) -> str | None:
-        """Return what `latest` says; None where there is none.
+        """Return the name in `latest`; None without that file.
 
         Raises:
             OSError: It cannot be read.
@@ -75,48 +75,48 @@ class SaveFolder:
             return None
 
     def manifest(self, name: str) -> Path:
-        """Return where a save says what it holds."""
+        """Return the path of a checkpoint's manifest."""
         return self.path / name / MANIFEST
 
-    def is_duplicate(self, steps: int) -> int:
-        """Return the first number from which on no save of that step has one; earlier may be free.
+    def next_repeat(self, steps: int) -> int:
+        """Return the next free repeat number of a step; lower ones may be free too.
 
-        Of several saves of one step the first are deleted first, so that a count would not do.
+        Of several checkpoints of one step the first are deleted first, so a count would not do.
         """
-        first = save_name(steps, 0)
-        names = [entry.name for entry in self.path.iterdir() if _WHOLE.fullmatch(entry.name)]
+        first = checkpoint_name(steps, 0)
+        names = [entry.name for entry in self.path.iterdir() if _COMPLETE.fullmatch(entry.name)]
         later = [
             int(name.removeprefix(f"{first}-")) for name in names if name.startswith(f"{first}-")
         ]
         return max([first in names, *later])
 
     def commit(self, name: str) -> None:
-        """Make a partial save whole and the latest; its files must be on the disk.
+        """Make a partial checkpoint complete and the latest; its files must be on the disk.
 
         Raises:
-            OSError: The disk refuses; the save that was the latest still is.
+            OSError: The disk fails; the checkpoint that was the latest still is.
         """
         (self.path / partial_name(name)).rename(self.path / name)
         sync(self.path)
         atomic_write(self.path / LATEST, name, durable=True)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete saves; one that is interrupted leaves nothing that looks whole.
+        """Delete checkpoints; an interrupted deletion leaves none that looks complete.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk fails.
         """
         for name in names:
-            half = self.path / partial_name(name)
-            (self.path / name).rename(half)
-            shutil.rmtree(half)
+            partial = self.path / partial_name(name)
+            (self.path / name).rename(partial)
+            shutil.rmtree(partial)
 
 
-def save_name(steps: int, repeat: int) -> str:
-    """Name a save by its step; `repeat` tells saves of the same step apart."""
+def checkpoint_name(steps: int, repeat: int) -> str:
+    """Return the name of a checkpoint; `repeat` distinguishes those of the same step."""
     return f"step-{steps:08d}" + (f"-{repeat + 1}" if repeat else "")
 
 
 def partial_name(name: str) -> str:
-    """Name a save while it is being written."""
+    """Return the name of a checkpoint while it is being written."""
     return f".partial-{name}"

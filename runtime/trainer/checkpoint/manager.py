@@ -1,4 +1,4 @@
-"""A run put on the disk and taken up again, with its plan kept apart so that no death loses it."""
+"""Checkpoints of a run, and its plan file, which a restart reads even if no checkpoint followed."""
 
 from __future__ import annotations
 
@@ -17,133 +17,138 @@ from ..engine_holder import EngineHolder
 from ..oom_recovery.sizing import MicroBatchLimits
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
-from .load import load_run, saved_config
+from .load import load_checkpoint, saved_config
 from .plan_file import PlanFile
-from .save import save_run
-from .state import RunState
+from .run_state import RunState
+from .save import save_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves and loads a run; writes its plan as soon as that changes.
+    """Saves and loads checkpoints, and writes the run's plan whenever it changes.
 
     Args:
-        changes: Holds the engine.
-        windows: Of the run.
-        sharing: Of the run.
+        engine_holder: Holder of the engine.
+        window_runner: Of the run.
+        data: Of the run.
         host_group: Of all ranks.
     """
 
     def __init__(
         self,
-        changes: EngineHolder,
-        windows: WindowRunner,
-        sharing: TrainingData,
+        engine_holder: EngineHolder,
+        window_runner: WindowRunner,
+        data: TrainingData,
         host_group: HostGroup,
     ) -> None:
-        self._changes, self._windows, self._sharing = changes, windows, sharing
-        self._host_group = host_group
-        self._plan_file = PlanFile(lambda: changes.engine.watch.run_folder)
-        self._leads_node = this_process().local_rank == 0
-        self._written = self._decisive()
-        windows.on_fatal_oom.append(self._note_failure)
+        self._engine_holder, self._window_runner = engine_holder, window_runner
+        self._data, self._host_group = data, host_group
+        self._watch = engine_holder.engine.watch
+        self._plan_file = PlanFile(self._watch)
+        self._is_node_leader = this_process().local_rank == 0
+        self._written = self._relevant_state()
+        window_runner.on_fatal_oom.append(self._record_failure)
 
     def save(self, folder: str | Path, client: Any, keep: int) -> Path:
         """See `TrainingRun.save`."""
+        holder, runner = self._engine_holder, self._window_runner
         state = RunState(
-            steps=self._windows.steps,
-            samples=self._windows.samples,
-            config=self._changes.config,
-            rebuilt=self._changes.is_rebuilt,
+            steps=runner.steps,
+            samples=runner.samples,
+            config=holder.config,
+            rebuilt=holder.is_rebuilt,
             micro_batch_plan=self._plan(),
-            weight_exponent=self._windows.exponent,
+            weight_exponent=runner.exponent,
             rng=asdict(RngState.capture()),
-            data=self._sharing.state_dict(),
-            codec=self._changes.compressor.state_dict() if self._changes.compressor else None,
+            data=self._data.state_dict(),
+            codec=holder.compressor.state_dict() if holder.compressor else None,
             client=client,
         )
-        with self._changes.optimizer_states_on_device():
-            return save_run(folder, self._changes.engine, self._host_group, state, keep)
+        with holder.optimizer_states_on_device():
+            return save_checkpoint(folder, holder.engine, self._host_group, state, keep)
 
     def load(self, folder: str | Path) -> RunState | None:
-        """Load the last save, if there is one, and what was learned of memory since."""
-        self._take_config(saved_config(folder, self._host_group))
-        with self._changes.optimizer_states_on_device():
-            state = load_run(folder, self._changes.engine, self._host_group)
+        """Load the last checkpoint, if there is one, and the plan file if it is newer."""
+        holder, runner = self._engine_holder, self._window_runner
+        self._apply_config(saved_config(folder, self._host_group))
+        with holder.optimizer_states_on_device():
+            state = load_checkpoint(folder, holder.engine, self._host_group)
         if state is not None:
-            windows = self._windows
-            windows.steps, windows.samples = state.steps, state.samples
-            windows.exponent = state.weight_exponent
-            self._take_plan(state.micro_batch_plan)
-            self._sharing.load_state_dict(state.data or {})
-            if self._changes.compressor is not None and state.codec is not None:
-                self._changes.compressor.load_state_dict(state.codec)
-        self._heed_plan_file()
+            runner.steps, runner.samples = state.steps, state.samples
+            runner.exponent = state.weight_exponent
+            self._apply_plan(state.micro_batch_plan)
+            self._data.load_state_dict(state.data or {})
+            if holder.compressor is not None and state.codec is not None:
+                holder.compressor.load_state_dict(state.codec)
+        self._apply_plan_file()
         if state is not None:
             RngState(**state.rng).restore()  # after a rebuild, which draws random numbers
         return state
 
     def window_ended(self) -> None:
-        """Write the plan if it has changed, and the configuration if the engine was rebuilt."""
-        decisive = self._decisive()
-        has_place = self._changes.engine.watch.run_folder is not None  # a run may get it late
-        if decisive != self._written and has_place:
-            self._written = decisive
-            if self._leads_node:
+        """Write the plan if it has changed, with the ds config if the engine was rebuilt."""
+        state = self._relevant_state()
+        has_folder = self._watch.run_folder is not None  # a run may get it late
+        if state != self._written and has_folder:
+            self._written = state
+            if self._is_node_leader:
                 self._plan_file.write(
-                    self._plan(), steps=self._windows.steps, config=self._config_if_rebuilt()
+                    self._plan(), steps=self._window_runner.steps, config=self._config_if_rebuilt()
                 )
 
     def _plan(self) -> dict[str, Any]:
         return {
-            "micro_batch_samples": self._windows.micro_batch_samples,
-            "sizing": asdict(self._windows.replay.planner.limits),
+            "micro_batch_samples": self._window_runner.micro_batch_samples,
+            "sizing": asdict(self._window_runner.replay.planner.limits),
         }
 
-    def _decisive(self) -> Any:
-        """Return what a restart must know; the rest of a plan only counts windows."""
-        sizing = self._windows.replay.planner.limits
-        learned = dict(sizing.bounds), dict(sizing.failing)
-        return self._windows.micro_batch_samples, learned, self._config_if_rebuilt()
+    def _relevant_state(self) -> Any:
+        """Return what a restart needs; the rest of a plan only counts windows."""
+        limits = self._window_runner.replay.planner.limits
+        learned = dict(limits.bounds), dict(limits.failing)
+        return self._window_runner.micro_batch_samples, learned, self._config_if_rebuilt()
 
     def _config_if_rebuilt(self) -> Mapping[str, Any] | None:
-        return self._changes.config if self._changes.is_rebuilt else None
+        return self._engine_holder.config if self._engine_holder.is_rebuilt else None
 
-    def _take_config(self, config: Mapping[str, Any] | None) -> None:
-        """Have an engine of this configuration; it was written as JSON, where tuples are lists."""
-        now = self._changes.config
+    def _apply_config(self, config: Mapping[str, Any] | None) -> None:
+        """Rebuild the engine if its ds config differs from `config`, which was read from JSON."""
+        now = self._engine_holder.config
         differing = {
             name: value
             for name, value in (config or {}).items()
             if name not in now or _as_json(now[name]) != _as_json(value)
         }
         if differing:
-            self._changes.rebuild(differing)
+            self._engine_holder.rebuild(differing)
 
-    def _take_plan(self, plan: Mapping[str, Any]) -> None:
-        self._windows.micro_batch_samples = plan["micro_batch_samples"]
-        self._windows.replay.planner.limits = MicroBatchLimits(**plan["sizing"])
+    def _apply_plan(self, plan: Mapping[str, Any]) -> None:
+        self._window_runner.micro_batch_samples = plan["micro_batch_samples"]
+        self._window_runner.replay.planner.limits = MicroBatchLimits(**plan["sizing"])
 
-    def _heed_plan_file(self) -> None:
-        """Keep to what an earlier life of this run learned after its last save, or died of."""
+    def _apply_plan_file(self) -> None:
+        """Apply what earlier attempts of this run learned after their last checkpoint."""
         found = self._plan_file.read(self._host_group)
         if found is None:
             return
-        if found.plan and found.steps >= self._windows.steps:
+        if found.plan and found.steps >= self._window_runner.steps:
             try:
-                self._take_config(found.config)
+                self._apply_config(found.config)
             except RebuildError as error:
-                logger.warning("training goes on without the engine it had last: %s", error)
-            self._take_plan(found.plan)
-        plans = self._windows.replay.planner
+                logger.warning("training resumes without its last engine: %s", error)
+            self._apply_plan(found.plan)
+        planner = self._window_runner.replay.planner
         for failure in found.failures:
             half = -(-failure.samples // 2)
-            plans.limits = plans.limits.after_out_of_memory(failure.length, failure.samples, half)
+            planner.limits = planner.limits.after_out_of_memory(
+                failure.length, failure.samples, half
+            )
 
-    def _note_failure(self, length: int, samples: int) -> None:
+    def _record_failure(self, length: int, samples: int) -> None:
         self._plan_file.add_failure(length=length, samples=samples)
 
 
 def _as_json(value: Any) -> str:
+    """Return text that is equal for a value before and after JSON, where tuples become lists."""
     return json.dumps(value, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""What a save holds, said before any of it is loaded: JSON, and the checks on it."""
+"""Manifest of a checkpoint, a JSON file, and the checks of files and engine against it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What decides whether an engine can take a save up.
+class EngineInfo:
+    """Properties that an engine must share with the one that was saved.
 
     Attributes:
         zero_stage: 0 to 3.
-        world_size: Ranks.
+        world_size: Number of ranks.
         data_parallel_size: Ranks over which the optimizer's state is sharded.
-        optimizer: Types of DeepSpeed's optimizer and of the one below it.
+        optimizer: Types of DeepSpeed's optimizer and of the one that it wraps.
         dtypes: Of the model and of accumulated gradients.
-        parameters: Shape of each parameter, whole, by its name.
+        parameters: Full shape of each parameter, by its name.
     """
 
     zero_stage: int
@@ -36,16 +36,16 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What stands in `zerowatch.json`.
+    """Contents of `zerowatch.json`.
 
     Attributes:
-        serial: Rises from save to save; steps do not where an older save was taken up again.
+        serial: Increases with each checkpoint; steps do not after an older one was loaded.
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
-        micro_steps: DeepSpeed's count of the engine.
+        micro_steps: The engine's own count.
         engine: The engine that was saved.
-        config: The DeepSpeed configuration it was made with.
-        rebuilt: Whether that is another than the caller's.
+        config: The ds config that it was made with.
+        rebuilt: Whether the config is not the caller's.
         files: Size of each file in bytes, by name.
     """
 
@@ -53,23 +53,22 @@ class Manifest:
     steps: int
     samples: int
     micro_steps: int
-    engine: EngineFacts
+    engine: EngineInfo
     config: Mapping[str, Any]
     rebuilt: bool
     files: Mapping[str, int]
 
     def to_json(self) -> str:
-        """Write it.
+        """Return it as JSON text.
 
         Raises:
-            CheckpointError: The configuration holds what JSON has no words for.
+            CheckpointError: The ds config holds something that JSON cannot represent.
         """
         try:
             return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
         except TypeError as error:
             raise CheckpointError(
-                f"the DeepSpeed configuration cannot be saved: {error}; give what stands there as "
-                "a number or as text"
+                f"the ds config cannot be saved: {error}; use numbers and text in it"
             ) from error
 
 
@@ -77,40 +76,42 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        CheckpointError: There is none that this version understands.
+        CheckpointError: It is missing, damaged, or of an unsupported format.
     """
     try:
         fields = json.loads(path.read_bytes())
         written = fields.pop("format")
         if written == FORMAT:
-            return Manifest(**{**fields, "engine": EngineFacts(**fields["engine"])})
+            return Manifest(**{**fields, "engine": EngineInfo(**fields["engine"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}), so that what stands beside it is no whole save of "
-            f"a TrainingRun. {recovery_hint(path.parent)}"
+            f"{path} cannot be read ({error}): {path.parent} is no complete checkpoint of a "
+            f"TrainingRun. {recovery_hint(path.parent)}"
         ) from error
     raise CheckpointError(
-        f"{path} is of format {written}, and this version of zerowatch reads format {FORMAT}; "
+        f"{path} is of format {written}; this version of zerowatch reads format {FORMAT}; "
         "load it with the version that wrote it"
     )
 
 
 def check_files(folder: Path, files: Mapping[str, int]) -> None:
-    """Check that all files are there, in full length.
+    """Check that all files exist, in full length.
 
     Raises:
-        CheckpointError: They are not.
+        CheckpointError: A file is missing or has another length.
     """
     wrong = "; ".join(_wrong_files(folder, files))
     if wrong:
-        raise CheckpointError(f"the save {folder} is damaged: {wrong}. {recovery_hint(folder)}")
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {wrong}. {recovery_hint(folder)}"
+        )
 
 
-def check_engine(folder: Path, saved: EngineFacts, now: EngineFacts) -> None:
-    """Check that an engine can take a save up.
+def check_engine(folder: Path, saved: EngineInfo, now: EngineInfo) -> None:
+    """Check that a checkpoint can be loaded into an engine.
 
     Raises:
-        CheckpointError: It cannot; the text says what to do.
+        CheckpointError: It cannot; the message says what to do.
     """
     differences = [
         (saved.world_size, now.world_size, "rank(s)", _SAME_RANKS),
@@ -122,32 +123,32 @@ def check_engine(folder: Path, saved: EngineFacts, now: EngineFacts) -> None:
     for before, after, what, advice in differences:
         if before != after:
             raise CheckpointError(
-                f"the save {folder} was written with {before} {what}, this run has {after}: "
+                f"the checkpoint {folder} was written with {before} {what}, this run has {after}: "
                 f"{advice}"
             )
     wrong = next(_wrong_parameters(saved.parameters, now.parameters), None)
     if wrong is not None:
         raise CheckpointError(
-            f"the save {folder} is of another model: {wrong}. Make the model as it was, or save "
-            "this run in a folder of its own"
+            f"the checkpoint {folder} is of another model: {wrong}. Use the same model, or another "
+            "folder for this run"
         )
 
 
 _SAME_RANKS = (
-    "each rank's file holds its own part of the optimizer's state. Start as many ranks as then; "
-    "DeepSpeed's ds_to_universal turns its files into ones for any number"
+    "each rank's file holds its own shard of the optimizer state. Start as many ranks as then; "
+    "DeepSpeed's ds_to_universal converts its files for any number of ranks"
 )
 _SAME_CONFIG = (
-    "the files are laid out for it. Load with the configuration that zerowatch.json there holds "
-    "under `config`, and rebuild the engine afterwards"
+    "the layout of the files depends on it. Load with the ds config that zerowatch.json there "
+    "holds under `config`, and rebuild the engine afterwards"
 )
 
 
-def recovery_hint(save: Path) -> str:
-    """Say what to do where a save cannot be used."""
+def recovery_hint(checkpoint: Path) -> str:
+    """Return what to do if a checkpoint cannot be used."""
     return (
-        f"To go on from an earlier one, write its name into {save.parent / 'latest'}; to begin "
-        "anew, use another folder"
+        f"To load an earlier one, write its name into {checkpoint.parent / 'latest'}; to start "
+        "from scratch, use another folder"
     )
 
 
@@ -157,7 +158,7 @@ def _wrong_files(folder: Path, files: Mapping[str, int]) -> Iterator[str]:
         if not path.is_file():
             yield f"{name} is missing"
         elif path.stat().st_size != size:
-            yield f"{name} has {path.stat().st_size} bytes in place of {size}"
+            yield f"{name} has {path.stat().st_size} bytes instead of {size}"
 
 
 def _wrong_parameters(
@@ -165,8 +166,8 @@ def _wrong_parameters(
 ) -> Iterator[str]:
     for name in saved.keys() | now.keys():
         if name not in now:
-            yield f"it has a parameter {name}, which this model has not"
+            yield f"it has a parameter {name}, which this model lacks"
         elif name not in saved:
-            yield f"it has no parameter {name}"
+            yield f"it lacks the parameter {name}"
         elif list(saved[name]) != list(now[name]):
-            yield f"its {name} is of shape {list(saved[name])}, here of {list(now[name])}"
+            yield f"its {name} has shape {list(saved[name])}, this model's {list(now[name])}"

@@ -1,7 +1,7 @@
 """`plan.json` of a run folder: what a restart must know before it trains, however the run ended.
 
-A save is made now and then; the plan changes when memory ran out, and that is when a run may die.
-So each change is written as it is made, and a process that dies of memory adds on what.
+Checkpoints are saved now and then. The plan changes when memory ran out, and that is when a process
+may die. So each change is written at once, and a process that runs out for good adds the failure.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ....metrics.atomic_file import atomic_write
 from ...common.host_group import HostCollectives
@@ -23,12 +23,12 @@ from ...common.host_group import HostCollectives
 logger = logging.getLogger(__name__)
 
 NAME = "plan.json"
-LOCK_PATIENCE_SECONDS = 1.0
+LOCK_TIMEOUT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Failure:
-    """A micro-batch on which a process died: so many samples of that length ran out of memory."""
+    """A micro-batch that ended a process: so many samples of that length ran out of memory."""
 
     length: int
     samples: int
@@ -36,13 +36,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistedPlan:
-    """What a restart goes by.
+    """Contents of the plan file.
 
     Attributes:
-        steps: Windows committed when the plan was made.
-        plan: How windows are cut; keys that are whole numbers come back as such.
-        config: The DeepSpeed configuration in force, where an engine was rebuilt.
-        failures: Since the plan was made; not worked into it.
+        steps: Windows committed when the plan was written.
+        plan: How windows are split; integer keys are read back as integers.
+        config: The ds config in use, if the engine was rebuilt.
+        failures: Those since the plan was written; not accounted for in it.
     """
 
     steps: int = 0
@@ -51,57 +51,64 @@ class PersistedPlan:
     failures: tuple[Failure, ...] = ()
 
 
+class RunFolderOwner(Protocol):
+    """Owner of a run folder, such as the watch."""
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The folder; None while there is none."""
+
+
 class PlanFile:
-    """One per run folder, or per node where that is no shared one. Never raises for a disk's sake.
+    """Plan file of a run folder, one per node if folders are not shared; logs errors of the disk.
 
     Args:
-        folder: The run's, or what returns it, as a run may get its name late; where it is None
-            nothing is written.
+        watch: Owner of the run folder, which it may get late; without one nothing is written.
     """
 
-    def __init__(self, folder: Path | Callable[[], Path | None] | None) -> None:
-        self._find = folder
-        self._worked_in: frozenset[Failure] = frozenset()
+    def __init__(self, watch: RunFolderOwner) -> None:
+        self._watch = watch
+        self._accounted_for: frozenset[Failure] = frozenset()
         self._warned = False
 
     def read(self, host_group: HostCollectives) -> PersistedPlan | None:
         """Return the newest plan of any rank, with all failures; the same on all ranks.
 
-        Plans that are written from now on are taken to heed those failures.
+        Plans that are written from now on are assumed to account for those failures.
 
         Args:
             host_group: Of all ranks; every one must call this.
         """
         own = self._read()
-        said = host_group.all_gather_text("" if own is None else _to_text(own))
-        plans = [_from_text(text) for text in said if text]
+        texts = host_group.all_gather_text("" if own is None else _to_text(own))
+        plans = [_from_text(text) for text in texts if text]
         if not plans:
             return None
         failures = {failure for plan in plans for failure in plan.failures}
-        self._worked_in = frozenset(failures)
+        self._accounted_for = frozenset(failures)
         newest = max(plans, key=lambda plan: plan.steps)
         return replace(newest, failures=tuple(sorted(failures)))
 
     def write(
         self, plan: Mapping[str, Any], *, steps: int, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the plan in force; to be called by one rank of each node whenever it changes.
+        """Write the plan in use; one rank of each node calls it whenever the plan changes.
 
         Args:
-            plan: JSON's data, but that keys may be whole numbers.
+            plan: JSON data, except that keys may be integers.
             steps: Windows committed.
-            config: The DeepSpeed configuration, where an engine was rebuilt.
+            config: The ds config, if the engine was rebuilt.
         """
         with self._locked() as before:
-            new = tuple(each for each in before.failures if each not in self._worked_in)
+            new = tuple(each for each in before.failures if each not in self._accounted_for)
             self._write(PersistedPlan(steps=steps, plan=plan, config=config, failures=new))
 
     def add_failure(self, *, length: int, samples: int) -> None:
-        """Note that this process is about to die, as a micro-batch does not fit.
+        """Record a micro-batch that does not fit, before this process ends by it.
 
         Args:
-            length: Of the batch, as agreed between the ranks.
-            samples: Of the micro-batch.
+            length: Sequence length of the batch, as agreed on between the ranks.
+            samples: Samples of the micro-batch.
         """
         with self._locked() as before:
             failures = {*before.failures, Failure(length=length, samples=samples)}
@@ -109,11 +116,11 @@ class PlanFile:
 
     @property
     def _folder(self) -> Path | None:
-        return self._find() if callable(self._find) else self._find
+        return self._watch.run_folder
 
     @contextmanager
     def _locked(self) -> Iterator[PersistedPlan]:
-        """Hold other ranks off; for a moment only, as a dying process must not wait long."""
+        """Lock the file against other ranks; briefly, as a process that is ending must not wait."""
         if self._folder is None:
             yield PersistedPlan()
             return
@@ -136,7 +143,7 @@ class PlanFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("%s cannot be read: %s; it is ignored", self._folder / NAME, error)
+            logger.warning("%s ignored, it cannot be read: %s", self._folder / NAME, error)
             return None
 
     def _write(self, plan: PersistedPlan) -> None:
@@ -144,18 +151,18 @@ class PlanFile:
             return
         try:
             atomic_write(self._folder / NAME, _to_text(plan), durable=True)
-        except (OSError, TypeError) as error:  # TypeError: a config that JSON has no words for
+        except (OSError, TypeError) as error:  # TypeError: not JSON
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "cannot write %s: %s; a restart would not know what ran out of memory",
+                    "cannot write %s: %s; a restart will not know what ran out of memory",
                     self._folder / NAME,
                     error,
                 )
 
 
 def _lock(descriptor: int) -> None:
-    deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -171,16 +178,16 @@ def _from_text(text: str) -> PersistedPlan:
     values = json.loads(text)
     return PersistedPlan(
         steps=values["steps"],
-        plan=_whole_numbers(values["plan"]),
+        plan=_with_integer_keys(values["plan"]),
         config=values["config"],
         failures=tuple(Failure(**each) for each in values["failures"]),
     )
 
 
-def _whole_numbers(node: Any) -> Any:
+def _with_integer_keys(node: Any) -> Any:
     if isinstance(node, dict):
         return {
-            int(key) if key.lstrip("-").isdigit() else key: _whole_numbers(child)
+            int(key) if key.lstrip("-").isdigit() else key: _with_integer_keys(child)
             for key, child in node.items()
         }
-    return [_whole_numbers(child) for child in node] if isinstance(node, list) else node
+    return [_with_integer_keys(child) for child in node] if isinstance(node, list) else node

@@ -1,4 +1,4 @@
-"""The folder of saves: whole or not there, whenever the process is killed; errors read aloud."""
+"""Folder of checkpoints: each complete or absent, whenever the process is killed; its errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from scripts.launching import SCRIPTS, start
 from scripts.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.checkpoint.load import load_run, saved_config
-from zerowatch.runtime.trainer.checkpoint.rank_file import rank_file
-from zerowatch.runtime.trainer.checkpoint.save import save_run
-from zerowatch.runtime.trainer.checkpoint.state import RunState
+from zerowatch.runtime.trainer.checkpoint.load import load_checkpoint, saved_config
+from zerowatch.runtime.trainer.checkpoint.run_state import RunState, rank_file
+from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
 ALONE = SingleRankHostGroup()
 
@@ -26,18 +25,20 @@ ALONE = SingleRankHostGroup()
 def save(folder: Path, steps: int, engine: PlainEngine | None = None, **state: object) -> Path:
     values = {"samples": 8 * steps, "config": {"stage": 2}, **state}
     keep = int(str(values.pop("keep", 2)))
-    return save_run(folder, engine or PlainEngine(), ALONE, RunState(steps=steps, **values), keep)
+    return save_checkpoint(
+        folder, engine or PlainEngine(), ALONE, RunState(steps=steps, **values), keep
+    )
 
 
 def load(folder: Path, engine: PlainEngine | None = None) -> RunState | None:
-    return load_run(folder, engine or PlainEngine(), ALONE)
+    return load_checkpoint(folder, engine or PlainEngine(), ALONE)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_killed_at_any_moment_a_whole_save_is_left_and_the_next_one_tidies_up(
+def test_killed_at_any_moment_a_complete_checkpoint_is_left_and_the_next_save_cleans_up(
     tmp_path: Path,
 ) -> None:
     finished = start(sys.executable, SCRIPTS / "resume_killed.py", tmp_path, cwd=tmp_path)
@@ -54,12 +55,12 @@ def test_killed_at_any_moment_a_whole_save_is_left_and_the_next_one_tidies_up(
     assert found[2] > 5 < found[3]
 
 
-def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_no_error(tmp_path: Path) -> None:
     assert load(tmp_path / "none") is None
     assert saved_config(tmp_path, ALONE) is None
 
 
-def test_the_last_saves_are_kept_and_what_is_not_ours_too(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_so_are_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-old").mkdir()
 
@@ -72,7 +73,9 @@ def test_the_last_saves_are_kept_and_what_is_not_ours_too(tmp_path: Path) -> Non
     ]
 
 
-def test_going_on_from_an_older_save_keeps_it_until_the_next_is_whole(tmp_path: Path) -> None:
+def test_an_older_checkpoint_that_was_loaded_is_kept_until_the_next_is_complete(
+    tmp_path: Path,
+) -> None:
     for steps in (10, 20):
         save(tmp_path, steps)
     (tmp_path / "latest").write_text("step-00000010\n")
@@ -95,7 +98,7 @@ def test_one_step_can_be_saved_again_and_again(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", *saved[-2:]]
 
 
-def test_the_clipping_of_the_configuration_is_not_undone_by_the_file(tmp_path: Path) -> None:
+def test_gradient_clipping_stays_that_of_the_ds_config(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()
     engine.optimizer.clip_grad = 0.25
@@ -105,7 +108,7 @@ def test_the_clipping_of_the_configuration_is_not_undone_by_the_file(tmp_path: P
     assert engine.optimizer.clip_grad == 0.25
 
 
-def test_samples_and_micro_steps_are_the_runs_own(tmp_path: Path) -> None:
+def test_samples_and_micro_steps_are_restored(tmp_path: Path) -> None:
     saved = PlainEngine()
     saved.step()
     save(tmp_path, 1, saved, samples=7)
@@ -116,7 +119,7 @@ def test_samples_and_micro_steps_are_the_runs_own(tmp_path: Path) -> None:
     assert (engine.micro_steps, engine.global_samples) == (1, 7)
 
 
-def test_the_configuration_is_told_where_it_is_not_the_callers(tmp_path: Path) -> None:
+def test_the_saved_config_is_returned_if_it_is_not_the_callers(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert saved_config(tmp_path, ALONE) is None
 
@@ -126,24 +129,24 @@ def test_the_configuration_is_told_where_it_is_not_the_callers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "message"),
     [
         (PlainEngine(stage=3), r"with 2 as ZeRO stage, this run has 3: .* `config`, and rebuild"),
         (
             PlainEngine(width=5),
-            r"of another model: its weight is of shape \[2, 4\], here of \[2, 5",
+            r"of another model: its weight has shape \[2, 4\], this model's \[2, 5",
         ),
     ],
     ids=["stage", "model"],
 )
-def test_another_engine_is_refused(tmp_path: Path, engine: PlainEngine, told: str) -> None:
+def test_another_engine_is_rejected(tmp_path: Path, engine: PlainEngine, message: str) -> None:
     save(tmp_path, 1)
 
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path, engine)
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()
     engine.world_size = 4
@@ -154,7 +157,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         load(tmp_path, engine)
 
 
-def test_a_save_that_lost_a_file_is_named_with_the_way_out(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lost_a_file_is_named_with_a_recovery_hint(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     (folder / "model.pt").unlink()
     (folder / "optimizer.pt").write_bytes(b"short")
@@ -162,38 +165,38 @@ def test_a_save_that_lost_a_file_is_named_with_the_way_out(tmp_path: Path) -> No
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path)
 
-    told = str(raised.value)
-    assert f"the save {folder} is damaged: model.pt is missing; optimizer.pt has 5 bytes" in told
-    assert f"write its name into {tmp_path / 'latest'}; to begin anew, use another folder" in told
+    message = str(raised.value)
+    assert f"{folder} is damaged: model.pt is missing; optimizer.pt has 5 bytes" in message
+    assert f"write its name into {tmp_path / 'latest'}" in message
 
 
-def test_a_folder_of_another_program_is_told_apart(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "global_step10").mkdir()
     (tmp_path / "latest").write_text("global_step10")
 
     with pytest.raises(
-        CheckpointError, match="names 'global_step10', which is no whole save of a "
+        CheckpointError, match="names 'global_step10', which is no complete checkpoint of a "
     ):
         load(tmp_path)
 
 
-def test_files_of_two_saves_put_together_are_noticed(tmp_path: Path) -> None:
+def test_mixed_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     shutil.copy(rank_file(older, 0), rank_file(newer, 0))
 
-    with pytest.raises(CheckpointError, match="put together from several saves"):
+    with pytest.raises(CheckpointError, match="mixes files of several checkpoints"):
         load(tmp_path)
 
 
-def test_a_manifest_of_a_later_format_is_left_alone(tmp_path: Path) -> None:
+def test_a_manifest_of_a_later_format_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "zerowatch.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
 
-    with pytest.raises(CheckpointError, match="of format 2, and this version of zerowatch reads"):
+    with pytest.raises(CheckpointError, match=r"of format 2; .* reads format 1"):
         load(tmp_path)
 
 
-def test_saves_without_a_latest_are_not_passed_over_in_silence(
+def test_checkpoints_without_a_latest_file_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
@@ -202,10 +205,10 @@ def test_saves_without_a_latest_are_not_passed_over_in_silence(
     with caplog.at_level(logging.WARNING):
         assert load(tmp_path) is None
 
-    assert "holds saves, but no file `latest`" in caplog.text
+    assert "holds checkpoints, but no file `latest`" in caplog.text
 
 
-def test_a_disk_that_refuses_leaves_the_save_before(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()
     engine.checkpoint_engine.save = _full_disk  # type: ignore[method-assign]
@@ -221,39 +224,41 @@ def test_a_disk_that_refuses_leaves_the_save_before(tmp_path: Path) -> None:
     assert loaded.steps == 1
 
 
-def test_a_rank_learns_that_another_could_not_write(tmp_path: Path) -> None:
+def test_if_one_rank_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
     well, failed = [0.0], [1.0]
     others = TwoDisks(well, [0.0, 0.0], failed)
 
     with pytest.raises(CheckpointError, match="failed on rank 0"):
-        save_run(tmp_path, PlainEngine(), others, RunState(steps=1, samples=8, config={}))
+        save_checkpoint(tmp_path, PlainEngine(), others, RunState(steps=1, samples=8, config={}))
 
 
-def test_disks_that_a_crash_left_one_save_apart_go_on_from_the_earlier(tmp_path: Path) -> None:
+def test_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     shutil.copy(rank_file(tmp_path / "step-00000001", 0), rank_file(tmp_path / "step-00000001", 1))
     well, of_the_first = [0.0], [1.0]
 
-    loaded = load_run(tmp_path, PlainEngine(), TwoDisks(well, of_the_first, well, well))
+    loaded = load_checkpoint(tmp_path, PlainEngine(), TwoDisks(well, of_the_first, well, well))
 
     assert loaded is not None
     assert loaded.steps == 1
 
 
-def test_a_folder_that_other_ranks_do_not_see_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_shared_is_rejected(tmp_path: Path) -> None:
     save(tmp_path, 1)
     well, nothing = [0.0], [0.0]
 
-    with pytest.raises(CheckpointError, match=r"rank 0 sees no save in .*, and other ranks do"):
-        load_run(tmp_path, PlainEngine(), TwoDisks(well, nothing, well))
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 finds no checkpoint in .*, and other ranks do"
+    ):
+        load_checkpoint(tmp_path, PlainEngine(), TwoDisks(well, nothing, well))
 
 
 def _full_disk(state_dict: object, path: object) -> None:
     raise RuntimeError("no space")
 
 
-def test_an_asynchronous_writer_is_refused(tmp_path: Path) -> None:
+def test_an_asynchronous_writer_is_rejected(tmp_path: Path) -> None:
     engine = PlainEngine()
     engine.checkpoint_engine.is_decoupled = lambda: True  # type: ignore[method-assign]
 
@@ -261,7 +266,7 @@ def test_an_asynchronous_writer_is_refused(tmp_path: Path) -> None:
         save(tmp_path, 1, engine)
 
 
-def test_the_files_can_be_read_by_anybody_who_may_read_the_folder(tmp_path: Path) -> None:
+def test_the_manifest_lists_all_files(tmp_path: Path) -> None:
     folder = save(tmp_path, 1, data={"position": torch.tensor(5)})
 
     manifest = json.loads((folder / "zerowatch.json").read_text())

@@ -27,48 +27,52 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("who", ["new engine", "same engine"])
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_run_goes_on_from_its_save_bit_for_bit(ranks: list[dict], name: str, who: str) -> None:
+def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
+    ranks: list[dict], name: str, who: str
+) -> None:
     for rank in ranks:
         found = rank[name]
         assert found[who] == found["through"]
         assert len(found["through"]["losses"]) == 3
 
 
-def test_a_first_start_finds_nothing_and_the_save_is_named(ranks: list[dict]) -> None:
+def test_a_first_start_finds_no_checkpoint_and_save_returns_its_folder(ranks: list[dict]) -> None:
     found = ranks[1]["stage 2"]
 
     assert found["begun"] == [None, 0]
     assert found["saved"] == "step-00000003"
 
 
-def test_a_run_that_was_rebuilt_is_taken_up_at_its_stage(ranks: list[dict]) -> None:
+def test_a_rebuilt_run_resumes_at_its_stage(ranks: list[dict]) -> None:
     for rank in ranks:
         assert rank["rebuilt"]["stage"] == 3
         assert rank["rebuilt"]["new engine"] == rank["rebuilt"]["through"]
 
 
-def test_a_full_disk_on_one_rank_is_told_on_all_and_leaves_the_save_before(
+def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_checkpoint(
     ranks: list[dict],
 ) -> None:
-    told = [rank["refusals"] for rank in ranks]
+    errors = [rank["refusals"] for rank in ranks]
 
     assert (
-        "failed on rank 1, whose error has the reason. Earlier saves are as they were"
-        in told[0]["full disk"]
+        "failed on rank 1, whose error has the reason. Earlier checkpoints are unchanged"
+        in errors[0]["full disk"]
     )
-    assert "zerowatch-rank-00001.pt cannot be written; is the disk full?" in told[1]["full disk"]
-    assert told[0]["left"] == "step-00000001"
-    assert told[0]["step"] == "1"
+    assert "zerowatch-rank-00001.pt cannot be written; is the disk full?" in errors[1]["full disk"]
+    assert errors[0]["left"] == "step-00000001"
+    assert errors[0]["step"] == "1"
 
 
-def test_the_clipping_of_the_configuration_goes_before_the_files(ranks: list[dict]) -> None:
+def test_gradient_clipping_stays_that_of_the_ds_config(ranks: list[dict]) -> None:
     assert ranks[0]["refusals"]["clip"] == "0.25"
 
 
-def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(ranks: list[dict]) -> None:
-    told = [rank["refusals"] for rank in ranks]
+def test_what_cannot_be_saved_or_loaded_raises_on_every_rank(ranks: list[dict]) -> None:
+    errors = [rank["refusals"] for rank in ranks]
 
-    assert all("client is of type builtins.type" in each["object"] for each in told)
-    assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in told)
-    assert "failed on rank 1, whose error has the reason. Nothing was loaded" in told[0]["damaged"]
-    assert "cannot be read as a rank's state" in told[1]["damaged"]
+    assert all("client is of type builtins.type" in each["object"] for each in errors)
+    assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in errors)
+    assert (
+        "failed on rank 1, whose error has the reason. Nothing was loaded" in errors[0]["damaged"]
+    )
+    assert "cannot be read as a rank's state" in errors[1]["damaged"]

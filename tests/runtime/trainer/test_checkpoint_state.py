@@ -1,4 +1,4 @@
-"""A run's state on disk: what goes in comes out, and what cannot is told by name."""
+"""State of a run on disk: plain data is read back unchanged, anything else is rejected by name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.checkpoint.rank_file import rank_file, read_rank, write_rank
-from zerowatch.runtime.trainer.checkpoint.state import RunState
+from zerowatch.runtime.trainer.checkpoint.run_state import (
+    RunState,
+    rank_file,
+    read_rank,
+    write_rank,
+)
 
 PLAIN = RunState(steps=3, samples=24, config={"train_batch_size": 8})
 
@@ -23,7 +27,7 @@ def after_disk(folder: Path, state: RunState) -> RunState:
     return read_rank(folder, 0)
 
 
-def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
+def test_plain_data_is_read_back_with_its_types(tmp_path: Path) -> None:
     plan = {"micro_batch_samples": 4, "failed": {128: 8, 256: 4}, "sizes": (3, 3, 2)}
     state = replace(PLAIN, micro_batch_plan=plan, weight_exponent=-3, client=[None, b"x", 1.5])
 
@@ -33,7 +37,7 @@ def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
     assert type(loaded.micro_batch_plan["sizes"]) is tuple
 
 
-def test_the_generators_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_generators_are_restored(tmp_path: Path) -> None:
     numpy = np.random.RandomState(3)
     taken = {
         "python": random.getstate(),
@@ -50,7 +54,7 @@ def test_the_generators_go_on_where_they_were(tmp_path: Path) -> None:
     assert (random.random(), numpy.rand(), torch.rand(1)) == drawn
 
 
-def test_tensors_and_arrays_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     residual = torch.randn(7, dtype=torch.bfloat16)
     array = np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::2]
     given = {"residual": residual, "array": array, "scalar": np.float32(0.1), "none": np.zeros(())}
@@ -65,7 +69,7 @@ def test_tensors_and_arrays_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert loaded["none"].shape == ()
 
 
-def test_of_a_view_only_what_it_shows_is_written(tmp_path: Path) -> None:
+def test_of_a_view_only_its_own_elements_are_written(tmp_path: Path) -> None:
     view = torch.zeros(1_000_000)[:3]
 
     write_rank(tmp_path, 0, replace(PLAIN, client={"view": view}))
@@ -74,7 +78,7 @@ def test_of_a_view_only_what_it_shows_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         ({"sampler": {"queue": deque([1])}}, r"data\.sampler\.queue is of type collections\.deque"),
         ({"path": [Path("x")]}, r"data\.path\[0\] is of type pathlib"),
@@ -83,19 +87,21 @@ def test_of_a_view_only_what_it_shows_is_written(tmp_path: Path) -> None:
     ],
     ids=["deque", "path", "key", "objects"],
 )
-def test_an_object_is_refused_by_its_place_and_type(tmp_path: Path, data: dict, told: str) -> None:
-    with pytest.raises(CheckpointError, match=told):
+def test_an_object_is_rejected_with_its_path_and_type(
+    tmp_path: Path, data: dict, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
         write_rank(tmp_path, 0, replace(PLAIN, data=data))
 
 
-def test_a_file_that_holds_code_is_not_run(tmp_path: Path) -> None:
+def test_a_file_that_holds_code_is_not_executed(tmp_path: Path) -> None:
     torch.save({"steps": Path("x")}, rank_file(tmp_path, 0))
 
     with pytest.raises(CheckpointError, match=r"zerowatch-rank-00000\.pt cannot be read"):
         read_rank(tmp_path, 0)
 
 
-def test_a_file_of_another_version_is_told_by_what_differs(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_rejected_with_what_differs(tmp_path: Path) -> None:
     torch.save({**PLAIN.to_plain(), "mood": 1}, rank_file(tmp_path, 0))
 
     with pytest.raises(CheckpointError, match=r"another version of zerowatch, .* in mood"):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from resume_engine import PlainEngine, SingleRankHostGroup
 
-from zerowatch.runtime.trainer.checkpoint.load import load_run
-from zerowatch.runtime.trainer.checkpoint.save import save_run
-from zerowatch.runtime.trainer.checkpoint.state import RunState
+from zerowatch.runtime.trainer.checkpoint.load import load_checkpoint
+from zerowatch.runtime.trainer.checkpoint.run_state import RunState
+from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -42,14 +42,14 @@ def save(engine: PlainEngine, folder: Path) -> None:
     engine.step()
     steps = engine.global_steps
     state = RunState(steps=steps, samples=8 * steps, config={}, client={"step": steps})
-    save_run(folder, engine, SingleRankHostGroup(), state)
+    save_checkpoint(folder, engine, SingleRankHostGroup(), state)
 
 
 def found_in(folder: Path, killed_at: str) -> dict:
     """Load as a restart would, and save once more."""
     engine = PlainEngine()
     engine.module.weight.data.zero_()
-    state = load_run(folder, engine, SingleRankHostGroup())
+    state = load_checkpoint(folder, engine, SingleRankHostGroup())
     found = {
         "killed_at": killed_at.replace(str(folder), ""),
         "steps": [state.steps, state.client["step"], engine.global_steps],

@@ -1,0 +1,180 @@
+"""State of a run besides its engine: plain data of one rank, in a file of its own.
+
+Numbers, text, tensors and arrays, in dicts, lists and tuples; no objects. A saved object would have
+to be unpickled, which runs code and breaks with the code's next version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+
+from ....errors import CheckpointError
+from .manifest import recovery_hint
+
+_LEAVES = (type(None), bool, int, float, str, bytes)
+_ARRAY = "zerowatch.array"  # the key of an array that is written as a tensor
+_NUMERIC = "biuf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """State of a run between two windows, except weights, optimizer and schedule of the engine.
+
+    The names are those in the file.
+
+    Attributes:
+        steps: Windows committed.
+        samples: Samples committed, of all ranks together.
+        config: The ds config in use; not the caller's after an engine was rebuilt.
+        rebuilt: Whether the engine was rebuilt.
+        micro_batch_plan: Samples per micro-batch, the failing sizes by length, and whatever else
+            decides how the next window is split.
+        weight_exponent: The power of two over which gradients are accumulated.
+        rng: Python's, numpy's and torch's generators of this rank.
+        data: This rank's position in its data: a loader's `state_dict()`.
+        codec: Residuals of gradient compression on this rank.
+        client: The caller's own.
+    """
+
+    steps: int
+    samples: int
+    config: Mapping[str, Any]
+    rebuilt: bool = False
+    micro_batch_plan: Mapping[str, Any] = field(default_factory=dict)
+    weight_exponent: int = 0
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] | None = None
+    codec: Mapping[str, Any] | None = None
+    client: Any = None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return a serializable copy on the host.
+
+        Raises:
+            CheckpointError: It holds something that is not plain data.
+        """
+        return {name: to_serializable(getattr(self, name), name) for name in _NAMES}
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> RunState:
+        """Return the state that was written.
+
+        Raises:
+            CheckpointError: It was written by another version.
+        """
+        if values.keys() != set(_NAMES):
+            odd = ", ".join(sorted(set(_NAMES).symmetric_difference(values)))
+            raise CheckpointError(
+                f"it was written by another version of zerowatch, which differs in {odd}; "
+                "load it with that version"
+            )
+        return RunState(**{name: from_serializable(values[name]) for name in _NAMES})
+
+
+_NAMES = tuple(each.name for each in fields(RunState))
+
+
+def rank_file(checkpoint: Path, rank: int) -> Path:
+    """Return the path of a rank's file in the folder of a checkpoint."""
+    return checkpoint / f"zerowatch-rank-{rank:05d}.pt"
+
+
+def write_rank(checkpoint: Path, rank: int, state: RunState) -> None:
+    """Write a rank's file.
+
+    Raises:
+        OSError: The file cannot be written.
+        CheckpointError: The state holds something that is not plain data.
+    """
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    path = rank_file(checkpoint, rank)
+    try:
+        torch.save(state.to_plain(), path)
+    except RuntimeError as error:  # how torch reports a disk's errors
+        raise write_error(path, error) from error
+
+
+def read_rank(checkpoint: Path, rank: int) -> RunState:
+    """Read a rank's file.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or holds something that is not plain data.
+    """
+    path = rank_file(checkpoint, rank)
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a rank's state ({type(error).__name__}): it is damaged, or "
+            f"of another program. {recovery_hint(checkpoint)}"
+        ) from error
+    try:
+        return RunState.from_plain(values)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from error
+
+
+def write_error(path: object, error: Exception) -> OSError:
+    """Return an OSError for an error of torch's writer."""
+    return OSError(f"{path} cannot be written; is the disk full? ({error})")
+
+
+def to_serializable(node: Any, path: str) -> Any:
+    """Return a copy, on the host, that `torch.load(weights_only=True)` reads back.
+
+    Args:
+        node: A tree.
+        path: Its name, for the error.
+
+    Raises:
+        CheckpointError: It holds an object that is not plain data.
+    """
+    if isinstance(node, torch.Tensor):
+        return node.detach().cpu().clone()  # of a view the whole storage would be written
+    if isinstance(node, np.generic):
+        return to_serializable(node.item(), path)
+    if isinstance(node, np.ndarray) and node.dtype.kind in _NUMERIC:
+        return {_ARRAY: torch.from_numpy(np.ascontiguousarray(node).reshape(node.shape).copy())}
+    if isinstance(node, Mapping):
+        return {
+            _checked_key(key, path): to_serializable(child, f"{path}.{key}")
+            for key, child in node.items()
+        }
+    if type(node) in (list, tuple, torch.Size):
+        kind = list if isinstance(node, list) else tuple
+        return kind(to_serializable(child, f"{path}[{index}]") for index, child in enumerate(node))
+    if type(node) in _LEAVES:
+        return node
+    raise _type_error(path, node)
+
+
+def from_serializable(node: Any) -> Any:
+    """Return the original tree, arrays as arrays."""
+    if isinstance(node, dict):
+        if node.keys() == {_ARRAY}:
+            return node[_ARRAY].numpy()
+        return {key: from_serializable(child) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(from_serializable(child) for child in node)
+    return node
+
+
+def _checked_key(key: Any, path: str) -> Any:
+    if type(key) not in _LEAVES:
+        raise _type_error(f"a key of {path}", key)
+    return key
+
+
+def _type_error(path: str, node: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of type {type(node).__module__}.{type(node).__qualname__}, which cannot be "
+        "saved: only numbers, text, tensors and arrays, in dicts, lists and tuples. Save its "
+        "plain parts, for example its state_dict()"
+    )
