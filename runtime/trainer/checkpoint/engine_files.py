@@ -14,7 +14,6 @@ from .run_state import write_error
 
 # Without it, a disk that is full at this file leaves the other ranks waiting.
 _COPY = "_copy_recovery_script"
-PRIVATE_NAMES = {"deepspeed.runtime.engine:DeepSpeedEngine": (_COPY,)}
 
 
 def engine_info(engine: Any) -> EngineInfo:
