@@ -1,1 +1,1 @@
-"""The command line: run, attach, estimate, tune and demo."""
+"""The command line: run, attach, estimate and demo."""

@@ -1,8 +1,8 @@
-"""`python -m zerowatch script.py`: runs a script as python would, watched from its first import on.
+"""`python -m zerowatch script.py`: runs a script as python does, with monitoring attached.
 
-It changes nothing that the script can see: the script gets a `__main__` module of its own, which
-stays in `sys.modules` for the pickles, worker processes, late threads and exit handlers that need
-it. It installs no signal handler, and imports neither torch nor deepspeed before the script does.
+The script sees no difference. It runs in a `__main__` module of its own, which stays in
+`sys.modules` for pickles, worker processes, late threads and exit handlers that need it. No signal
+handler is installed. torch and deepspeed are imported by the script only, never before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import builtins
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -23,116 +23,135 @@ from ...metrics.settings import load_settings
 from ..common.ds_config import explain_config_error
 from ..common.fail_open import FailOpen
 from .post_import import PostImportFinder
-from .tracebacks import hide_our_frames
+
+_ATTACH = __file__
+_RUNTIME = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DEMO = os.path.join(_RUNTIME, "cli", "demo") + os.sep  # a training script like any other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """A script that is ready to run in this process."""
-
-    body: Callable[[], None]
-    watched: bool
-
-    def run(self) -> None:
-        """Run the script; whatever it raises goes on to the interpreter, as with plain python."""
-        fail_open = FailOpen()
-        if self.watched:
-            _watch_imports(fail_open)
-        with _ExitHandler(fail_open, watched=self.watched):
-            self.body()
-
-
-def prepare(arguments: Sequence[str], launchers_arguments: Sequence[str] = ()) -> Script:
-    """Check everything that can be wrong before the script's first line.
+def prepare(arguments: Sequence[str], launcher_arguments: Sequence[str] = ()) -> Script:
+    """Check everything that can be checked before the script's first line.
 
     Args:
         arguments: A script and its arguments, or `-m`, a module and its arguments.
-        launchers_arguments: What a launcher adds, which stands before all the script's own.
+        launcher_arguments: Arguments that a launcher adds; they precede the script's own.
 
     Raises:
         CommandLineError: The script cannot be read.
-        SettingsError: A setting is wrong.
+        SettingsError: A setting is invalid.
     """
     as_module = arguments[:1] == ["-m"]
     if len(arguments) <= as_module:
         raise CommandLineError("-m needs the name of a module" if as_module else "no script given")
     target = arguments[as_module]
-    rest = [*launchers_arguments, *arguments[as_module + 1 :]]
-    body = _module_body(target, rest) if as_module else _script_body(target, rest)
-    # The ds config is not known yet, and may switch the watch on against zerowatch.toml: only
-    # what is stronger than it, the environment, decides here.
-    return Script(body=body, watched=load_settings(ds_block={"enabled": True}).enabled)
+    own_arguments = [*launcher_arguments, *arguments[as_module + 1 :]]
+    program = (
+        _Module(name=target, arguments=own_arguments)
+        if as_module
+        else _ScriptFile.read(target, own_arguments)
+    )
+    # The ds config is not known yet, and may enable monitoring against zerowatch.toml. Only what
+    # takes precedence over it, the environment, decides here.
+    return Script(program=program, monitored=load_settings(ds_block={"enabled": True}).enabled)
 
 
-def _script_body(script: str, arguments: list[str]) -> Callable[[], None]:
-    path = os.path.join(os.getcwd(), script)  # not normalised, as python's own `__file__`
-    try:
-        with open(path, "rb") as file:
-            source = file.read()
-    except OSError as error:
-        raise CommandLineError(f"cannot open script {path!r}: {error.strerror}") from None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A program that is ready to run in this process."""
 
-    def body() -> None:
-        sys.argv = [script, *arguments]
-        if not sys.flags.safe_path:  # under `python -P` nothing of ours stands there
-            sys.path[0] = os.path.dirname(os.path.realpath(path))
-        main = _fresh_main()
-        main.__dict__.update(
-            __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
-        )
-        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    program: _ScriptFile | _Module
+    monitored: bool
 
-    return body
+    def run(self) -> None:
+        """Run the program; its exceptions reach the interpreter, as with plain python."""
+        fail_open = FailOpen()
+        if self.monitored:
+            _attach_on_import(fail_open)
+        with _ExitHandler(fail_open, monitored=self.monitored):
+            self.program.execute()
 
 
-def _module_body(name: str, arguments: list[str]) -> Callable[[], None]:
-    def body() -> None:
-        sys.argv = ["-m", *arguments]  # as with python, until the module is found
-        _fresh_main()
-        # What the interpreter itself calls for `-m`; its public kin take `__main__` away again.
-        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScriptFile:
+    """A script given by path, as `python script.py` runs it."""
 
-    return body
+    name: str
+    path: str
+    source: bytes
+    arguments: list[str]
+
+    @classmethod
+    def read(cls, name: str, arguments: list[str]) -> _ScriptFile:
+        path = os.path.join(os.getcwd(), name)  # not normalised, like python's own `__file__`
+        try:
+            with open(path, "rb") as file:
+                source = file.read()
+        except OSError as error:
+            raise CommandLineError(f"cannot open script {path!r}: {error.strerror}") from None
+        return cls(name=name, path=path, source=source, arguments=arguments)
+
+    def execute(self) -> None:
+        sys.argv = [self.name, *self.arguments]
+        if not sys.flags.safe_path:  # `python -P` adds no folder to sys.path
+            sys.path[0] = os.path.dirname(os.path.realpath(self.path))
+        main = _new_main_module()
+        loader = SourceFileLoader("__main__", self.path)
+        main.__dict__.update(__file__=self.path, __cached__=None, __loader__=loader)
+        exec(compile(self.source, self.path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _fresh_main() -> ModuleType:
-    """Put a new `__main__` in place of ours, for good."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A module given by name, as `python -m module` runs it."""
+
+    name: str
+    arguments: list[str]
+
+    def execute(self) -> None:
+        sys.argv = ["-m", *self.arguments]  # as in python, until the module is found
+        _new_main_module()
+        # The interpreter's own function for `-m`; the public ones remove `__main__` afterwards.
+        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]
+
+
+def _new_main_module() -> ModuleType:
+    """Replace `__main__` by a new module, permanently."""
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     return main
 
 
-def _watch_imports(fail_open: FailOpen) -> None:
-    """Hook the watch to the script's own imports of torch and deepspeed."""
+def _attach_on_import(fail_open: FailOpen) -> None:
+    """Attach monitoring when the script imports torch and deepspeed."""
 
-    def tap(torch: ModuleType) -> None:
+    def on_torch(torch: ModuleType) -> None:
         from ..initialize import instrument_torch
 
         instrument_torch()
 
-    def wrap(deepspeed: ModuleType) -> None:
+    def on_deepspeed(deepspeed: ModuleType) -> None:
         from ..initialize import wrap_deepspeed
 
         wrap_deepspeed(deepspeed)
 
     callbacks = {
-        "torch": fail_open.wrap("attach", tap),
-        "deepspeed": fail_open.wrap("attach", wrap),
+        "torch": fail_open.wrap("attach", on_torch),
+        "deepspeed": fail_open.wrap("attach", on_deepspeed),
     }
     PostImportFinder(callbacks).start()
 
 
 class _ExitHandler(AbstractContextManager[None]):
-    """Shows the error that ended a script as plain python would, and closes the watch after it.
+    """Shows the error that ended a script as plain python does, then closes monitoring.
 
-    A script that ends well needs none of this: a watch closes itself in an exit handler, when the
-    script's late threads are done.
+    A script that ends without an error needs no handler: monitoring closes itself in an exit
+    handler, after the script's late threads.
     """
 
-    def __init__(self, fail_open: FailOpen, *, watched: bool) -> None:
+    def __init__(self, fail_open: FailOpen, *, monitored: bool) -> None:
         self._close = fail_open.wrap("close", _close_failed)
         self._explain = fail_open.wrap("explain", _explanation)
-        self._watched = watched
+        self._monitored = monitored
 
     def __exit__(
         self,
@@ -144,12 +163,12 @@ class _ExitHandler(AbstractContextManager[None]):
             if error.code not in (None, 0):
                 self._close()
         elif error is not None:
-            self._fail(error)
+            self._on_error(error)
 
-    def _fail(self, error: BaseException) -> None:
-        explanation = self._explain(error) if self._watched else None
+    def _on_error(self, error: BaseException) -> None:
+        explanation = self._explain(error) if self._monitored else None
         if explanation is None:
-            # The interpreter shall show it, and choose the exit code, after our frames are gone.
+            # The interpreter shows the error and chooses the exit code, without our frames.
             sys.excepthook = partial(self._show, sys.excepthook)
             return
         sys.stderr.write(f"zerowatch: {explanation}\n")
@@ -175,11 +194,65 @@ def _explanation(error: BaseException) -> str | None:
     """Return one line if the error is the caller's mistake in a configuration or a setting."""
     if isinstance(error, ZerowatchError):
         return str(error)
-    # The wrapped deepspeed.initialize has left a line, if it was reached.
+    # Set by the wrapped deepspeed.initialize, if the script reached it.
     return getattr(error, "zerowatch_explanation", None) or explain_config_error(error, None)
 
 
 def _close_failed() -> None:
     initialize = sys.modules.get("zerowatch.runtime.initialize")
-    if initialize is not None:  # else the script never came to torch
+    if initialize is not None:  # None if the script never imported torch
         initialize.close_watch(failed=True)
+
+
+def hide_our_frames(error: BaseException) -> None:
+    """Remove our frames from the traceback of an error and of its causes, in place."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        each.__traceback__ = _without_our_frames(each.__traceback__)
+        pending += (each.__cause__, each.__context__)
+    sys.last_traceback = error.__traceback__  # pdb.pm() opens it
+
+
+def _without_our_frames(traceback: TracebackType | None) -> TracebackType | None:
+    links = list(_links(traceback))
+    attach = [position for position, link in enumerate(links) if _file(link) == _ATTACH]
+    if attach:  # all frames up to this file started the script
+        links = links[attach[-1] + 1 :]
+    if links and not _is_ours(links[-1]):  # an error that we raise keeps its frames
+        links = _without_wrappers(links)
+    first = None
+    for link in reversed(links):
+        link.tb_next = first
+        first = link
+    return first
+
+
+def _without_wrappers(links: list[TracebackType]) -> list[TracebackType]:
+    kept: list[TracebackType] = []
+    for link in links:
+        if not _is_ours(link):
+            kept.append(link)
+            continue
+        # Python itself drops these frames, unless an import hook is between them.
+        while kept and _file(kept[-1]).startswith("<frozen importlib"):
+            kept.pop()
+    return kept
+
+
+def _links(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename
+
+
+def _is_ours(link: TracebackType) -> bool:
+    return _file(link).startswith(_RUNTIME) and not _file(link).startswith(_DEMO)

@@ -1,4 +1,4 @@
-"""The commands that train: run and demo. Their work is imported when they are used."""
+"""The commands `run` and `demo`; their implementations are imported on use."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import sys
 
 import click
 
-# All that stands before the script is torchrun's, all behind it the script's: click takes neither.
+# Options before the script belong to torchrun, arguments after it to the script; click parses none.
 _PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 @click.command(
     context_settings=_PASS_THROUGH,
     options_metavar="[TORCHRUN OPTIONS]",
-    short_help="Train, watched: torchrun with the watch attached.",
+    short_help="Run a script under torchrun with monitoring enabled.",
 )
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]..."
 )
 def run(arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT on every rank of this node, watched, without a change to it.
+    """Run SCRIPT under torchrun with monitoring enabled; the script needs no change.
 
-    Takes every option of torchrun, `-m PACKAGE.MODULE` in the place of SCRIPT included; only
-    --no-python and --run-path cannot be watched. `torchrun --help` lists the options.
+    All options of torchrun are accepted, except --no-python and --run-path; see `torchrun --help`.
+    To run a module, give `-m PACKAGE.MODULE` instead of SCRIPT.
 
-    --max-restarts N starts all ranks again after a failure; a TrainingRun then goes on from its
-    last save.
+    With --max-restarts N, all ranks restart after a failure, and a TrainingRun resumes from its
+    last checkpoint.
 
     Example: zerowatch run --nproc-per-node 8 train.py --deepspeed ds.json
 
-    The exit code is that of the rank that failed first, or 128 + n if signal n ended it.
+    The exit code is that of the first rank that failed, or 128 + n if signal n ended it.
     """
     from .run import launch
 
     sys.exit(launch(arguments))
 
 
-@click.command(short_help="Train the built-in model, watched and tuned.")
+@click.command(short_help="Train a small built-in model with monitoring and tuning.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Optimizer steps."
 )
@@ -44,13 +44,13 @@ def run(arguments: tuple[str, ...]) -> None:
     "--nproc",
     "num_processes",
     type=click.IntRange(min=1),
-    help="Processes on this machine; by default one per GPU, or 2 without GPUs.",
+    help="Processes on this machine.  [default: one per GPU, or 2 without GPUs]",
 )
 @click.option(
     "--stage", type=click.IntRange(0, 3), default=2, show_default=True, help="ZeRO stage."
 )
 def demo(steps: int, num_processes: int | None, stage: int) -> None:
-    """Train a small byte-level GPT on the standard library's source, watched and tuned."""
+    """Train a small byte-level GPT with monitoring and tuning, on Python's standard library."""
     from .demo.launch import launch_demo
 
     sys.exit(launch_demo(steps, num_processes, stage))

@@ -1,4 +1,4 @@
-"""`zerowatch run`: torchrun, with every rank's script started by `python -m zerowatch`."""
+"""`zerowatch run`: torchrun, which starts each rank's script by `python -m zerowatch`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ...metrics.settings import ENVIRONMENT_PREFIX, load_settings
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run a script on the ranks of this node, watched, and wait for them.
+    """Run a script with monitoring on the ranks of this node, and wait for them.
 
-    torchrun's agent runs in this very process, because a `torchrun` of its own would turn every
-    exit code of the script into 1.
+    torchrun's agent runs in this process: a separate `torchrun` would turn every exit code of the
+    script into 1.
 
     Args:
-        arguments: The command line of torchrun: its options, the script, the script's arguments.
+        arguments: torchrun's command line: its options, the script, the script's arguments.
 
     Returns:
         The exit code of the first rank that failed (128 + n if signal n ended it), or 0.
 
     Raises:
-        CommandLineError: There is no such script, or it cannot be watched.
-        SettingsError: A setting is wrong.
+        CommandLineError: The script does not exist, or an option prevents monitoring.
+        SettingsError: A setting is invalid.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,12 +35,12 @@ def launch(arguments: Sequence[str]) -> int:
 
     options = _parse(arguments)
     _check(options)
-    _name_run(options)
+    _set_run_id(options)
     _prepare_restarts(options)
     try:
-        torchrun.main(_watched(arguments, options))
+        torchrun.main(_monitored_command(arguments, options))
     except ChildFailedError as error:
-        error.name = options.training_script  # torchrun's summary would say that we failed
+        error.name = options.training_script  # otherwise torchrun's summary names zerowatch
         sys.stderr.write(f"{error.format_msg()}\n")
         return _exit_code(error.get_first_failure()[1].exitcode)
     except SignalException as error:
@@ -49,16 +49,16 @@ def launch(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Read the command line by torchrun's own parser."""
+    """Parse the command line with torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.prog = "zerowatch run"
-    parser.error = _refuse  # type: ignore[method-assign]  # one line, without torchrun's usage
+    parser.error = _fail  # type: ignore[method-assign]  # one line, without torchrun's usage
     return parser.parse_args(arguments)
 
 
-def _refuse(message: str) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     raise CommandLineError(f"run: {message}")
 
 
@@ -66,8 +66,8 @@ def _check(options: Namespace) -> None:
     if options.no_python or options.run_path:
         option = "--no-python" if options.no_python else "--run-path"
         raise CommandLineError(
-            f"run: {option} cannot be watched, as the watch needs a Python process of its own "
-            "per rank; leave the option out, or use torchrun"
+            f"run: {option} cannot be monitored, because monitoring needs one Python process per "
+            "rank; remove the option, or use torchrun"
         )
     script = options.training_script
     if options.module:
@@ -78,8 +78,8 @@ def _check(options: Namespace) -> None:
         raise CommandLineError(f"run: no script {script!r} in {os.getcwd()}")
 
 
-def _name_run(options: Namespace) -> None:
-    """Give all ranks the same run id; with more nodes than this one, rank 0 shares it instead."""
+def _set_run_id(options: Namespace) -> None:
+    """Set the same run id for all ranks; on several nodes rank 0 shares one instead."""
     from torch.distributed.run import parse_min_max_nnodes
 
     from ..common.process_info import new_run_id
@@ -89,10 +89,10 @@ def _name_run(options: Namespace) -> None:
 
 
 def _prepare_restarts(options: Namespace) -> None:
-    """Give each attempt a store of its own, where `--max-restarts` allows more than one.
+    """Use a new store for each restart, if `--max-restarts` allows any.
 
-    torch 2.5 and later keep one for all of them, in the agent. Ranks that start anew then find
-    where those before them listened, and cannot connect (pytorch issue 135712).
+    torch 2.5 and later keep one store in the agent for all restarts. Restarted ranks then read the
+    addresses of their predecessors and cannot connect (pytorch issue 135712).
     """
     if not options.max_restarts:
         return
@@ -100,14 +100,14 @@ def _prepare_restarts(options: Namespace) -> None:
     is_static = options.rdzv_backend == "static" and not options.standalone
     if is_static and (options.master_port is not None or options.rdzv_endpoint):
         sys.stderr.write(
-            "zerowatch: with --master-port, restarted ranks share a store with those before them, "
-            "and may fail to connect; for restarts leave it out on one node, and take "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT on several\n"
+            "zerowatch: with --master-port, restarted ranks share a store with their "
+            "predecessors and may fail to connect; remove it on a single node, or use "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT on several nodes\n"
         )
 
 
-def _watched(arguments: Sequence[str], options: Namespace) -> list[str]:
-    """Put `-m zerowatch` before the script, or before the `-m` of the user's module."""
+def _monitored_command(arguments: Sequence[str], options: Namespace) -> list[str]:
+    """Insert `-m zerowatch` before the script, or before the `-m` of the user's module."""
     end_of_options = len(arguments) - len(options.training_script_args) - 1
     own, script = list(arguments[:end_of_options]), list(arguments[end_of_options:])
     if options.module:
@@ -116,5 +116,5 @@ def _watched(arguments: Sequence[str], options: Namespace) -> list[str]:
 
 
 def _exit_code(status: int) -> int:
-    """Turn a child's status into the exit code that a shell would show."""
+    """Return the exit code that a shell shows for a child's status."""
     return 128 - status if status < 0 else status

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 import training
 
-from zerowatch.runtime.cli.demo.corpus import NextByteWindows, standard_library_text
+from zerowatch.runtime.cli.demo.corpus import NextByteSequences, standard_library_text
 from zerowatch.runtime.cli.demo.job import ds_config
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
@@ -31,30 +31,30 @@ def train(asked: dict[str, Any], kind: str | None, feedback: bool | None, seed: 
     codec = GradientCompressor(kind, feedback=feedback) if kind else None
     if codec is not None:
         codec.attach(engine)
-    windows = NextByteWindows(TEXT, model.config.max_position_embeddings)
+    sequences = NextByteSequences(TEXT, model.config.max_position_embeddings)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     order = torch.randperm(
-        len(windows) - JUDGED_WINDOWS, generator=torch.Generator().manual_seed(seed)
+        len(sequences) - JUDGED_WINDOWS, generator=torch.Generator().manual_seed(seed)
     )
     batch = engine.train_micro_batch_size_per_gpu()
     for step in range(asked["steps"]):
         begin = (step * world + rank) * batch
         if codec is not None:
             codec.begin_window()
-        engine.backward(engine(**gathered(windows, order[begin : begin + batch].tolist())))
+        engine.backward(engine(**gathered(sequences, order[begin : begin + batch].tolist())))
         engine.step()
         if codec is not None:
             codec.commit_window()
-    judged = range(len(windows) - JUDGED_WINDOWS, len(windows))
+    judged = range(len(sequences) - JUDGED_WINDOWS, len(sequences))
     with torch.no_grad():
-        loss = float(model(**gathered(windows, list(judged))))
+        loss = float(model(**gathered(sequences, list(judged))))
     engine.destroy()
     return loss
 
 
-def gathered(windows: NextByteWindows, chosen: list[int]) -> dict[str, torch.Tensor]:
-    """Return some windows as one batch."""
-    items = [windows[index] for index in chosen]
+def gathered(sequences: NextByteSequences, chosen: list[int]) -> dict[str, torch.Tensor]:
+    """Return some sequences as one batch."""
+    items = [sequences[index] for index in chosen]
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from tuner_link_model import asked, configuration_of, tell
 
 import zerowatch
-from zerowatch.runtime.cli.demo.corpus import NextByteWindows
+from zerowatch.runtime.cli.demo.corpus import NextByteSequences
 from zerowatch.runtime.cli.demo.job import ds_config, mean_loss
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 
@@ -36,16 +36,16 @@ def train(asked: dict[str, Any], seed: int) -> dict[str, Any]:
     run = zerowatch.TrainingRun(
         model, config=config, loss=mean_loss, settings=settings, **asked["tuner"]
     )
-    windows = NextByteWindows(TEXT, model.config.max_position_embeddings)
-    first_judged = len(windows) - JUDGED_WINDOWS
+    sequences = NextByteSequences(TEXT, model.config.max_position_embeddings)
+    first_judged = len(sequences) - JUDGED_WINDOWS
     samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
-    loader = run.loader(Subset(windows, range(first_judged)), batch_samples=samples, seed=seed)
+    loader = run.loader(Subset(sequences, range(first_judged)), batch_samples=samples, seed=seed)
     forms: Counter[str] = Counter()
     for batch in islice(loader.forever(), asked["steps"]):
         forms[str(configuration_of(run)["gradient_compression"])] += 1
         run.train_batch(batch)
     with torch.no_grad():
-        loss = float(model(**gathered(windows, list(range(first_judged, len(windows))))))
+        loss = float(model(**gathered(sequences, list(range(first_judged, len(sequences))))))
     run.close()
     run.engine.destroy()
     return {"seed": seed, "loss": loss, "forms": forms}

@@ -1,1 +1,1 @@
-"""The built-in job: a byte-level GPT on the source text of the Python standard library."""
+"""The built-in job: a byte-level GPT trained on the Python standard library."""

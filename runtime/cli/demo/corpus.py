@@ -1,6 +1,6 @@
-"""What the demo learns: the source text of this Python's standard library, as windows of bytes.
+"""The demo's data: the source text of this Python's standard library, as byte sequences.
 
-Real text that is on every machine, so that the demo downloads nothing.
+This text is on every machine, so the demo downloads nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-# Others' code, tests (17 MB, much of it made up of test data), and two folders of generated tables.
+# Third-party code, tests (17 MB, much of it test data), and two folders of generated tables.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -25,39 +25,39 @@ SKIPPED_FOLDERS = frozenset(
         "tests",
     }
 )
-MAX_BYTES = 8 * 2**20  # ten times what the demo reads, and still loaded in a moment
+MAX_BYTES = 8 * 2**20  # ten times what the demo reads, and still loaded quickly
 
 
-class NextByteWindows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of a text, side by side; each byte's label is the byte that follows it."""
+class NextByteSequences(Dataset[dict[str, torch.Tensor]]):
+    """Consecutive sequences of a text; the label of each byte is the byte that follows it."""
 
-    def __init__(self, text: torch.Tensor, window: int) -> None:
+    def __init__(self, text: torch.Tensor, length: int) -> None:
         self._text = text
-        self._window = window
+        self._length = length
 
     def __len__(self) -> int:
-        """Count the whole windows; the last byte can only be a label."""
-        return (len(self._text) - 1) // self._window
+        """Return the number of complete sequences; the last byte can only be a label."""
+        return (len(self._text) - 1) // self._length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one window as `input_ids` and `labels`, int64 of shape (window,)."""
+        """Return one sequence as `input_ids` and `labels`, int64 of shape (length,)."""
         if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        start = index * self._window
-        piece = self._text[start : start + self._window + 1].long()
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index * self._length
+        piece = self._text[start : start + self._length + 1].long()
         return {"input_ids": piece[:-1], "labels": piece[1:]}
 
 
 def standard_library_text(folder: Path | None = None) -> torch.Tensor:
-    """Return the standard library's source files one after the other, uint8 of shape (bytes,).
+    """Return the standard library's concatenated source files, uint8 of shape (bytes,).
 
-    The same Python gives the same text on every rank, which is what lets ranks share it out.
+    The same Python gives the same text on every rank, so that ranks can divide it.
 
     Args:
-        folder: Where to look instead of in this Python's own library.
+        folder: Folder of the source files; by default this Python's library.
 
     Raises:
-        FileNotFoundError: The library comes without source, as in an embedded Python.
+        FileNotFoundError: The library has no source files, as in an embedded Python.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -66,7 +66,7 @@ def standard_library_text(folder: Path | None = None) -> torch.Tensor:
         if len(text) >= MAX_BYTES:
             break
     if not text:
-        raise FileNotFoundError(f"no Python source text in {folder}; the demo learns from it")
+        raise FileNotFoundError(f"no Python source text in {folder}; the demo trains on it")
     return torch.frombuffer(text, dtype=torch.uint8)[:MAX_BYTES]
 
 

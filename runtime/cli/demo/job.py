@@ -1,6 +1,6 @@
 """The demo's training script, one process per rank: a TrainingRun, its loader, and a loop.
 
-Read it as an example. Apart from the console, this is all that an owned loop needs.
+It is an example: apart from the console, a training loop needs nothing else.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from ...initialize import close_watch
 from ...monitor.watch import Watch
 from ...training_run import TrainingRun
 from .console import DemoConsole
-from .corpus import NextByteWindows, standard_library_text
+from .corpus import NextByteSequences, standard_library_text
+from .launch import quiet_deepspeed
 from .model import ByteGpt
-from .plain_deepspeed import make_deepspeed_plain
 
 SEED = 1
 
 
 def main() -> None:
-    """Train, and on rank 0 show how it goes."""
+    """Train, and print progress on rank 0."""
     options = _parse()
-    make_deepspeed_plain()
+    quiet_deepspeed()
     text = standard_library_text()
     torch.manual_seed(SEED)  # the same weights on every rank
     model = ByteGpt()
-    windows = NextByteWindows(text, model.config.max_position_embeddings)
+    sequences = NextByteSequences(text, model.config.max_position_embeddings)
     config = ds_config(steps=options.steps, stage=options.stage)
-    short = {"tuner": {"total_steps": options.steps}}  # what cannot pay by then is not tried
-    run = TrainingRun(model, config=config, loss=mean_loss, settings=short, tuner="auto")
+    # The tuner does not try changes that cannot pay off by then.
+    settings = {"tuner": {"total_steps": options.steps}}
+    run = TrainingRun(model, config=config, loss=mean_loss, settings=settings, tuner="auto")
     batch_samples = config["train_micro_batch_size_per_gpu"] * dist.get_world_size()
-    batches = run.loader(windows, batch_samples=batch_samples, seed=SEED).forever()
+    batches = run.loader(sequences, batch_samples=batch_samples, seed=SEED).forever()
     console = _console(run.watch, options)
 
     for batch in itertools.islice(batches, options.steps):
@@ -51,13 +52,13 @@ def main() -> None:
 
 
 def mean_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss of a part of the batch, which is all that a TrainingRun asks for."""
+    """Return the mean loss of a part of the batch, a 0-d tensor, as TrainingRun requires."""
     loss: torch.Tensor = model(**batch)
     return loss
 
 
 def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; on a GPU with larger batches, and in bfloat16."""
+    """Return the DeepSpeed configuration; on a GPU with larger batches and bfloat16."""
     on_gpu = accelerator.current.is_available()
     return {
         "train_micro_batch_size_per_gpu": 64 if on_gpu else 8,
@@ -66,7 +67,7 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "optimizer": {
             "type": "AdamW",
-            # torch's own AdamW: DeepSpeed's would be compiled first, which takes a C++ compiler.
+            # torch's own AdamW: DeepSpeed's is compiled first, which needs a C++ compiler.
             "params": {
                 "torch_adam": True,
                 "lr": 2e-3,
@@ -88,7 +89,7 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
 
 
 def _console(watch: Watch, options: argparse.Namespace) -> DemoConsole | None:
-    """Let rank 0 show each step; the other ranks are as good as the same."""
+    """Subscribe a console on rank 0; the other ranks behave alike."""
     if dist.get_rank() != 0:
         return None
     console = DemoConsole(watch=watch, steps=options.steps, num_ranks=dist.get_world_size())
@@ -106,6 +107,6 @@ def _parse() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # somebody has seen enough, and no traceback is due
+    except KeyboardInterrupt:  # Ctrl-C ends the demo without a traceback
         close_watch(failed=True)
         sys.exit(130)

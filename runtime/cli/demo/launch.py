@@ -1,9 +1,12 @@
-"""Starts the demo's processes on this machine, and waits for them."""
+"""Starts the demo's processes on this machine, and prepares their environment and DeepSpeed."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
+from pathlib import Path
 
 from ....errors import CommandLineError
 from ....metrics.settings import load_settings
@@ -11,21 +14,21 @@ from ...devices.cores import usable_cores
 
 
 def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
-    """Train the demo with torchrun's agent in this process, its output passed through.
+    """Train the demo with torchrun's agent in this process, and pass its output through.
 
     Args:
         steps: Optimizer steps, at least 1.
-        num_processes: Ranks; None takes one per GPU, or 2 where there is no GPU.
+        num_processes: Number of ranks; None for one per GPU, or 2 without GPUs.
         stage: ZeRO stage, 0 to 3.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + n if signal n ended it).
+        0, or the exit code of the first rank that failed (128 + n if signal n ended it).
 
     Raises:
-        CommandLineError: There are fewer GPUs than processes asked for, or watching is off.
-        SettingsError: A setting is wrong.
+        CommandLineError: There are fewer GPUs than processes, or monitoring is disabled.
+        SettingsError: A setting is invalid.
     """
-    _refuse_unwatched()
+    _check_enabled()
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,15 +39,15 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
     if num_gpus and num_processes and num_processes > num_gpus:
         raise CommandLineError(
             f"demo: --nproc {num_processes}, but this machine has {num_gpus} GPU(s), one per "
-            "process; ask for fewer, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            "process; give a smaller number, or train on the CPU with CUDA_VISIBLE_DEVICES="
         )
     ranks = num_processes or num_gpus or 2
     _set_environment(ranks, on_gpu=num_gpus > 0)
-    _announce(steps, ranks, stage, place="GPU" if num_gpus else "CPU")
-    where = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    _print_title(steps, ranks, stage, device="GPU" if num_gpus else "CPU")
+    agent = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     job = ["-m", "zerowatch.runtime.cli.demo.job", f"--steps={steps}", f"--stage={stage}"]
     try:
-        torchrun.main([*where, *job])
+        torchrun.main([*agent, *job])
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
         return 128 - status if status < 0 else status
@@ -53,29 +56,49 @@ def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:
     return 0
 
 
-def _refuse_unwatched() -> None:
+def _check_enabled() -> None:
     if not load_settings().enabled:
         raise CommandLineError(
-            "demo: watching is switched off, and the watch is what the demo shows; unset "
+            "demo: monitoring is disabled, but the demo shows monitoring; unset "
             "ZEROWATCH_ENABLED, or set enabled = true in zerowatch.toml"
         )
 
 
-def _announce(steps: int, ranks: int, stage: int, *, place: str) -> None:
+def _print_title(steps: int, ranks: int, stage: int, *, device: str) -> None:
     processes = f"{ranks} process" if ranks == 1 else f"{ranks} processes"
     sys.stdout.write(
-        "zerowatch demo: a small GPT learns the Python standard library's source text, byte by "
-        f"byte\nZeRO-{stage}, {processes} on {place}, {steps} steps; starting ...\n"
+        "zerowatch demo: a small byte-level GPT learns the source text of Python's standard "
+        f"library\nZeRO-{stage}, {processes} on {device}, {steps} steps; starting ...\n"
     )
     sys.stdout.flush()
 
 
 def _set_environment(ranks: int, *, on_gpu: bool) -> None:
-    """Set what the ranks inherit; what the user has set stays."""
+    """Set the ranks' environment; variables of the user take precedence."""
     threads = max(1, int(usable_cores()) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if not on_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if sys.platform == "linux":
-        # The ranks are all here: gloo need not resolve the host's name, nor listen to others.
+        # All ranks are on this machine: gloo need not resolve its name, nor listen to others.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def quiet_deepspeed() -> None:
+    """Silence DeepSpeed's logs and avoid its compilations; call before the process group exists."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # The console prints the same information.
+    logging.getLogger("zerowatch.runtime.monitor.run_info").setLevel(logging.WARNING)
+    # DeepSpeed calls all_gather_into_tensor, which torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # On CPU DeepSpeed compiles a shared-memory all-reduce that only inference uses: half a minute
+    # at the first start, and an error without a C++ compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def display_path(path: Path) -> str:
+    """Return a path relative to the working folder, or as it is if it lies elsewhere."""
+    folder = Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)

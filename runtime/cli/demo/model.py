@@ -1,4 +1,4 @@
-"""What the demo trains: a small byte-level GPT in plain torch. It knows nothing of training."""
+"""The demo's model: a small byte-level GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Of the layers that are not drawn from 1 / sqrt(hidden_size). Blocks that add nothing yet, and a
-# head that finds all bytes equally likely: training starts at ln(256) = 5.545 nats, and bears a
-# high learning rate from the beginning. The embeddings were chosen by trying.
+# Initial standard deviations other than 1 / sqrt(hidden_size). Blocks start as the identity, and
+# the head predicts all bytes with equal probability. So the loss starts at ln(256) = 5.545 nats,
+# and a high learning rate works from the start. Those of the embeddings were found by experiment.
 _INITIAL_STD = {
     "attention_out": 0.0,
-    "perceptron_out": 0.0,
+    "mlp_out": 0.0,
     "head": 0.0,
     "byte_embedding": 0.3,
     "position_embedding": 0.02,
@@ -22,7 +22,7 @@ _INITIAL_STD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig:
-    """Size of the model; the names are those of Hugging Face, which FLOPs counters look for."""
+    """Size of the model, with Hugging Face's names, which the FLOPs counter reads."""
 
     vocab_size: int = 256
     max_position_embeddings: int = 128
@@ -32,7 +32,7 @@ class GptConfig:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer: causal self-attention, then a perceptron."""
+    """One pre-norm transformer layer: causal self-attention, then an MLP."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width, bias=False)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
-        self.perceptron_norm = nn.LayerNorm(width, bias=False)
-        self.perceptron_in = nn.Linear(width, 4 * width, bias=False)
-        self.perceptron_out = nn.Linear(4 * width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map activations of shape (batch, length, hidden) to the same shape."""
         x = x + self._attend(self.attention_norm(x))
-        hidden = F.gelu(self.perceptron_in(self.perceptron_norm(x)))
-        added: torch.Tensor = self.perceptron_out(hidden)
+        hidden = F.gelu(self.mlp_in(self.mlp_norm(x)))
+        added: torch.Tensor = self.mlp_out(hidden)
         return x + added
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class ByteGpt(nn.Module):
-    """Predicts the next byte; its call returns the loss, as DeepSpeed's engine expects."""
+    """Predicts the next byte; forward returns the loss, as DeepSpeed's engine expects."""
 
     def __init__(self, config: GptConfig | None = None) -> None:
         super().__init__()

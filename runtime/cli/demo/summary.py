@@ -1,4 +1,4 @@
-"""What a stretch of steps adds up to, and what to try next: pure functions on step records."""
+"""Sums over the records of several steps, and advice on what to try next."""
 
 from __future__ import annotations
 
@@ -10,20 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....metrics.step_record import CollectiveTotals, StepRecord
-from ....metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
-from .paths import shown
+from ....metrics.thresholds import COMM_RATIO_HIGH, DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from .launch import display_path
 
-DATA_RATIO_HIGH = 0.10  # loading should hide behind training; a tenth of it is worth a word
-LAST_STEPS = 10  # over which the loss at the end is averaged, as batches differ; half at most
-AWAY = ("eval", "checkpoint")  # phases that are not training
+LAST_STEPS = 10  # the final loss is their mean, because batches differ; at most half the run
+NOT_TRAINING = ("eval", "checkpoint")  # phases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Steps of one rank, added up; what was never measured is None.
+    """Sums over steps of one rank; None where nothing was measured.
 
-    `samples_per_second` is that of all ranks together, and so is `utilization_ratio` where ranks
-    share a device. `last_loss` is a mean over the last steps.
+    Attributes:
+        num_steps: Number of steps.
+        training_seconds: Their time, without evaluation and checkpoints.
+        phase_seconds: The same by phase.
+        comm_seconds: Time in which a collective was in progress.
+        exposed_seconds: Time in which training waited for communication.
+        collectives: Totals by operation, most wire bytes first.
+        samples_per_second: Throughput of all ranks.
+        first_loss: Loss of the first step.
+        last_loss: Mean loss of the last steps.
+        device: The GPU, or "cpu".
+        peak_bytes: Peak memory of that device.
+        utilization_ratio: Its busy share; of all ranks if they share the device.
     """
 
     num_steps: int
@@ -55,11 +65,11 @@ class Summary:
 
 
 def summarise(records: Sequence[StepRecord], *, num_ranks: int) -> Summary:
-    """Add up the records of one rank, of which there is at least one.
+    """Sum up the records of one rank, at least one.
 
     Args:
         records: Consecutive steps.
-        num_ranks: Ranks of the job, all on this machine and all doing alike.
+        num_ranks: Ranks of the job, all on this machine and equally loaded.
     """
     seconds = sum(record.training_seconds for record in records)
     device = _device(records)
@@ -85,7 +95,7 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
 
     Args:
         summary: A whole run.
-        stage: The ZeRO stage it ran with.
+        stage: Its ZeRO stage.
     """
     findings = [
         line
@@ -94,9 +104,11 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
     ]
     other_stage = 2 if stage == 3 else 3
     within_limits = (
-        f"Nothing stands out. See what sharding costs: {_program()} demo --stage {other_stage}"
+        "All figures are within usual limits. "
+        f"Compare sharding: {_program()} demo --stage {other_stage}"
     )
-    return [*(findings or [within_limits]), f"Watch your own job: {_program()} run your_script.py"]
+    your_own = f"Monitor your own job: {_program()} run your_script.py"
+    return [*(findings or [within_limits]), your_own]
 
 
 def _on_communication(summary: Summary, stage: int) -> str | None:
@@ -126,11 +138,11 @@ def _phase_seconds(records: Sequence[StepRecord]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for record in records:
         total.update(record.phase_seconds)
-    return {phase: seconds for phase, seconds in total.items() if phase not in AWAY}
+    return {phase: seconds for phase, seconds in total.items() if phase not in NOT_TRAINING}
 
 
 def _collectives(records: Sequence[StepRecord]) -> dict[str, CollectiveTotals]:
-    """Add up each operation, in the order of wire bytes, most first."""
+    """Return the totals by operation, most wire bytes first."""
     parts: dict[str, list[CollectiveTotals]] = {}
     for record in records:
         for op, totals in record.collectives.items():
@@ -155,7 +167,7 @@ def _samples_per_second(
 
 
 def _device(records: Sequence[StepRecord]) -> str | None:
-    """Return the GPU where there is one, for the host's memory is read too."""
+    """Return the GPU if there is one; the host's memory is recorded too."""
     devices = {
         device for record in records for device in (*record.memory_bytes, *record.device_readings)
     }
@@ -164,7 +176,7 @@ def _device(records: Sequence[StepRecord]) -> str | None:
 
 def _peak_bytes(records: Sequence[StepRecord], device: str | None) -> float | None:
     readings = [record.memory_bytes.get(device or "", {}) for record in records]
-    # Some kernels do not tell the peak; what is allocated at the end of each step is next best.
+    # Some kernels do not report the peak; memory at the end of each step is the next best figure.
     peaks = [memory.get("peak_allocated", memory.get("allocated")) for memory in readings]
     return max((peak for peak in peaks if peak is not None), default=None)
 
@@ -176,7 +188,7 @@ def _utilization_ratio(
         record.device_readings.get(device or "", {}).get("utilization_ratio") for record in records
     ]
     mean = _mean([reading for reading in readings if reading is not None])
-    # A rank on CPU reads its own share of the cores that all ranks use.
+    # On CPU a rank measures its own share of the cores that all ranks use.
     return mean if mean is None or device != "cpu" else min(1.0, mean * num_ranks)
 
 
@@ -190,7 +202,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _program() -> str:
-    """Return how the program is called from here: by name, or by its path in an environment."""
+    """Return the command of this program: its name if that is on PATH, or its path."""
     if shutil.which("zerowatch"):
         return "zerowatch"
-    return shown(Path(sys.executable).with_name("zerowatch"))
+    return display_path(Path(sys.executable).with_name("zerowatch"))

@@ -1,4 +1,4 @@
-"""A script run by `python -m zerowatch` cannot tell, and nobody else can, that it is watched."""
+"""A script run by `python -m zerowatch` behaves as with plain python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerowatch.runtime.cli.post_import import PostImportFinder
 
 
 def seen(finished):
-    """Return all that a caller sees of a process that has ended."""
+    """Return exit code and output of a finished process."""
     return finished.returncode, finished.stdout, finished.stderr
 
 
@@ -55,7 +55,7 @@ def test_a_script_that_does_not_compile_shows_what_python_shows(tmp_path):
 
 
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
-def test_a_torch_that_cannot_be_imported_shows_what_python_shows(tmp_path, error):
+def test_a_failing_import_of_torch_shows_what_python_shows(tmp_path, error):
     (tmp_path / "torch.py").write_text(f"raise {error}('no libcudart')\n")
     (tmp_path / "train.py").write_text("import torch\n")
 
@@ -67,7 +67,7 @@ def test_a_torch_that_cannot_be_imported_shows_what_python_shows(tmp_path, error
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder that holds the package `job`, which shows what it sees."""
+    """A folder with the package `job`, which prints its globals."""
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "__init__.py").write_text("import sys\nprint('package', sys.argv)\n")
@@ -85,7 +85,7 @@ def test_a_module_runs_as_with_plain_python(package, module):
 
 
 @pytest.mark.parametrize("target", [("show_globals.py",), ("-m", "show_globals")], ids=" ".join)
-def test_the_rank_that_the_deepspeed_launcher_puts_first_gets_to_the_script(target):
+def test_the_local_rank_of_the_deepspeed_launcher_reaches_the_script(target):
     expected = plain(*target, "--local_rank=1", "--lr=2", cwd=SCRIPTS)
 
     assert seen(watched("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS)) == seen(expected)
@@ -99,7 +99,7 @@ def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
     assert seen(watched("linked.py", cwd=tmp_path)) == seen(expected)
 
 
-def test_a_script_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
+def test_a_missing_script_is_one_line_and_exit_code_2(tmp_path):
     finished = watched("nofile.py", cwd=tmp_path)
 
     path = tmp_path / "nofile.py"
@@ -111,14 +111,14 @@ def test_a_module_without_a_name_is_one_line_and_exit_code_2():
     assert seen(watched("-m")) == (2, "", "zerowatch: -m needs the name of a module\n")
 
 
-def test_a_command_in_place_of_a_script_is_told_where_commands_belong(tmp_path):
+def test_a_command_instead_of_a_script_names_the_right_program(tmp_path):
     finished = watched("run", "train.py", cwd=tmp_path)
 
     assert finished.returncode == 2
     assert finished.stderr.endswith("; the command is `zerowatch run`\n")
 
 
-def test_a_wrong_setting_is_one_line_before_the_script_begins(tmp_path):
+def test_an_invalid_setting_is_one_line_before_the_script_starts(tmp_path):
     finished = watched(SCRIPTS / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1")
 
     line = "environment variable ZEROWATCH_SERVE_PROT is no setting; did you mean "
@@ -127,7 +127,7 @@ def test_a_wrong_setting_is_one_line_before_the_script_begins(tmp_path):
 
 @pytest.fixture
 def waiting_for():
-    """Return a function that waits for an import, and the list of modules called back for."""
+    """Return a function that registers callbacks and returns the list of imported modules."""
     imported = []
     finders = []
 
@@ -152,7 +152,7 @@ def module_file(tmp_path, monkeypatch):
     sys.modules.pop("lately_written", None)
 
 
-def test_a_callback_comes_once_and_after_the_modules_last_line(waiting_for, module_file):
+def test_a_callback_is_called_once_after_the_modules_last_line(waiting_for, module_file):
     imported = waiting_for("lately_written")
 
     module = importlib.import_module("lately_written")
@@ -162,11 +162,11 @@ def test_a_callback_comes_once_and_after_the_modules_last_line(waiting_for, modu
     assert imported[0].whole
 
 
-def test_a_callback_comes_at_once_for_what_is_imported_already(waiting_for):
+def test_a_callback_is_called_at_once_for_an_imported_module(waiting_for):
     assert waiting_for("json.decoder") == [sys.modules["json.decoder"]]
 
 
-def test_a_finder_goes_away_after_its_last_callback(waiting_for, module_file):
+def test_a_finder_is_removed_after_its_last_callback(waiting_for, module_file):
     before = list(sys.meta_path)
     waiting_for("lately_written")
     assert sys.meta_path != before
@@ -176,7 +176,7 @@ def test_a_finder_goes_away_after_its_last_callback(waiting_for, module_file):
     assert sys.meta_path == before
 
 
-def test_a_module_that_was_waited_for_has_its_usual_loader_and_source(waiting_for, module_file):
+def test_a_module_with_a_callback_has_its_usual_loader_and_source(waiting_for, module_file):
     waiting_for("lately_written")
 
     module = importlib.import_module("lately_written")
@@ -188,7 +188,7 @@ def test_a_module_that_was_waited_for_has_its_usual_loader_and_source(waiting_fo
     assert loader.get_source("lately_written") == module_file.read_text()
 
 
-def test_asking_whether_a_module_exists_is_no_import(waiting_for, module_file):
+def test_finding_a_spec_is_not_an_import(waiting_for, module_file):
     imported = waiting_for("lately_written")
 
     spec = importlib.util.find_spec("lately_written")
@@ -197,7 +197,7 @@ def test_asking_whether_a_module_exists_is_no_import(waiting_for, module_file):
     assert imported == []
 
 
-def test_an_import_that_fails_is_waited_for_again(waiting_for, module_file):
+def test_a_failed_import_keeps_its_callback(waiting_for, module_file):
     imported = waiting_for("lately_written")
     good = module_file.read_text()
     module_file.write_text("raise ImportError('not yet')\n")
@@ -211,7 +211,7 @@ def test_an_import_that_fails_is_waited_for_again(waiting_for, module_file):
     assert imported == [importlib.import_module("lately_written")]
 
 
-def test_threads_that_import_at_the_same_time_get_one_callback(waiting_for, module_file):
+def test_concurrent_imports_call_back_once(waiting_for, module_file):
     module_file.write_text("import time\ntime.sleep(0.05)\n")
     imported = waiting_for("lately_written")
 
@@ -222,7 +222,7 @@ def test_threads_that_import_at_the_same_time_get_one_callback(waiting_for, modu
     assert len(imported) == 1
 
 
-def test_a_module_in_a_zip_file_is_waited_for_as_well(waiting_for, tmp_path, monkeypatch):
+def test_a_module_in_a_zip_file_calls_back(waiting_for, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
         archive.writestr("zipped_one.py", "import zipped_two\n")
         archive.writestr("zipped_two.py", "")

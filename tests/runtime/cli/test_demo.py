@@ -1,4 +1,4 @@
-"""The demo: the text it learns, the model, and a short run of it."""
+"""The demo: its text, its model, and a short run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from scripts.launching import ZEROWATCH, start
 
 from zerowatch.errors import CommandLineError
-from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteWindows, standard_library_text
+from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteSequences, standard_library_text
 from zerowatch.runtime.cli.demo.launch import launch_demo
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 from zerowatch.runtime.instrumentation.flops import flops_terms
@@ -38,37 +38,37 @@ def test_the_text_is_of_sorted_files_without_tests_and_installed_packages(tmp_pa
     assert bytes(text.tolist()) == b"# a.py\n# b.py\n# json/c.py\n"
 
 
-def test_a_python_without_source_text_is_told_apart(tmp_path):
+def test_a_python_without_source_text_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python source text in"):
         standard_library_text(tmp_path)
 
 
 def test_each_label_is_the_byte_that_follows():
-    windows = NextByteWindows(torch.arange(10, dtype=torch.uint8), window=4)
+    sequences = NextByteSequences(torch.arange(10, dtype=torch.uint8), length=4)
 
-    batches = list(torch.utils.data.DataLoader(windows, batch_size=2))
+    batches = list(torch.utils.data.DataLoader(sequences, batch_size=2))
 
     assert len(batches) == 1
     assert batches[0]["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert batches[0]["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_the_model_is_of_the_promised_size_and_at_first_knows_nothing():
+def test_the_model_has_the_documented_size_and_starts_at_a_uniform_prediction():
     torch.manual_seed(0)
     model = ByteGpt()
-    windows = NextByteWindows(standard_library_text(), model.config.max_position_embeddings)
+    sequences = NextByteSequences(standard_library_text(), model.config.max_position_embeddings)
 
-    loss = model(**{name: tensor[None] for name, tensor in windows[7].items()})
+    loss = model(**{name: tensor[None] for name, tensor in sequences[7].items()})
 
     assert 2.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 3.5e6
     assert loss.item() == pytest.approx(math.log(256))
 
 
-def test_the_model_learns_by_heart_but_cannot_see_ahead():
+def test_the_model_overfits_a_batch_but_its_attention_is_causal():
     torch.manual_seed(0)
     model = ByteGpt(GptConfig(hidden_size=32, num_hidden_layers=2, max_position_embeddings=16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    noise = NextByteWindows(torch.randint(256, (33,), dtype=torch.uint8), window=16)
+    noise = NextByteSequences(torch.randint(256, (33,), dtype=torch.uint8), length=16)
     batch = torch.utils.data.default_collate([noise[0], noise[1]])
 
     losses = []
@@ -87,13 +87,13 @@ def test_the_model_learns_by_heart_but_cannot_see_ahead():
 
 
 def _losses_before_the_end(model, batch):
-    """The loss of all positions but the last, whose labels are switched off."""
+    """Return the loss of all positions but the last, whose labels are masked."""
     labels = batch["labels"].clone()
     labels[:, -1] = -100
     return model(batch["input_ids"], labels).detach()
 
 
-def test_the_flops_counter_understands_the_model():
+def test_the_flops_counter_supports_the_model():
     model = ByteGpt()
     multiplied = sum(p.numel() for p in model.parameters()) - (256 + 128) * 256
 
@@ -102,7 +102,7 @@ def test_the_flops_counter_understands_the_model():
     assert flops == 6 * multiplied + 12 * 4 * 256 * 128
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
+def test_more_processes_than_gpus_raise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     with pytest.raises(CommandLineError, match=r"--nproc 2, but this machine has 1 GPU"):
@@ -110,7 +110,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 
 
 @pytest.mark.jobs
-def test_two_ranks_train_and_the_summary_tells_where_the_run_log_is(tmp_path):
+def test_two_ranks_train_and_the_summary_names_the_run_log(tmp_path):
     without_gpu = {"CUDA_VISIBLE_DEVICES": ""}
 
     finished = start(
@@ -121,7 +121,7 @@ def test_two_ranks_train_and_the_summary_tells_where_the_run_log_is(tmp_path):
 
     assert (finished.returncode, finished.stderr) == (0, "")
     assert finished.stdout.count("/metrics\n") == 2
-    assert "Where the time of 6 steps went (rank 0 of 2)" in finished.stdout
+    assert "Time of 6 steps by phase (rank 0 of 2)" in finished.stdout
     (log,) = tmp_path.glob("runs/*/rank-0.jsonl")
     assert str(log.relative_to(tmp_path)) in finished.stdout
     steps = [json.loads(line) for line in log.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What `zerowatch run` prepares where `--max-restarts` lets ranks start again."""
+"""The store of restarted ranks in `zerowatch run --max-restarts`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 def torchrun_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
     monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: None)
     monkeypatch.setenv("ZEROWATCH_RUN_ID", "night")
-    monkeypatch.setenv(OWN_STORES, "")  # so that it is gone again afterwards
+    monkeypatch.setenv(OWN_STORES, "")  # so that monkeypatch removes it afterwards
     monkeypatch.delenv(OWN_STORES)
     yield
     os.environ.pop(OWN_STORES, None)
 
 
-def test_each_attempt_gets_a_store_of_its_own() -> None:
+def test_each_restart_gets_a_new_store() -> None:
     launch(["--max-restarts", "3", __file__])
 
     assert os.environ[OWN_STORES] == "1"
 
 
-def test_without_restarts_and_against_the_users_word_nothing_changes(
+def test_without_restarts_or_with_the_users_own_value_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launch([__file__])
@@ -52,7 +52,7 @@ def test_without_restarts_and_against_the_users_word_nothing_changes(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_fixed_port_shares_one_store_and_that_is_said(
+def test_a_fixed_port_shares_one_store_and_warns(
     options: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch([*options, __file__])

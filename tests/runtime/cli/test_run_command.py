@@ -1,4 +1,4 @@
-"""`zerowatch run` is torchrun: its options, its ranks, but the script's own exit code."""
+"""`zerowatch run`: torchrun's options and ranks, with the script's own exit code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COUNT = SCRIPTS / "count_to_two.py"
         (("-m", "no_such.module"), "no module named 'no_such', here or installed"),
         (("--standalone",), "the following arguments are required: training_script, "),
         (("--no-such-option", "train.py"), "unrecognized arguments: --no-such-option"),
-        (("--no-python", "train.py"), "--no-python cannot be watched, "),
-        (("--standalone", "--run-path", "train.py"), "--run-path cannot be watched, "),
+        (("--no-python", "train.py"), "--no-python cannot be monitored, "),
+        (("--standalone", "--run-path", "train.py"), "--run-path cannot be monitored, "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path, arguments, line):
+def test_an_invalid_command_is_one_line_and_exit_code_2(tmp_path, arguments, line):
     finished = start(*RUN, *arguments, cwd=tmp_path)
 
     assert (finished.returncode, finished.stdout) == (2, "")
@@ -32,7 +32,7 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(tmp_path, arguments, lin
     assert finished.stderr.count("\n") == 1
 
 
-def test_help_tells_both_ways_in_without_importing_torch(tmp_path):
+def test_help_shows_both_forms_without_importing_torch(tmp_path):
     shows = (
         "import sys; from zerowatch.__main__ import commands; "
         "commands(['--help'], standalone_mode=False); print('torch' in sys.modules)"
@@ -40,7 +40,7 @@ def test_help_tells_both_ways_in_without_importing_torch(tmp_path):
 
     finished = start(sys.executable, "-c", shows, cwd=tmp_path)
 
-    assert re.search(r"run +Train, watched", finished.stdout)
+    assert re.search(r"run +Run a script under torchrun", finished.stdout)
     assert "python -m zerowatch SCRIPT [ARGS]..." in finished.stdout
     assert finished.stdout.endswith("False\n")
 
@@ -58,7 +58,7 @@ def test_every_rank_gets_the_scripts_arguments_and_the_same_run_id(tmp_path):
 
 
 @pytest.mark.jobs
-def test_a_run_id_of_the_user_is_kept(tmp_path):
+def test_the_users_run_id_is_kept(tmp_path):
     variables = {"ZEROWATCH_RUN_ID": "night"}
 
     finished = start(*RUN, "--standalone", COUNT, cwd=tmp_path, variables=variables)
@@ -67,7 +67,7 @@ def test_a_run_id_of_the_user_is_kept(tmp_path):
 
 
 @pytest.mark.jobs
-def test_ranks_on_several_nodes_get_no_run_id_from_one_of_them(tmp_path):
+def test_the_command_sets_no_run_id_on_several_nodes(tmp_path):
     several = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0")
 
     finished = start(*RUN, *several, "--rdzv-conf", "last_call_timeout=1", COUNT, cwd=tmp_path)
@@ -76,7 +76,7 @@ def test_ranks_on_several_nodes_get_no_run_id_from_one_of_them(tmp_path):
 
 
 @pytest.mark.jobs
-def test_a_module_is_run_in_place_of_a_script(tmp_path):
+def test_a_module_runs_instead_of_a_script(tmp_path):
     finished = start(*RUN, "--standalone", "-m", "scripts.count_to_two", "-m", cwd=SCRIPTS.parent)
 
     assert own_lines(finished)[0] == "out: rank 0 of 1 args ['-m']"

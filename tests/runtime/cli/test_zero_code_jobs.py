@@ -1,4 +1,4 @@
-"""Unmodified training scripts are watched on two ranks, and neither notice nor suffer it."""
+"""Unmodified training scripts are monitored on two ranks, with unchanged output."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ TRAINER = (
         ("train_accelerate.py", (), 8),
     ],
 )
-def test_a_script_is_watched_and_prints_what_it_prints_unwatched(
+def test_a_monitored_script_prints_what_it_prints_unmonitored(
     tmp_path, script, arguments, num_steps
 ):
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     job = (*TWO_RANKS, SCRIPTS / script, *arguments)
-    unwatched = start(TORCHRUN, *job, cwd=tmp_path)
-    assert unwatched.returncode == 0, unwatched.stderr
+    unmonitored = start(TORCHRUN, *job, cwd=tmp_path)
+    assert unmonitored.returncode == 0, unmonitored.stderr
     assert not (tmp_path / "runs").exists()
 
     finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
-    assert own_lines(finished) == own_lines(unwatched) != []
+    assert own_lines(finished) == own_lines(unmonitored) != []
     steps = list(range(1, num_steps + 1))
     assert steps_logged(tmp_path) == {"rank-0.jsonl": steps, "rank-1.jsonl": steps}
 
@@ -67,7 +67,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_the_deepspeed_launcher_starts_a_watched_script_by_module(tmp_path, free_port):
+def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path, free_port):
     job = ("--num_gpus", "2", "--master_port", free_port, "--module", "zerowatch")
 
     finished = start(DEEPSPEED, *job, SCRIPTS / "train_tiny.py", cwd=tmp_path)
@@ -79,7 +79,7 @@ def test_the_deepspeed_launcher_starts_a_watched_script_by_module(tmp_path, free
 
 @pytest.fixture
 def one_rank(free_port):
-    """The variables by which any launcher tells a process that it is the only rank."""
+    """The variables that a launcher sets for a single rank."""
     return {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -89,7 +89,7 @@ def one_rank(free_port):
     }
 
 
-def test_a_switched_off_watch_leaves_no_trace(tmp_path, one_rank):
+def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
     off = {"ZEROWATCH_ENABLED": "false"}
 
     finished = watched(SCRIPTS / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
