@@ -60,8 +60,10 @@ class ServeSettings(Section):
     advertise_host: str | None = None
     """Host name that /targets tells Prometheus; by default the address listened on, or this
     machine's name if that stands for all addresses."""
-    linger_seconds: float = Field(default=20.0, ge=0)
-    """Most seconds to wait at exit for one last scrape, if the rank was being scraped."""
+    linger_seconds: float = Field(default=75.0, ge=0)
+    """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
+    scrape intervals, only for scrapers seen in the last 3 of their intervals; 20 s after a single
+    scrape."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None

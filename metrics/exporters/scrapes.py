@@ -1,4 +1,4 @@
-"""The scrapes seen so far: whether a finished rank should wait for more, and for how long."""
+"""Recent scrapes by client: whether a rank that ends should wait for one more, and how long."""
 
 from __future__ import annotations
 
@@ -9,36 +9,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-RECENT_SECONDS = 60.0
 INTERVALS_OF_PATIENCE = 1.2
-# Enough gaps that two servers which cannot be told apart still show their interval.
+INTERVALS_UNTIL_GONE = 3  # after so many without a scrape the client is no longer waited for
+# Enough gaps that two servers which cannot be distinguished still show their interval.
 REMEMBERED_SCRAPES = 5
-MOST_CLIENTS = 16
+MAX_CLIENTS = 16
+# Of a client that came once the interval is unknown; Prometheus may have started just now.
+SINGLE_SCRAPE_SECONDS = 60.0
+SINGLE_SCRAPE_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(slots=True)
 class _Client:
-    """One that scrapes: when it did last, and whether it has read that the run is over."""
+    """A client: the times of its last scrapes, and whether it has read that the run is over."""
 
     times: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_SCRAPES))
     end_was_read: bool = False
 
     @property
-    def comes_again(self) -> bool:
-        return len(self.times) > 1
+    def interval_seconds(self) -> float | None:
+        """The longest of its last intervals; None after a single scrape."""
+        return max((later - earlier for earlier, later in pairwise(self.times)), default=None)
 
-    def patience_seconds(self, most_seconds: float) -> float:
-        if not self.comes_again:
-            return most_seconds
-        interval = max(later - earlier for earlier, later in pairwise(self.times))
-        return min(most_seconds, INTERVALS_OF_PATIENCE * interval)
+    def is_gone(self, now: float) -> bool:
+        interval = self.interval_seconds
+        limit = SINGLE_SCRAPE_SECONDS if interval is None else INTERVALS_UNTIL_GONE * interval
+        return now - self.times[-1] > limit
+
+    def patience_seconds(self, max_seconds: float) -> float:
+        interval = self.interval_seconds
+        if interval is None:
+            return min(max_seconds, SINGLE_SCRAPE_PATIENCE_SECONDS)
+        return min(max_seconds, INTERVALS_OF_PATIENCE * interval)
 
 
 class Scrapes:
-    """Times of the last scrapes by client, and which clients have read that the run is over.
+    """The last scrapes of each client.
 
-    Each Prometheus must read it: one that did not would call the rank down. Somebody with a browser
-    who looks at that very moment is not who must.
+    Each Prometheus must read that the run is over, or it reports the rank as down. A single request,
+    such as from a browser, neither ends nor extends the wait.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,35 +56,33 @@ class Scrapes:
         self._changed = threading.Condition()
 
     def note(self, client: str, *, run_active: float | None) -> None:
-        """Remember a scrape that `client` has just been answered, with this value of run_active."""
+        """Record a scrape by `client`, answered with this value of run_active."""
         with self._changed:
             seen = self._clients.pop(client, None) or _Client()
             seen.times.append(self._clock())
             seen.end_was_read = run_active == 0
-            self._clients[client] = seen  # at the end: the first is who was silent longest
-            if len(self._clients) > MOST_CLIENTS:
+            self._clients[client] = seen  # at the end: the first has been silent longest
+            if len(self._clients) > MAX_CLIENTS:
                 del self._clients[next(iter(self._clients))]
             self._changed.notify_all()
 
-    def wait_until_end_was_read(self, most_seconds: float) -> None:
-        """Block until all have read run_active 0 of whom another scrape can be expected."""
+    def wait_until_end_was_read(self, max_seconds: float) -> None:
+        """Block until all clients that are expected to scrape again have read run_active 0."""
         with self._changed:
-            patience = self.patience_seconds(most_seconds)
+            patience = self.patience_seconds(max_seconds)
             self._changed.wait_for(lambda: not self._awaited(), patience)
 
-    def patience_seconds(self, most_seconds: float) -> float:
-        """Return how long the scrapes awaited may take to come; 0 if there are none."""
+    def patience_seconds(self, max_seconds: float) -> float:
+        """Return how long to wait for the expected scrapes; 0 if none is expected."""
         awaited = self._awaited()
-        return max((client.patience_seconds(most_seconds) for client in awaited), default=0.0)
+        return max((client.patience_seconds(max_seconds) for client in awaited), default=0.0)
 
     def _awaited(self) -> list[_Client]:
-        """Those who scraped of late and have not read the end; of them, who come again and again.
+        """Return the clients that scrape regularly and have not read the end.
 
-        Only if nobody does, somebody who came once: Prometheus may just have begun.
+        Without any, those that scraped once: Prometheus may have started just now.
         """
         now = self._clock()
-        recent = [
-            client for client in self._clients.values() if now - client.times[-1] <= RECENT_SECONDS
-        ]
-        regular = [client for client in recent if client.comes_again]
+        recent = [client for client in self._clients.values() if not client.is_gone(now)]
+        regular = [client for client in recent if client.interval_seconds is not None]
         return [client for client in regular or recent if not client.end_was_read]

@@ -10,6 +10,7 @@ from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.scrapes import Scrapes
+from zerowatch.metrics.settings import ServeSettings
 
 
 def scrape(address: str) -> None:
@@ -77,6 +78,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
         ([0, 5, 10], 12, 6),
         ([0, 60], 61, 20),
         ([0, 15], 76, 0),
+        ([0, 5, 10], 26, 0),
         ([0, 12, 15, 27, 30], 31, 14.4),
         ([0, 15, 16, 17, 18, 19], 20, 1.2),
     ],
@@ -87,6 +89,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
         "1.2 short intervals",
         "never more than the setting",
         "not scraped for a minute",
+        "not scraped for three of its intervals",
         "two scrapers that look alike: the longer gap",
         "an old gap is forgotten",
     ],
@@ -98,6 +101,20 @@ def test_the_patience_follows_the_scrapes_seen(scraped_at, now, patience):
         scrapes.note("prometheus", run_active=1)
 
     assert scrapes.patience_seconds(20) == pytest.approx(patience)
+
+
+def test_a_scrape_each_minute_is_waited_for_by_the_default_setting():
+    most = ServeSettings().linger_seconds
+    clock = [0.0]
+
+    scrapes = scraped(clock, [(0, "prometheus", 1), (60, "prometheus", 1)])
+    clock[0] = 200
+
+    assert (most, scrapes.patience_seconds(most)) == (75, pytest.approx(72))
+
+
+def test_a_single_scrape_is_followed_by_a_short_wait():
+    assert scraped([0.0], [(0, "curl", 1)]).patience_seconds(75) == 20
 
 
 def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:
