@@ -46,7 +46,7 @@ class _Client:
 class Scrapes:
     """The last scrapes of each client.
 
-    Each Prometheus must read that the run is over, or it reports the rank as down. A single request,
+    Each Prometheus must read that the run is over, or it reports the rank as down. One request,
     such as from a browser, neither ends nor extends the wait.
     """
 
