@@ -1,4 +1,4 @@
-"""What this rank's collectives cost it, and why: sums that are published together."""
+"""What this rank's collectives cost it, by cause: sums that are published together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,53 @@ from ..collectives.groups import RankSet
 from ..collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN
 from .link import Link, LinkEstimate
-from .wait_causes import WaitCauses
 
 RECENT_MESSAGES = 64
-MOST_MESSAGE_SIZES = 32
+MAX_MESSAGE_SIZES = 32
+
+
+@dataclass(slots=True)
+class WaitCauses:
+    """Exposed seconds by root cause; they add up to what was exposed."""
+
+    imbalance: float = 0.0
+    latency: float = 0.0
+    redundancy: float = 0.0
+    bandwidth: float = 0.0
+
+    def add(
+        self,
+        *,
+        exposed: float,
+        duration: float,
+        wait: float,
+        base_latency: float,
+        volume_ratio: float | None,
+        moves_data: bool = True,
+    ) -> None:
+        """Split one collective's exposed time.
+
+        Training was blocked for `exposed` seconds by a collective that took `duration`, of which
+        it spent `wait` waiting for a later rank. The part that waiting cannot explain is transfer:
+        first the base latency; of the rest a share of 1 - 1/V was data that an optimal pattern
+        would not have sent, where V is the volume ratio; what is left is bandwidth. Where no data
+        move, as in a barrier, all of the transfer is latency, even above the base latency.
+        """
+        transfer = min(exposed, duration - wait)
+        latency = min(transfer, base_latency) if moves_data else transfer
+        excess = 0.0 if volume_ratio is None or volume_ratio <= 1 else 1 - 1 / volume_ratio
+        redundancy = (transfer - latency) * excess
+        self.imbalance += exposed - transfer
+        self.latency += latency
+        self.redundancy += redundancy
+        self.bandwidth += transfer - latency - redundancy
 
 
 @dataclass(slots=True)
 class CostTotals:
-    """Seconds since the last publication, by group role, and by cause.
+    """Seconds since the last publication, by group role and by cause.
 
-    Of calls that could not be compared there are `exposed` seconds only.
+    Calls that could not be compared add to `exposed` only.
     """
 
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -33,7 +69,7 @@ class CostTotals:
     causes: WaitCauses = field(default_factory=WaitCauses)
 
     def publish(self, recorder: Recorder) -> None:
-        """Add to the counters; to be called within a commit."""
+        """Add to the counters; call this within a commit."""
         for spec, by_role in (
             (communication.COMM_EXPOSED_SECONDS, self.exposed),
             (communication.COMM_WAIT_SECONDS, self.wait),
@@ -42,7 +78,7 @@ class CostTotals:
             for role, seconds in by_role.items():
                 recorder.add(spec, seconds, role)
         causes = self.causes
-        if not self.wait:  # a zero would say that there was no such cause
+        if not self.wait:  # a zero would mean that there was no such cause
             return
         for cause, seconds in (
             ("imbalance", causes.imbalance),
@@ -54,12 +90,12 @@ class CostTotals:
 
 
 class CommCosts:
-    """One rank set's collectives on this rank, over one backend.
+    """The collectives of one rank set on this rank, over one backend.
 
     Attributes:
         rank_set: The rank set.
-        link: What its link can do, from what was matched so far; None at first.
-        wire_bytes: Bytes sent so far, by which one account is chosen to stand for its role.
+        link: Latency and bandwidth, from the calls compared so far; None at first.
+        wire_bytes: Bytes sent so far, which decide what backend's link is published for a role.
     """
 
     def __init__(self, rank_set: RankSet) -> None:
@@ -67,57 +103,59 @@ class CommCosts:
         self.link: Link | None = None
         self.wire_bytes = 0.0
         self._estimate = LinkEstimate()
-        self._large: dict[int, list[tuple[float, float]]] = {}
+        self._symmetric: dict[int, list[tuple[float, float]]] = {}  # by op: wire bytes, seconds
         self._bus_bandwidths: dict[int, float] = {}
         self._messages: OrderedDict[int, deque[float]] = OrderedDict()
-        self._is_new = False
+        self._is_stale = False
 
-    def matched(
+    def add_compared(
         self,
         call: CollectiveCall,
-        least_seconds: float,
+        min_seconds: float,
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        """Count a symmetric call of which the least duration over the ranks is known."""
-        moved = _wire_bytes(call)
-        self.wire_bytes += moved
+        """Add a symmetric call, given its least duration over the ranks."""
+        wire_bytes = _wire_bytes(call)
+        self.wire_bytes += wire_bytes
         if call.op != UNEVEN:
-            self._estimate.add(moved, least_seconds)
-            self._is_new = True
-            self._large.setdefault(call.op, []).append((moved, least_seconds))
-        wait = max(0.0, call.duration_ns / 1e9 - least_seconds)
-        self._count(call, moved, wait, totals, volume_ratio)
+            self._estimate.add(wire_bytes, min_seconds)
+            self._is_stale = True
+            self._symmetric.setdefault(call.op, []).append((wire_bytes, min_seconds))
+        wait = max(0.0, call.duration_ns / 1e9 - min_seconds)
+        self._add(call, wire_bytes, wait, totals, volume_ratio)
 
-    def alone(self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None) -> None:
-        """Count a call without a counterpart: it waited for what the link does not explain."""
+    def add_local_only(
+        self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
+    ) -> None:
+        """Add a call without counterparts: what the link does not explain was waiting."""
         if not call.timed:
             return
         if OPS[call.op] in POINT_TO_POINT:
-            self._learn_from_message(call)
-        moved, duration = _wire_bytes(call), call.duration_ns / 1e9
-        wait = max(0.0, duration - self._needed_seconds(moved, duration))
-        self._count(call, moved, wait, totals, volume_ratio)
+            self._add_message(call)
+        wire_bytes, duration = _wire_bytes(call), call.duration_ns / 1e9
+        wait = max(0.0, duration - self._transfer_seconds(wire_bytes, duration))
+        self._add(call, wire_bytes, wait, totals, volume_ratio)
 
-    def incomparable(self, call: CollectiveCall, totals: CostTotals) -> None:
-        """Count a call of which nobody can tell what it was waiting for."""
+    def add_uncomparable(self, call: CollectiveCall, totals: CostTotals) -> None:
+        """Add a call of which it is unknown what it waited for."""
         if call.timed:
             totals.exposed[call.group.role] += call.exposed_ns / 1e9
 
-    def renew(self) -> None:
-        """Work out anew what the link can do, and did lately, if more is known now."""
-        if not self._is_new:
+    def refit(self) -> None:
+        """Estimate the link and the bus bandwidths again, if there are new calls."""
+        if not self._is_stale:
             return
-        self._is_new = False
+        self._is_stale = False
         self.link = self._estimate.fit() or self.link
-        large, self._large = self._large, {}
-        for op, calls in large.items():
+        symmetric, self._symmetric = self._symmetric, {}
+        for op, calls in symmetric.items():
             bandwidth = bus_bandwidth(calls)
             if bandwidth is not None:
                 self._bus_bandwidths[op] = bandwidth
 
     def publish(self, recorder: Recorder) -> None:
-        """Set the gauges of the link; to be called within a commit."""
+        """Set the gauges of the link; call this within a commit."""
         role = self.rank_set.role
         if self.link is not None:
             recorder.set(communication.COMM_LINK_LATENCY, self.link.latency, role)
@@ -129,19 +167,19 @@ class CommCosts:
         for op, bandwidth in self._bus_bandwidths.items():
             recorder.set(communication.COMM_BUS_BANDWIDTH, bandwidth, OPS[op], role)
 
-    def _needed_seconds(self, moved: float, duration: float) -> float:
-        """Return how much of its duration a call needed, had all members come at once."""
+    def _transfer_seconds(self, wire_bytes: float, duration: float) -> float:
+        """Return how much of its duration a call needs if all members arrive at once."""
         if self.rank_set.size == 1:
             return duration
         if self.link is None:
-            return duration if moved else 0.0  # without data, only waiting takes long
-        needed = self.link.seconds(moved)
-        return duration if needed is None else needed
+            return duration if wire_bytes else 0.0  # without data, only waiting takes long
+        seconds = self.link.seconds(wire_bytes)
+        return duration if seconds is None else seconds
 
-    def _count(
+    def _add(
         self,
         call: CollectiveCall,
-        moved: float,
+        wire_bytes: float,
         wait: float,
         totals: CostTotals,
         volume_ratio: float | None,
@@ -156,25 +194,18 @@ class CommCosts:
             wait=wait,
             base_latency=self.link.latency if self.link else 0.0,
             volume_ratio=volume_ratio,
-            moves_data=moved > 0,
+            moves_data=wire_bytes > 0,
         )
 
-    def _learn_from_message(self, call: CollectiveCall) -> None:
-        """Let the quickest of the recent messages of a size stand for one that nobody waited in."""
+    def _add_message(self, call: CollectiveCall) -> None:
+        """Give the link estimate the fastest of the recent messages of this size."""
         recent = self._messages.setdefault(call.payload_bytes, deque(maxlen=RECENT_MESSAGES))
         self._messages.move_to_end(call.payload_bytes)
-        if len(self._messages) > MOST_MESSAGE_SIZES:
+        if len(self._messages) > MAX_MESSAGE_SIZES:
             self._messages.popitem(last=False)
         recent.append(call.duration_ns / 1e9)
         self._estimate.add(call.payload_bytes, min(recent))
-        self._is_new = True
-
-
-def _wire_bytes(call: CollectiveCall) -> float:
-    """Return the bytes that pass this rank; who receives a message waits for as many."""
-    if OPS[call.op] in POINT_TO_POINT:
-        return call.payload_bytes
-    return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)
+        self._is_stale = True
 
 
 def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
@@ -186,3 +217,10 @@ def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
     largest = max((wire for wire, _ in calls), default=0.0)
     rates = [wire / seconds for wire, seconds in calls if wire >= largest / 2 and seconds > 0]
     return median(rates) if largest and rates else None
+
+
+def _wire_bytes(call: CollectiveCall) -> float:
+    """Return the bytes that pass this rank; the receiver of a message waits for as many."""
+    if OPS[call.op] in POINT_TO_POINT:
+        return call.payload_bytes
+    return call.payload_bytes * call.group.wire_factor(call.op, call.payload_bytes)

@@ -1,7 +1,7 @@
-"""Merges the reports of a rank set on one rank, which sends the result to all members.
+"""The rank that merges a rank set's reports and compares them. Pure.
 
-Above 64 members the first of each block of 64 puts its block together, and the first of the rank
-set the blocks, so that none reads a thousand reports. It knows nothing of the store.
+Above 64 members, the first rank of each block of 64 merges the reports of its block, and the first
+rank of the rank set merges the blocks, so that no rank reads a thousand reports.
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..collectives.groups import RankSet
-from .call_report import NO_SECONDS, NOTHING_NEW, RankReport, StepTimes
-from .compare_result import CompareResult
 from .divergence import Divergence
+from .messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
 from .report_merger import ReportMerger
-from .stragglers import StepTimeReference, Straggler, StragglerWatch, reference_of
+from .stragglers import (
+    StepTimeReference,
+    StepTimes,
+    Straggler,
+    StragglerDetector,
+    step_time_reference,
+)
 
 BLOCK_SIZE = 64
-# A rank whose pace did not come while another's came so often takes no part at the moment.
-PACES_TO_MISS = 4
+# A rank without step times, while another one has sent some more often than this, is left out.
+MAX_MISSED_STEP_TIMES = 4
 
 
 def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Return the blocks by their first ranks; one block per member for a small rank set."""
+    """Return the blocks by their first rank; of few members each is a block of its own."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
 
 class Coordinator:
-    """Puts the reports of some ranks on one rank set together.
+    """Merges the reports of some ranks on one rank set.
 
     Args:
         rank_set: The rank set.
@@ -42,92 +47,92 @@ class Coordinator:
         self._rank_set = rank_set
         self._children = children
         self._ranks = frozenset(rank for ranks in children.values() for rank in ranks)
-        self._meeting = ReportMerger(children)
-        self._paces: dict[
-            int, StepTimes
-        ] = {}  # that came since they were last compared or passed on
-        self._times_came: Counter[int] = Counter()
-        self._absent: set[int] = set()  # of whom no pace is expected
-        self._straggler_watch = StragglerWatch()
-        self._divergence_told = False
+        self._merger = ReportMerger(children)
+        self._step_times: dict[int, StepTimes] = {}  # not compared or passed on yet
+        self._num_step_times: Counter[int] = Counter()  # by rank, since the last comparison
+        self._without_step_times: set[int] = set()  # ranks from which none are expected
+        self._detector = StragglerDetector()
+        self._divergence_reported = False
 
     def add(self, child: int, report: RankReport) -> None:
-        """Take what a child reports."""
-        key, meeting = self._rank_set.key, self._meeting
-        if key not in report.sections:
+        """Add a child's report."""
+        key, merger = self._rank_set.key, self._merger
+        if key not in report.calls:
             return
-        meeting.add(child, report.sections[key], report.names)
-        meeting.divergence = meeting.divergence or report.divergences.get(key)
-        paces = {rank: pace for rank, pace in report.paces.items() if rank in self._ranks}
-        self._paces.update(paces)
-        self._times_came.update(paces.keys())
-        self._absent -= paces.keys()
+        merger.add(child, report.calls[key], report.names)
+        merger.divergence = merger.divergence or report.divergences.get(key)
+        step_times = {
+            rank: times for rank, times in report.step_times.items() if rank in self._ranks
+        }
+        self._step_times.update(step_times)
+        self._num_step_times.update(step_times.keys())
+        self._without_step_times -= step_times.keys()
 
-    def leave_out(self, child: int) -> None:
+    def exclude(self, child: int) -> None:
         """Go on without a child until it reports again."""
-        self._meeting.leave_out(child)
-        self._absent.update(self._children[child])
+        self._merger.exclude(child)
+        self._without_step_times.update(self._children[child])
         for rank in self._children[child]:
-            self._paces.pop(rank, None)
+            self._step_times.pop(rank, None)
 
-    def take_report(self) -> RankReport | None:
+    def drain_report(self) -> RankReport | None:
         """As the first of a block: return what all of the block have reported, or None."""
-        key, meeting = self._rank_set.key, self._meeting
-        section, divergence = meeting.take(), self._new_divergence()
-        if section is None and divergence is None and not self._all_paces_came():
+        key, merger = self._rank_set.key, self._merger
+        calls, divergence = merger.drain(), self._new_divergence()
+        if calls is None and divergence is None and not self._has_all_step_times():
             return None
-        section = section or NOTHING_NEW
-        names, paces = meeting.names, self._paces
-        self._paces = {}
-        self._times_came.clear()
+        calls = calls or EMPTY_CALL_REPORT
+        names, step_times = merger.names, self._step_times
+        self._step_times = {}
+        self._num_step_times.clear()
         return RankReport(
-            sections={key: section},
-            names={one: names[one] for one in set(section.signatures.tolist()) if one in names},
-            paces=paces,
+            calls={key: calls},
+            names={one: names[one] for one in set(calls.signatures.tolist()) if one in names},
+            step_times=step_times,
             divergences={} if divergence is None else {key: divergence},
         )
 
-    def take_verdict(self, *, compares_pace: bool) -> CompareResult | None:
-        """As the first of the rank set: return what came of it, or None if nothing is new.
+    def drain_result(self, *, compare_step_times: bool) -> CompareResult | None:
+        """As the first of the rank set: return the new result, or None if nothing is new.
 
         Args:
-            compares_pace: Whether this is the rank set over which stragglers are looked for.
+            compare_step_times: Whether stragglers are looked for over this rank set.
         """
-        section, divergence = self._meeting.take(), self._new_divergence()
-        reference, stragglers = self._compare_pace() if compares_pace else (None, ())
-        first, least = 0, NO_SECONDS
-        if section is not None:
-            first, least = section.first_timed, section.durations
-        if not len(least) and divergence is None and reference is None:
+        calls, divergence = self._merger.drain(), self._new_divergence()
+        reference, stragglers = self._compare_step_times() if compare_step_times else (None, ())
+        first_call, min_durations = 0, NO_DURATIONS
+        if calls is not None:
+            first_call, min_durations = calls.first_timed, calls.durations
+        if not len(min_durations) and divergence is None and reference is None:
             return None
-        if self._meeting.num_ranks == 1:
-            least = np.full_like(least, np.nan)  # one rank's durations are no comparison
+        if self._merger.num_ranks == 1:
+            min_durations = np.full_like(min_durations, np.nan)  # one rank is no comparison
         return CompareResult(
-            first=first,
-            least=least,
+            first_call=first_call,
+            min_durations=min_durations,
             reference=reference,
             stragglers=stragglers,
             divergence=divergence,
         )
 
     def _new_divergence(self) -> Divergence | None:
-        if self._divergence_told or self._meeting.divergence is None:
+        if self._divergence_reported or self._merger.divergence is None:
             return None
-        self._divergence_told = True
-        return self._meeting.divergence
+        self._divergence_reported = True
+        return self._merger.divergence
 
-    def _all_paces_came(self) -> bool:
-        return 0 < len(self._paces) >= len(self._ranks) - len(self._absent)
+    def _has_all_step_times(self) -> bool:
+        return 0 < len(self._step_times) >= len(self._ranks) - len(self._without_step_times)
 
-    def _compare_pace(self) -> tuple[StepTimeReference | None, tuple[Straggler, ...]]:
-        """Compare once every rank that takes part has told its pace anew."""
-        if max(self._times_came.values(), default=0) > PACES_TO_MISS:
-            self._absent.update(self._ranks - self._paces.keys())
-        if len(self._paces) < 2 or not self._all_paces_came():
+    def _compare_step_times(self) -> tuple[StepTimeReference | None, tuple[Straggler, ...]]:
+        """Compare once every rank that takes part has sent new step times."""
+        if max(self._num_step_times.values(), default=0) > MAX_MISSED_STEP_TIMES:
+            self._without_step_times.update(self._ranks - self._step_times.keys())
+        if len(self._step_times) < 2 or not self._has_all_step_times():
             return None, ()
-        paces, self._paces = self._paces, {}
-        self._times_came.clear()
-        reference = reference_of(list(paces.values()))
+        step_times, self._step_times = self._step_times, {}
+        self._num_step_times.clear()
+        reference = step_time_reference(list(step_times.values()))
         if reference is None:
             return None, ()
-        return reference, tuple(self._straggler_watch.look(paces, reference))
+        return reference, tuple(self._detector.update(step_times, reference))

@@ -1,7 +1,8 @@
-"""The exchange: a thread on which the ranks compare their collectives, over the c10d store.
+"""The thread on which the ranks compare their collectives and step times, over the c10d store.
 
-It waits for nobody: it leaves its own reports there, reads what others have left, and goes on.
-While the store fails, this rank's costs are counted alone; now and then it is tried anew.
+It blocks for no other rank: it writes its own reports, reads what others have written, and goes on.
+While the store fails, this rank's costs count as local only; the store is tried again from time to
+time.
 """
 
 from __future__ import annotations
@@ -9,126 +10,121 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from torch.distributed.distributed_c10d import Store
-
 from ...metrics.catalog import communication
+from ...metrics.catalog.labels import COMPARED_PHASES
 from ...metrics.recorder import Recorder
-from ..collectives.groups import RankSet
+from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
-from .call_report import RankReport, StepTimes
-from .compare_reporter import CompareReporter
-from .coordinator_reader import PATIENCE_EXCHANGES
-from .heartbeats import Heartbeat
+from ..common.phase_timer import PhaseTimer
+from ..common.rank_store import StoreClientFactory
 from .local_accounting import LocalAccounting
-from .step_times import StepTimeSampler, largest_rank_set
-from .store_channel import StoreChannel
-from .store_connection import StoreConnection
+from .messages import CompareResult, Heartbeat, RankReport
+from .store_channel import PATIENCE_EXCHANGES, StoreChannel
+from .store_log import StoreConnection
+from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
 
 logger = logging.getLogger(__name__)
 
-# Of the seconds between two exchanges, how many pass between two looks at what others have left.
-# Signs of life are left at each look, and must come often enough to be told from silence.
-LOOKS_PER_EXCHANGE = 5
-MOST_SECONDS_BETWEEN_LOOKS = 2.0
+# Heartbeats are sent at each poll, and must come often enough to be distinguished from silence.
+POLLS_PER_EXCHANGE = 5
+MAX_POLL_INTERVAL_SECONDS = 2.0
 CLOSING_SECONDS = 1.0
-# A rank that stands still looks from then on whether another one hangs: that may be sooner found
-# there, as the limits differ.
-NOTICE_IDLE_SECONDS = 5.0
+# A rank without progress for so long reads whether another one announces a hang: that one may find
+# it earlier, as the limits differ.
+IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
+# At most one log line per rank and phase in this time; what changed meanwhile is logged then.
+SECONDS_BETWEEN_LINES = 600.0
 
 
 class CrossRankThread:
-    """Runs until `stop`. Made, started and stopped by the watch.
+    """Exchanges reports until `stop`.
 
     Args:
-        connect: Makes a client of the c10d store for this thread alone; gives None while it is not
-            known where the ranks meet. None instead of it compares nothing.
+        clients: Makes clients of the c10d store for this thread alone. None: nothing is compared.
         rank: This rank.
         host: This rank's host.
-        rank_sets: Gives the rank sets of ranks seen so far.
+        groups: The process groups seen so far.
+        phase_timer: Its time since the last progress decides whether heartbeats are read.
         recorder: Where the values are written.
         fail_open: Guards what runs here.
-        seconds: Time between two exchanges.
-        volume_ratio: Gives wire bytes of a step over the least possible; None while unknown.
-        idle_seconds: Gives the time since training last moved.
-        stuck_seconds: How long that must be for the others' signs of life to be read.
-        moved: Whether the ranks meet elsewhere by now, so that `connect` must be called again.
+        interval_seconds: Time between two exchanges.
+        stuck_seconds: After how long without progress the others' heartbeats are read.
+        now: A clock in seconds.
 
     Attributes:
-        pace: Takes this rank's steps.
+        step_times: Collects this rank's steps.
+        volume_ratio: Wire bytes of a step over the least possible, None while unknown. Set it on
+            any thread.
+        expected_pause: Returns why this rank is expected to make no progress now, None while it
+            trains. Set it before `start`.
         cpu_seconds: CPU time this thread has used.
-        pause: Gives why this rank may lawfully stand still, None while it trains; to be replaced
-            before `start`.
     """
 
     def __init__(
         self,
         *,
-        connect: Callable[[], Store | None] | None,
+        clients: StoreClientFactory | None,
         rank: int,
         host: str,
-        rank_sets: Callable[[], Iterable[RankSet]],
+        groups: Groups,
+        phase_timer: PhaseTimer,
         recorder: Recorder,
         fail_open: FailOpen,
-        seconds: float,
-        volume_ratio: Callable[[], float | None],
-        idle_seconds: Callable[[], float],
+        interval_seconds: float,
         stuck_seconds: float,
-        moved: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pace = StepTimeSampler()
+        self.step_times = StepTimeSampler()
+        self.volume_ratio: float | None = None
+        self.expected_pause: Callable[[], str | None] = lambda: None
         self.cpu_seconds = 0.0
-        self.pause: Callable[[], str | None] = lambda: None
-        self._stuck_seconds = stuck_seconds
-        self._moved = moved
         self._rank, self._host = rank, host
-        self._rank_sets = rank_sets
+        self._groups = groups
+        self._phase_timer = phase_timer
         self._recorder = recorder
-        self._seconds = seconds
-        self._patience_seconds = PATIENCE_EXCHANGES * seconds
-        self._idle_seconds = idle_seconds
+        self._interval_seconds = interval_seconds
+        self._patience_seconds = PATIENCE_EXCHANGES * interval_seconds
+        self._stuck_seconds = stuck_seconds
         self._now = now
-        self._books = LocalAccounting(
-            rank_sets, recorder, volume_ratio, now, lambda: self._is_compared
-        )
-        self._announcer = CompareReporter(recorder, rank, now)
-        self._connection = None if connect is None else StoreConnection(connect, now)
-        self._letters: StoreChannel | None = None
-        self._own_pace: StepTimes | None = None
-        self._lost = self._hangs = self._stopping = False
-        self._due = 0.0
+        self._accounting = LocalAccounting(groups, recorder, now)
+        self._reporter = CompareReporter(recorder, rank, now)
+        self._connection = None if clients is None else StoreConnection(clients, now)
+        self._channel: StoreChannel | None = None
+        self._own_step_times: StepTimes | None = None
+        self._is_store_lost = self._hangs = self._stopping = False
+        self._next_exchange = 0.0
         self._wake = threading.Event()
-        self._asked = self._answered = 0  # reports that somebody waits for
-        self._open = fail_open.wrap("cross_rank", self._reach_store)
-        self._look = fail_open.wrap("cross_rank", self._look_once)
-        self._thread = threading.Thread(target=self._run, name="zerowatch-exchange", daemon=True)
+        self._num_requested = self._num_done = 0  # reports that `report_now` waits for
+        self._connect = fail_open.wrap("cross_rank", self._connect_once)
+        self._poll = fail_open.wrap("cross_rank", self._poll_once)
+        self._thread = threading.Thread(target=self._run, name="zerowatch-cross-rank", daemon=True)
 
     @property
     def peers(self) -> Mapping[int, Heartbeat]:
-        """The others' last signs of life, by rank; read only while training does not move."""
-        letters = self._open_letters
-        return {} if letters is None else letters.peers
+        """The others' last heartbeats, by rank; read only while training makes no progress."""
+        channel = self._open_channel
+        return {} if channel is None else channel.peers
 
     @property
     def divergence(self) -> str | None:
-        """Who left the common sequence of collectives, in words; None while nobody did."""
-        return self._announcer.divergence
+        """Which ranks diverged from the common sequence of collectives, as a message, or None."""
+        return self._reporter.divergence
 
     @property
     def others_hang(self) -> bool:
-        """Whether another rank has told that it hangs."""
-        letters = self._open_letters
-        return letters is not None and letters.others_hang
+        """Whether another rank announces a hang."""
+        channel = self._open_channel
+        return channel is not None and channel.others_hang
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell what is left, wait a moment for the answer, and end. Safe to call twice."""
+        """Report what is left, wait up to a second for results, and end. Safe to call twice."""
         self._stopping = True
         if self._connection is not None:  # no call may outlive the interpreter
             self._connection.set_timeout(CLOSING_SECONDS)
@@ -137,153 +133,208 @@ class CrossRankThread:
             self._thread.join(2 * CLOSING_SECONDS)
 
     def report_now(self) -> None:
-        """Report at once, and return when that is done, or after a moment in any case."""
-        self._asked += 1
-        asked, end = self._asked, time.monotonic() + CLOSING_SECONDS
-        self._due = 0.0
+        """Report at once; return when that is done, after a second at the latest. Any thread."""
+        self._num_requested += 1
+        requested, end = self._num_requested, time.monotonic() + CLOSING_SECONDS
+        self._next_exchange = 0.0
         self._wake.set()
-        while self._answered < asked and time.monotonic() < end and self._thread.is_alive():
+        while self._num_done < requested and time.monotonic() < end and self._thread.is_alive():
             time.sleep(0.005)
 
-    def tell_of_hang(self, hangs: bool) -> None:
-        """Let the others know, from the next look on, whether this rank hangs."""
+    def announce_hang(self, hangs: bool) -> None:
+        """Announce to the others, from the next poll on, whether this rank hangs."""
         self._hangs = hangs
 
     def _run(self) -> None:
-        self._open()
+        self._connect()
         while not self._stopping:
-            self._wake.wait(seconds_between_looks(self._seconds))
+            self._wake.wait(poll_interval_seconds(self._interval_seconds))
             self._wake.clear()
-            self._look()
+            self._poll()
             self.cpu_seconds = time.thread_time()
         self._close()
 
     def _close(self) -> None:
         end = time.monotonic() + CLOSING_SECONDS
-        self._due = 0.0
-        self._look()
-        while self._is_compared and self._books.waits() and time.monotonic() < end:
+        self._next_exchange = 0.0
+        self._poll()
+        while self._is_compared and self._accounting.has_pending() and time.monotonic() < end:
             time.sleep(CLOSING_SECONDS / 20)
-            self._look()
+            self._poll()
         self._patience_seconds = 0.0
-        self._look()
+        self._poll()
         self.cpu_seconds = time.thread_time()
 
     @property
-    def _open_letters(self) -> StoreChannel | None:
-        connection = self._connection  # what was left unread waits for the store to answer again
-        return self._letters if connection is not None and connection.is_open else None
+    def _open_channel(self) -> StoreChannel | None:
+        connection = self._connection  # after a failure, the channel waits for the store to respond
+        return self._channel if connection is not None and connection.is_open else None
 
     @property
     def _is_compared(self) -> bool:
-        return self._open_letters is not None
+        return self._open_channel is not None
 
     @property
-    def _awaits_place(self) -> bool:
-        """Whether it will soon be known where the ranks meet: until then calls are kept."""
+    def _awaits_namespace(self) -> bool:
+        """Whether the first connection is expected soon: until then calls are kept."""
         connection = self._connection
-        if connection is None or connection.is_open or self._lost or self._stopping:
+        if connection is None or connection.is_open or self._is_store_lost or self._stopping:
             return False
-        return self._now() - connection.since < self._patience_seconds
+        return self._now() - connection.opened_at < self._patience_seconds
 
-    def _reach_store(self) -> None:
-        """Connect where that is due; after a failure, whatever was told before goes on."""
+    def _connect_once(self) -> None:
+        """Connect if that is due; after a failure, the channel's logs continue where they were."""
         connection = self._connection
         if connection is None or self._stopping or connection.is_open:
             return
         with self._store_may_fail(connection):
             connection.open()
             if connection.is_open:
-                self._letters = self._letters or self._new_letters(connection)
-                if self._lost:
-                    self._lost = False
-                    logger.info("the c10d store answers again: this rank is compared again")
+                self._channel = self._channel or self._new_channel(connection)
+                if self._is_store_lost:
+                    self._is_store_lost = False
+                    logger.info("c10d store responds again: comparison with other ranks resumed")
 
-    def _new_letters(self, connection: StoreConnection) -> StoreChannel:
+    def _new_channel(self, connection: StoreConnection) -> StoreChannel:
         return StoreChannel(
             connection,
             rank=self._rank,
             host=self._host,
-            patience_seconds=PATIENCE_EXCHANGES * self._seconds,
+            patience_seconds=PATIENCE_EXCHANGES * self._interval_seconds,
             stuck_seconds=self._stuck_seconds,
-            on_failure=lambda: self._count_failure("peer"),
-            now=self._now,
+            recorder=self._recorder,
         )
 
-    def _look_once(self) -> None:
-        now, asked = self._now(), self._asked
-        is_due = now >= self._due
+    def _poll_once(self) -> None:
+        now, requested = self._now(), self._num_requested
+        self._accounting.volume_ratio = self.volume_ratio
+        is_due = now >= self._next_exchange
         if is_due:
-            self._follow_the_others()
-        self._reach_store()
-        if is_due and not self._awaits_place:
-            self._due = now + self._seconds
+            self._leave_old_namespace()
+        self._connect_once()
+        if is_due and not self._awaits_namespace:
+            self._next_exchange = now + self._interval_seconds
             self._report()
-            self._answered = asked
-        self._books.follow()
-        if self._connection is not None and (letters := self._open_letters) is not None:
+            self._num_done = requested
+        self._accounting.poll(is_compared=self._is_compared)
+        if self._connection is not None and (channel := self._open_channel) is not None:
             with self._store_may_fail(self._connection):
-                self._read(letters)
-        self._books.give_up(self._patience_seconds if self._is_compared else 0.0)
+                self._read(channel)
+        is_compared = self._is_compared
+        self._accounting.expire(
+            self._patience_seconds if is_compared else 0.0, is_compared=is_compared
+        )
         with self._recorder.commit():
-            self._books.publish()
+            self._accounting.publish()
 
-    def _follow_the_others(self) -> None:
-        """Begin anew where the ranks meet elsewhere by now."""
+    def _leave_old_namespace(self) -> None:
+        """Start over if the ranks use another namespace of the store by now."""
         connection = self._connection
         if connection is None or not connection.is_open:
             return
         with self._store_may_fail(connection):
-            if self._moved():
-                connection.leave()
-                self._letters = None
+            if connection.has_moved():
+                connection.close()
+                self._channel = None
 
     def _report(self) -> None:
-        sections, names = self._books.take_sections()
-        new_pace = self.pace.take()
-        self._own_pace = new_pace or self._own_pace
-        if self._connection is None or (letters := self._open_letters) is None:
+        calls, names = self._accounting.drain_reports(is_compared=self._is_compared)
+        new_step_times = self.step_times.drain()
+        self._own_step_times = new_step_times or self._own_step_times
+        if self._connection is None or (channel := self._open_channel) is None:
             return
-        paces = {} if new_pace is None else {self._rank: new_pace}
+        step_times = {} if new_step_times is None else {self._rank: new_step_times}
         with self._store_may_fail(self._connection):
-            letters.report(RankReport(sections=sections, names=names, paces=paces))
+            channel.post_report(RankReport(calls=calls, names=names, step_times=step_times))
 
-    def _read(self, letters: StoreChannel) -> None:
-        rank_sets = list(self._rank_sets())
-        for rank_set, verdict in letters.read(rank_sets, largest_rank_set(rank_sets)):
-            self._books.match(rank_set, verdict)
-            self._announcer.announce(rank_set, verdict, self._own_pace)
-        letters.beat(self._books.arrived(), self.pause())
-        self._recorder.set(communication.PEER_HEARTBEAT_AGE, letters.silence())
+    def _read(self, channel: StoreChannel) -> None:
+        rank_sets = self._groups.rank_sets()
+        for rank_set, result in channel.poll(rank_sets, compared_rank_set(rank_sets)):
+            self._accounting.match(rank_set, result)
+            self._reporter.publish(rank_set, result, self._own_step_times)
+        channel.post_heartbeat(self._accounting.issued(), self.expected_pause())
+        silence_seconds = channel.longest_silence_seconds()
+        self._recorder.set(communication.PEER_HEARTBEAT_AGE, silence_seconds)
         if self._hangs:
-            letters.tell_of_hang()
-        idle_seconds = self._idle_seconds()
-        if idle_seconds > min(self._stuck_seconds, NOTICE_IDLE_SECONDS):
-            letters.look_for_peers(rank_sets, is_stuck=idle_seconds > self._stuck_seconds)
+            channel.announce_hang()
+        idle_seconds = self._phase_timer.idle_seconds()
+        if idle_seconds > min(self._stuck_seconds, IDLE_SECONDS_BEFORE_HEARTBEATS):
+            channel.poll_heartbeats(rank_sets, is_stuck=idle_seconds > self._stuck_seconds)
         else:
-            letters.forget_peers()
+            channel.clear_heartbeats()
 
     @contextmanager
     def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
-        """Do without the store for a while if it does not answer.
+        """Go on without the store for a while if it does not respond.
 
-        At the end of a run its host may be gone first, which is no failure.
+        At the end of a run its host may exit first, which is no failure.
         """
         try:
             yield
         except RuntimeError as error:
-            connection.lose()
+            connection.mark_failed()
             if self._stopping:
                 return
-            self._count_failure("store")
-            if not self._lost:
-                self._lost = True
-                logger.info("the c10d store does not answer (%s); ranks are not compared", error)
+            self._recorder.add(communication.EXCHANGE_FAILURES, 1, "store")
+            if not self._is_store_lost:
+                self._is_store_lost = True
+                logger.info(
+                    "c10d store does not respond: comparison with other ranks paused (%s)", error
+                )
 
-    def _count_failure(self, reason: str) -> None:
-        self._recorder.add(communication.EXCHANGE_FAILURES, 1, reason)
+
+class CompareReporter:
+    """Publishes results as metrics and log lines. Only a rank set's first rank logs them.
+
+    Attributes:
+        divergence: Which ranks diverged from the common sequence of collectives, as a message, or
+            None.
+    """
+
+    def __init__(
+        self, recorder: Recorder, rank: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.divergence: str | None = None
+        self._recorder = recorder
+        self._rank = rank
+        self._now = now
+        self._logged: set[tuple[int, str]] = set()  # stragglers, by rank and phase
+        self._logged_at: dict[tuple[int, str], float] = {}
+        recorder.set(communication.COLLECTIVE_MISMATCHES, 0)
+
+    def publish(
+        self, rank_set: RankSet, result: CompareResult, own_step_times: StepTimes | None
+    ) -> None:
+        """Publish a result; `own_step_times` are the last that this rank has reported."""
+        logs = self._rank == rank_set.members[0]
+        if result.divergence is not None:
+            self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
+            self.divergence = result.divergence.message(rank_set.role)
+            if logs:
+                logger.error("%s", self.divergence)
+        if result.reference is not None:
+            if own_step_times is not None:
+                scores = result.reference.scores(own_step_times)
+                for phase, score in zip(COMPARED_PHASES, scores, strict=True):
+                    self._recorder.set(communication.STRAGGLER_SCORE, score, phase)
+            if logs:
+                self._log_stragglers(result)
+
+    def _log_stragglers(self, result: CompareResult) -> None:
+        """Log who has become slow, and who is no longer."""
+        slow = {(straggler.rank, straggler.phase): straggler for straggler in result.stragglers}
+        for key in sorted(self._logged ^ slow.keys()):
+            logged_at = self._logged_at.get(key, -SECONDS_BETWEEN_LINES)
+            if self._now() - logged_at < SECONDS_BETWEEN_LINES:
+                continue
+            self._logged_at[key] = self._now()
+            if key in slow:
+                logger.warning("%s", slow[key].message())
+            else:
+                logger.warning("rank %d is no longer slow in %s", *key)
+            self._logged ^= {key}
 
 
-def seconds_between_looks(seconds_between_exchanges: float) -> float:
-    """Return how often to look at what others have left, and to leave a sign of life."""
-    return min(seconds_between_exchanges / LOOKS_PER_EXCHANGE, MOST_SECONDS_BETWEEN_LOOKS)
+def poll_interval_seconds(exchange_seconds: float) -> float:
+    """Return the time between two polls, given that between two exchanges."""
+    return min(exchange_seconds / POLLS_PER_EXCHANGE, MAX_POLL_INTERVAL_SECONDS)

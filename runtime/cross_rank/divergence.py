@@ -1,4 +1,4 @@
-"""Who left the common sequence of collectives, and with which call. Pure."""
+"""Which ranks issued a collective that the others did not, and which one. Pure."""
 
 from __future__ import annotations
 
@@ -7,49 +7,54 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST_CONTEXT = 64
+MAX_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first call in which the members of a group differ.
+    """The first call in which the members of a rank set differ.
 
-    `issued` says by member what it issued, `named` which members left the sequence: all of them
-    where that cannot be told.
+    Attributes:
+        sequence: The call's number.
+        issued: What each rank issued.
+        diverged: The ranks that left the common sequence; all where that cannot be decided.
     """
 
     sequence: int
     issued: Mapping[int, str]
-    named: tuple[int, ...]
+    diverged: tuple[int, ...]
 
-    def sentence(self, role: str) -> str:
-        """Say it in words."""
-        names = _ranks(self.named)
-        theirs = sorted({self.issued[rank] for rank in self.named})
-        others = sorted({issued for rank, issued in self.issued.items() if rank not in self.named})
+    def message(self, role: str) -> str:
+        """Format the divergence for the log; `role` is that of the rank set."""
+        at = f"call {self.sequence} of group {role}"
+        own = sorted({self.issued[rank] for rank in self.diverged})
+        others = sorted(
+            {issued for rank, issued in self.issued.items() if rank not in self.diverged}
+        )
         if not others:
-            return (
-                f"the ranks issue different collectives from call {self.sequence} of group {role} "
-                "on: " + "; ".join(f"rank {rank} {what}" for rank, what in self.issued.items())
-            )
+            each = "; ".join(f"rank {rank} {issued}" for rank, issued in self.issued.items())
+            return f"the ranks issue different collectives from {at} on: {each}"
         return (
-            f"{names} left the common sequence of collectives at call {self.sequence} of group "
-            f"{role}: issued {' or '.join(theirs)}, where the others issued {' or '.join(others)}"
+            f"{_ranks(self.diverged)} diverged from the common sequence of collectives at {at}: "
+            f"issued {' or '.join(own)}, where the others issued {' or '.join(others)}"
         )
 
 
-def read_divergence(told: Mapping[str, Any]) -> Divergence:
-    """Read a divergence that travelled as JSON."""
-    issued = {int(rank): what for rank, what in told["issued"].items()}
-    return Divergence(sequence=told["sequence"], issued=issued, named=tuple(told["named"]))
+def parse_divergence(fields: Mapping[str, Any]) -> Divergence:
+    """Return a divergence from its JSON fields."""
+    return Divergence(
+        sequence=fields["sequence"],
+        issued={int(rank): issued for rank, issued in fields["issued"].items()},
+        diverged=tuple(fields["diverged"]),
+    )
 
 
 def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[int, ...]:
-    """Name the members that left the sequence at one call.
+    """Return the members that left the common sequence at one call.
 
-    The majority is right. Where there is none, as with two members, the one is right whose call has
-    followed upon the same calls before: a step issues what the step before it issued. Where that
-    does not tell either, all are named.
+    The majority is right. Without a majority, as with two members, the call is right that has
+    followed the longest run of the same calls before: a step issues what the step before it issued.
+    If that is a tie, all members are returned.
 
     Args:
         values: The signature of the call, by member.
@@ -59,26 +64,26 @@ def diverged_ranks(values: Mapping[int, int], history: Sequence[int]) -> tuple[i
     if counts[0][1] * 2 > len(values):
         right = counts[0][0]
     else:
-        known = {value: context_match_length(history, value) for value in set(values.values())}
-        best = max(known.values())
-        familiar = [value for value, length in known.items() if length == best]
-        if len(familiar) > 1:
+        lengths = {value: context_match_length(history, value) for value in set(values.values())}
+        longest = max(lengths.values())
+        candidates = [value for value, length in lengths.items() if length == longest]
+        if len(candidates) > 1:
             return tuple(values)
-        right = familiar[0]
+        right = candidates[0]
     return tuple(member for member, value in values.items() if value != right)
 
 
 def context_match_length(history: Sequence[Hashable], value: Hashable) -> int:
-    """Return the length of the longest run of calls, ending with this one, that was seen before.
+    """Return the length of the longest run of calls, ending with `value`, that occurred before.
 
-    0 if the call itself never was; LONGEST_CONTEXT calls before it are looked at.
+    0 if `value` never occurred. At most MAX_CONTEXT calls before it are compared.
     """
     best = 0
     for at, seen in enumerate(history):
         if seen != value:
             continue
         same = 1
-        while same <= LONGEST_CONTEXT and same <= at and history[at - same] == history[-same]:
+        while same <= MAX_CONTEXT and same <= at and history[at - same] == history[-same]:
             same += 1
         best = max(best, same)
     return best

@@ -1,36 +1,43 @@
-"""Who is to blame when a collective raises, as far as this rank alone can tell, and at once.
+"""Which rank caused the error that a collective raised, as far as this rank alone can decide.
 
-A launcher ends the other ranks a tenth of a second after the first has died, so there is no time to
-ask them. What a rank issues in a step is what it has issued in the step before: a call that never
-followed upon the calls before it is this rank's own fault, another one is a peer's.
+A launcher kills the other ranks a tenth of a second after the first has died, which is too short to
+ask them. A rank issues in a step what it has issued in the step before: if the failed call never
+followed the calls before it, this rank has diverged; else a peer has failed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
 from ..collectives.call import CollectiveCall
-from .call_sequence import describe
+from .call_sequence import describe_call
+from .cross_rank_thread import CrossRankThread
 from .divergence import context_match_length
 
 logger = logging.getLogger(__name__)
 
-# How many calls must have come in a known order before what breaks the order is called a fault.
-LEAST_CONTEXT = 2
-MOST_CALLS = 1024  # some milliseconds' work
+# Calls that must have come in a known order before a call out of order counts as a divergence.
+MIN_CONTEXT = 2
+MAX_CALLS = 1024  # some milliseconds' work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What one rank makes of a collective that raised.
+    """The likely cause of a collective's error, as one rank sees it.
 
-    `expected` is what had followed upon the same calls before, None if what was issued did, or is
-    new: then it may be the first evaluation or checkpoint, in which a peer has died.
+    Attributes:
+        rank: This rank.
+        role: Role of the group.
+        members: Ranks of the group.
+        sequence: Number of the failed call.
+        issued: The failed call.
+        expected: What had followed the same calls before, if this rank has diverged. None if the
+            failed call did, or is new, as in the first evaluation or checkpoint: then a peer died.
     """
 
     rank: int
@@ -40,72 +47,72 @@ class Attribution:
     issued: str
     expected: str | None
 
-    def sentence(self) -> str:
-        """Say it in words."""
+    def message(self) -> str:
+        """Format the attribution for the log."""
         call = f"call {self.sequence} of group {self.role}"
         if self.expected is not None:
             return (
-                f"rank {self.rank} left the common sequence of collectives at {call}: issued "
-                f"{self.issued}, where {self.expected} has followed so far; it skipped or added a "
-                "collective"
+                f"rank {self.rank} diverged from the common sequence of collectives at {call}: "
+                f"issued {self.issued}, where {self.expected} has followed so far; it skipped or "
+                "added a collective"
             )
         others = [rank for rank in self.members if rank != self.rank]
         who = f"rank {others[0]}" if len(others) == 1 else "another rank"
         return (
-            f"rank {self.rank} issued {self.issued} at {call}, in its usual order as far as it can "
-            f"tell, and it failed: {who} died, or left the common sequence of collectives there"
+            f"{self.issued} failed on rank {self.rank} at {call}, in its usual order: "
+            f"{who} died, or diverged from the common sequence of collectives there"
         )
 
 
 class CollectiveErrorAnalyzer:
-    """Called with a collective that raised, before the exception goes on.
+    """Analyzes a collective that raised, before the exception propagates.
 
     Args:
         rank: This rank.
-        recorder: Where the fault is counted.
-        report_now: Tells the others what this rank has issued; waits for that, but not long.
+        recorder: Where a divergence is counted.
+        thread: Reports at once what this rank has issued.
     """
 
-    def __init__(self, rank: int, recorder: Recorder, report_now: Callable[[], None]) -> None:
+    def __init__(self, rank: int, recorder: Recorder, thread: CrossRankThread) -> None:
         self._rank = rank
         self._recorder = recorder
-        self._report_now = report_now
+        self._thread = thread
         self._done = False
 
-    def __call__(self, failed: CollectiveCall) -> None:
-        """Say who is to blame. The first failure only: it brings others with it."""
+    def analyze(self, failed: CollectiveCall) -> None:
+        """Log the likely cause. Only of the first error, as others follow from it."""
         if self._done:
             return
         self._done = True
-        finding = attribute_failure(self._rank, failed)
-        if finding is not None:
-            if finding.expected is not None:
+        attribution = attribute_failure(self._rank, failed)
+        if attribution is not None:
+            if attribution.expected is not None:
                 self._recorder.add(communication.COLLECTIVE_MISMATCHES, 1)
-            logger.error("%s", finding.sentence())
-        self._report_now()
+            logger.error("%s", attribution.message())
+        self._thread.report_now()
 
 
 def attribute_failure(rank: int, failed: CollectiveCall) -> Attribution | None:
-    """Look at the calls that led to the one that raised; None if nothing can be told."""
+    """Compare the failed call with what has followed the same calls before; None if unknown."""
     calls = [call for call in failed.group.rank_set.recent.copy() if call.sequence]
     while calls and calls[-1].sequence > failed.sequence:
-        calls.pop()  # issued since, while the one that failed was under way
+        calls.pop()  # issued while the failed one was in flight
     if len(calls) < 2 or calls[-1] is not failed:
         return None
-    *before, last = ((c.op, c.dtype, c.payload_bytes) for c in calls[-MOST_CALLS:])
-    known = {what: context_match_length(before, what) for what in set(before)}
-    usual = max(known, key=lambda what: known[what])
-    surprising = known[usual] > LEAST_CONTEXT and 0 < known.get(last, 0) < known[usual]
+    *before, last = ((c.op, c.dtype, c.payload_bytes) for c in calls[-MAX_CALLS:])
+    lengths = {call: context_match_length(before, call) for call in set(before)}
+    usual = max(lengths, key=lambda call: lengths[call])
+    has_diverged = lengths[usual] > MIN_CONTEXT and 0 < lengths.get(last, 0) < lengths[usual]
     return Attribution(
         rank=rank,
         role=failed.group.role,
         members=failed.group.rank_set.members,
         sequence=failed.sequence,
-        issued=_words(last),
-        expected=_words(usual) if surprising else None,
+        issued=_describe(last),
+        expected=_describe(usual) if has_diverged else None,
     )
 
 
-def _words(what: tuple[int, object, int]) -> str:
-    op, dtype, payload_bytes = what
-    return describe(OPS[op], str(dtype).removeprefix("torch."), payload_bytes)
+def _describe(call: tuple[int, object, int]) -> str:
+    op, dtype, payload_bytes = call
+    return describe_call(OPS[op], str(dtype).removeprefix("torch."), payload_bytes)

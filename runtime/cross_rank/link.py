@@ -1,4 +1,4 @@
-"""What a link can do: base latency and bandwidth of a group, from collectives of several sizes."""
+"""Latency and bandwidth of a group's link (alpha-beta model), from calls of several sizes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from statistics import median
 
 MAX_SIZES = 32
 DURATIONS_PER_SIZE = 64
-# Two sizes tell a bandwidth only if they differ clearly, else noise is divided by almost nothing.
-LEAST_SPREAD = 2.0
-SUSTAINED = 3
+# Two sizes show a bandwidth only if they differ clearly, else noise is divided by almost nothing.
+MIN_SIZE_RATIO = 2.0
+SUSTAINED_FITS = 3
 # Calls so small that their bytes do not matter: 16 KiB take 16 us at 1 GB/s, a call some hundred.
 TINY_BYTES = 16384
-LEAST_TINY_CALLS, TINY_CALLS = 5, 256
+MIN_TINY_CALLS, MAX_TINY_CALLS = 5, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A group's base latency in seconds, and its bandwidth in bytes per second of wire bytes.
 
-    `bandwidth` is None while no two sizes told a difference; `largest_bytes` is the largest size
-    from which this is known.
+    `bandwidth` is None while no two sizes differ in duration; `largest_bytes` is the largest size
+    that was measured.
     """
 
     latency: float
@@ -30,36 +30,37 @@ class Link:
     largest_bytes: float
 
     def seconds(self, wire_bytes: float) -> float | None:
-        """Return the time that a collective takes whose members all arrive at once.
+        """Return the duration of a collective whose members all arrive at once.
 
-        None if it cannot be told: the size is far above all seen, and the bandwidth unknown.
+        None if unknown: the size is far above all measured ones, and there is no bandwidth.
         """
         if self.bandwidth:
             return self.latency + wire_bytes / self.bandwidth
-        return None if wire_bytes > LEAST_SPREAD * self.largest_bytes else self.latency
+        return None if wire_bytes > MIN_SIZE_RATIO * self.largest_bytes else self.latency
 
 
 class LinkEstimate:
     """Fits duration = latency + wire bytes / bandwidth to the recent collectives of one group.
 
-    Give it durations without waiting: the smallest over the ranks. The fit is Theil's and Sen's
-    (Sen 1968, doi 10.1080/01621459.1968.10480934), over the median duration of each size: it bears
-    a quarter of wild values. Pairs of sizes are weighted by how far apart they are. Where there are
-    tiny calls, their median is the latency, else what the fit leaves for no bytes.
+    Durations must not include waiting: add the least over the ranks. The fit is a Theil-Sen
+    estimate (Sen 1968, doi 10.1080/01621459.1968.10480934) over the median duration of each size,
+    which is robust against a quarter of outliers. Pairs of sizes are weighted by their distance.
+    The latency is the median of tiny calls where there are any, else the intercept of the fit.
 
     Attributes:
-        best_bandwidth: The highest bandwidth kept up so far, in bytes per second: over SUSTAINED
-            fits, each from collectives of which the largest spent most of its time moving data.
+        best_bandwidth: The highest bandwidth sustained so far, in bytes per second: over
+            SUSTAINED_FITS fits, in each of which the largest call spent most of its time moving
+            data.
     """
 
     def __init__(self) -> None:
         self.best_bandwidth: float | None = None
-        self._clear: deque[float] = deque(maxlen=SUSTAINED)
+        self._clear: deque[float] = deque(maxlen=SUSTAINED_FITS)
         self._durations: OrderedDict[int, deque[float]] = OrderedDict()
-        self._tiny: deque[tuple[int, float]] = deque(maxlen=TINY_CALLS)  # sizes as often as issued
+        self._tiny: deque[tuple[int, float]] = deque(maxlen=MAX_TINY_CALLS)  # bytes, seconds
 
     def add(self, wire_bytes: float, seconds: float) -> None:
-        """Take one collective: bytes a rank sent, and its duration in seconds."""
+        """Add a collective: bytes that a rank sent, and its duration in seconds."""
         size = round(wire_bytes)
         if size <= TINY_BYTES:
             self._tiny.append((size, seconds))
@@ -72,29 +73,29 @@ class LinkEstimate:
         self._durations.move_to_end(size)
 
     def fit(self) -> Link | None:
-        """Return the link as recent collectives show it; None before the first."""
+        """Return the link by the recent collectives; None before the first."""
         points = [(size, median(seconds)) for size, seconds in self._durations.items()]
         if not points:
             return None
         slope, largest = _slope(points), max(self._durations)
         if slope is None:
-            # One size, or none slower than another: all of the time of the smallest is latency.
+            # One size, or none slower than another: the whole duration of the smallest is latency.
             latency = self._tiny_latency(0.0) or min(points)[1]
             return Link(latency=latency, bandwidth=None, largest_bytes=largest)
         latency = self._tiny_latency(slope) or _intercept(points, slope)
-        if slope * largest > latency:  # else noise may pass for any bandwidth
+        if slope * largest > latency:  # else noise could look like any bandwidth
             self._clear.append(1 / slope)
-            if len(self._clear) == SUSTAINED:
+            if len(self._clear) == SUSTAINED_FITS:
                 self.best_bandwidth = max(self.best_bandwidth or 0.0, min(self._clear))
         return Link(latency=latency, bandwidth=1 / slope, largest_bytes=largest)
 
     def _tiny_latency(self, slope: float) -> float | None:
         tiny = [max(0.0, seconds - slope * size) for size, seconds in self._tiny]
-        return median(tiny) if len(tiny) >= LEAST_TINY_CALLS else None
+        return median(tiny) if len(tiny) >= MIN_TINY_CALLS else None
 
 
 def _intercept(points: list[tuple[int, float]], slope: float) -> float:
-    """Return the seconds that bytes do not explain; the smaller calls know them best."""
+    """Return the seconds that bytes do not explain, by the small calls if there are any."""
     left = [seconds - slope * size for size, seconds in points]
     small = [rest for (size, _), rest in zip(points, left, strict=True) if slope * size < rest]
     return max(0.0, median(small or left))
@@ -105,7 +106,7 @@ def _slope(points: list[tuple[int, float]]) -> float | None:
     slopes = sorted(
         ((b[1] - a[1]) / (b[0] - a[0]), float(b[0] - a[0]))
         for a, b in combinations(sorted(points), 2)
-        if b[0] >= LEAST_SPREAD * max(a[0], 1)
+        if b[0] >= MIN_SIZE_RATIO * max(a[0], 1)
     )
     half, seen = sum(weight for _, weight in slopes) / 2, 0.0
     for slope, weight in slopes:

@@ -1,96 +1,173 @@
-"""Which rank is slow, and in which phase. Pure."""
+"""Step times by phase, compared over the ranks: which rank is slow, and in which phase."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from ...metrics.catalog.labels import COMPARED_PHASES
+from ...metrics.catalog.labels import COMPARED_PHASES, PHASES
 from ...metrics.thresholds import STRAGGLER_SCORE_HIGH
-from .call_report import StepTimes
+from ..collectives.groups import RankSet
 
-Table = npt.NDArray[np.float64]
+Table = npt.NDArray[np.float64]  # a row per rank, a column per phase of COMPARED_PHASES
 
+# A median of fewer steps says little about a rank: one hiccup, or one long batch, moves it.
+MIN_STEPS = 8
+MAX_STEPS = 256
+WARM_UP_STEPS = 3  # memory is allocated, traces are recorded, code is compiled
 DEVIATIONS = 4
-EXCHANGES_TO_TURN = 2
+EXCHANGES_TO_CONFIRM = 2
+
+_COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)
+_NON_TRAINING = tuple(PHASES.index(phase) for phase in ("eval", "checkpoint"))
+# The members of a rank set of these roles do the same work, so their step times are comparable. The
+# whole job ("world") does so only if it is no pipeline.
+_SAME_WORK_ROLES = ("dp", "world", "tp", "ep", "sp")
+
+
+# Not frozen: one rank decodes a thousand at an exchange, and frozen ones take twice as long.
+@dataclass(slots=True, kw_only=True)
+class StepTimes:
+    """Step times of one rank: medians over its last `num_steps` steps, in seconds.
+
+    Attributes:
+        num_steps: Number of steps.
+        step_seconds: Median duration of a step.
+        busy_seconds: By phase of COMPARED_PHASES, without the time blocked in collectives.
+        deviation_seconds: Median absolute deviation of `busy_seconds` over the steps.
+    """
+
+    num_steps: int
+    step_seconds: float
+    busy_seconds: tuple[float, ...]
+    deviation_seconds: tuple[float, ...]
+
+
+class StepTimeSampler:
+    """Collects this rank's steps on the watch thread, until the cross-rank thread takes them."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=MAX_STEPS)
+        self._warm_up = WARM_UP_STEPS
+
+    def add(self, phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+        """Add a step: nanoseconds in each of PHASES, and how many of them were blocked."""
+        if self._warm_up:
+            self._warm_up -= 1
+            return
+        step_ns = sum(phase_ns) - sum(phase_ns[index] for index in _NON_TRAINING)
+        busy = (max(0, phase_ns[index] - blocked_ns[index]) / 1e9 for index in _COMPARED)
+        self._steps.append((step_ns / 1e9, *busy))
+
+    def drain(self) -> StepTimes | None:
+        """Return the medians of the steps since the last call; None if they are too few."""
+        if len(self._steps) < MIN_STEPS:
+            return None
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        step_seconds, *columns = zip(*steps, strict=True)
+        busy_seconds = tuple(median(column) for column in columns)
+        return StepTimes(
+            num_steps=len(steps),
+            step_seconds=median(step_seconds),
+            busy_seconds=busy_seconds,
+            deviation_seconds=tuple(
+                median(abs(value - middle) for value in column)
+                for column, middle in zip(columns, busy_seconds, strict=True)
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeReference:
-    """What the ranks of a group are compared with: seconds a step, by phase, and a median step."""
+    """What the ranks are compared with: the median step, and busy seconds by phase."""
 
     step_seconds: float
-    busy: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
 
-    def scores(self, pace: StepTimes) -> tuple[float, ...]:
+    def scores(self, step_times: StepTimes) -> tuple[float, ...]:
         """Return by how much of a step a rank is slower in each phase; negative if faster."""
         return tuple(
             (busy - usual) / self.step_seconds
-            for busy, usual in zip(pace.busy, self.busy, strict=True)
+            for busy, usual in zip(step_times.busy_seconds, self.busy_seconds, strict=True)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that is slower than the others by `seconds` a step in one phase."""
+    """A rank that is slower than the others by `seconds` per step in one phase."""
 
     rank: int
     phase: str
     seconds: float
     score: float
 
-    def sentence(self) -> str:
-        """Say it in words."""
+    def message(self) -> str:
+        """Format the straggler for the log."""
         return (
             f"rank {self.rank} is slow in {self.phase}: {1000 * self.seconds:.0f} ms a step more "
             f"than the others, {100 * self.score:.0f} % of a step"
         )
 
 
-def reference_of(paces: Sequence[StepTimes]) -> StepTimeReference | None:
-    """Return the median rank's pace, of two ranks the faster one's; None where nothing was done."""
-    if not paces:
+def step_time_reference(step_times: Sequence[StepTimes]) -> StepTimeReference | None:
+    """Return the median over the ranks, of two ranks the faster; None if no time was measured."""
+    if not step_times:
         return None
-    step_seconds = float(np.median([pace.step_seconds for pace in paces]))
-    busy = _table([pace.busy for pace in paces])
-    usual = np.median(busy, axis=0) if len(paces) > 2 else busy.min(axis=0)
+    step_seconds = float(np.median([each.step_seconds for each in step_times]))
+    busy = _table([each.busy_seconds for each in step_times])
+    usual = np.median(busy, axis=0) if len(step_times) > 2 else busy.min(axis=0)
     return (
-        StepTimeReference(step_seconds=step_seconds, busy=tuple(usual.tolist()))
+        StepTimeReference(step_seconds=step_seconds, busy_seconds=tuple(usual.tolist()))
         if step_seconds > 0
         else None
     )
 
 
-class StragglerWatch:
-    """Names ranks that were slow in the same phase at two exchanges in a row.
+def compared_rank_set(rank_sets: Iterable[RankSet]) -> RankSet | None:
+    """Return the rank set over which step times are compared: data parallel if there is one."""
+    shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
+    is_pipeline = any(rank_set.role == "pp" for rank_set in shared)
+    roles = [role for role in _SAME_WORK_ROLES if not (is_pipeline and role == "world")]
+    return min(
+        (rank_set for rank_set in shared if rank_set.role in roles),
+        default=None,
+        key=lambda rank_set: (roles.index(rank_set.role), -rank_set.size, rank_set.key),
+    )
 
-    One that is named stays so until it was below half of the limit at two exchanges in a row.
+
+class StragglerDetector:
+    """Finds ranks that are slow in the same phase at two exchanges in a row.
+
+    A straggler stays one until it is below half of the limit at two exchanges in a row.
     """
 
     def __init__(self) -> None:
-        self._named: set[tuple[int, int]] = set()
-        self._doubts: Counter[tuple[int, int]] = Counter()  # times that a status was contradicted
+        self._slow: set[tuple[int, int]] = set()  # of rank and phase
+        self._num_contradicted: Counter[tuple[int, int]] = Counter()  # in a row
 
-    def look(self, paces: Mapping[int, StepTimes], reference: StepTimeReference) -> list[Straggler]:
-        """Return the stragglers of one exchange."""
-        rows = {rank: row for row, rank in enumerate(paces)}
-        busy = _table([pace.busy for pace in paces.values()])
-        scores = (busy - np.array(reference.busy)) / reference.step_seconds
-        limits = _limits(paces, scores, reference)
-        self._named = {key for key in self._named if key[0] in rows}
-        ranks = list(paces)
-        slow = {(ranks[row], phase) for row, phase in np.argwhere(scores >= limits).tolist()}
-        quick = {
+    def update(
+        self, step_times: Mapping[int, StepTimes], reference: StepTimeReference
+    ) -> list[Straggler]:
+        """Return the stragglers after one exchange, given the step times by rank."""
+        rows = {rank: row for row, rank in enumerate(step_times)}
+        busy = _table([each.busy_seconds for each in step_times.values()])
+        scores = (busy - np.array(reference.busy_seconds)) / reference.step_seconds
+        limits = _limits(step_times, scores, reference)
+        self._slow = {key for key in self._slow if key[0] in rows}
+        ranks = list(step_times)
+        above = {(ranks[row], phase) for row, phase in np.argwhere(scores >= limits).tolist()}
+        recovered = {
             (rank, phase)
-            for rank, phase in self._named
+            for rank, phase in self._slow
             if scores[rows[rank], phase] < limits[rows[rank], phase] / 2
         }
-        self._turn((slow - self._named) | quick)
+        self._toggle_confirmed((above - self._slow) | recovered)
         return [
             Straggler(
                 rank=rank,
@@ -98,27 +175,29 @@ class StragglerWatch:
                 seconds=float(scores[rows[rank], phase]) * reference.step_seconds,
                 score=float(scores[rows[rank], phase]),
             )
-            for rank, phase in sorted(self._named)
+            for rank, phase in sorted(self._slow)
         ]
 
-    def _turn(self, doubted: set[tuple[int, int]]) -> None:
-        """Name, or no longer name, what was doubted so often in a row."""
-        times = {key: self._doubts[key] + 1 for key in doubted}
-        turned = {key for key in doubted if times[key] >= EXCHANGES_TO_TURN}
-        self._named ^= turned
-        self._doubts = Counter({key: times[key] for key in doubted - turned})
+    def _toggle_confirmed(self, contradicted: set[tuple[int, int]]) -> None:
+        """Change the status of what was contradicted at enough exchanges in a row."""
+        times = {key: self._num_contradicted[key] + 1 for key in contradicted}
+        confirmed = {key for key in contradicted if times[key] >= EXCHANGES_TO_CONFIRM}
+        self._slow ^= confirmed
+        self._num_contradicted = Counter({key: times[key] for key in contradicted - confirmed})
 
 
-def _limits(paces: Mapping[int, StepTimes], scores: Table, reference: StepTimeReference) -> Table:
+def _limits(
+    step_times: Mapping[int, StepTimes], scores: Table, reference: StepTimeReference
+) -> Table:
     """Return, by rank and phase, the score from which on a rank is slow.
 
-    With more than two ranks, what the ranks vary anyway is the median absolute deviation of their
-    scores. Among many ranks some would pass that by chance, as each is a median of few steps: it
-    must also stand out against its own standard error. Of two ranks one is always the faster, and
-    how far apart they are says nothing: then the error of the difference is all there is.
+    With more than two ranks, the usual variation is the median absolute deviation of their scores.
+    Of many ranks some would exceed that by chance, as each score is a median of few steps: it must
+    also exceed its own standard error. Of two ranks one is always faster, and their distance says
+    nothing: only the error of the difference counts.
     """
-    errors = _errors(paces, reference)
-    if len(paces) > 2:
+    errors = _errors(step_times, reference)
+    if len(step_times) > 2:
         spread = np.median(np.abs(scores - np.median(scores, axis=0)), axis=0)
     else:
         spread = np.sqrt(np.sum(errors**2, axis=0))
@@ -126,17 +205,17 @@ def _limits(paces: Mapping[int, StepTimes], scores: Table, reference: StepTimeRe
     return limits
 
 
-def _errors(paces: Mapping[int, StepTimes], reference: StepTimeReference) -> Table:
+def _errors(step_times: Mapping[int, StepTimes], reference: StepTimeReference) -> Table:
     """Return, by rank and phase, the standard error of the score.
 
     A score is a median over steps: 1.253 sigma / sqrt(n), where sigma = 1.483 MAD.
     """
-    deviations = _table([pace.deviation for pace in paces.values()])
-    steps = np.array([max(pace.steps, 1) for pace in paces.values()])
-    errors: Table = 1.253 * 1.483 * deviations / np.sqrt(steps)[:, None] / reference.step_seconds
-    return errors
+    deviations = _table([each.deviation_seconds for each in step_times.values()])
+    num_steps = np.array([max(each.num_steps, 1) for each in step_times.values()])
+    seconds: Table = 1.253 * 1.483 * deviations / np.sqrt(num_steps)[:, None]
+    return seconds / reference.step_seconds
 
 
 def _table(rows: Sequence[Sequence[float]]) -> Table:
-    """Return the rows as one array, in half the time that numpy takes to look for their shape."""
+    """Return the rows as one array, in half the time that numpy takes to infer their shape."""
     return np.fromiter(chain.from_iterable(rows), np.float64).reshape(len(rows), -1)

@@ -1,4 +1,4 @@
-"""What sets this rank beside others: the other ranks, its plan, and the profiler."""
+"""Compares this rank: with the other ranks, with the estimate, and with the profiler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
 from ..cross_rank.cross_rank_thread import CrossRankThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
+from ..cross_rank.hang.hang_context import HangContext
 from ..cross_rank.hang.hang_watch import HangWatch
-from ..cross_rank.hang.sources import watch_for_hangs
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
@@ -23,45 +23,45 @@ class CrossRankMonitor:
         listeners: What gets the record of each step, on the watch thread.
         duties: What is to be done on the watch thread each second.
         rebind_engine: To be called with the new engine after a rebuild.
-        inquest: Called with a collective that raised.
-        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
+        on_collective_error: Called with a collective that raised.
+        add_step_times: Called with each step's nanoseconds by phase, and those of them that were
+            blocked.
         step_ended: Called on the training thread with the number of each step; None if not needed.
     """
 
     def __init__(self, context: WatchContext) -> None:
         fail_open, recorder = context.fail_open, context.recorder
         self._context = context
-        volume = WireVolumeCheck(
+        self._volume_check = WireVolumeCheck(
             context.engine(), recorder, fail_open, logs_differences=context.identity.rank == 0
         )
-        self.rebind_engine = fail_open.wrap("volume", volume.rebind_engine)
-        self._exchange = self._new_exchange(volume.ratio)
-        self._hang = self._new_hang_watch()
-        self._exchange.pause = lambda: self._hang.pause
+        self.rebind_engine = fail_open.wrap("volume", self._volume_check.rebind_engine)
+        self._thread = self._new_thread()
+        self._hang_watch = self._new_hang_watch()
+        self._thread.expected_pause = self._hang_watch.expected_pause
         self._profile = self._new_profile()
         self.listeners: list[Callable[[StepRecord], object]] = [
-            fail_open.wrap("volume", volume.add),
-            fail_open.wrap("hang", self._hang.step_ended),
+            fail_open.wrap("volume", self._check_volume),
+            fail_open.wrap("hang", self._hang_watch.on_step_end),
         ]
         if self._profile is not None:
             self.listeners.append(fail_open.wrap("profile", self._profile.compare))
-        self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang.look}
-        self.inquest = CollectiveErrorAnalyzer(
-            context.identity.rank, recorder, self._exchange.report_now
-        )
+        self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang_watch.check}
+        analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
+        self.on_collective_error = analyzer.analyze
         # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
         on_cpu = training_device_index() is None
-        self.keep_pace = self._exchange.pace.add if on_cpu else _ignore_pace
+        self.add_step_times = self._thread.step_times.add if on_cpu else _ignore_step_times
         self.step_ended = None if self._profile is None else self._profile.step_ended
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that the exchange's thread has used."""
-        return self._exchange.cpu_seconds
+        """CPU time that the cross-rank thread has used."""
+        return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Begin to compare."""
-        self._exchange.start()
+        """Start to compare."""
+        self._thread.start()
 
     def forget_hooks(self) -> None:
         """In a forked child: let go of what ran in training, which is the parent's."""
@@ -75,39 +75,44 @@ class CrossRankMonitor:
 
     def stop(self) -> None:
         """Compare what is left, and end. Safe to call twice."""
-        self._exchange.stop()
-        self._hang.close()
+        self._thread.stop()
+        self._hang_watch.close()
 
-    def _new_exchange(self, volume_ratio: Callable[[], float | None]) -> CrossRankThread:
+    def _check_volume(self, record: StepRecord) -> None:
+        self._volume_check.add(record)
+        self._thread.volume_ratio = self._volume_check.ratio()
+
+    def _new_thread(self) -> CrossRankThread:
         context, identity, settings = self._context, self._context.identity, self._context.settings
         compares = settings.cross_rank.enabled and identity.world_size > 1
         clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index)
         return CrossRankThread(
-            connect=clients.connect if compares else None,
+            clients=clients if compares else None,
             rank=identity.rank,
             host=identity.host,
-            rank_sets=context.call_recorder.groups.rank_sets,
+            groups=context.call_recorder.groups,
+            phase_timer=context.clock,
             recorder=context.recorder,
             fail_open=context.fail_open,
-            seconds=settings.cross_rank.interval_seconds,
-            volume_ratio=volume_ratio,
-            idle_seconds=context.clock.idle_seconds,
+            interval_seconds=settings.cross_rank.interval_seconds,
             stuck_seconds=settings.hang.seconds / 2,
-            moved=clients.moved,
         )
 
     def _new_hang_watch(self) -> HangWatch:
         context = self._context
-        return watch_for_hangs(
-            rank=context.identity.rank,
+        return HangWatch(
+            context=HangContext(
+                rank=context.identity.rank,
+                groups=context.call_recorder.groups,
+                thread=self._thread,
+                fail_open=context.fail_open,
+                folder=context.folder,
+                is_training=self._is_training,
+            ),
             settings=context.settings.hang,
-            clock=context.clock,
-            rank_sets=context.call_recorder.groups.rank_sets,
-            exchange=self._exchange,
-            folder=context.folder,
+            phase_timer=context.clock,
             recorder=context.recorder,
             fail_open=context.fail_open,
-            training=self._is_training,
         )
 
     def _is_training(self) -> bool:
@@ -121,5 +126,5 @@ class CrossRankMonitor:
         return ProfiledSteps(every_steps, recorder, on_device=on_device) if every_steps else None
 
 
-def _ignore_pace(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-    """Stand in where phases are not to be compared."""
+def _ignore_step_times(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
+    """Do nothing, where phases are not comparable."""

@@ -245,7 +245,7 @@ class Watch:
             events=self._collectives.call_recorder.events,
             fail_open=self.fail_open,
             append=self._folder.append,
-            keep_pace=self._comparison.keep_pace,
+            keep_pace=self._comparison.add_step_times,
             listeners=self._listeners,
             trace=self._telemetry.trace if self._telemetry.makes_traces else None,
             duties={
@@ -281,7 +281,7 @@ class Watch:
         calls.groups.set_roles(role_of, p2p_role)
         self._publisher.publish_earlier(calls.drain())
         calls.groups.drain_coverage()
-        calls.connect(self._clock, self._thread.enqueue, self._comparison.inquest)
+        calls.connect(self._clock, self._thread.enqueue, self._comparison.on_collective_error)
         undo.callback(self._comparison.close_hooks)
         self._engine_side = EngineInstrumentation(
             self._context,

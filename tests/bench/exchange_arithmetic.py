@@ -26,20 +26,32 @@ from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.cross_rank import call_report, compare_result
-from zerowatch.runtime.cross_rank.call_report import RankReport, StepTimes
+from zerowatch.runtime.common.phase_timer import PhaseTimer
 from zerowatch.runtime.cross_rank.coordinator import Coordinator, rank_blocks
-from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, CrossRankThread
+from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE, CrossRankThread
 from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
+from zerowatch.runtime.cross_rank.messages import (
+    RankReport,
+    decode_report,
+    decode_result,
+    encode_report,
+    encode_result,
+)
+from zerowatch.runtime.cross_rank.stragglers import StepTimes
 
 NUM_RANKS, CALLS, SIZES = 1000, 200, 20
 GOAL_MS = 5.0
 GOAL_MS_A_SECOND = 1.0
-ANY_RANK = "any rank: packs its report, unpacks the verdict, matches"
-BLOCK_FIRST = "first of a block: unpacks 64 reports, puts them together, packs"
-GROUP_FIRST = "first of all: unpacks 16 blocks, puts them together, seeks stragglers, packs"
-WITHOUT_BLOCKS = "for comparison, 1000 reports without blocks, unpacked before"
-PACE = StepTimes(steps=20, step_seconds=0.25, busy=(0.01, 0.05, 0.1, 0.02), deviation=(0.001,) * 4)
+ANY_RANK = "any rank: encodes its report, decodes the result, matches"
+BLOCK_FIRST = "first of a block: decodes 64 reports, merges them, encodes"
+GROUP_FIRST = "first of all: decodes 16 blocks, merges them, detects stragglers, encodes"
+WITHOUT_BLOCKS = "for comparison, 1000 reports without blocks, decoded before"
+STEP_TIMES = StepTimes(
+    num_steps=20,
+    step_seconds=0.25,
+    busy_seconds=(0.01, 0.05, 0.1, 0.02),
+    deviation_seconds=(0.001,) * 4,
+)
 T = TypeVar("T")
 
 
@@ -95,6 +107,26 @@ class SimulatedGroup:
             self.rank_set.recent.append(call)
 
 
+class SimulatedGroups:
+    """The process groups of a rank that has one."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self._group = group
+
+    def rank_sets(self) -> list[RankSet]:
+        return [self._group.rank_set]
+
+
+class SimulatedClients:
+    """Makes clients of a store that does not move."""
+
+    def __init__(self, server: TCPStore) -> None:
+        self.connect = server.clone
+
+    def moved(self) -> bool:
+        return False
+
+
 class Thousand:
     """A group of a thousand ranks. Those of a block share one rank's calls, as all do alike."""
 
@@ -110,16 +142,16 @@ class Thousand:
         }
         self._over_blocks = Coordinator(rank_set, self._blocks)
         self._over_all = Coordinator(rank_set, {rank: (rank,) for rank in members})
-        self._books = LocalAccounting(lambda: [rank_set], Recorder(), lambda: None)
+        self._accounting = LocalAccounting(SimulatedGroups(self._group), Recorder())
 
     def exchange(self) -> None:
         """Let all report, and measure what one rank of each kind does about it."""
         self._group.run_calls()
         own = self._spend(ANY_RANK, self._report)
-        texts = [call_report.encode(self._alike(own, rank)) for rank in range(NUM_RANKS)]
-        told = [{rank: texts[rank] for rank in block} for block in self._blocks.values()]
-        merged = [self._spend(BLOCK_FIRST, lambda: self._put_block_together(0, told[0]))]
-        merged += map(self._put_block_together, [*self._blocks][1:], told[1:])
+        texts = [encode_report(self._alike(own, rank)) for rank in range(NUM_RANKS)]
+        by_block = [{rank: texts[rank] for rank in block} for block in self._blocks.values()]
+        merged = [self._spend(BLOCK_FIRST, lambda: self._merge_block(0, by_block[0]))]
+        merged += map(self._merge_block, [*self._blocks][1:], by_block[1:])
         of_blocks = dict(zip(self._blocks, merged, strict=True))
         text = self._spend(GROUP_FIRST, lambda: _merge_all(self._over_blocks, _read(of_blocks)))
         spent_before_ms = self.spent_ms[ANY_RANK].pop()
@@ -135,38 +167,38 @@ class Thousand:
         return found
 
     def _report(self) -> RankReport:
-        sections, names = self._books.take_sections()
-        report = RankReport(sections=sections, names=names, paces={0: PACE})
-        call_report.encode(report)
+        calls, names = self._accounting.drain_reports(is_compared=True)
+        report = RankReport(calls=calls, names=names, step_times={0: STEP_TIMES})
+        encode_report(report)
         return report
 
-    def _put_block_together(self, first: int, texts: dict[int, bytes]) -> bytes:
-        convener = self._in_block[first]
+    def _merge_block(self, first: int, texts: dict[int, bytes]) -> bytes:
+        coordinator = self._in_block[first]
         for rank, report in _read(texts).items():
-            convener.add(rank, report)
-        merged = convener.take_report()
+            coordinator.add(rank, report)
+        merged = coordinator.drain_report()
         assert merged is not None
-        return call_report.encode(merged)
+        return encode_report(merged)
 
     def _alike(self, own: RankReport, rank: int) -> RankReport:
-        return RankReport(sections=own.sections, names=own.names, paces={rank: PACE})
+        return RankReport(calls=own.calls, names=own.names, step_times={rank: STEP_TIMES})
 
     def _match(self, text: bytes) -> None:
-        self._books.match(self._group.rank_set, compare_result.decode(text))
-        self._books.give_up(20.0)
-        self._books.publish()
+        self._accounting.match(self._group.rank_set, decode_result(text))
+        self._accounting.expire(20.0, is_compared=True)
+        self._accounting.publish()
 
 
 def _read(texts: dict[int, bytes]) -> dict[int, RankReport]:
-    return {rank: call_report.decode(text) for rank, text in texts.items()}
+    return {rank: decode_report(text) for rank, text in texts.items()}
 
 
-def _merge_all(convener: Coordinator, reports: dict[int, RankReport]) -> bytes:
+def _merge_all(coordinator: Coordinator, reports: dict[int, RankReport]) -> bytes:
     for rank, report in reports.items():
-        convener.add(rank, report)
-    found = convener.take_verdict(compares_pace=True)
-    assert found is not None and len(found.least) == CALLS and found.reference is not None
-    return compare_result.encode(found)
+        coordinator.add(rank, report)
+    found = coordinator.drain_result(compare_step_times=True)
+    assert found is not None and len(found.min_durations) == CALLS and found.reference is not None
+    return encode_result(found)
 
 
 def each_second(exchanges: int) -> list[list[float]]:
@@ -177,33 +209,32 @@ def each_second(exchanges: int) -> list[list[float]]:
     groups = [SimulatedGroup((0, 1)) for _ in range(2)]
     ranks = [
         CrossRankThread(
-            connect=server.clone,
+            clients=SimulatedClients(server),
             rank=rank,
             host="host",
-            rank_sets=lambda group=group: [group.rank_set],
+            groups=SimulatedGroups(group),
+            phase_timer=PhaseTimer(lambda: 0),
             recorder=Recorder(),
             fail_open=FailOpen(),
-            seconds=seconds,
-            volume_ratio=lambda: None,
-            idle_seconds=lambda: 0.0,
+            interval_seconds=seconds,
             stuck_seconds=15.0,
             now=lambda: now[0],
         )
         for rank, group in enumerate(groups)
     ]
-    for exchange in ranks:
-        exchange._open()
+    for thread in ranks:
+        thread._connect()
     spent_ms: list[list[float]] = [[], []]
     for _ in range(exchanges):
         began = [0.0, 0.0]
         for group in groups:
             group.run_calls()
-        for _ in range(LOOKS_PER_EXCHANGE):
-            for rank, exchange in enumerate(ranks):
+        for _ in range(POLLS_PER_EXCHANGE):
+            for rank, thread in enumerate(ranks):
                 before = time.thread_time()
-                exchange._look()
+                thread._poll()
                 began[rank] += time.thread_time() - before
-            now[0] += seconds / LOOKS_PER_EXCHANGE
+            now[0] += seconds / POLLS_PER_EXCHANGE
         for rank in (0, 1):
             spent_ms[rank].append(1000 * began[rank] / seconds)
     return spent_ms

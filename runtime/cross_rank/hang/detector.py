@@ -8,122 +8,125 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-FIRST_STEPS = 3
-MEDIAN_OF_STEPS = 64
-STEPS_PER_LIMIT = 10
-MOST_LIMITS = 2  # that are told of one hang
-# Looks are a second apart. If they are further apart than this, the process was stopped, or its
-# interpreter lock was held: nobody could look, and it cannot be told whether training moved.
-BLIND_NS = 5 * 10**9
-# A rank that is told of a hang joins in only if it does not move itself.
-TOLD_SECONDS = 2.0
+MIN_STEPS = 3
+MEDIAN_STEPS = 64
+LIMIT_STEPS = 10
+MAX_LIMITS = 2  # that are reported of one hang
+# Updates are a second apart. After a longer gap the process was stopped, or its interpreter lock
+# was held: then it is unknown whether training made progress.
+MAX_GAP_NS = 5 * 10**9
+# A rank joins a hang that another one announces only after so long without progress of its own.
+MIN_ANNOUNCED_SECONDS = 2.0
 
 
-class State(Enum):
-    """What is new at one look."""
+class HangState(Enum):
+    """What has changed at an update."""
 
-    NOTHING = auto()
-    HANG = auto()  # this rank has made no progress for longer than the limit
-    LASTING = auto()  # and for a second limit
-    TOLD = auto()  # others hang, and this rank has not found so itself
-    MOVED = auto()  # progress after any of these: armed again
+    UNCHANGED = auto()
+    HANG = auto()  # no progress on this rank for longer than the limit
+    SECOND_LIMIT = auto()  # and for longer than a second limit
+    ANNOUNCED = auto()  # another rank announces a hang that this rank has not detected itself
+    RESUMED = auto()  # progress after any of these: detection starts over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What is to be seen at one moment.
+class ProgressSample:
+    """What is observed at one moment.
 
     Attributes:
-        now_ns: The time of the look.
+        now_ns: The time of the sample.
         activity_ns: The time of the last progress, on the same clock.
-        paused: Whether training may lawfully stand still now.
-        others_hang: Whether another rank says that it hangs.
-        excused: Asked once the limit is passed, as it costs more: whether training is busy with
-            something that shows no progress, such as compilation.
+        is_pause: Whether no progress is expected now.
+        others_hang: Whether another rank announces a hang.
     """
 
     now_ns: int
     activity_ns: int
-    paused: bool
+    is_pause: bool
     others_hang: bool
-    excused: Callable[[], bool]
 
 
-class Detector:
-    """Decides at each look whether training hangs: once for each limit, and anew after progress.
+class HangDetector:
+    """Decides at each sample whether training hangs: once per limit, and again after progress.
 
-    The limit is `seconds`, or ten times the median of the last steps where that is more. Nothing
-    is a hang before three steps are done. Time that passes in a pause does not count.
+    The limit is `seconds`, or ten times the median of the last steps if that is more. There is no
+    hang before three steps have ended. Time in a pause does not count.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.steps = 0
+        self.num_steps = 0
         self._seconds = seconds
-        self._step_seconds: deque[float] = deque(maxlen=MEDIAN_OF_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._limit_seconds: float | None = seconds
         self._limits_passed = 0
-        self._alarmed = False  # by own finding, or told
-        self._told = False
-        self._looked_ns = 0
+        self._is_alarmed = False  # by its own detection, or an announcement
+        self._was_announced = False
+        self._sampled_ns = 0
         self._activity_ns = 0
-        self._counted_from_ns = 0
+        self._silent_since_ns = 0
 
     @property
     def limit_seconds(self) -> float:
-        """How long training may stand still, in seconds."""
+        """How long there may be no progress, in seconds."""
         if self._limit_seconds is None:
             median = statistics.median(self._step_seconds)
-            self._limit_seconds = max(self._seconds, STEPS_PER_LIMIT * median)
+            self._limit_seconds = max(self._seconds, LIMIT_STEPS * median)
         return self._limit_seconds
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds without progress at the last look; time in pauses left out."""
-        return max(0, self._looked_ns - self._counted_from_ns) / 1e9
+        """Seconds without progress at the last sample, without pauses."""
+        return max(0, self._sampled_ns - self._silent_since_ns) / 1e9
 
-    def step_ended(self, seconds: float) -> None:
-        """Count a step that took so long."""
-        self.steps += 1
+    def add_step(self, seconds: float) -> None:
+        """Add a step that has ended, given its duration."""
+        self.num_steps += 1
         self._step_seconds.append(seconds)
         self._limit_seconds = None
 
-    def look(self, look: Look) -> State:
-        """Take one look; they come about a second apart."""
-        moved = self._take_time(look)
-        told = look.others_hang and self.silent_seconds >= TOLD_SECONDS
-        newly_told, self._told = told and not self._told, told
-        if moved and self._alarmed:
-            self._limits_passed, self._alarmed = 0, False
-            return State.MOVED
-        if self._limits_passed < MOST_LIMITS and self._passes_limit(look):
+    def update(self, sample: ProgressSample, is_busy: Callable[[], bool]) -> HangState:
+        """Add a sample; they come about a second apart.
+
+        Args:
+            sample: The sample.
+            is_busy: Called when a limit is passed, as it is expensive: whether the process does
+                something that shows no progress, such as compilation.
+        """
+        has_progressed = self._advance(sample)
+        announced = sample.others_hang and self.silent_seconds >= MIN_ANNOUNCED_SECONDS
+        newly_announced, self._was_announced = announced and not self._was_announced, announced
+        if has_progressed and self._is_alarmed:
+            self._limits_passed, self._is_alarmed = 0, False
+            return HangState.RESUMED
+        if self._limits_passed < MAX_LIMITS and self._passes_limit(sample, is_busy):
             self._limits_passed += 1
-            self._alarmed = True
-            return State.HANG if self._limits_passed == 1 else State.LASTING
-        if newly_told and not self._alarmed:
-            self._alarmed = True
-            return State.TOLD
-        return State.NOTHING
+            self._is_alarmed = True
+            return HangState.HANG if self._limits_passed == 1 else HangState.SECOND_LIMIT
+        if newly_announced and not self._is_alarmed:
+            self._is_alarmed = True
+            return HangState.ANNOUNCED
+        return HangState.UNCHANGED
 
-    def _take_time(self, look: Look) -> bool:
-        """Move on to this look; return whether there was progress since the one before."""
-        blind_ns = look.now_ns - self._looked_ns if self._looked_ns else 0
-        self._looked_ns = look.now_ns
-        if blind_ns > BLIND_NS:
-            self._counted_from_ns += blind_ns
-        moved = look.activity_ns > self._activity_ns
-        if moved:
-            self._activity_ns = look.activity_ns
-            self._counted_from_ns = max(self._counted_from_ns, look.activity_ns)
-        if look.paused:
-            self._counted_from_ns = look.now_ns
-        return moved
+    def _advance(self, sample: ProgressSample) -> bool:
+        """Move on to this sample; return whether there was progress since the one before."""
+        gap_ns = sample.now_ns - self._sampled_ns if self._sampled_ns else 0
+        self._sampled_ns = sample.now_ns
+        if gap_ns > MAX_GAP_NS:
+            self._silent_since_ns += gap_ns
+        has_progressed = sample.activity_ns > self._activity_ns
+        if has_progressed:
+            self._activity_ns = sample.activity_ns
+            self._silent_since_ns = max(self._silent_since_ns, sample.activity_ns)
+        if sample.is_pause:
+            self._silent_since_ns = sample.now_ns
+        return has_progressed
 
-    def _passes_limit(self, look: Look) -> bool:
-        """Whether the next limit is passed now; if that is excused, it begins anew."""
+    def _passes_limit(self, sample: ProgressSample, is_busy: Callable[[], bool]) -> bool:
+        """Whether the next limit is passed now; if the process is busy, it starts over."""
         before_seconds = self._limits_passed * self.limit_seconds
-        if self.steps < FIRST_STEPS or self.silent_seconds < before_seconds + self.limit_seconds:
+        if self.num_steps < MIN_STEPS or self.silent_seconds < before_seconds + self.limit_seconds:
             return False
-        if look.excused():
-            self._counted_from_ns = look.now_ns - int(before_seconds * 1e9)
+        if is_busy():
+            self._silent_since_ns = sample.now_ns - int(before_seconds * 1e9)
             return False
         return True

@@ -1,7 +1,7 @@
-"""Why a rank may lawfully stand still, and how far that is believed.
+"""Pauses in which no progress is expected, and how long they are accepted.
 
-A pause is believed for ten limits after the pausing rank last moved. And who waits in a collective
-does not pause, whatever it does that for: a rank that evaluates alone waits for ever.
+A pause is accepted for ten limits after the last progress of its rank. A rank that waits in a
+collective does not pause, whatever it waits for: a rank that evaluates alone would wait for ever.
 """
 
 from __future__ import annotations
@@ -10,92 +10,94 @@ import threading
 
 from ....metrics.catalog.labels import PHASES
 from ...common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseTimer
-from .evidence import GroupLine, Peer, Sources
-from .stacks import END, PROMPT, excuse
+from ..messages import Heartbeat
+from .hang_context import HangContext
+from .hang_evidence import RankSetSummary
+from .stacks import END, PROMPT, silent_activity
 
 PAUSES = {EVAL, CHECKPOINT}
-BELIEVED_LIMITS = 10
-# The share of the limit after which the others are no longer asked to wait for a rank that waits.
-# They hear of that before they have waited for a whole limit themselves.
+ACCEPTED_LIMITS = 10
+# The share of the limit after which a rank that waits in a collective no longer announces a pause.
+# The others read that before they have waited for a whole limit themselves.
 WAITING_LIMITS = 0.5
-# A peer that was silent longer does not count as pausing, whatever it did when last heard of.
-HEARD_SECONDS = 15.0
-STILL_SECONDS = 2.0
+# A peer with an older heartbeat does not count as pausing, whatever it announced last.
+MAX_HEARTBEAT_SECONDS = 15.0
+MIN_IDLE_SECONDS = 2.0
 
 
 class ExpectedPauses:
-    """The pauses of one rank, made on the thread that trains; any thread may ask.
+    """The expected pauses of one rank; made on the training thread, used on any.
 
-    All questions are asked with the seconds since the last progress, and with the limit.
+    `idle_seconds` of the methods is the time since the last progress.
     """
 
-    def __init__(self, clock: PhaseTimer, sources: Sources) -> None:
-        self._clock = clock
-        self._sources = sources
+    def __init__(self, phase_timer: PhaseTimer, context: HangContext) -> None:
+        self._phase_timer = phase_timer
+        self._context = context
         self._training_thread = threading.get_ident()
-        self._eval_mode_tells = True
+        self._eval_mode_is_pause = True
 
-    def is_lawful(self, still_seconds: float, limit_seconds: float) -> bool:
-        """Whether what this rank does now may take long; asked each second."""
-        if self._phase() is None or still_seconds > BELIEVED_LIMITS * limit_seconds:
+    def is_expected(self, idle_seconds: float, limit_seconds: float) -> bool:
+        """Whether what this rank does now may take long; called each second."""
+        if self._pause_phase() is None or idle_seconds > ACCEPTED_LIMITS * limit_seconds:
             return False
-        return still_seconds < STILL_SECONDS or not self._waits_for_a_peer()
+        return idle_seconds < MIN_IDLE_SECONDS or not self._waits_for_a_peer()
 
-    def is_excused(self, still_seconds: float, limit_seconds: float) -> bool:
-        """Whether this rank or a peer is busy with something that shows no progress.
+    def is_busy(self, idle_seconds: float, limit_seconds: float) -> bool:
+        """Whether this rank or a peer does something that shows no progress.
 
-        Asked once the limit is passed, as it looks at all stacks.
+        Called once the limit is passed, as it reads all stacks.
         """
-        own = excuse(self._training_thread)
-        # A person may sit at a prompt for hours, but a debugged run is on a prompt's stack too.
-        believed = own == PROMPT and not self._waiting()
-        if own is not None and (believed or still_seconds < BELIEVED_LIMITS * limit_seconds):
+        own = silent_activity(self._training_thread)
+        # A prompt may stay open for hours, but a debugger's prompt is on a hung run's stack, too.
+        is_prompt = own == PROMPT and not self._waiting_rank_sets()
+        if own is not None and (is_prompt or idle_seconds < ACCEPTED_LIMITS * limit_seconds):
             return True
-        return any(_pauses(peer) for peer in (self._sources.peers() or {}).values())
+        return any(_is_pausing(peer) for peer in (self._context.peers() or {}).values())
 
-    def to_tell(self, still_seconds: float, limit_seconds: float) -> str | None:
-        """Say to the others why this rank pauses; None while it trains, or is not to be waited for.
+    def announced(self, idle_seconds: float, limit_seconds: float) -> str | None:
+        """Return the pause to announce to the peers, or None if they are not to wait.
 
-        Costs a look at the stacks where it stands still.
+        Reads all stacks if there is no progress.
         """
-        reason = self._phase()
-        if reason is None and still_seconds > STILL_SECONDS:
-            reason = excuse(self._training_thread)
-        if reason is None or still_seconds > BELIEVED_LIMITS * limit_seconds:
+        pause = self._pause_phase()
+        if pause is None and idle_seconds > MIN_IDLE_SECONDS:
+            pause = silent_activity(self._training_thread)
+        if pause is None or idle_seconds > ACCEPTED_LIMITS * limit_seconds:
             return None
-        waits = still_seconds > WAITING_LIMITS * limit_seconds and self._waiting()
-        return None if waits else reason
+        waits = idle_seconds > WAITING_LIMITS * limit_seconds and self._waiting_rank_sets()
+        return None if waits else pause
 
-    def _phase(self) -> str | None:
-        """Name the phase if it is a pause; a module in evaluation mode makes one of `other`.
+    def _pause_phase(self) -> str | None:
+        """Return the phase if it is a pause; in evaluation mode `other` counts as one.
 
-        Where a script trains in that mode, as it forgot to leave it, it tells nothing.
+        In a script that trains in evaluation mode, as it forgot to leave it, the mode is ignored.
         """
-        trains = self._sources.training() is not False
-        phase = self._clock.current  # read last: it is of the mode read, or that is past
+        is_training = self._context.is_training() is not False
+        phase = self._phase_timer.current  # read last: of the mode that was read, or later
         if phase in (BACKWARD, OPTIMIZER):
-            self._eval_mode_tells = trains
+            self._eval_mode_is_pause = is_training
         if phase in PAUSES:
             return PHASES[phase]
-        evaluates = phase == OTHER and not trains and self._eval_mode_tells
-        return PHASES[EVAL] if evaluates else None
+        is_eval = phase == OTHER and not is_training and self._eval_mode_is_pause
+        return PHASES[EVAL] if is_eval else None
 
-    def _waiting(self) -> list[GroupLine]:
-        """Return the groups whose last collective is under way here."""
-        groups = self._sources.groups() or ()
-        return [group for group in groups if group.waits and len(group.members) > 1]
+    def _waiting_rank_sets(self) -> list[RankSetSummary]:
+        """Return the rank sets whose last collective is in flight here."""
+        rank_sets = self._context.rank_sets() or ()
+        return [each for each in rank_sets if each.is_waiting and len(each.members) > 1]
 
     def _waits_for_a_peer(self) -> bool:
-        """Whether a collective is under way here at which a rank, as far as known, is missing."""
-        waiting = self._waiting()
-        peers = (self._sources.peers() if waiting else None) or {}
+        """Whether a collective is in flight here that a known peer has not issued."""
+        waiting = self._waiting_rank_sets()
+        peers = (self._context.peers() if waiting else None) or {}
         return any(
-            rank in peers and peers[rank].arrived.get(group.key, 0) < group.issued
-            for group in waiting
-            for rank in group.members
+            rank in peers and peers[rank].issued.get(rank_set.key, 0) < rank_set.issued
+            for rank_set in waiting
+            for rank in rank_set.members
         )
 
 
-def _pauses(peer: Peer) -> bool:
-    """Whether to wait for a peer. At its end nobody will hear of it any more."""
-    return peer.pause not in (None, END) and (peer.heartbeat_age_seconds or 0.0) < HEARD_SECONDS
+def _is_pausing(peer: Heartbeat) -> bool:
+    """Whether to wait for a peer. From the end of its script no heartbeat will follow."""
+    return peer.pause not in (None, END) and (peer.age_seconds or 0.0) < MAX_HEARTBEAT_SECONDS

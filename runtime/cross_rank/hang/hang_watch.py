@@ -1,7 +1,7 @@
-"""Looks for hangs each second, and when there is one counts, tells, reports and may abort.
+"""Checks each second whether training hangs; if so it counts, announces, reports, and may abort.
 
-Everything it looks at is there already: a look takes some microseconds and waits for nobody. What
-may block, the disk and the log, has a thread of its own for the moment of a hang.
+A check reads what is in memory already: it takes some microseconds and never blocks. What may
+block, the disk and the log, runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from ....metrics.settings import HangSettings
 from ....metrics.step_record import StepRecord
 from ...common.fail_open import FailOpen
 from ...common.phase_timer import PhaseTimer
-from .detector import Detector, Look, State
-from .evidence import Evidence, Sources
+from .detector import HangDetector, HangState, ProgressSample
 from .expected_pauses import ExpectedPauses
+from .hang_context import HangContext
+from .hang_evidence import HangEvidence
 from .missing_ranks import summary
-from .report import write_report
-from .stacks import place
+from .report import write_flight_recorder_dump, write_report
+from .stacks import python_location
 
 logger = logging.getLogger(__name__)
 
@@ -36,77 +37,84 @@ FLUSH_SECONDS = 1.0
 
 
 class HangWatch:
-    """Watches one training thread, the one that makes it. Used on the watch thread."""
+    """Watches the training thread, on which it must be made. Its methods run on the watch thread.
+
+    Args:
+        context: Collectives, peers and the run folder.
+        settings: The settings.
+        phase_timer: The phases of the training thread.
+        recorder: Where hangs are counted.
+        fail_open: Guards the report.
+        now_ns: The clock of `phase_timer`.
+        exit_process: Ends the process at once with an exit code.
+    """
 
     def __init__(
         self,
         *,
-        rank: int,
+        context: HangContext,
         settings: HangSettings,
-        clock: PhaseTimer,
-        sources: Sources,
+        phase_timer: PhaseTimer,
         recorder: Recorder,
         fail_open: FailOpen,
         now_ns: Callable[[], int] = perf_counter_ns,
-        leave: Callable[[int], object] = os._exit,
+        exit_process: Callable[[int], object] = os._exit,
     ) -> None:
-        self._rank = rank
+        self._context = context
         self._settings = settings
-        self._clock = clock
-        self._sources = sources
+        self._phase_timer = phase_timer
         self._recorder = recorder
         self._now_ns = now_ns
-        self._leave = leave
+        self._exit_process = exit_process
         self._training_thread = threading.get_ident()
-        self._detector = Detector(settings.seconds)
-        self._limit_seconds = settings.seconds  # as of the last look, for other threads
-        self._pauses = ExpectedPauses(clock, sources)
+        self._detector = HangDetector(settings.seconds)
+        self._limit_seconds = settings.seconds  # as of the last check, for other threads
+        self._pauses = ExpectedPauses(phase_timer, context)
         self._step = 0
-        self._told = False
-        self._report = fail_open.wrap("hang report", self._write_and_say)
+        self._is_announced = False
+        self._report = fail_open.wrap("hang report", self._write_and_log)
         self._writing: threading.Thread | None = None
         if settings.enabled:  # from the start: a rate needs a value before the rise
             recorder.add(communication.HANGS, 0)
 
-    @property
-    def pause(self) -> str | None:
-        """Why this rank may stand still now, for its peers to know; None while it trains.
+    def expected_pause(self) -> str | None:
+        """Return why no progress is expected now, for the peers; None while this rank trains.
 
-        Costs a look at the stacks where it stands still; may be asked on any thread.
+        Reads all stacks if there is no progress. Any thread.
         """
-        still_seconds = (self._now_ns() - self._activity_ns()) / 1e9
-        return self._pauses.to_tell(still_seconds, self._limit_seconds)
+        idle_seconds = (self._now_ns() - self._activity_ns()) / 1e9
+        return self._pauses.announced(idle_seconds, self._limit_seconds)
 
-    def step_ended(self, record: StepRecord) -> None:
-        """Take note of a step, on the watch thread."""
+    def on_step_end(self, record: StepRecord) -> None:
+        """Add a step that has ended."""
         self._step = record.step
-        self._detector.step_ended(record.training_seconds)
+        self._detector.add_step(record.training_seconds)
 
-    def look(self) -> None:
-        """Take one look; to be called each second."""
+    def check(self) -> None:
+        """Check once for a hang; to be called each second."""
         if not self._settings.enabled:
             return
         now_ns, activity_ns = self._now_ns(), self._activity_ns()
-        still_seconds = (now_ns - activity_ns) / 1e9
+        idle_seconds = (now_ns - activity_ns) / 1e9
         limit_seconds = self._limit_seconds = self._detector.limit_seconds
-        state = self._detector.look(
-            Look(
-                now_ns=now_ns,
-                activity_ns=activity_ns,
-                paused=self._pauses.is_lawful(still_seconds, limit_seconds),
-                others_hang=bool(self._sources.others_hang()),
-                excused=lambda: self._pauses.is_excused(still_seconds, limit_seconds),
-            )
+        sample = ProgressSample(
+            now_ns=now_ns,
+            activity_ns=activity_ns,
+            is_pause=self._pauses.is_expected(idle_seconds, limit_seconds),
+            others_hang=bool(self._context.others_hang()),
+        )
+        state = self._detector.update(
+            sample, lambda: self._pauses.is_busy(idle_seconds, limit_seconds)
         )
         match state:
-            case State.HANG:
+            case HangState.HANG:
                 self._on_hang()
-            case State.TOLD:
-                self._on_told()
-            case State.LASTING if self._settings.abort:
-                self._end_process()
-            case State.MOVED:
-                self._go_on()
+            case HangState.ANNOUNCED:
+                self._on_announced()
+            case HangState.SECOND_LIMIT if self._settings.abort:
+                self._abort()
+            case HangState.RESUMED:
+                self._on_resumed()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Wait a moment for a report that is being written."""
@@ -114,79 +122,79 @@ class HangWatch:
             self._writing.join(timeout_seconds)
 
     def _activity_ns(self) -> int:
-        return max(self._clock.since_ns, self._sources.last_activity_ns() or 0)
-
-    def _go_on(self) -> None:
-        self._told = False
-        self._sources.tell_others(False)
-        _aside("zerowatch-hang", lambda: logger.warning("rank %d moves again", self._rank))
+        return max(self._phase_timer.since_ns, self._context.last_activity_ns() or 0)
 
     def _on_hang(self) -> None:
         self._recorder.add(communication.HANGS, 1)
-        if not self._told:  # else the report is written, and all others are told too
-            self._sources.tell_others(True)
-            self._write_aside(told=False)
+        if not self._is_announced:  # else the report is written, and all others know
+            self._context.announce_hang(True)
+            self._start_report(is_announced=False)
 
-    def _on_told(self) -> None:
-        self._told = True
-        self._write_aside(told=True)
+    def _on_announced(self) -> None:
+        self._is_announced = True
+        self._start_report(is_announced=True)
 
-    def _write_aside(self, *, told: bool) -> None:
-        evidence = self._evidence(told=told)
-        self._writing = _aside("zerowatch-hang", lambda: self._report(evidence))
+    def _on_resumed(self) -> None:
+        self._is_announced = False
+        self._context.announce_hang(False)
+        _start_thread(
+            "zerowatch-hang",
+            lambda: logger.warning("rank %d: training resumed", self._context.rank),
+        )
 
-    def _evidence(self, *, told: bool) -> Evidence:
-        return Evidence(
-            rank=self._rank,
+    def _start_report(self, *, is_announced: bool) -> None:
+        evidence = self._evidence(is_announced=is_announced)
+        self._writing = _start_thread("zerowatch-hang", lambda: self._report(evidence))
+
+    def _evidence(self, *, is_announced: bool) -> HangEvidence:
+        context = self._context
+        return HangEvidence(
+            rank=context.rank,
             host=socket.gethostname(),
             at_unix_seconds=time.time(),
             step=self._step,
-            phase=PHASES[self._clock.current],
+            phase=PHASES[self._phase_timer.current],
             silent_seconds=self._detector.silent_seconds,
             limit_seconds=self._detector.limit_seconds,
-            told=told,
-            divergence=self._sources.divergence(),
-            place=place(self._training_thread),
-            peers=self._sources.peers(),
-            groups={group.key: group for group in self._sources.groups() or ()},
-            calls=self._sources.last_calls() or (),
+            is_announced=is_announced,
+            divergence=context.divergence(),
+            location=python_location(self._training_thread),
+            peers=context.peers(),
+            rank_sets={rank_set.key: rank_set for rank_set in context.rank_sets() or ()},
+            calls=context.last_calls() or (),
         )
 
-    def _write_and_say(self, evidence: Evidence) -> None:
-        """Write the report, then say in one line what it says and where it is."""
-        folder, path, trouble = self._sources.folder(), None, "no run folder is written"
+    def _write_and_log(self, evidence: HangEvidence) -> None:
+        """Write the report, then log its summary and its path in one line."""
+        folder, path, reason = self._context.folder(), None, "no run folder is written"
         if folder is not None:
-            trouble = "this rank has written as many as a run keeps"
+            reason = "this rank has written as many as a run keeps"
             try:
-                path = write_report(folder, evidence, self._sources.flight_dump)
+                path = write_report(folder, evidence)
             except OSError as error:
-                trouble = f"it cannot be written: {error}"
-        where = f"report: {path}" if path is not None else f"no report, as {trouble}"
+                reason = f"it cannot be written: {error}"
+        if path is not None and (dump := self._context.flight_recorder_dump()) is not None:
+            write_flight_recorder_dump(path, dump)
+        where = f"report: {path}" if path is not None else f"no report: {reason}"
         logger.error("training hangs: %s (%s)", summary(evidence), where)
 
-    def _end_process(self) -> None:
-        """End the process at once; neither log nor output may hold that up."""
-
-        def last_words() -> None:
-            logger.error(
-                "rank %d ends with exit code %d, as hang.abort asks for it",
-                self._rank,
-                ABORT_EXIT_CODE,
-            )
-            for handler in (
-                *logging.getLogger().handlers,
-                *logging.getLogger("zerowatch").handlers,
-            ):
-                handler.flush()
-            sys.stdout.flush()
-            sys.stderr.flush()
-
+    def _abort(self) -> None:
+        """End the process at once; neither log nor output may delay that."""
         self.close()
-        _aside("zerowatch-abort", last_words).join(FLUSH_SECONDS)
-        self._leave(ABORT_EXIT_CODE)
+        _start_thread("zerowatch-abort", self._log_abort_and_flush).join(FLUSH_SECONDS)
+        self._exit_process(ABORT_EXIT_CODE)
+
+    def _log_abort_and_flush(self) -> None:
+        rank = self._context.rank
+        logger.error("rank %d exits with code %d, as hang.abort is set", rank, ABORT_EXIT_CODE)
+        for name in (None, "zerowatch"):
+            for handler in logging.getLogger(name).handlers:
+                handler.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
-def _aside(name: str, body: Callable[[], object]) -> threading.Thread:
+def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread:
     """Run something that may block on a thread of its own."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()

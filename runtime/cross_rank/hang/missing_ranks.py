@@ -1,89 +1,90 @@
-"""Who has not arrived where: one sentence out of the evidence."""
+"""Which ranks have not arrived at which collective: one sentence from the evidence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .evidence import CallLine, Evidence, GroupLine, Peer
+from ..messages import Heartbeat
+from .hang_evidence import CallSummary, HangEvidence, RankSetSummary
 
 MAX_NAMED = 8
-# Ranks give signs of life each second, by default; they are read every four to six seconds.
+# Ranks send heartbeats each second, by default; they are read every four to six seconds.
 SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
-    """Ranks that have not arrived at a collective which others wait in."""
+class MissingRanks:
+    """Ranks that have not arrived at a collective, or that wait there for this rank."""
 
     ranks: tuple[int, ...]
     call: str
 
 
-def summary(evidence: Evidence) -> str:
-    """Say in one line where this rank stands, and whom it waits for, or who for it."""
-    said = [_of_open_calls(evidence) or _of_this_rank(evidence)]
+def summary(evidence: HangEvidence) -> str:
+    """Return in one line where this rank is, and which ranks are missing."""
+    parts = [_about_calls_in_flight(evidence) or _about_this_rank(evidence)]
     if evidence.divergence is not None:
-        said.insert(0, evidence.divergence)
-    if evidence.told:
-        said.append("this rank was told so by another one, its own limit is not reached")
-    return "; ".join(said)
+        parts.insert(0, evidence.divergence)
+    if evidence.is_announced:
+        parts.append("announced by another rank, this rank's own limit is not reached")
+    return "; ".join(parts)
 
 
-def missing(evidence: Evidence) -> list[Missing]:
-    """Find, for each group with a collective under way here, the members that have not issued it.
+def missing(evidence: HangEvidence) -> list[MissingRanks]:
+    """Return, for each rank set with a collective in flight, the members that have not issued it.
 
-    Of several such collectives of a group it is the first: the others wait for that one.
+    Of several collectives in flight it is the first: the other members wait for that one.
     """
     if evidence.peers is None:
         return []
-    found: dict[str, Missing] = {}
-    for call in open_calls(evidence):
-        group = evidence.groups.get(call.group)
-        if group is None or call.group in found:
+    found: dict[str, MissingRanks] = {}
+    for call in calls_in_flight(evidence):
+        rank_set = evidence.rank_sets.get(call.key)
+        if rank_set is None or call.key in found:
             continue
-        ranks = _behind(group, call, evidence.peers)
+        ranks = _behind(rank_set, call, evidence.peers)
         if ranks:
-            found[call.group] = Missing(ranks=ranks, call=name_of(call))
+            found[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
     return list(found.values())
 
 
-def waiting(evidence: Evidence) -> list[Missing]:
-    """Find the ranks that wait in a collective which this rank has not issued."""
+def waiting(evidence: HangEvidence) -> list[MissingRanks]:
+    """Return, for each rank set, the ranks in a collective that this rank has not issued."""
     found = []
-    for group in evidence.groups.values():
-        ahead = {
-            rank: peer.arrived.get(group.key, 0)
+    for rank_set in evidence.rank_sets.values():
+        ahead = tuple(
+            rank
             for rank, peer in sorted((evidence.peers or {}).items())
-            if rank in group.members and peer.arrived.get(group.key, 0) > group.issued
-        }
+            if rank in rank_set.members and peer.issued.get(rank_set.key, 0) > rank_set.issued
+        )
         if ahead:
-            call = f"collective number {group.issued + 1} of group {group.role}"
-            found.append(Missing(ranks=tuple(ahead), call=call))
+            call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
+            found.append(MissingRanks(ranks=ahead, call=call))
     return found
 
 
-def open_calls(evidence: Evidence) -> list[CallLine]:
-    """Return the calls under way on this rank, in the order in which they were issued."""
-    return [call for call in evidence.calls if call.state == "under way"]
+def calls_in_flight(evidence: HangEvidence) -> list[CallSummary]:
+    """Return the calls in flight on this rank, in the order of issue."""
+    return [call for call in evidence.calls if call.in_flight]
 
 
-def name_of(call: CallLine) -> str:
-    """Name a call as a reader would look for it in another rank's report."""
+def call_name(call: CallSummary) -> str:
+    """Name a call in the way it can be found in another rank's report."""
     number = f" number {call.sequence}" if call.sequence else ""
-    size = f"{size_of(call.payload_bytes)}, " if call.payload_bytes else ""
+    size = f"{size_text(call.payload_bytes)}, " if call.payload_bytes else ""
     return f"{call.op}{number} of group {call.role} ({size}{call.phase})"
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks for people, such as "ranks 1, 2"; of very many only the first."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Format ranks, such as "ranks 1, 2"; of many only the first."""
     named = ", ".join(map(str, ranks[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
-def size_of(num_bytes: int) -> str:
-    """Write a number of bytes for people, such as "64 MiB"."""
+def size_text(num_bytes: int) -> str:
+    """Format a number of bytes exactly if it is round, such as "64 MiB" or "100 bytes"."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:
@@ -92,77 +93,78 @@ def size_of(num_bytes: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-def _of_open_calls(evidence: Evidence) -> str | None:
-    """Speak of the collectives that this rank is in; None if it is in none."""
-    calls = open_calls(evidence)
+def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
+    """Describe the collective that this rank is in; None if it is in none."""
+    calls = calls_in_flight(evidence)
     if not calls:
         return None
-    peers, call = evidence.peers, name_of(calls[0])
+    peers, call = evidence.peers, call_name(calls[0])
     if not peers:
         return (
-            f"rank {evidence.rank} waits in {call}; nothing is known of the other ranks, as they "
-            "are not compared or the store does not answer"
+            f"rank {evidence.rank} waits in {call}; nothing is known of the other ranks: they are "
+            "not compared, or the c10d store does not respond"
         )
     absent = sorted(missing(evidence), key=lambda each: not _silent(each.ranks, peers))
     if absent:
         ranks = absent[0].ranks
-        behind = f"{named_ranks(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
-        return f"{behind}; {_signs_of_life(ranks, peers)}"
+        behind = f"{ranks_text(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
+        return f"{behind}; {_liveness(ranks, peers)}"
     if calls[0].sequence:
-        stands = f"all known members have arrived at {call}, which does not end"
+        where = f"all known members have arrived at {call}, which does not end"
     else:
-        stands = f"rank {evidence.rank} waits in {call}, whose other end is not known"
+        where = f"rank {evidence.rank} waits in {call}, whose other end is not known"
     silent = _silent(peers, peers)
     if silent:
-        return f"{stands}; {_signs_of_life(silent, peers, named=True)}"
-    return f"{stands}; all known ranks are alive"
+        return f"{where}; {_liveness(silent, peers, named=True)}"
+    return f"{where}; all known ranks are alive"
 
 
-def _of_this_rank(evidence: Evidence) -> str:
-    """Speak of a rank that is in no collective: others may wait for it."""
-    stands = f"is in {evidence.phase} and in no collective, at {evidence.place}"
+def _about_this_rank(evidence: HangEvidence) -> str:
+    """Describe a rank that is in no collective: others may wait for it."""
+    where = f"is in {evidence.phase} and in no collective, at {evidence.location}"
     late = waiting(evidence)
     if late:
         return (
             f"rank {evidence.rank} (this one) has not arrived at {late[0].call}, where "
-            f"{named_ranks(late[0].ranks)} {_wait(late[0].ranks)}; it {stands}"
+            f"{ranks_text(late[0].ranks)} {_wait(late[0].ranks)}; it {where}"
         )
-    return f"rank {evidence.rank} (this one) does not move: it {stands}"
+    return f"rank {evidence.rank} (this one) makes no progress: it {where}"
 
 
-def _behind(group: GroupLine, call: CallLine, peers: Mapping[int, Peer]) -> tuple[int, ...]:
+def _behind(
+    rank_set: RankSetSummary, call: CallSummary, peers: Mapping[int, Heartbeat]
+) -> tuple[int, ...]:
     """Return the members that have not issued this call, the longest silent first.
 
-    Nobody is behind a point-to-point call: its number is 0.
+    None for a point-to-point call: its number is 0.
     """
-    known = [rank for rank in group.members if rank in peers]
-    late = [rank for rank in known if peers[rank].arrived.get(group.key, 0) < call.sequence]
+    known = [rank for rank in rank_set.members if rank in peers]
+    late = [rank for rank in known if peers[rank].issued.get(rank_set.key, 0) < call.sequence]
     return tuple(_by_silence(late, peers))
 
 
-def _age(peer: Peer) -> float:
-    """Return how long a peer was silent, as far as known."""
-    return peer.heartbeat_age_seconds or 0.0
+def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, ...]:
+    """Return those of the ranks without a recent heartbeat, the longest silent first."""
+    return tuple(
+        rank
+        for rank in _by_silence(ranks, peers)
+        if (peers[rank].age_seconds or 0.0) > SILENT_SECONDS
+    )
 
 
-def _silent(ranks: Iterable[int], peers: Mapping[int, Peer]) -> tuple[int, ...]:
-    """Return those of the ranks that gave no sign of life for long, the longest silent first."""
-    return tuple(rank for rank in _by_silence(ranks, peers) if _age(peers[rank]) > SILENT_SECONDS)
+def _by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
+    return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
 
 
-def _by_silence(ranks: Iterable[int], peers: Mapping[int, Peer]) -> list[int]:
-    return sorted(ranks, key=lambda rank: (-_age(peers[rank]), rank))
-
-
-def _signs_of_life(ranks: Sequence[int], peers: Mapping[int, Peer], *, named: bool = False) -> str:
-    """Say whether the first of the ranks, which was silent longest, is alive."""
+def _liveness(ranks: Sequence[int], peers: Mapping[int, Heartbeat], *, named: bool = False) -> str:
+    """Describe whether the first of the ranks, the longest silent one, is alive."""
     who = f"rank {ranks[0]}" if named or len(ranks) > 1 else "it"
-    age = peers[ranks[0]].heartbeat_age_seconds
+    age = peers[ranks[0]].age_seconds
     if age is None:
-        return f"{who} was heard of only once"
+        return f"{who} has sent one heartbeat only"
     if age <= SILENT_SECONDS:
         return f"{who} is alive"
-    return f"{who} has given no sign of life for at least {age:.0f} s"
+    return f"{who} has sent no heartbeat for at least {age:.0f} s"
 
 
 def _has(ranks: Sequence[int]) -> str:

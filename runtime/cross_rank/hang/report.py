@@ -1,4 +1,4 @@
-"""The report of a hang: the verdict, then what it rests on, then every thread's Python stack."""
+"""The report of a hang: its summary, the evidence, then every thread's Python stack."""
 
 from __future__ import annotations
 
@@ -6,34 +6,31 @@ import contextlib
 import faulthandler
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ...common.report_files import create_first_free, create_private, utc_text
-from .evidence import CallLine, Evidence, Peer
-from .missing_ranks import missing, named_ranks, size_of, summary, waiting
+from ..messages import Heartbeat
+from .hang_evidence import CallSummary, HangEvidence
+from .missing_ranks import missing, ranks_text, size_text, summary, waiting
 
 MAX_REPORTS = 5
 MAX_PEERS = 64
 MAX_CALLS = 32
 
 
-def report_text(evidence: Evidence) -> str:
-    """Write all of a report but the stacks; line 1 is the verdict."""
+def report_text(evidence: HangEvidence) -> str:
+    """Return the report without the stacks; line 1 is the summary."""
     lines = [summary(evidence), "", *_moment(evidence), ""]
     lines += [*_absences(evidence), *_peers(evidence), "", *_calls(evidence), "", *_threads()]
     return "\n".join(lines) + "\n"
 
 
-def write_report(
-    folder: Path, evidence: Evidence, flight_dump: Callable[[], bytes | None]
-) -> Path | None:
-    """Write the report and, beside it, torch's own record of collectives.
-
-    Both can be read by their owner alone. A run keeps at most MAX_REPORTS of a rank.
+def write_report(folder: Path, evidence: HangEvidence) -> Path | None:
+    """Write the report into the run folder, readable by its owner alone.
 
     Returns:
-        The report's path; None where the run has its reports already.
+        The report's path; None if the run has MAX_REPORTS reports of this rank already.
 
     Raises:
         OSError: The folder cannot be written.
@@ -48,13 +45,11 @@ def write_report(
         file.write(report_text(evidence))
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
-    _write_flight(path, flight_dump())
     return path
 
 
-def _write_flight(report: Path, dump: bytes | None) -> None:
-    if dump is None:
-        return
+def write_flight_recorder_dump(report: Path, dump: bytes) -> None:
+    """Write torch's own record of collectives beside the report, readable by its owner alone."""
     kind = "json" if dump.startswith(b"{") else "pickle"
     with (
         contextlib.suppress(OSError),  # the report itself is written and says more
@@ -63,80 +58,85 @@ def _write_flight(report: Path, dump: bytes | None) -> None:
         file.write(dump)
 
 
-def _moment(evidence: Evidence) -> Iterator[str]:
+def _moment(evidence: HangEvidence) -> Iterator[str]:
     yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
     yield f"last step that ended: {evidence.step}; phase: {evidence.phase}"
     yield (
         f"no progress for {evidence.silent_seconds:.1f} s; "
-        f"limit {evidence.limit_seconds:.1f} s, pauses left out"
+        f"limit {evidence.limit_seconds:.1f} s, expected pauses left out"
     )
-    yield f"training thread: {evidence.place}"
+    yield f"training thread: {evidence.location}"
 
 
-def _absences(evidence: Evidence) -> Iterator[str]:
-    """Say of every collective that somebody waits in who is missing there."""
+def _absences(evidence: HangEvidence) -> Iterator[str]:
+    """List, for each collective that a rank waits in, which ranks are missing there."""
     own = f"rank {evidence.rank}"
-    found = [f"{one.call}: {own} waits for {named_ranks(one.ranks)}" for one in missing(evidence)]
-    found += [
-        f"{one.call}: {own} is waited for by {named_ranks(one.ranks)}" for one in waiting(evidence)
+    lines = [f"{one.call}: {own} waits for {ranks_text(one.ranks)}" for one in missing(evidence)]
+    lines += [
+        f"{one.call}: {ranks_text(one.ranks)} wait{'s' * (len(one.ranks) == 1)} for {own}"
+        for one in waiting(evidence)
     ]
-    if found:
-        yield from ("Who has not arrived where:", *(f"  {line}" for line in found), "")
+    if lines:
+        yield from ("Missing ranks:", *(f"  {line}" for line in lines), "")
 
 
-def _peers(evidence: Evidence) -> Iterator[str]:
+def _peers(evidence: HangEvidence) -> Iterator[str]:
     if evidence.peers is None:
-        yield "Other ranks: nothing is known; they are not compared, or the store does not answer."
+        yield (
+            "Other ranks: nothing is known; they are not compared, or the c10d store does not "
+            "respond."
+        )
         return
-    roles = {key: group.role for key, group in evidence.groups.items()}
-    yield "Other ranks (seconds seen without a sign of life; number of the last collective):"
+    roles = {key: rank_set.role for key, rank_set in evidence.rank_sets.items()}
+    yield "Other ranks (seconds without a heartbeat; number of the last collective):"
     by_silence = sorted(evidence.peers.values(), key=_silence)
     yield from (f"  {_peer(peer, roles)}" for peer in by_silence[:MAX_PEERS])
     if len(by_silence) > MAX_PEERS:
         yield f"  and {len(by_silence) - MAX_PEERS} more, silent for less long"
-    yield f"  this rank: {_arrived({g.key: g.issued for g in evidence.groups.values()}, roles)}"
+    own = {rank_set.key: rank_set.issued for rank_set in evidence.rank_sets.values()}
+    yield f"  this rank: {_issued(own, roles)}"
 
 
-def _silence(peer: Peer) -> tuple[float, int]:
-    return (-(peer.heartbeat_age_seconds or 0.0), peer.rank)
+def _silence(peer: Heartbeat) -> tuple[float, int]:
+    return (-(peer.age_seconds or 0.0), peer.rank)
 
 
-def _peer(peer: Peer, roles: Mapping[str, str]) -> str:
-    age = peer.heartbeat_age_seconds
-    heard = "heard once" if age is None else f"{age:.1f} s"
+def _peer(peer: Heartbeat, roles: Mapping[str, str]) -> str:
+    age = "one heartbeat only" if peer.age_seconds is None else f"{peer.age_seconds:.1f} s"
     pause = f", in {peer.pause}" if peer.pause else ""
-    return f"rank {peer.rank} on {peer.host}: {heard}{pause}; {_arrived(peer.arrived, roles)}"
+    return f"rank {peer.rank} on {peer.host}: {age}{pause}; {_issued(peer.issued, roles)}"
 
 
-def _arrived(numbers: Mapping[str, int], roles: Mapping[str, str]) -> str:
-    """List the numbers of the groups that this rank knows."""
+def _issued(numbers: Mapping[str, int], roles: Mapping[str, str]) -> str:
+    """List the numbers of the rank sets that this rank shares."""
     known = [f"{roles[key]} ({key}) {n}" for key, n in sorted(numbers.items()) if key in roles]
     return ", ".join(known) or "no collective in a group of this rank"
 
 
-def _calls(evidence: Evidence) -> Iterator[str]:
-    yield "Last collectives of this rank, by group, the latest last, with all that are under way:"
-    by_group: dict[str, list[CallLine]] = {}
+def _calls(evidence: HangEvidence) -> Iterator[str]:
+    yield "Last collectives of this rank, by group, the latest last, with all that are in flight:"
+    by_key: dict[str, list[CallSummary]] = {}
     for call in evidence.calls:
-        by_group.setdefault(call.group, []).append(call)
-    for calls in by_group.values():
-        # What is under way stands here even if many calls were issued after it.
-        earlier = [call for call in calls[:-MAX_CALLS] if call.state == "under way"]
+        by_key.setdefault(call.key, []).append(call)
+    for calls in by_key.values():
+        # Calls in flight are listed even if many calls were issued after them.
+        earlier = [call for call in calls[:-MAX_CALLS] if call.in_flight]
         yield from (f"  {_call(call)}" for call in [*earlier[:MAX_CALLS], *calls[-MAX_CALLS:]])
-    if not by_group:
+    if not by_key:
         yield "  none"
 
 
-def _call(call: CallLine) -> str:
+def _call(call: CallSummary) -> str:
     seconds = "" if call.seconds is None else f" {call.seconds:.6f} s"
     return (
-        f"{call.role} ({call.group}) {call.sequence or 'p2p'} {call.op} "
-        f"{size_of(call.payload_bytes)} {call.dtype} {call.phase}: {call.state}{seconds}"
+        f"{call.role} ({call.key}) {call.sequence or 'p2p'} {call.op} "
+        f"{size_text(call.payload_bytes)} {call.dtype} {call.phase}: "
+        f"{'in flight' if call.in_flight else 'done'}{seconds}"
     )
 
 
 def _threads() -> Iterator[str]:
-    """Say which thread is which: the stacks tell their numbers only."""
+    """List the names of the threads: the stacks have their numbers only."""
     yield "Python stacks, innermost call first. The current thread is the one that writes this."
     for thread in threading.enumerate():
         yield f"  0x{thread.ident or 0:016x} {thread.name}"

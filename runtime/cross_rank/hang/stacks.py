@@ -1,6 +1,6 @@
-"""Where the training thread stands in Python, and whether it is busy with what shows no progress.
+"""Where the training thread is in Python, and whether it is busy without showing progress.
 
-Looks at frames for the names of files and functions, never at locals.
+Reads the names of files and functions in frames, never locals.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ COMPILERS = (
 _RUNNERS = {("torch/_inductor/compile_fx.py", "run")}
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _DEMO = os.path.join(_OURS, "cli", "demo") + os.sep  # a training script as any other
-# A person at a prompt, and the end of the script, while its late threads are waited for. Python's
-# own files go by their whole path: a training script may be called code.py.
+# An open prompt, and the end of the script, which joins its threads. Python's own files are
+# compared by their whole path: a training script may be called code.py.
 _PYTHON = os.path.dirname(os.__file__)
 _DEBUGGERS = tuple(os.path.join(_PYTHON, file) for file in ("pdb.py", "code.py"))
 _EVENT_LOOP = os.path.join(_PYTHON, "selectors.py")
@@ -33,15 +33,15 @@ _SHUTDOWN = (os.path.join(_PYTHON, "threading.py"), "_shutdown")
 COMPILATION, PROMPT, END = "compilation", "a prompt", "the script's end"
 
 
-def excuse(training_thread: int) -> str | None:
-    """Say what the process is busy with if that lawfully shows no progress; else None."""
-    return excuse_of(sys._current_frames(), training_thread)
+def silent_activity(training_thread: int) -> str | None:
+    """Return what the process does that shows no progress, or None if there is nothing known."""
+    return silent_activity_in(sys._current_frames(), training_thread)
 
 
-def place(training_thread: int) -> str:
-    """Name the function in which the training thread is, such as "load (data.py:12)".
+def python_location(training_thread: int) -> str:
+    """Return the function in which the training thread is, such as "load (data.py:12)".
 
-    Our own wrappers around it are passed over.
+    The wrappers of this package around it are skipped.
     """
     frame = sys._current_frames().get(training_thread)
     while frame is not None and _is_ours(frame.f_code.co_filename):
@@ -51,8 +51,8 @@ def place(training_thread: int) -> str:
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-def excuse_of(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
-    """As `excuse`, of frames by thread: autograd's threads compile backward passes."""
+def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
+    """Do as `silent_activity` with frames by thread; autograd's threads compile backward passes."""
     if any(_compiles(frame) for frame in frames.values()):
         return COMPILATION
     frame = frames.get(training_thread)

@@ -1,42 +1,40 @@
-"""When training hangs, with a clock turned by hand."""
+"""When training hangs, with a clock that is set by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from zerowatch.runtime.cross_rank.hang.detector import Detector, Look, State
+from zerowatch.runtime.cross_rank.hang.detector import HangDetector, HangState, ProgressSample
 
 
 class Clockwork:
-    """A detector with a limit of 30 s, looked at each second of a clock turned by hand."""
+    """A detector with a limit of 30 s, updated each second of a clock that is set by hand."""
 
     def __init__(self, *, steps: int = 3, step_seconds: float = 1.0) -> None:
-        self.detector = Detector(30.0)
+        self.detector = HangDetector(30.0)
         self.now = self.activity = 1000.0
-        self.excused = False
+        self.is_busy = False
         for _ in range(steps):
-            self.detector.step_ended(step_seconds)
+            self.detector.add_step(step_seconds)
 
-    def look(self, *, paused: bool = False, told: bool = False) -> State:
-        return self.detector.look(
-            Look(
-                now_ns=int(self.now * 1e9),
-                activity_ns=int(self.activity * 1e9),
-                paused=paused,
-                others_hang=told,
-                excused=lambda: self.excused,
-            )
+    def check(self, *, is_pause: bool = False, others_hang: bool = False) -> HangState:
+        sample = ProgressSample(
+            now_ns=int(self.now * 1e9),
+            activity_ns=int(self.activity * 1e9),
+            is_pause=is_pause,
+            others_hang=others_hang,
         )
+        return self.detector.update(sample, lambda: self.is_busy)
 
-    def pass_seconds(self, seconds: int, *, paused: bool = False) -> list[State]:
-        """Return what the looks of so many seconds found, if anything."""
+    def pass_seconds(self, seconds: int, *, is_pause: bool = False) -> list[HangState]:
+        """Return the changes of state within so many seconds."""
         found = []
         for _ in range(seconds):
             self.now += 1
-            found.append(self.look(paused=paused))
-        return [finding for finding in found if finding is not State.NOTHING]
+            found.append(self.check(is_pause=is_pause))
+        return [state for state in found if state is not HangState.UNCHANGED]
 
-    def move(self) -> None:
+    def progress(self) -> None:
         self.activity = self.now
 
 
@@ -45,64 +43,64 @@ def test_a_hang_is_found_once_when_its_limit_is_reached_and_once_at_a_second_lim
 
     found = [clockwork.pass_seconds(s) for s in (29, 1, 29, 1, 200)]
 
-    assert found == [[], [State.HANG], [], [State.LASTING], []]
+    assert found == [[], [HangState.HANG], [], [HangState.SECOND_LIMIT], []]
 
 
-@pytest.mark.parametrize(("steps", "found"), [(2, []), (3, [State.HANG])])
-def test_nothing_is_a_hang_before_three_steps(steps: int, found: list[State]) -> None:
+@pytest.mark.parametrize(("steps", "found"), [(2, []), (3, [HangState.HANG])])
+def test_nothing_is_a_hang_before_three_steps(steps: int, found: list[HangState]) -> None:
     assert Clockwork(steps=steps).pass_seconds(40) == found
 
 
 def test_the_limit_is_ten_times_the_median_of_the_last_steps_where_that_is_more() -> None:
     clockwork = Clockwork(steps=100, step_seconds=60.0)
     for seconds in [7.0] * 40 + [500.0] * 24:  # 64 steps: those before are forgotten
-        clockwork.detector.step_ended(seconds)
+        clockwork.detector.add_step(seconds)
 
     assert clockwork.detector.limit_seconds == 70.0
     assert clockwork.pass_seconds(69) == []
-    assert clockwork.pass_seconds(1) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
 def test_progress_starts_the_time_anew() -> None:
     clockwork = Clockwork()
 
     clockwork.pass_seconds(29)
-    clockwork.move()
+    clockwork.progress()
 
     assert clockwork.pass_seconds(29) == []
-    assert clockwork.pass_seconds(1) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
 def test_time_in_a_pause_does_not_count() -> None:
     clockwork = Clockwork()
 
-    assert clockwork.pass_seconds(500, paused=True) == []
+    assert clockwork.pass_seconds(500, is_pause=True) == []
     assert clockwork.pass_seconds(29) == []
-    assert clockwork.pass_seconds(1) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
 def test_compilation_excuses_and_is_looked_at_again_a_limit_later() -> None:
     clockwork = Clockwork()
-    clockwork.excused = True
+    clockwork.is_busy = True
 
     assert clockwork.pass_seconds(100) == []
-    clockwork.excused = False
+    clockwork.is_busy = False
 
     assert clockwork.pass_seconds(19) == []  # it was looked at after 30, 60 and 90 seconds
-    assert clockwork.pass_seconds(1) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
 def test_what_excuses_puts_off_the_second_limit_by_a_limit() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(40)
 
-    clockwork.excused = True
-    excused = clockwork.pass_seconds(25)
-    clockwork.excused = False
+    clockwork.is_busy = True
+    busy = clockwork.pass_seconds(25)
+    clockwork.is_busy = False
 
-    assert excused == []
+    assert busy == []
     assert clockwork.pass_seconds(24) == []  # it was looked at after 60 seconds
-    assert clockwork.pass_seconds(1) == [State.LASTING]
+    assert clockwork.pass_seconds(1) == [HangState.SECOND_LIMIT]
 
 
 def test_the_time_in_which_nobody_could_look_does_not_count() -> None:
@@ -111,40 +109,42 @@ def test_the_time_in_which_nobody_could_look_does_not_count() -> None:
 
     clockwork.now += 3600  # the whole process was stopped
 
-    assert clockwork.look() is State.NOTHING
+    assert clockwork.check() is HangState.UNCHANGED
     assert clockwork.pass_seconds(19) == []
-    assert clockwork.pass_seconds(1) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
 def test_progress_after_a_hang_is_told_and_arms_again() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(30)
 
-    clockwork.move()
+    clockwork.progress()
 
-    assert clockwork.pass_seconds(1) == [State.MOVED]
-    assert clockwork.pass_seconds(29) == [State.HANG]
+    assert clockwork.pass_seconds(1) == [HangState.RESUMED]
+    assert clockwork.pass_seconds(29) == [HangState.HANG]
 
 
-@pytest.mark.parametrize(("steps", "later"), [(0, []), (3, [State.HANG, State.LASTING])])
+@pytest.mark.parametrize(
+    ("steps", "later"), [(0, []), (3, [HangState.HANG, HangState.SECOND_LIMIT])]
+)
 def test_a_rank_that_is_told_reports_once_before_its_own_limit(
-    steps: int, later: list[State]
+    steps: int, later: list[HangState]
 ) -> None:
     clockwork = Clockwork(steps=steps)
     clockwork.pass_seconds(5)
 
-    told = [clockwork.look(told=True) for _ in range(3)]
+    states = [clockwork.check(others_hang=True) for _ in range(3)]
 
-    assert told == [State.TOLD, State.NOTHING, State.NOTHING]
+    assert states == [HangState.ANNOUNCED, HangState.UNCHANGED, HangState.UNCHANGED]
     assert clockwork.pass_seconds(100) == later
 
 
 def test_a_notice_that_stays_up_is_no_news_after_progress() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(5)
-    clockwork.look(told=True)
-    clockwork.move()
+    clockwork.check(others_hang=True)
+    clockwork.progress()
 
-    found = [clockwork.look(told=True) for _ in range(3)]
+    found = [clockwork.check(others_hang=True) for _ in range(3)]
 
-    assert found == [State.MOVED, State.NOTHING, State.NOTHING]
+    assert found == [HangState.RESUMED, HangState.UNCHANGED, HangState.UNCHANGED]

@@ -27,7 +27,7 @@ QUICKLY = {
 # Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was under way.
 MISSING_RANK = re.compile(
     r"rank 1 has not arrived at \w+ number \d+ of group \w+ \(.+\); "
-    r"it (is alive|has given no sign of life for at least \d+ s)"
+    r"it (is alive|has sent no heartbeat for at least \d+ s)"
 )
 
 
@@ -64,7 +64,7 @@ def rank_1_is_stopped(folder: Path) -> Ended:
         job.signal_rank(1, signal.SIGSTOP)
         stopped_at = time.monotonic()
         job.wait_for_report(0)
-        said = "ends with exit code 70"
+        said = "exits with code 70"
         job.wait_until(lambda: said in (folder / "output").read_text(), said)
         seconds = time.monotonic() - stopped_at
         time.sleep(1)  # the launcher shall see rank 0 go before it sees what became of rank 1
@@ -128,7 +128,7 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_where_it_stands(
     assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
     assert still.startswith("rank 1 (this one) has not arrived at collective number ")
     assert "at stand_still (hang_job.py:" in still.splitlines()[0]
-    assert "this rank was told so by another one" in still.splitlines()[0]
+    assert "announced by another rank" in still.splitlines()[0]
     assert "in stand_still" in still.partition("Python stacks")[2]
 
 

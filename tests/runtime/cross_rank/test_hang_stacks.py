@@ -1,4 +1,4 @@
-"""Which stacks excuse a rank that does not move: real frames, and torch's own compiler."""
+"""Which stacks silent_activity a rank that does not move: real frames, and torch's own compiler."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import pytest
 import torch
 from fakes.hangs import run_as
 
-from zerowatch.runtime.cross_rank.hang.stacks import COMPILERS, excuse, excuse_of, place
+from zerowatch.runtime.cross_rank.hang.stacks import (
+    COMPILERS,
+    python_location,
+    silent_activity,
+    silent_activity_in,
+)
 
 
 def excuse_here(thread: int = 1) -> str | None:
-    return excuse_of({1: sys._getframe()}, thread)
+    return silent_activity_in({1: sys._getframe()}, thread)
 
 
 STACKS = [
@@ -54,27 +59,27 @@ def frame_of(file: str, function: str) -> Any:
 def test_the_wait_for_late_threads_at_the_end_of_a_script_excuses() -> None:
     late, other = (frame_of(threading.__file__, name) for name in ("_shutdown", "run"))
 
-    assert excuse_of({1: late}, 1) == "the script's end"
-    assert excuse_of({1: other}, 1) is None
+    assert silent_activity_in({1: late}, 1) == "the script's end"
+    assert silent_activity_in({1: other}, 1) is None
 
 
 def test_a_backward_pass_compiled_on_another_thread_excuses() -> None:
     training = frame_of("/x/train.py", "main")
     compiler = frame_of("/x/torch/_inductor/compile_fx.py", "bw_compiler")
 
-    assert excuse_of({1: training, 2: compiler}, 1) == "compilation"
+    assert silent_activity_in({1: training, 2: compiler}, 1) == "compilation"
 
 
 def test_torch_excuses_while_it_compiles_and_not_while_the_compiled_code_runs() -> None:
     said = {}
 
     def backend(graph: Any, inputs: Any) -> Any:
-        said["compiles"] = excuse(threading.get_ident())
+        said["compiles"] = silent_activity(threading.get_ident())
         return graph.forward
 
     @torch.compiler.disable
     def kept_out(tensor: torch.Tensor) -> torch.Tensor:
-        said["runs"] = excuse(threading.get_ident())
+        said["runs"] = silent_activity(threading.get_ident())
         return tensor
 
     @torch.compile(backend=backend)
@@ -95,7 +100,7 @@ def test_torch_still_compiles_in_the_files_that_excuse() -> None:
 
 
 def test_a_threads_place_is_its_innermost_function_that_is_not_ours() -> None:
-    here = place(threading.get_ident())  # asked from inside stacks.py
+    here = python_location(threading.get_ident())  # asked from inside stacks.py
 
     assert here.startswith("test_a_threads_place_is_its_innermost_function_that_is_not_ours (")
-    assert place(0) == "no Python function"
+    assert python_location(0) == "no Python function"

@@ -14,43 +14,50 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import HangSettings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
-from zerowatch.runtime.cross_rank.hang.evidence import CallLine, Evidence, GroupLine, Peer, Sources
+from zerowatch.runtime.cross_rank.hang.hang_evidence import (
+    CallSummary,
+    HangEvidence,
+    RankSetSummary,
+)
 from zerowatch.runtime.cross_rank.hang.hang_watch import HangWatch
+from zerowatch.runtime.cross_rank.messages import Heartbeat
 
 KEY = "0-1a2b3c4d"
-AT = "all_reduce number 1234 of group dp (64 MiB, backward)"
+CALL = "all_reduce number 1234 of group dp (64 MiB, backward)"
 
 
-def call(sequence: int = 1234, *, state: Any = "under way", **changes: Any) -> CallLine:
-    facts = {
-        "group": KEY,
+def call(sequence: int = 1234, *, in_flight: bool = True, **changes: Any) -> CallSummary:
+    fields = {
+        "key": KEY,
         "role": "dp",
         "sequence": sequence,
         "op": "all_reduce",
         "payload_bytes": 64 * 2**20,
         "dtype": "float32",
         "phase": "backward",
-        "state": state,
+        "in_flight": in_flight,
         "seconds": 33.0,
     }
-    return CallLine(**(facts | changes))
+    return CallSummary(**(fields | changes))
 
 
-def peer(rank: int, arrived: int, age: float | None = 1.0, pause: str | None = None) -> Peer:
-    return Peer(
+def peer(
+    rank: int, issued: int, age_seconds: float | None = 1.0, pause: str | None = None
+) -> Heartbeat:
+    return Heartbeat(
         rank=rank,
         host=f"node-{rank}",
-        heartbeat_age_seconds=age,
-        arrived={KEY: arrived},
+        age_seconds=age_seconds,
+        issued={KEY: issued},
         pause=pause,
     )
 
 
 def evidence(
-    calls: list[CallLine], peers: list[Peer] | None, *, issued: int = 1234, **changes: Any
-) -> Evidence:
+    calls: list[CallSummary], peers: list[Heartbeat] | None, *, issued: int = 1234, **changes: Any
+) -> HangEvidence:
     members = (0, *(each.rank for each in peers or [peer(1, 0)]))
-    facts = Evidence(
+    found = HangEvidence(
         rank=0,
         host="node-0",
         at_unix_seconds=1e9,
@@ -58,13 +65,13 @@ def evidence(
         phase="backward",
         silent_seconds=33.2,
         limit_seconds=30.0,
-        told=False,
-        place="load (data.py:12)",
+        is_announced=False,
+        location="load (data.py:12)",
         peers=None if peers is None else {each.rank: each for each in peers},
-        groups={KEY: GroupLine(key=KEY, role="dp", members=members, issued=issued)},
+        rank_sets={KEY: RankSetSummary(key=KEY, role="dp", members=members, issued=issued)},
         calls=calls,
     )
-    return replace(facts, **changes)
+    return replace(found, **changes)
 
 
 def run_as(file: str, function: str, inner: Callable[[], object]) -> object:
@@ -75,58 +82,92 @@ def run_as(file: str, function: str, inner: Callable[[], object]) -> object:
     return names[function](inner)
 
 
-class Rank:
-    """Rank 0's hang watch with a limit of 30 s, at the end of its third step.
+class FakeHangContext:
+    """What rank 0 knows: one peer, and one all-reduce in a group with it.
 
     Attributes:
         issued: The number of its last collective.
-        waits: Whether that is under way.
+        is_waiting: Whether that is in flight.
+        announced: What it has announced to the others.
     """
+
+    rank = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.hang_announced = self.is_waiting = False
+        self.in_training_mode = True
+        self.issued = 1234
+        self.known_peers: dict[int, Heartbeat] | None = {1: peer(1, 1233, age_seconds=33.0)}
+        self.announced: list[bool] = []
+
+    def folder(self) -> Path:
+        return self.path
+
+    def last_activity_ns(self) -> int:
+        return 0
+
+    def is_training(self) -> bool:
+        return self.in_training_mode
+
+    def peers(self) -> dict[int, Heartbeat] | None:
+        return self.known_peers
+
+    def rank_sets(self) -> list[RankSetSummary]:
+        members = (0, *sorted(self.known_peers or {1: None}))
+        return [
+            RankSetSummary(
+                key=KEY,
+                role="dp",
+                members=members,
+                issued=self.issued,
+                is_waiting=self.is_waiting,
+            )
+        ]
+
+    def last_calls(self) -> list[CallSummary]:
+        return [call()]
+
+    def divergence(self) -> str | None:
+        return None
+
+    def flight_recorder_dump(self) -> bytes | None:
+        return None
+
+    def others_hang(self) -> bool:
+        return self.hang_announced
+
+    def announce_hang(self, hangs: bool) -> None:
+        self.announced.append(hangs)
+
+
+class WatchedRank:
+    """Rank 0's hang watch with a limit of 30 s, at the end of its third step."""
 
     def __init__(self, folder: Path, *, abort: bool = False, enabled: bool = True) -> None:
         self.now_ns = 10**12
-        self.others_hang = self.waits = False
-        self.training = True
-        self.issued = 1234
-        self.peers: dict[int, Peer] | None = {1: peer(1, 1233, age=33.0)}
-        self.told: list[bool] = []
         self.exits: list[int] = []
+        self.context = FakeHangContext(folder)
         self.recorder = Recorder()
-        self.clock = PhaseTimer(lambda: self.now_ns)
-        self.hang = HangWatch(
-            rank=0,
+        self.phase_timer = PhaseTimer(lambda: self.now_ns)
+        self.watch = HangWatch(
+            context=self.context,
             settings=HangSettings(abort=abort, enabled=enabled),
-            clock=self.clock,
-            sources=Sources(
-                folder=lambda: folder,
-                last_activity_ns=lambda: 0,
-                training=lambda: self.training,
-                peers=lambda: self.peers,
-                groups=lambda: [self._group],
-                last_calls=lambda: [call()],
-                flight_dump=lambda: None,
-                others_hang=lambda: self.others_hang,
-                tell_others=self.told.append,
-            ),
+            phase_timer=self.phase_timer,
             recorder=self.recorder,
             fail_open=FailOpen(),
             now_ns=lambda: self.now_ns,
-            leave=self.exits.append,
+            exit_process=self.exits.append,
         )
         for number in (1, 2, 3):
-            self.hang.step_ended(step(number))
+            self.watch.on_step_end(step(number))
 
     def pass_seconds(self, seconds: int) -> None:
         for _ in range(seconds):
             self.now_ns += 10**9
-            self.hang.look()
-        self.hang.close()
+            self.watch.check()
+        self.watch.close()
 
     @property
-    def hangs(self) -> float:
+    def num_hangs(self) -> float:
         return self.recorder.snapshot().values[communication.HANGS][()]
-
-    @property
-    def _group(self) -> GroupLine:
-        members = (0, *sorted(self.peers or {1: None}))
-        return GroupLine(key=KEY, role="dp", members=members, issued=self.issued, waits=self.waits)

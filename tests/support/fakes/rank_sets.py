@@ -60,3 +60,13 @@ class FakeGroup:
     ) -> CollectiveCall:
         """Issue a call and end it."""
         return self.settle(self.issue(op, size), ms, exposed_ms)
+
+
+class FakeGroups:
+    """All process groups of one rank."""
+
+    def __init__(self, groups: list[FakeGroup]) -> None:
+        self.groups = groups
+
+    def rank_sets(self) -> list[RankSet]:
+        return [group.rank_set for group in self.groups]

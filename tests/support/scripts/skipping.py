@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, environment
 
 SKIPS = re.compile(r"skipping at (\d+\.\d{3})")
-NAMED = re.compile(r"rank (\d+) left the common sequence of collectives .*")
+NAMED = re.compile(r"rank (\d+) diverged from the common sequence of collectives .*")
 
 
 class Trial:

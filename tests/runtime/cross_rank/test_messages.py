@@ -1,4 +1,4 @@
-"""Reports and verdicts as they travel: what is packed is read again, and rubbish is refused."""
+"""Reports and verdicts as they travel: what is packed is decoded again, and rubbish is refused."""
 
 from __future__ import annotations
 
@@ -8,25 +8,32 @@ import zlib
 import numpy as np
 import pytest
 
-from zerowatch.runtime.cross_rank import call_report, compare_result
-from zerowatch.runtime.cross_rank.call_report import (
-    NOTHING_NEW,
+from zerowatch.runtime.cross_rank.divergence import Divergence
+from zerowatch.runtime.cross_rank.messages import (
+    EMPTY_CALL_REPORT,
+    EMPTY_RESULT,
     CallReport,
+    CompareResult,
     RankReport,
     SequenceHash,
-    StepTimes,
+    decode_report,
+    decode_result,
+    encode_report,
+    encode_result,
+    signature,
 )
-from zerowatch.runtime.cross_rank.compare_result import NO_RESULT, CompareResult
-from zerowatch.runtime.cross_rank.divergence import Divergence
-from zerowatch.runtime.cross_rank.stragglers import StepTimeReference, Straggler
+from zerowatch.runtime.cross_rank.stragglers import StepTimeReference, StepTimes, Straggler
 
-PACE = StepTimes(
-    steps=7, step_seconds=0.25, busy=(0.1, 0.2, 0.3, 0.4), deviation=(0.0, 0.1, 0.0, 0.2)
+STEP_TIMES = StepTimes(
+    num_steps=7,
+    step_seconds=0.25,
+    busy_seconds=(0.1, 0.2, 0.3, 0.4),
+    deviation_seconds=(0.0, 0.1, 0.0, 0.2),
 )
-DIVERGENCE = Divergence(sequence=5, issued={0: "barrier", 17: "reduce"}, named=(17,))
+DIVERGENCE = Divergence(sequence=5, issued={0: "barrier", 17: "reduce"}, diverged=(17,))
 
 
-def some_section(chance: random.Random) -> CallReport:
+def some_calls(chance: random.Random) -> CallReport:
     timed, issued = chance.randrange(40), chance.randrange(40)
     durations = [chance.choice((chance.random(), float("nan"))) for _ in range(timed)]
     return CallReport(
@@ -34,7 +41,7 @@ def some_section(chance: random.Random) -> CallReport:
         durations=np.array(durations, np.float32),
         first_issued=chance.randrange(10**9),
         signatures=np.array([chance.getrandbits(32) for _ in range(issued)], np.uint32),
-        history=chance.choice(
+        prefix_hash=chance.choice(
             (None, SequenceHash(since=chance.randrange(100), crc=chance.getrandbits(32)))
         ),
     )
@@ -42,8 +49,8 @@ def some_section(chance: random.Random) -> CallReport:
 
 def same(one: CallReport, other: CallReport) -> bool:
     return (
-        (one.first_timed, one.first_issued, one.history)
-        == (other.first_timed, other.first_issued, other.history)
+        (one.first_timed, one.first_issued, one.prefix_hash)
+        == (other.first_timed, other.first_issued, other.prefix_hash)
         and np.array_equal(one.durations, other.durations, equal_nan=True)
         and np.array_equal(one.signatures, other.signatures)
     )
@@ -52,55 +59,60 @@ def same(one: CallReport, other: CallReport) -> bool:
 def test_a_report_reads_as_it_was_written() -> None:
     chance = random.Random(3)
     for _ in range(100):
-        told = RankReport(
-            sections={f"group {n}": some_section(chance) for n in range(chance.randrange(4))},
+        original = RankReport(
+            calls={f"group {n}": some_calls(chance) for n in range(chance.randrange(4))},
             names={chance.getrandbits(32): "all_reduce of 4 bytes (float32)"},
-            paces={chance.randrange(1000): PACE},
+            step_times={chance.randrange(1000): STEP_TIMES},
             divergences=chance.choice(({}, {"group 0": DIVERGENCE})),
         )
 
-        read = call_report.decode(call_report.encode(told))
+        decoded = decode_report(encode_report(original))
 
-        assert read.sections.keys() == told.sections.keys()
-        assert all(same(told.sections[key], read.sections[key]) for key in told.sections)
-        assert (read.names, read.paces, read.divergences) == (
-            told.names,
-            told.paces,
-            told.divergences,
+        assert decoded.calls.keys() == original.calls.keys()
+        assert all(same(original.calls[key], decoded.calls[key]) for key in original.calls)
+        assert (decoded.names, decoded.step_times, decoded.divergences) == (
+            original.names,
+            original.step_times,
+            original.divergences,
         )
 
 
 def test_a_report_of_nothing_new_is_short() -> None:
-    text = call_report.encode(RankReport(sections={"a group": NOTHING_NEW}))
+    text = encode_report(RankReport(calls={"a group": EMPTY_CALL_REPORT}))
 
     assert len(text) < 100
-    assert same(call_report.decode(text).sections["a group"], NOTHING_NEW)
+    assert same(decode_report(text).calls["a group"], EMPTY_CALL_REPORT)
 
 
 def test_a_verdict_reads_as_it_was_written() -> None:
-    told = CompareResult(
-        first=12,
-        least=np.array([0.5, np.nan, 0.25], np.float32),
-        reference=StepTimeReference(step_seconds=0.5, busy=(0.1, 0.2, 0.0, 0.4)),
+    original = CompareResult(
+        first_call=12,
+        min_durations=np.array([0.5, np.nan, 0.25], np.float32),
+        reference=StepTimeReference(step_seconds=0.5, busy_seconds=(0.1, 0.2, 0.0, 0.4)),
         stragglers=(Straggler(rank=3, phase="forward", seconds=0.05, score=0.2),),
         divergence=DIVERGENCE,
     )
 
-    read = compare_result.decode(compare_result.encode(told))
+    decoded = decode_result(encode_result(original))
 
-    assert np.array_equal(read.least, told.least, equal_nan=True)
-    assert (read.first, read.reference, read.stragglers, read.divergence) == (
+    assert np.array_equal(decoded.min_durations, original.min_durations, equal_nan=True)
+    assert (decoded.first_call, decoded.reference, decoded.stragglers, decoded.divergence) == (
         12,
-        told.reference,
-        told.stragglers,
+        original.reference,
+        original.stragglers,
         DIVERGENCE,
     )
 
 
 def test_a_verdict_of_nothing_reads_as_nothing() -> None:
-    read = compare_result.decode(compare_result.encode(NO_RESULT))
+    decoded = decode_result(encode_result(EMPTY_RESULT))
 
-    assert (len(read.least), read.reference, read.stragglers, read.divergence) == (
+    assert (
+        len(decoded.min_durations),
+        decoded.reference,
+        decoded.stragglers,
+        decoded.divergence,
+    ) == (
         0,
         None,
         (),
@@ -108,7 +120,7 @@ def test_a_verdict_of_nothing_reads_as_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("unpack", [call_report.decode, compare_result.decode])
+@pytest.mark.parametrize("unpack", [decode_report, decode_result])
 @pytest.mark.parametrize(
     "text",
     [
@@ -139,14 +151,14 @@ def test_what_is_none_is_refused(unpack, text: bytes) -> None:
 
 def test_a_damaged_text_is_refused_or_still_one() -> None:
     chance = random.Random(5)
-    report = RankReport(sections={"g": some_section(chance)}, paces={1: PACE})
-    good = zlib.decompress(call_report.encode(report))
+    report = RankReport(calls={"g": some_calls(chance)}, step_times={1: STEP_TIMES})
+    good = zlib.decompress(encode_report(report))
     refused = 0
     for _ in range(300):
         at = chance.randrange(len(good))
         damaged = good[:at] + bytes([chance.randrange(256)]) + good[at + chance.randrange(3) :]
         try:
-            call_report.decode(zlib.compress(damaged))
+            decode_report(zlib.compress(damaged))
         except ValueError:
             refused += 1
 
@@ -154,14 +166,14 @@ def test_a_damaged_text_is_refused_or_still_one() -> None:
 
 
 def test_calls_that_do_not_belong_together_have_different_signatures() -> None:
-    told = {
-        call_report.signature("all_reduce", "float32", 4),
-        call_report.signature("all_reduce", "float32", 8),
-        call_report.signature("all_reduce", "bfloat16", 4),
-        call_report.signature("all_gather", "float32", 4),
+    original = {
+        signature("all_reduce", "float32", 4),
+        signature("all_reduce", "float32", 8),
+        signature("all_reduce", "bfloat16", 4),
+        signature("all_gather", "float32", 4),
     }
 
-    assert len(told) == 4
+    assert len(original) == 4
 
 
 def test_a_history_is_the_same_however_it_was_cut() -> None:

@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.hangs import AT, Rank
+from fakes.hangs import CALL, WatchedRank
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.common.phase_timer import FORWARD
 
 
 def test_a_hang_is_counted_told_written_and_logged_once(tmp_path: Path, caplog: Any) -> None:
-    rank = Rank(tmp_path)
+    rank = WatchedRank(tmp_path)
 
     rank.pass_seconds(29)
-    early = rank.hangs, rank.told[:]
+    early = rank.num_hangs, rank.context.announced[:]
     rank.pass_seconds(60)
 
     assert early == (0, [])
-    assert (rank.hangs, rank.told, rank.exits) == (1, [True], [])
+    assert (rank.num_hangs, rank.context.announced, rank.exits) == (1, [True], [])
     (report,) = tmp_path.iterdir()
     (line,) = caplog.records
-    said = f"rank 1 has not arrived at {AT}; it has given no sign of life for at least 33 s"
+    said = f"rank 1 has not arrived at {CALL}; it has sent no heartbeat for at least 33 s"
     assert line.levelno == logging.ERROR
     assert line.getMessage() == f"training hangs: {said} (report: {report})"
     assert report.read_text().splitlines()[0] == said
 
 
 def test_a_watch_that_is_switched_off_finds_nothing(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, enabled=False)
+    rank = WatchedRank(tmp_path, enabled=False)
 
     rank.pass_seconds(100)
 
@@ -44,43 +44,43 @@ def test_without_a_folder_that_can_be_written_the_verdict_is_logged(
     tmp_path: Path, caplog: Any
 ) -> None:
     (tmp_path / "file").touch()
-    rank = Rank(tmp_path / "file" / "run")
+    rank = WatchedRank(tmp_path / "file" / "run")
 
     rank.pass_seconds(30)
 
     (line,) = caplog.messages
-    assert f"rank 1 has not arrived at {AT}" in line
-    assert "no report, as it cannot be written" in line
-    assert rank.hangs == 1
+    assert f"rank 1 has not arrived at {CALL}" in line
+    assert "no report: it cannot be written" in line
+    assert rank.num_hangs == 1
 
 
 def test_a_told_rank_writes_a_report_and_neither_counts_it_nor_tells_others(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, abort=True)
+    rank = WatchedRank(tmp_path, abort=True)
     rank.pass_seconds(3)
 
-    rank.others_hang = True
+    rank.context.hang_announced = True
     rank.pass_seconds(20)
 
-    assert (rank.hangs, rank.told, rank.exits) == (0, [], [])
+    assert (rank.num_hangs, rank.context.announced, rank.exits) == (0, [], [])
     (report,) = tmp_path.iterdir()
-    assert "this rank was told so by another one" in report.read_text()
+    assert "announced by another rank" in report.read_text()
 
 
 def test_a_told_rank_that_passes_its_own_limit_counts_that_and_writes_no_second_report(
     tmp_path: Path,
 ) -> None:
-    rank = Rank(tmp_path)
+    rank = WatchedRank(tmp_path)
     rank.pass_seconds(28)
 
-    rank.others_hang = True
+    rank.context.hang_announced = True
     rank.pass_seconds(40)
 
-    assert (rank.hangs, rank.told) == (1, [])
+    assert (rank.num_hangs, rank.context.announced) == (1, [])
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, abort=True)
+    rank = WatchedRank(tmp_path, abort=True)
 
     rank.pass_seconds(59)
     early = rank.exits[:]
@@ -91,13 +91,13 @@ def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_moves_again_is_not_ended(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, abort=True)
+    rank = WatchedRank(tmp_path, abort=True)
     rank.pass_seconds(59)
 
-    rank.clock.enter(FORWARD)
+    rank.phase_timer.enter(FORWARD)
     rank.pass_seconds(29)
 
-    assert (rank.told, rank.exits) == ([True, False], [])
+    assert (rank.context.announced, rank.exits) == ([True, False], [])
 
 
 def test_a_log_that_blocks_holds_up_neither_looks_nor_abort(
@@ -112,8 +112,8 @@ def test_a_log_that_blocks_holds_up_neither_looks_nor_abort(
     handler = Stuck()
     logging.getLogger("zerowatch").addHandler(handler)
     monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_watch.FLUSH_SECONDS", 0.05)
-    rank = Rank(tmp_path, abort=True)
-    monkeypatch.setattr(rank.hang, "close", lambda: None)
+    rank = WatchedRank(tmp_path, abort=True)
+    monkeypatch.setattr(rank.watch, "close", lambda: None)
     try:
         rank.pass_seconds(60)
 

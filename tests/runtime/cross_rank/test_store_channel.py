@@ -7,17 +7,24 @@ import logging
 import numpy as np
 import pytest
 from fakes.clock import FakeClock
-from fakes.connections import connected
+from fakes.store_clients import connected
 from torch.distributed import HashStore
 
+from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import RankSet
-from zerowatch.runtime.cross_rank.call_report import CallReport, RankReport, SequenceHash, StepTimes
-from zerowatch.runtime.cross_rank.compare_result import CompareResult
 from zerowatch.runtime.cross_rank.coordinator import (
     BLOCK_SIZE,
-    PACES_TO_MISS,
+    MAX_MISSED_STEP_TIMES,
     Coordinator,
     rank_blocks,
+)
+from zerowatch.runtime.cross_rank.messages import (
+    CallReport,
+    CompareResult,
+    RankReport,
+    SequenceHash,
+    StepTimes,
 )
 from zerowatch.runtime.cross_rank.store_channel import StoreChannel
 
@@ -34,8 +41,8 @@ class Ranks:
         self.store = HashStore()
         self.rank_set = RankSet(tuple(range(num_ranks)))
         self.rank_set.roles = ["dp"]
-        self.failures: list[int] = []
-        self.letters = [self.open(rank) for rank in range(num_ranks)]
+        self.recorders = [Recorder() for _ in range(num_ranks)]
+        self.channels = [self.open(rank) for rank in range(num_ranks)]
         self.durations = np.random.default_rng(0).random((num_ranks, CALLS)).astype(np.float32)
 
     def open(self, rank: int) -> StoreChannel:
@@ -45,38 +52,51 @@ class Ranks:
             host="host",
             patience_seconds=PATIENCE,
             stuck_seconds=15.0,
-            on_failure=lambda: self.failures.append(rank),
-            now=self.clock,
+            recorder=self.recorders[rank],
         )
+
+    @property
+    def failures(self) -> list[int]:
+        """The ranks that have counted a failure of a peer, as often as they have."""
+        values = [
+            recorder.snapshot().value(communication.EXCHANGE_FAILURES, "peer") or 0.0
+            for recorder in self.recorders
+        ]
+        return [rank for rank, value in enumerate(values) for _ in range(round(value))]
 
     def report(self, rank: int, *, skipping: int | None = None, forward: float = 0.1) -> None:
         signatures = [number for number in range(1, CALLS + 1) if number != skipping]
-        section = CallReport(
+        calls = CallReport(
             first_timed=1,
             durations=self.durations[rank],
             first_issued=1,
             signatures=np.array(signatures, np.uint32),
-            history=SequenceHash(since=1, crc=0),
+            prefix_hash=SequenceHash(since=1, crc=0),
         )
-        pace = StepTimes(
-            steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4
+        step_times = StepTimes(
+            num_steps=9,
+            step_seconds=0.5,
+            busy_seconds=(0.0, forward, 0.2, 0.1),
+            deviation_seconds=(0.0,) * 4,
         )
-        report = RankReport(sections={self.rank_set.key: section}, names=NAMES, paces={rank: pace})
-        self.letters[rank].report(report)
+        report = RankReport(
+            calls={self.rank_set.key: calls}, names=NAMES, step_times={rank: step_times}
+        )
+        self.channels[rank].post_report(report)
 
     def read(self, *silent: int) -> dict[int, list[CompareResult]]:
         """Let all but some look, often enough for news to reach everybody."""
-        heard: dict[int, list[CompareResult]] = {rank: [] for rank in range(len(self.letters))}
+        heard: dict[int, list[CompareResult]] = {rank: [] for rank in range(len(self.channels))}
         for _ in range(3):
-            for rank, letters in enumerate(self.letters):
+            for rank, channel in enumerate(self.channels):
                 if rank not in silent:
-                    verdicts = letters.read([self.rank_set], self.rank_set)
-                    heard[rank] += [verdict for _, verdict in verdicts]
+                    results = channel.poll([self.rank_set], self.rank_set)
+                    heard[rank] += [result for _, result in results]
         return heard
 
 
-def durations_in(verdicts: list[CompareResult]) -> list[float]:
-    return [seconds for verdict in verdicts for seconds in verdict.least.tolist()]
+def durations_in(results: list[CompareResult]) -> list[float]:
+    return [seconds for result in results for seconds in result.min_durations.tolist()]
 
 
 def test_members_are_put_together_in_blocks_only_where_they_are_many() -> None:
@@ -94,7 +114,7 @@ def test_all_of_two_hundred_ranks_learn_the_least_durations() -> None:
     heard = ranks.read()
 
     expected = ranks.durations.min(axis=0).tolist()
-    assert all(durations_in(verdicts) == expected for verdicts in heard.values())
+    assert all(durations_in(results) == expected for results in heard.values())
     assert ranks.failures == []
 
 
@@ -106,8 +126,8 @@ def test_one_rank_astray_among_two_hundred_is_named_to_all() -> None:
     heard = ranks.read()
 
     named = {
-        rank: [verdict.divergence.named for verdict in verdicts if verdict.divergence]
-        for rank, verdicts in heard.items()
+        rank: [result.divergence.diverged for result in results if result.divergence]
+        for rank, results in heard.items()
     }
     assert named == {rank: [(77,)] for rank in range(NUM_RANKS)}
 
@@ -119,7 +139,7 @@ def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange() -> No
         for rank in range(NUM_RANKS):
             ranks.report(rank, forward=0.15 if rank == 130 else 0.1)
         heard = ranks.read()
-        named.append({one.rank for verdict in heard[5] for one in verdict.stragglers})
+        named.append({one.rank for result in heard[5] for one in result.stragglers})
 
     assert named == [set(), {130}]
 
@@ -157,10 +177,10 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
         durations=np.array([0.5], np.float32),
         first_issued=CALLS + 1,
         signatures=np.array([1], np.uint32),
-        history=None,
+        prefix_hash=None,
     )
-    for rank, letters in enumerate(ranks.letters):
-        section = (
+    for rank, channel in enumerate(ranks.channels):
+        calls = (
             again
             if rank
             else CallReport(
@@ -168,10 +188,10 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
                 durations=np.array([0.75], np.float32),
                 first_issued=again.first_issued,
                 signatures=again.signatures,
-                history=None,
+                prefix_hash=None,
             )
         )
-        letters.report(RankReport(sections={ranks.rank_set.key: section}))
+        channel.post_report(RankReport(calls={ranks.rank_set.key: calls}))
     heard = ranks.read()
 
     assert durations_in(heard[2]) == [0.5]
@@ -181,12 +201,12 @@ def test_nobody_is_taken_for_silent_while_there_is_nothing_to_tell() -> None:
     ranks = Ranks()
     for _ in range(20):
         ranks.clock.seconds += PATIENCE / 4
-        for letters in ranks.letters:
-            letters.report(RankReport(sections={}))
+        for channel in ranks.channels:
+            channel.post_report(RankReport(calls={}))
         ranks.read()
 
     assert ranks.failures == []
-    assert max(letters.silence() for letters in ranks.letters) < PATIENCE
+    assert max(channel.longest_silence_seconds() for channel in ranks.channels) < PATIENCE
 
 
 def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
@@ -200,16 +220,16 @@ def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
         ranks.clock.seconds += PATIENCE / 4
 
     assert ranks.failures == [0]
-    assert any(verdict.reference for verdict in heard[199])
+    assert any(result.reference for result in heard[199])
 
 
 def test_what_nobody_can_read_is_counted_and_passed_over() -> None:
     ranks = Ranks(2)
     ranks.store.set("report/1/0", b"rubbish")
-    ranks.letters[1]._outbox._next = 1
-    ranks.store.set(f"verdict/{ranks.rank_set.key}/0", b"rubbish")
-    ranks.letters[0].read([ranks.rank_set], None)
-    ranks.letters[0]._table._rank_sets[0][2]._next = 1
+    ranks.channels[1]._reports._next = 1
+    ranks.store.set(f"result/{ranks.rank_set.key}/0", b"rubbish")
+    ranks.channels[0].poll([ranks.rank_set], None)
+    ranks.channels[0]._coordinators._rank_sets[0].writer._next = 1
     for rank in (0, 1):
         ranks.report(rank)
 
@@ -231,44 +251,51 @@ def test_durations_of_one_rank_alone_are_no_comparison() -> None:
     assert np.isnan(durations_in(heard[0])).all()
 
 
-def pace(forward: float = 0.1) -> StepTimes:
-    return StepTimes(steps=9, step_seconds=0.5, busy=(0.0, forward, 0.2, 0.1), deviation=(0.0,) * 4)
+def step_times(forward: float = 0.1) -> StepTimes:
+    return StepTimes(
+        num_steps=9,
+        step_seconds=0.5,
+        busy_seconds=(0.0, forward, 0.2, 0.1),
+        deviation_seconds=(0.0,) * 4,
+    )
 
 
 def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
     rank_set = RankSet((0, 1, 2))
-    convener = Coordinator(rank_set, rank_blocks(rank_set.members))
-    verdicts = []
+    coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
+    results = []
     for rank in rank_set.members:
-        section = CallReport(
+        calls = CallReport(
             first_timed=1,
             durations=np.empty(0, np.float32),
             first_issued=1,
             signatures=np.empty(0, np.uint32),
-            history=None,
+            prefix_hash=None,
         )
-        convener.add(rank, RankReport(sections={rank_set.key: section}, paces={rank: pace()}))
-        verdicts.append(convener.take_verdict(compares_pace=True))
+        coordinator.add(
+            rank, RankReport(calls={rank_set.key: calls}, step_times={rank: step_times()})
+        )
+        results.append(coordinator.drain_result(compare_step_times=True))
 
-    assert verdicts[:2] == [None, None]
-    assert verdicts[2] is not None and verdicts[2].reference is not None
+    assert results[:2] == [None, None]
+    assert results[2] is not None and results[2].reference is not None
 
 
 def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared() -> None:
     rank_set = RankSet((0, 1, 2))
-    convener = Coordinator(rank_set, rank_blocks(rank_set.members))
+    coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
     compared = []
-    for _ in range(PACES_TO_MISS + 3):
+    for _ in range(MAX_MISSED_STEP_TIMES + 3):
         for rank in rank_set.members:
-            paces = {} if rank == 2 else {rank: pace()}
-            section = CallReport(
+            paces = {} if rank == 2 else {rank: step_times()}
+            calls = CallReport(
                 first_timed=1,
                 durations=np.empty(0, np.float32),
                 first_issued=1,
                 signatures=np.empty(0, np.uint32),
-                history=None,
+                prefix_hash=None,
             )
-            convener.add(rank, RankReport(sections={rank_set.key: section}, paces=paces))
-        compared.append(convener.take_verdict(compares_pace=True) is not None)
+            coordinator.add(rank, RankReport(calls={rank_set.key: calls}, step_times=paces))
+        compared.append(coordinator.drain_result(compare_step_times=True) is not None)
 
-    assert compared == [False] * PACES_TO_MISS + [True] * 3
+    assert compared == [False] * MAX_MISSED_STEP_TIMES + [True] * 3

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.rank_sets import FakeGroups
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.cross_rank.hang.evidence import Peer, Sources
-from zerowatch.runtime.cross_rank.hang.sources import Activity, hang_sources
-from zerowatch.runtime.cross_rank.heartbeats import Heartbeat
+from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
+from zerowatch.runtime.cross_rank.messages import Heartbeat
 
 MS = 1_000_000
 KEY = RankSet((0, 1)).key
@@ -49,16 +49,17 @@ class DeviceEvent:
         return self.passed
 
 
-class Peers:
-    """What the exchange has heard of the other ranks."""
+class FakeThread:
+    """What the cross-rank thread has read of the other ranks."""
 
-    def __init__(self, *beats: Heartbeat) -> None:
-        self.peers = {beat.rank: beat for beat in beats}
+    def __init__(self, *heartbeats: Heartbeat) -> None:
+        self.peers = {heartbeat.rank: heartbeat for heartbeat in heartbeats}
         self.others_hang = False
-        self.told: list[bool] = []
+        self.divergence: str | None = None
+        self.announced: list[bool] = []
 
-    def tell_of_hang(self, hangs: bool) -> None:
-        self.told.append(hangs)
+    def announce_hang(self, hangs: bool) -> None:
+        self.announced.append(hangs)
 
 
 @pytest.fixture
@@ -66,13 +67,14 @@ def group() -> TwoRanks:
     return TwoRanks()
 
 
-def sources(group: TwoRanks, exchange: Any = None) -> Sources:
-    return hang_sources(
+def context_of(group: TwoRanks, thread: Any = None, **options: Any) -> HangContext:
+    return HangContext(
         rank=0,
-        rank_sets=lambda: [group.rank_set],
-        exchange=exchange or Peers(),
-        folder=lambda: None,
+        groups=FakeGroups([group]),
+        thread=thread or FakeThread(),
         fail_open=FailOpen(),
+        folder=lambda: None,
+        **options,
     )
 
 
@@ -81,29 +83,30 @@ def returned(call: CollectiveCall, *, end_ms: int = 7) -> CollectiveCall:
     return call
 
 
-def states(group: TwoRanks) -> list[tuple[int, str]]:
-    return [(line.sequence, line.state) for line in sources(group).last_calls() or ()]
+def states(group: TwoRanks) -> list[tuple[int, bool]]:
+    """Return the numbers of the last calls, and whether each is in flight."""
+    return [(call.sequence, call.in_flight) for call in context_of(group).last_calls() or ()]
 
 
 def test_a_call_that_has_not_returned_is_under_way(group: TwoRanks) -> None:
     returned(group.begin())
     group.begin()
 
-    assert states(group) == [(1, "done"), (2, "under way")]
+    assert states(group) == [(1, False), (2, True)]
 
 
 def test_a_call_passed_by_in_a_graph_capture_is_not_under_way_for_ever(group: TwoRanks) -> None:
     group.begin()  # was never noted as returned
     returned(group.begin())
 
-    assert states(group) == [(1, "done"), (2, "done")]
+    assert states(group) == [(1, False), (2, False)]
 
 
 def test_a_call_of_another_group_of_the_same_ranks_does_not_end_one(group: TwoRanks) -> None:
     group.begin()
     returned(TwoRanks(group.rank_set).begin())
 
-    assert states(group) == [(1, "under way"), (2, "done")]
+    assert states(group) == [(1, True), (2, False)]
 
 
 def test_an_asynchronous_call_is_under_way_until_its_end_is_noted(group: TwoRanks) -> None:
@@ -112,7 +115,7 @@ def test_an_asynchronous_call_is_under_way_until_its_end_is_noted(group: TwoRank
     before = states(group)
     call.end_ns = 9 * MS
 
-    assert (before, states(group)) == ([(1, "under way")], [(1, "done")])
+    assert (before, states(group)) == ([(1, True)], [(1, False)])
 
 
 def test_a_call_on_a_device_is_under_way_until_its_event_has_passed(group: TwoRanks) -> None:
@@ -121,7 +124,7 @@ def test_a_call_on_a_device_is_under_way_until_its_event_has_passed(group: TwoRa
         call.start_event = DeviceEvent(passed=True)
         call.end_event = DeviceEvent(passed=passed)
 
-    assert states(group) == [(1, "done"), (2, "under way")]
+    assert states(group) == [(1, False), (2, True)]
 
 
 def test_a_device_call_that_the_watch_gave_up_is_still_under_way(group: TwoRanks) -> None:
@@ -130,7 +133,7 @@ def test_a_device_call_that_the_watch_gave_up_is_still_under_way(group: TwoRanks
     call.timed = False
     call.settle()
 
-    assert states(group) == [(1, "under way")]
+    assert states(group) == [(1, True)]
 
 
 def test_the_events_of_a_settled_call_are_not_asked_as_they_serve_others(group: TwoRanks) -> None:
@@ -138,17 +141,17 @@ def test_the_events_of_a_settled_call_are_not_asked_as_they_serve_others(group: 
     call.start_event = call.end_event = DeviceEvent(passed=False)
     call.settle()
 
-    assert states(group) == [(1, "done")]
+    assert states(group) == [(1, False)]
 
 
 def test_a_line_tells_all_of_a_call(group: TwoRanks) -> None:
     returned(group.begin()).settle()
 
-    (line,) = sources(group).last_calls() or ()
+    (call,) = context_of(group).last_calls() or ()
 
-    assert (line.group, line.role, line.sequence) == (group.rank_set.key, "dp", 1)
-    assert (line.op, line.payload_bytes, line.dtype) == ("all_reduce", 4096, "float32")
-    assert (line.phase, line.seconds) == ("backward", pytest.approx(0.005))
+    assert (call.key, call.role, call.sequence) == (group.rank_set.key, "dp", 1)
+    assert (call.op, call.payload_bytes, call.dtype) == ("all_reduce", 4096, "float32")
+    assert (call.phase, call.seconds) == ("backward", pytest.approx(0.005))
 
 
 def test_only_the_last_calls_are_told_and_all_that_are_under_way(group: TwoRanks) -> None:
@@ -158,46 +161,45 @@ def test_only_the_last_calls_are_told_and_all_that_are_under_way(group: TwoRanks
 
     lines = states(group)
 
-    assert lines[0] == (1, "under way")
+    assert lines[0] == (1, True)
     assert [number for number, _ in lines[1:]] == list(range(438, 502))
 
 
 def test_activity_is_when_a_call_was_seen_to_begin_or_end(group: TwoRanks) -> None:
     now = [100]
-    activity = Activity(lambda: [group.rank_set], now_ns=lambda: now[0])
-    times = [activity()]
+    context = context_of(group, now_ns=lambda: now[0])
+    times = [context.last_activity_ns()]
 
-    def look_at(moment: int) -> None:
+    def check_at(moment: int) -> None:
         now[0] = moment
-        times.append(activity())
+        times.append(context.last_activity_ns())
 
-    look_at(200)
+    check_at(200)
     call = group.begin()
-    look_at(300)
-    look_at(400)
+    check_at(300)
+    check_at(400)
     returned(call, end_ms=0)
-    look_at(500)
+    check_at(500)
     call.end_ns = 5 * MS
-    look_at(600)
+    check_at(600)
     call.settle()
-    look_at(700)
+    check_at(700)
     returned(group.begin())
-    look_at(800)
+    check_at(800)
 
     assert times == [100, 100, 300, 300, 500, 600, 600, 800]
 
 
-def test_peers_are_all_others_that_were_heard(group: TwoRanks) -> None:
-    beats = [
-        Heartbeat(rank=rank, host="node", age_seconds=3.0, arrived={KEY: 5}, pause="eval")
+def test_peers_are_all_other_ranks_with_a_heartbeat(group: TwoRanks) -> None:
+    heartbeats = [
+        Heartbeat(rank=rank, host="node", age_seconds=3.0, issued={KEY: 5}, pause="eval")
         for rank in (0, 1)
     ]
 
-    told = sources(group, Peers(*beats)).peers()
+    peers = context_of(group, FakeThread(*heartbeats)).peers()
 
-    heard = Peer(rank=1, host="node", heartbeat_age_seconds=3.0, arrived={KEY: 5}, pause="eval")
-    assert told == {1: heard}
-    assert sources(group, Peers(beats[0])).peers() is None
+    assert peers == {1: heartbeats[1]}
+    assert context_of(group, FakeThread(heartbeats[0])).peers() is None
 
 
 def begun(group: TwoRanks) -> None:
@@ -226,25 +228,26 @@ def message_only(group: TwoRanks) -> None:
     group.begin().sequence = 0
 
 
-WAITS = {begun: True, in_the_background: True, before_a_message: True, ended: False}
+IS_WAITING = {begun: True, in_the_background: True, before_a_message: True, ended: False}
 
 
-@pytest.mark.parametrize(("issue", "waits"), [*WAITS.items(), (message_only, False)])
+@pytest.mark.parametrize(("issue", "is_waiting"), [*IS_WAITING.items(), (message_only, False)])
 def test_a_group_waits_while_its_last_numbered_collective_is_under_way(
-    group: TwoRanks, issue: Any, waits: bool
+    group: TwoRanks, issue: Any, is_waiting: bool
 ) -> None:
     issue(group)
 
-    (line,) = sources(group).groups() or ()
+    (found,) = context_of(group).rank_sets() or ()
 
-    assert (line.members, line.issued, line.waits) == ((0, 1), group.rank_set.issued, waits)
+    assert (found.members, found.issued) == ((0, 1), group.rank_set.issued)
+    assert found.is_waiting == is_waiting
 
 
-def test_the_others_are_told_of_a_hang_and_of_its_end(group: TwoRanks) -> None:
-    exchange = Peers()
-    tell = sources(group, exchange).tell_others
+def test_a_hang_and_its_end_are_announced_to_the_others(group: TwoRanks) -> None:
+    thread = FakeThread()
+    context = context_of(group, thread)
 
-    tell(True)
-    tell(False)
+    context.announce_hang(True)
+    context.announce_hang(False)
 
-    assert exchange.told == [True, False]
+    assert thread.announced == [True, False]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zerowatch.runtime.cross_rank.link import MAX_SIZES, SUSTAINED, Link, LinkEstimate
+from zerowatch.runtime.cross_rank.link import MAX_SIZES, SUSTAINED_FITS, Link, LinkEstimate
 
 SIZES = (1_000, 20_000, 400_000, 8_000_000)
 REPEATS = 40
@@ -108,11 +108,11 @@ def test_the_best_bandwidth_is_one_that_was_kept_up() -> None:
     made = estimate(50e-6, 1e8)
 
     seen = []
-    for _ in range(SUSTAINED):
+    for _ in range(SUSTAINED_FITS):
         made.fit()
         seen.append(made.best_bandwidth)
 
-    assert seen[:-1] == [None] * (SUSTAINED - 1)
+    assert seen[:-1] == [None] * (SUSTAINED_FITS - 1)
     assert seen[-1] == pytest.approx(1e8, rel=0.05)
 
 
@@ -121,7 +121,7 @@ def test_noise_about_a_high_latency_is_no_best_bandwidth() -> None:
     made.add(1000, 5e-3)
     made.add(1_000_000, 5.000001e-3)
 
-    for _ in range(2 * SUSTAINED):
+    for _ in range(2 * SUSTAINED_FITS):
         made.fit()
 
     assert made.best_bandwidth is None

@@ -1,17 +1,17 @@
-"""Who left the common sequence of collectives, told from what the members issued."""
+"""Who diverged from the common sequence of collectives, told from what the members issued."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from zerowatch.runtime.cross_rank.call_report import NO_SECONDS, CallReport, SequenceHash
 from zerowatch.runtime.cross_rank.divergence import (
-    LONGEST_CONTEXT,
+    MAX_CONTEXT,
     Divergence,
     context_match_length,
     diverged_ranks,
 )
+from zerowatch.runtime.cross_rank.messages import NO_DURATIONS, CallReport, SequenceHash
 from zerowatch.runtime.cross_rank.report_merger import ReportMerger
 
 # A step as ZeRO issues it: alike calls in a row, and some that stand alone.
@@ -22,18 +22,18 @@ NAMES = {number: f"call {number}" for number in range(10)}
 
 def meet(*rows: list[int]) -> Divergence | None:
     """Put what each member issued together, after some steps on which they agreed."""
-    meeting = ReportMerger({rank: (rank,) for rank in range(len(rows))})
+    merger = ReportMerger({rank: (rank,) for rank in range(len(rows))})
     for rank, row in enumerate(rows):
-        section = CallReport(
+        report = CallReport(
             first_timed=1,
-            durations=NO_SECONDS,
+            durations=NO_DURATIONS,
             first_issued=1,
             signatures=np.array(STEP * STEPS_BEFORE + row, np.uint32),
-            history=SequenceHash(since=1, crc=0),
+            prefix_hash=SequenceHash(since=1, crc=0),
         )
-        meeting.add(rank, section, NAMES)
-    meeting.take()
-    return meeting.divergence
+        merger.add(rank, report, NAMES)
+    merger.drain()
+    return merger.divergence
 
 
 def skipping(at: int) -> list[int]:
@@ -72,7 +72,7 @@ def test_the_member_that_left_the_sequence_is_named(wrong: list[int], num_right:
     divergence = meet(wrong, *[STEP * 2] * num_right)
 
     assert divergence is not None
-    assert divergence.named == (0,)
+    assert divergence.diverged == (0,)
     assert divergence.sequence == STEPS_BEFORE * len(STEP) + first_difference(wrong) + 1
 
 
@@ -87,7 +87,7 @@ def test_a_member_that_is_ahead_does_not_diverge() -> None:
 def test_of_two_that_do_what_neither_did_before_both_are_named() -> None:
     divergence = meet([*STEP, 8], [*STEP, 9])
 
-    assert divergence is not None and divergence.named == (0, 1)
+    assert divergence is not None and divergence.diverged == (0, 1)
 
 
 def test_the_majority_is_right_even_against_habit() -> None:
@@ -104,7 +104,7 @@ def test_the_longest_run_that_was_seen_before_tells_how_familiar_a_call_is() -> 
     assert context_match_length(before, 3) == 3  # 1, 2, 3; after 9 only 2, 3
     assert context_match_length(before, 9) == 1
     assert context_match_length(before, 7) == 0
-    assert context_match_length([5] * 200, 5) == LONGEST_CONTEXT + 1
+    assert context_match_length([5] * 200, 5) == MAX_CONTEXT + 1
 
 
 def test_three_that_all_differ_are_judged_by_habit() -> None:
@@ -112,16 +112,16 @@ def test_three_that_all_differ_are_judged_by_habit() -> None:
 
 
 def test_one_that_left_is_named_with_what_the_others_did() -> None:
-    told = Divergence(sequence=7, issued={0: "a", 1: "b", 2: "a"}, named=(1,)).sentence("dp")
+    told = Divergence(sequence=7, issued={0: "a", 1: "b", 2: "a"}, diverged=(1,)).message("dp")
 
     assert told == (
-        "rank 1 left the common sequence of collectives at call 7 of group dp: issued b, where the "
-        "others issued a"
+        "rank 1 diverged from the common sequence of collectives at call 7 of group dp: issued b, "
+        "where the others issued a"
     )
 
 
 def test_where_nobody_can_be_named_it_says_what_each_did() -> None:
-    told = Divergence(sequence=7, issued={0: "a", 3: "b"}, named=(0, 3)).sentence("tp")
+    told = Divergence(sequence=7, issued={0: "a", 3: "b"}, diverged=(0, 3)).message("tp")
 
     assert told == (
         "the ranks issue different collectives from call 7 of group tp on: rank 0 a; rank 3 b"
@@ -129,7 +129,7 @@ def test_where_nobody_can_be_named_it_says_what_each_did() -> None:
 
 
 def test_several_that_left_are_named_together() -> None:
-    told = Divergence(sequence=1, issued={0: "a", 1: "b", 2: "c", 3: "a", 4: "a"}, named=(1, 2))
+    told = Divergence(sequence=1, issued={0: "a", 1: "b", 2: "c", 3: "a", 4: "a"}, diverged=(1, 2))
 
-    assert told.sentence("dp").startswith("ranks 1, 2 left")
-    assert "issued b or c, where the others issued a" in told.sentence("dp")
+    assert told.message("dp").startswith("ranks 1, 2 diverged")
+    assert "issued b or c, where the others issued a" in told.message("dp")

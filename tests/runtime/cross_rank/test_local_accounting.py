@@ -6,28 +6,28 @@ import random
 
 import numpy as np
 import pytest
-from fakes.rank_books import PATIENCE, Rank
+from fakes.local_accounting import PATIENCE, AccountedRank
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
-from zerowatch.runtime.cross_rank import call_sequence as courses
-from zerowatch.runtime.cross_rank.call_report import SequenceHash, signature
+from zerowatch.runtime.cross_rank import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.call_sequence import CallSequence
-from zerowatch.runtime.cross_rank.comm_costs import MOST_MESSAGE_SIZES
+from zerowatch.runtime.cross_rank.comm_costs import MAX_MESSAGE_SIZES
+from zerowatch.runtime.cross_rank.messages import SequenceHash, signature
 
 
 @pytest.fixture
-def rank() -> Rank:
-    return Rank(FakeGroup((0, 1)))
+def rank() -> AccountedRank:
+    return AccountedRank(FakeGroup((0, 1)))
 
 
-def test_a_wait_is_what_the_quickest_member_did_not_need(rank: Rank) -> None:
+def test_a_wait_is_what_the_quickest_member_did_not_need(rank: AccountedRank) -> None:
     for milliseconds in (10, 4):
         rank.group.run(ms=milliseconds)
-    rank.tell()
+    rank.report()
 
-    rank.learn(1, 3, 4)
+    rank.match(1, 3, 4)
 
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(14)
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(7, abs=1e-5)
@@ -35,15 +35,15 @@ def test_a_wait_is_what_the_quickest_member_did_not_need(rank: Rank) -> None:
 
 
 def test_causes_of_a_call_follow_the_formula() -> None:
-    rank = Rank(FakeGroup((0, 1)), volume_ratio=2.0)
+    rank = AccountedRank(FakeGroup((0, 1)), volume_ratio=2.0)
     for _ in range(3):  # one size of 2 ms: that is the base latency from then on
         rank.group.run(ms=2)
-    rank.tell()
-    rank.learn(1, 2, 2, 2)
+    rank.report()
+    rank.match(1, 2, 2, 2)
     before = rank.causes()
     rank.group.run(ms=16, exposed_ms=14)
-    rank.tell()
-    rank.learn(4, 10)
+    rank.report()
+    rank.match(4, 10)
 
     after = rank.causes()
 
@@ -55,7 +55,7 @@ def test_causes_of_a_call_follow_the_formula() -> None:
 
 def test_causes_add_up_to_what_was_exposed() -> None:
     chance = random.Random(2)
-    rank = Rank(FakeGroup((0, 1, 2)), volume_ratio=1.5)
+    rank = AccountedRank(FakeGroup((0, 1, 2)), volume_ratio=1.5)
     ops = ("all_reduce", "all_gather", "broadcast", "send", "recv", "reduce", "barrier")
     for _ in range(40):
         for _ in range(20):
@@ -67,12 +67,12 @@ def test_causes_add_up_to_what_was_exposed() -> None:
             if chance.random() < 0.1:
                 call.timed = False
                 call.settle()
-        told = rank.tell()
+        report = rank.report()
         if chance.random() < 0.8:
-            least = told.durations * chance.random() * 1000
-            rank.learn(told.first_timed, *least.tolist())
+            least = report.durations * chance.random() * 1000
+            rank.match(report.first_timed, *least.tolist())
         rank.clock.seconds += 5
-        rank.books.give_up(PATIENCE)
+        rank.expire(PATIENCE)
         exposed = rank.value(communication.COMM_EXPOSED_SECONDS, "dp")
         causes = rank.causes()
 
@@ -80,109 +80,113 @@ def test_causes_add_up_to_what_was_exposed() -> None:
         assert sum(causes.values()) == pytest.approx(exposed, rel=1e-9)
 
 
-def test_exposed_and_causes_are_published_together(rank: Rank) -> None:
+def test_exposed_and_causes_are_published_together(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
-    rank.tell()
+    rank.report()
 
     before = rank.value(communication.COMM_EXPOSED_SECONDS, "dp"), sum(rank.causes().values())
-    rank.learn(1, 10)
+    rank.match(1, 10)
     after = rank.value(communication.COMM_EXPOSED_SECONDS, "dp"), sum(rank.causes().values())
 
     assert before == (0, 0)
     assert after == pytest.approx((10, 10))
 
 
-def test_what_gets_no_answer_in_time_is_counted_alone_and_as_unmatched(rank: Rank) -> None:
+def test_what_gets_no_answer_in_time_is_counted_alone_and_as_unmatched(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
-    rank.tell()
+    rank.report()
     rank.clock.seconds += PATIENCE - 1
-    rank.books.give_up(PATIENCE)
+    rank.expire(PATIENCE)
     too_early = rank.value(communication.COMM_EXPOSED_SECONDS, "dp")
     rank.clock.seconds += 1
-    rank.books.give_up(PATIENCE)
+    rank.expire(PATIENCE)
 
     assert too_early == 0
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
-    assert rank.books.unmatched == 1
-    assert not rank.books.waits()
+    assert rank.accounting.unmatched == 1
+    assert not rank.accounting.has_pending()
 
 
-def test_an_answer_that_comes_after_all_changes_nothing(rank: Rank) -> None:
+def test_an_answer_that_comes_after_all_changes_nothing(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
-    rank.tell()
+    rank.report()
     rank.clock.seconds += PATIENCE
-    rank.books.give_up(PATIENCE)
+    rank.expire(PATIENCE)
 
-    rank.learn(1, 2)
+    rank.match(1, 2)
 
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == 0
 
 
-def test_without_patience_what_is_left_is_counted_and_is_no_failure(rank: Rank) -> None:
+def test_without_patience_what_is_left_is_counted_and_is_no_failure(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
-    rank.tell()
+    rank.report()
 
-    rank.books.give_up(0.0)
+    rank.expire(0.0)
 
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(10)
-    assert rank.books.unmatched == 0
+    assert rank.accounting.unmatched == 0
 
 
-def test_an_answer_that_begins_later_leaves_the_calls_before_it_alone(rank: Rank) -> None:
+def test_an_answer_that_begins_later_leaves_the_calls_before_it_alone(rank: AccountedRank) -> None:
     for _ in range(3):
         rank.group.run(ms=10)
-    rank.tell()
+    rank.report()
 
-    rank.learn(3, 4)
+    rank.match(3, 4)
 
     # What the third shows of the link, 4 ms, explains the two before as well.
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(18, abs=1e-5)
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(30)
-    assert not rank.books.waits()
+    assert not rank.accounting.has_pending()
 
 
-def test_messages_wait_for_what_the_quickest_of_their_size_did_not_need(rank: Rank) -> None:
+def test_messages_wait_for_what_the_quickest_of_their_size_did_not_need(
+    rank: AccountedRank,
+) -> None:
     for milliseconds in (5, 5, 5):
         rank.group.run("send", 1000, milliseconds)
         rank.group.run("send", 100_000, 4 * milliseconds)
-    rank.tell()
+    rank.report()
     rank.value(communication.COMM_WAIT_SECONDS, "dp")
     rank.group.run("send", 100_000, 50)
-    rank.tell()
+    rank.report()
 
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(30)
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(125)
 
 
-def test_messages_of_ever_new_sizes_do_not_pile_up(rank: Rank) -> None:
-    for size in range(10 * MOST_MESSAGE_SIZES):
+def test_messages_of_ever_new_sizes_do_not_pile_up(rank: AccountedRank) -> None:
+    for size in range(10 * MAX_MESSAGE_SIZES):
         rank.group.run("send", 1000 + size, 1)
-    rank.tell()
+    rank.report()
 
-    (account,) = rank.books._entries[rank.group.rank_set].accounts.values()
-    assert len(account._messages) == MOST_MESSAGE_SIZES
+    (costs,) = rank.accounting._states[rank.group.rank_set].costs.values()
+    assert len(costs._messages) == MAX_MESSAGE_SIZES
 
 
-def test_a_rooted_call_waits_for_what_the_link_does_not_explain(rank: Rank) -> None:
+def test_a_rooted_call_waits_for_what_the_link_does_not_explain(rank: AccountedRank) -> None:
     for size, milliseconds in ((1_000, 2), (1_000_000, 10)):
         for _ in range(3):
             rank.group.run("all_gather", size, milliseconds)
-    rank.tell()
-    rank.learn(1, 2, 2, 2, 10, 10, 10)
+    rank.report()
+    rank.match(1, 2, 2, 2, 10, 10, 10)
     rank.value(communication.COMM_WAIT_SECONDS, "dp")
     rank.group.run("broadcast", 1_000_000, 40)
-    rank.tell()
-    rank.learn(7, 39)
+    rank.report()
+    rank.match(7, 39)
 
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(30, rel=0.01)
 
 
-def test_publishing_often_does_not_make_a_bandwidth_one_that_was_kept_up(rank: Rank) -> None:
+def test_publishing_often_does_not_make_a_bandwidth_one_that_was_kept_up(
+    rank: AccountedRank,
+) -> None:
     for size, milliseconds in ((1_000, 2), (1_000_000, 10)):
         rank.group.run("all_gather", size, milliseconds)
-    rank.tell()
-    rank.learn(1, 2, 10)
+    rank.report()
+    rank.match(1, 2, 10)
 
     best = [rank.value(communication.COMM_LINK_BEST_BANDWIDTH, "dp") for _ in range(5)]
 
@@ -190,25 +194,25 @@ def test_publishing_often_does_not_make_a_bandwidth_one_that_was_kept_up(rank: R
 
 
 def test_a_group_of_one_tells_nothing_and_all_of_it_is_transfer() -> None:
-    rank = Rank(FakeGroup((0,)))
+    rank = AccountedRank(FakeGroup((0,)))
     rank.group.run(ms=3)
 
-    told = rank.tell()
+    report = rank.report()
 
-    assert told is None
+    assert report is None
     assert rank.value(communication.COMM_TRANSFER_SECONDS, "dp") == pytest.approx(3)
-    assert not rank.books.waits()
+    assert not rank.accounting.has_pending()
 
 
 def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
     fast = FakeGroup((0, 1), backend="nccl")
     slow = FakeGroup((0, 1), role="world", backend="gloo", rank_set=fast.rank_set)
-    rank = Rank(fast)
+    rank = AccountedRank(fast)
     for size in (1_000_000, 100_000_000):
         for group, bandwidth in ((fast, 1e11), (slow, 1e8)):
             group.run("all_gather", size, 1000 * size / 2 / bandwidth)
-    told = rank.tell()
-    rank.learn(1, *(1000 * told.durations).tolist())
+    report = rank.report()
+    rank.match(1, *(1000 * report.durations).tolist())
 
     bandwidth = rank.value(communication.COMM_LINK_BANDWIDTH, fast.rank_set.role) / 1000
 
@@ -218,86 +222,86 @@ def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
 def test_calls_from_before_the_watch_are_not_told() -> None:
     group = FakeGroup((0, 1))
     group.run()
-    course = CallSequence(group.rank_set, from_now=True)
+    sequence = CallSequence(group.rank_set, from_now=True)
     group.run(size=8)
 
-    section = course.take_section()
+    report = sequence.drain_report()
 
-    assert (section.first_issued, section.first_timed, section.history) == (
+    assert (report.first_issued, report.first_timed, report.prefix_hash) == (
         2,
         2,
         SequenceHash(since=2, crc=0),
     )
-    assert course.names_in(section) == {
+    assert sequence.names_in(report) == {
         signature("all_reduce", "float32", 8): "all_reduce of 8 bytes (float32)"
     }
 
 
 def test_a_call_under_way_is_told_as_issued_and_later_with_its_duration() -> None:
     group = FakeGroup((0, 1))
-    course = CallSequence(group.rank_set, from_now=False)
+    sequence = CallSequence(group.rank_set, from_now=False)
     group.run(ms=1)
     waiting = group.issue("barrier")
-    first = course.take_section()
+    first = sequence.drain_report()
     group.settle(waiting, 5)
-    second = course.take_section()
+    second = sequence.drain_report()
 
     assert (len(first.signatures), first.durations.tolist()) == (2, [pytest.approx(0.001)])
     assert (second.first_issued, len(second.signatures)) == (3, 0)
     assert (second.first_timed, second.durations.tolist()) == (2, [pytest.approx(0.005)])
 
 
-def test_a_call_that_was_not_timed_is_told_as_such(rank: Rank) -> None:
+def test_a_call_that_was_not_timed_is_told_as_such(rank: AccountedRank) -> None:
     call = rank.group.issue()
     call.timed = False
     call.settle()
 
-    assert np.isnan(rank.tell().durations).tolist() == [True]
+    assert np.isnan(rank.report().durations).tolist() == [True]
 
 
-def test_messages_are_not_numbered(rank: Rank) -> None:
+def test_messages_are_not_numbered(rank: AccountedRank) -> None:
     rank.group.run("send")
     rank.group.run("all_reduce")
 
-    told = rank.tell()
+    report = rank.report()
 
-    assert (told.first_issued, len(told.signatures), len(told.durations)) == (1, 1, 1)
+    assert (report.first_issued, len(report.signatures), len(report.durations)) == (1, 1, 1)
 
 
-def test_ranks_may_give_an_all_to_all_different_sizes(rank: Rank) -> None:
+def test_ranks_may_give_an_all_to_all_different_sizes(rank: AccountedRank) -> None:
     for size in range(50):
         rank.group.run("all_to_all", size)
 
-    assert len(set(rank.tell().signatures.tolist())) == 1
+    assert len(set(rank.report().signatures.tolist())) == 1
 
 
 def test_calls_lost_because_they_were_too_many_are_counted_and_numbers_stay_right() -> None:
-    rank = Rank(FakeGroup((0, 1)))
+    rank = AccountedRank(FakeGroup((0, 1)))
     open_call = rank.group.issue()
-    rank.tell()
+    rank.report()
     for _ in range(RECENT_CALLS + 10):
         rank.group.run()
     rank.group.settle(open_call, 1)
-    before_the_gap, after_it = rank.tell(), rank.tell()
-    rank.books.give_up(PATIENCE)
+    before_the_gap, after_it = rank.report(), rank.report()
+    rank.expire(PATIENCE)
 
-    assert (before_the_gap.first_issued, before_the_gap.history) == (12, None)
+    assert (before_the_gap.first_issued, before_the_gap.prefix_hash) == (12, None)
     assert (before_the_gap.first_timed, len(before_the_gap.durations)) == (1, 1)
     assert (after_it.first_timed, len(after_it.durations)) == (12, RECENT_CALLS)
-    assert rank.books.unmatched == 1
+    assert rank.accounting.unmatched == 1
 
 
 def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
-    rank = Rank(FakeGroup((0, 1)))
+    rank = AccountedRank(FakeGroup((0, 1)))
     open_call = rank.group.issue()
-    rank.tell()
+    rank.report()
     for _ in range(RECENT_CALLS):
         rank.group.run()
     for _ in range(4):  # lost, as the others' record is full
         rank.group.rank_set.recent.popleft()
     rank.group.settle(open_call, 1)
 
-    before, after = rank.tell(), rank.tell()
+    before, after = rank.report(), rank.report()
 
     assert (before.first_timed, len(before.durations)) == (1, 1)
     assert (after.first_timed, len(after.durations)) == (6, RECENT_CALLS - 4)
@@ -305,27 +309,27 @@ def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
 
 def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
     group = FakeGroup((0, 1))
-    course = CallSequence(group.rank_set, from_now=False)
+    sequence = CallSequence(group.rank_set, from_now=False)
     group.issue()
     for _ in range(3):
         for _ in range(RECENT_CALLS // 2):
             group.run()
-        course.take_section()
+        sequence.drain_report()
     group.run()
 
-    section = course.take_section()
+    report = sequence.drain_report()
 
-    assert section.durations.tolist() == [pytest.approx(0.001)]
-    assert len(course._under_way) == 0
+    assert report.durations.tolist() == [pytest.approx(0.001)]
+    assert len(sequence._in_flight) == 0
 
 
 def test_ever_new_sizes_do_not_pile_up_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courses, "MOST_SIGNATURES", 10)
+    monkeypatch.setattr(call_sequence, "MAX_SIGNATURES", 10)
     group = FakeGroup((0, 1))
-    course = CallSequence(group.rank_set, from_now=False)
+    sequence = CallSequence(group.rank_set, from_now=False)
     for size in range(100):
         group.run(size=4 * size)
-        section = course.take_section()
-        assert len(course.names_in(section)) == 1
+        report = sequence.drain_report()
+        assert len(sequence.names_in(report)) == 1
 
-    assert len(course.names) <= 11
+    assert len(sequence.names) <= 11

@@ -7,12 +7,12 @@ from dataclasses import astuple
 
 import pytest
 
-from zerowatch.runtime.cross_rank.wait_causes import WaitCauses
+from zerowatch.runtime.cross_rank.comm_costs import WaitCauses
 
 
 def split(**changed: float | None) -> WaitCauses:
     """Split 10 ms exposed of 10 ms, of which 4 were waited and 1 is latency; V = 1.5."""
-    facts = {
+    arguments = {
         "exposed": 0.010,
         "duration": 0.010,
         "wait": 0.004,
@@ -20,7 +20,7 @@ def split(**changed: float | None) -> WaitCauses:
         "volume_ratio": 1.5,
     }
     causes = WaitCauses()
-    causes.add(**{**facts, **changed})  # type: ignore[arg-type]
+    causes.add(**{**arguments, **changed})  # type: ignore[arg-type]
     return causes
 
 

@@ -10,7 +10,7 @@ from fakes.rank_sets import FakeGroup
 
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.groups import RECENT_CALLS
-from zerowatch.runtime.cross_rank import call_sequence as courses
+from zerowatch.runtime.cross_rank import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.call_sequence import CallSequence
 
 
@@ -20,7 +20,7 @@ def group() -> FakeGroup:
 
 
 @pytest.fixture
-def course(group: FakeGroup) -> CallSequence:
+def sequence(group: FakeGroup) -> CallSequence:
     return CallSequence(group.rank_set, from_now=False)
 
 
@@ -30,99 +30,101 @@ def run(group: FakeGroup, num_calls: int) -> None:
 
 
 def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_between(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     for _ in range(3):
         run(group, RECENT_CALLS - 1)
-        course.follow()
+        sequence.poll()
 
-    section = course.take_section()
+    report = sequence.drain_report()
 
-    assert not course.lost
-    assert section.history is not None
-    assert (section.first_issued, len(section.signatures)) == (1, 3 * RECENT_CALLS - 3)
-    assert (section.first_timed, len(section.durations)) == (1, 3 * RECENT_CALLS - 3)
+    assert not sequence.lost
+    assert report.prefix_hash is not None
+    assert (report.first_issued, len(report.signatures)) == (1, 3 * RECENT_CALLS - 3)
+    assert (report.first_timed, len(report.durations)) == (1, 3 * RECENT_CALLS - 3)
 
 
 def test_calls_that_nobody_looked_at_in_time_are_lost(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     run(group, RECENT_CALLS + 1)
 
-    course.follow()
+    sequence.poll()
 
-    assert course.lost
+    assert sequence.lost
 
 
 def test_messages_that_nobody_looked_at_in_time_are_lost(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     group.run("send")
-    course.follow()
+    sequence.poll()
     for _ in range(RECENT_CALLS + 1):
         group.run("send")
 
-    course.follow()
+    sequence.poll()
 
-    assert course.lost
+    assert sequence.lost
 
 
 def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     stuck = group.issue()
     for _ in range(2):
         run(group, RECENT_CALLS - 1)
-        course.follow()
-    before = list(course.alone)
-    told = course.take_section()
+        sequence.poll()
+    before = list(sequence.local_only)
+    report = sequence.drain_report()
     group.settle(stuck, 5)
-    course.follow()
+    sequence.poll()
 
-    assert course.lost
+    assert sequence.lost
     assert before == []
-    assert course.alone == [stuck]
-    assert (told.first_timed, len(told.durations)) == (2, 2 * RECENT_CALLS - 2)
+    assert sequence.local_only == [stuck]
+    assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
 
 
 def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     message = group.issue("send")
     group.run()
-    told = course.take_section()
+    report = sequence.drain_report()
     group.settle(message, 5)
-    course.follow()
+    sequence.poll()
 
-    assert len(told.durations) == 1
-    assert course.alone == [message]
-    assert not course.lost
+    assert len(report.durations) == 1
+    assert sequence.local_only == [message]
+    assert not sequence.lost
 
 
 def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
-    group: FakeGroup, course: CallSequence, monkeypatch: pytest.MonkeyPatch
+    group: FakeGroup, sequence: CallSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courses, "MOST_VALUES", 10)
+    monkeypatch.setattr(call_sequence, "MAX_PENDING_VALUES", 10)
     run(group, 12)
 
-    course.follow()
+    sequence.poll()
 
-    assert course.lost
-    assert [call.sequence for call in course.alone] == [1, 2]
+    assert sequence.lost
+    assert [call.sequence for call in sequence.local_only] == [1, 2]
 
 
-def test_messages_that_never_settle_do_not_pile_up(group: FakeGroup, course: CallSequence) -> None:
+def test_messages_that_never_settle_do_not_pile_up(
+    group: FakeGroup, sequence: CallSequence
+) -> None:
     for _ in range(3):
         for _ in range(RECENT_CALLS // 2):
             group.issue("send")
-        course.follow()
+        sequence.poll()
 
-    assert course.lost
-    assert len(course._unsettled) == RECENT_CALLS
+    assert sequence.lost
+    assert len(sequence._deferred) == RECENT_CALLS
 
 
 def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
-    group: FakeGroup, course: CallSequence
+    group: FakeGroup, sequence: CallSequence
 ) -> None:
     class BusyRecord(deque[CollectiveCall]):
         def __reversed__(self) -> Iterator[CollectiveCall]:
@@ -138,9 +140,9 @@ def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
     group.rank_set.recent = BusyRecord(maxlen=RECENT_CALLS)
     run(group, 3)
 
-    first = course.take_section()
-    second = course.take_section()
+    first = sequence.drain_report()
+    second = sequence.drain_report()
 
     assert len(first.durations) + len(second.durations) == 4
     assert second.first_timed == 1 + len(first.durations)
-    assert not course.lost
+    assert not sequence.lost

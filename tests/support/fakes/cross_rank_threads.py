@@ -1,11 +1,12 @@
-"""Several ranks' exchanges in one process, over one store and on one clock moved by hand."""
+"""Several ranks' cross-rank threads in one process, over one store and one clock set by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from fakes.clock import FakeClock
-from fakes.rank_sets import FakeGroup
+from fakes.rank_sets import FakeGroup, FakeGroups
+from fakes.store_clients import FakeClients
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import Store
 
@@ -15,17 +16,27 @@ from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.cross_rank.cross_rank_thread import LOOKS_PER_EXCHANGE, CrossRankThread
-from zerowatch.runtime.cross_rank.step_times import LEAST_STEPS, WARM_UP_STEPS
+from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE, CrossRankThread
+from zerowatch.runtime.cross_rank.stragglers import MIN_STEPS, WARM_UP_STEPS
 
-SECONDS = 5.0
+INTERVAL_SECONDS = 5.0
 STUCK_SECONDS = 15.0
 
 
-class Party:
-    """One rank: its groups, its values and its exchange.
+class FakePhaseTimer:
+    """Says how long there was no progress."""
 
-    Call `open` and `look` where no thread of the exchange is to do that.
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def idle_seconds(self) -> float:
+        return self.seconds
+
+
+class ComparedRank:
+    """One rank: its groups, its metrics and its cross-rank thread.
+
+    Call `connect` and `poll` where the thread is not started.
     """
 
     def __init__(
@@ -34,34 +45,32 @@ class Party:
         clock: FakeClock,
         connect: Callable[[], Store | None] | None,
         *groups: FakeGroup,
-        moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = rank
         self.groups = list(groups)
         self.recorder = Recorder()
         self.fail_open = FailOpen()
-        self.idle_seconds = 0.0
-        self.exchange = CrossRankThread(
-            connect=connect,
+        self.phase_timer = FakePhaseTimer()
+        self.clients = None if connect is None else FakeClients(connect)
+        self.thread = CrossRankThread(
+            clients=self.clients,
             rank=rank,
             host=f"host-{rank}",
-            rank_sets=lambda: [group.rank_set for group in self.groups],
+            groups=FakeGroups(self.groups),
+            phase_timer=self.phase_timer,
             recorder=self.recorder,
             fail_open=self.fail_open,
-            seconds=SECONDS,
-            volume_ratio=lambda: None,
-            idle_seconds=lambda: self.idle_seconds,
+            interval_seconds=INTERVAL_SECONDS,
             stuck_seconds=STUCK_SECONDS,
-            moved=moved,
             now=clock,
         )
 
-    def open(self) -> Party:
-        self.exchange._open()
+    def connect(self) -> ComparedRank:
+        self.thread._connect()
         return self
 
-    def look(self) -> None:
-        self.exchange._look()
+    def poll(self) -> None:
+        self.thread._poll()
 
     def run(self, ms: float = 1.0, op: str = "all_reduce", size: int = 1000) -> CollectiveCall:
         return self.groups[0].run(op, size, ms)
@@ -69,11 +78,11 @@ class Party:
     def step(self, **milliseconds: float) -> None:
         """End a step; the first steps of all are the warm-up."""
         phase_ns = [round(1e6 * milliseconds.get(phase, 10.0)) for phase in PHASES]
-        self.exchange.pace.add(phase_ns, [0] * len(PHASES))
+        self.thread.step_times.add(phase_ns, [0] * len(PHASES))
 
     def steps(self, **milliseconds: float) -> None:
         """End as many steps as are enough to be compared."""
-        for _ in range(LEAST_STEPS):
+        for _ in range(MIN_STEPS):
             self.step(**milliseconds)
 
     def milliseconds(self, spec: MetricSpec, *labels: str) -> float:
@@ -83,35 +92,35 @@ class Party:
         return self.recorder.snapshot().value(communication.EXCHANGE_FAILURES, reason) or 0.0
 
 
-class Parties:
+class ComparedRanks:
     """All ranks of a job, in one data parallel group."""
 
     def __init__(
-        self, num_ranks: int, *, watched: int | None = None, threads: bool = False
+        self, num_ranks: int, *, monitored: int | None = None, threads: bool = False
     ) -> None:
         self.clock = FakeClock()
         self.store: Store = HashStore()
         self.members = tuple(range(num_ranks))
-        self.all = [self.join(rank) for rank in range(watched or num_ranks)]
-        for party in self.all:
+        self.all = [self.join(rank) for rank in range(monitored or num_ranks)]
+        for rank in self.all:
             if threads:
-                party.exchange.start()
+                rank.thread.start()
             else:
-                party.open()
+                rank.connect()
 
-    def join(self, rank: int) -> Party:
-        party = Party(rank, self.clock, lambda: self.store, FakeGroup(self.members))
+    def join(self, number: int) -> ComparedRank:
+        rank = ComparedRank(number, self.clock, lambda: self.store, FakeGroup(self.members))
         for _ in range(WARM_UP_STEPS):
-            party.step()
-        return party
+            rank.step()
+        return rank
 
-    def __getitem__(self, rank: int) -> Party:
+    def __getitem__(self, rank: int) -> ComparedRank:
         return self.all[rank]
 
     def exchange(self, *silent: int, times: int = 1) -> None:
-        """Let so many exchanges pass, in which all but some look."""
-        for _ in range(times * LOOKS_PER_EXCHANGE):
-            for party in self.all:
-                if party.rank not in silent:
-                    party.look()
-            self.clock.seconds += SECONDS / LOOKS_PER_EXCHANGE
+        """Let so many exchanges pass, in which all ranks but some poll."""
+        for _ in range(times * POLLS_PER_EXCHANGE):
+            for rank in self.all:
+                if rank.rank not in silent:
+                    rank.poll()
+            self.clock.seconds += INTERVAL_SECONDS / POLLS_PER_EXCHANGE

@@ -12,6 +12,16 @@ from zerowatch.runtime.cross_rank.error_analyzer import CollectiveErrorAnalyzer,
 STEP = (("all_reduce", 4), ("all_reduce", 4000), ("all_gather", 96))
 
 
+class FakeThread:
+    """Counts the reports that it is asked for."""
+
+    def __init__(self) -> None:
+        self.num_reports = 0
+
+    def report_now(self) -> None:
+        self.num_reports += 1
+
+
 def trained(steps: int = 5) -> FakeGroup:
     """A group whose members have issued the same calls in each step."""
     group = FakeGroup((0, 1, 2))
@@ -29,21 +39,23 @@ def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
         group.run(op, size)
     op, size = calls[skipped + 1]
 
-    finding = attribute_failure(1, group.issue(op, size))
+    attribution = attribute_failure(1, group.issue(op, size))
 
-    assert finding is not None
-    assert finding.expected == f"{STEP[skipped][0]} of {STEP[skipped][1]} bytes (float32)"
-    assert finding.sentence().startswith("rank 1 left the common sequence of collectives at call")
+    assert attribution is not None
+    assert attribution.expected == f"{STEP[skipped][0]} of {STEP[skipped][1]} bytes (float32)"
+    assert attribution.message().startswith(
+        "rank 1 diverged from the common sequence of collectives at call"
+    )
 
 
 def test_a_rank_that_issued_what_it_always_does_accuses_itself_of_nothing():
     group = trained()
 
-    finding = attribute_failure(1, group.issue(*STEP[0]))
+    attribution = attribute_failure(1, group.issue(*STEP[0]))
 
-    assert finding is not None
-    assert finding.expected is None
-    assert "another rank died, or left" in finding.sentence()
+    assert attribution is not None
+    assert attribution.expected is None
+    assert "another rank died, or diverged" in attribution.message()
 
 
 def test_of_two_ranks_the_other_is_named():
@@ -51,21 +63,21 @@ def test_of_two_ranks_the_other_is_named():
     for _ in range(5):
         group.run()
 
-    finding = attribute_failure(3, group.issue())
+    attribution = attribute_failure(3, group.issue())
 
-    assert finding is not None
-    assert "rank 5 died, or left" in finding.sentence()
+    assert attribution is not None
+    assert "rank 5 died, or diverged" in attribution.message()
 
 
 def test_a_call_that_was_never_issued_before_is_nobodys_fault():
     group = trained()
 
-    finding = attribute_failure(
+    attribution = attribute_failure(
         1, group.issue("barrier", 0)
     )  # the first checkpoint, in which a peer dies
 
-    assert finding is not None
-    assert finding.expected is None
+    assert attribution is not None
+    assert attribution.expected is None
 
 
 def test_calls_issued_after_the_one_that_failed_do_not_matter():
@@ -73,20 +85,20 @@ def test_calls_issued_after_the_one_that_failed_do_not_matter():
     failed = group.issue(*STEP[0])
     group.issue(*STEP[2])
 
-    finding = attribute_failure(1, failed)
+    attribution = attribute_failure(1, failed)
 
-    assert finding is not None
-    assert (finding.sequence, finding.expected) == (failed.sequence, None)
+    assert attribution is not None
+    assert (attribution.sequence, attribution.expected) == (failed.sequence, None)
 
 
 @pytest.mark.parametrize(("size", "mismatches"), [(4, 0), (4000, 1)])
 def test_only_a_sequence_that_was_left_counts_as_a_mismatch(size, mismatches):
-    group, recorder, reported = trained(), Recorder(), []
-    inquest = CollectiveErrorAnalyzer(1, recorder, lambda: reported.append(True))
+    group, recorder, thread = trained(), Recorder(), FakeThread()
+    analyzer = CollectiveErrorAnalyzer(1, recorder, thread)
 
     failed = group.issue("all_reduce", size)
-    inquest(failed)
-    inquest(failed)  # what comes of the first failure
+    analyzer.analyze(failed)
+    analyzer.analyze(failed)  # an error that follows from the first
 
     assert recorder.snapshot().total(COLLECTIVE_MISMATCHES) == mismatches
-    assert reported == [True]
+    assert thread.num_reports == 1

@@ -1,0 +1,89 @@
+"""What is known at the moment of a hang, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..messages import Heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetSummary:
+    """A rank set of this rank.
+
+    Attributes:
+        key: The rank set's key.
+        role: Role of its groups.
+        members: Its ranks.
+        issued: Number of the last collective issued here.
+        is_waiting: Whether that one is in flight.
+    """
+
+    key: str
+    role: str
+    members: tuple[int, ...]
+    issued: int
+    is_waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSummary:
+    """A collective of this rank.
+
+    Attributes:
+        key: The rank set's key.
+        role: Role of its groups.
+        sequence: The call's number; 0 for a point-to-point call.
+        op: The operation.
+        payload_bytes: Its size.
+        dtype: Its data type.
+        phase: The phase it was issued in.
+        in_flight: Whether it has not ended.
+        seconds: Its duration, or how long it has been in flight; None if unknown.
+    """
+
+    key: str
+    role: str
+    sequence: int
+    op: str
+    payload_bytes: int
+    dtype: str
+    phase: str
+    in_flight: bool
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangEvidence:
+    """Everything in a report, apart from the stacks.
+
+    Attributes:
+        rank: This rank.
+        host: This machine.
+        at_unix_seconds: When the hang was detected.
+        step: The last step that ended here; 0 before the first.
+        phase: The phase under way, of the catalog's phases.
+        silent_seconds: Seconds without progress on this rank, without expected pauses.
+        limit_seconds: The limit for it.
+        is_announced: Whether another rank announced the hang, and this rank's limit is not reached.
+        location: Where the training thread is in Python, such as "function (file.py:12)".
+        peers: All other ranks; None if nothing is known of them.
+        rank_sets: This rank's rank sets, by key.
+        calls: This rank's last collectives, by rank set, in the order of issue.
+        divergence: Which ranks diverged from the common sequence of collectives before.
+    """
+
+    rank: int
+    host: str
+    at_unix_seconds: float
+    step: int
+    phase: str
+    silent_seconds: float
+    limit_seconds: float
+    is_announced: bool
+    location: str
+    peers: Mapping[int, Heartbeat] | None
+    rank_sets: Mapping[str, RankSetSummary]
+    calls: Sequence[CallSummary]
+    divergence: str | None = None

@@ -1,0 +1,311 @@
+"""The exchange as a whole: several ranks, one store, and what may go wrong between them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+from fakes.cross_rank_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRank, ComparedRanks
+from fakes.rank_sets import FakeGroup
+
+from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.cross_rank.cross_rank_thread import (
+    CLOSING_SECONDS,
+    IDLE_SECONDS_BEFORE_HEARTBEATS,
+    SECONDS_BETWEEN_LINES,
+    poll_interval_seconds,
+)
+from zerowatch.runtime.cross_rank.store_channel import PATIENCE_EXCHANGES
+from zerowatch.runtime.cross_rank.store_log import MAX_ENTRIES
+
+EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
+
+
+def test_the_rank_that_came_last_waited_least() -> None:
+    ranks = ComparedRanks(3)
+    for rank, milliseconds in zip(ranks.all, (10, 8, 3), strict=True):
+        rank.run(milliseconds)
+
+    ranks.exchange(times=2)
+
+    waits = [rank.milliseconds(WAIT, "dp") for rank in ranks.all]
+    assert waits == pytest.approx([7, 5, 0], abs=1e-5)
+    assert [rank.fail_open.failures for rank in ranks.all] == [{}] * 3
+    assert [rank.failures("unmatched") for rank in ranks.all] == [0, 0, 0]
+
+
+def test_a_slow_rank_is_named_by_the_first_and_scored_on_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(4)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            for rank in ranks.all:
+                rank.steps(forward=40.0 if rank.rank == 2 else 10.0)
+            ranks.exchange()
+
+    scores = [
+        rank.recorder.snapshot().value(communication.STRAGGLER_SCORE, "forward")
+        for rank in ranks.all
+    ]
+    assert scores == pytest.approx([0, 0, 0.03 / 0.05, 0], abs=1e-9)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "rank 2 is slow in forward"
+    ]
+
+
+def test_a_rank_that_is_slow_no_longer_is_told_too_but_not_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(2)
+    told = []
+    with caplog.at_level(logging.WARNING):
+        for slower in (40.0, 40.0, 10.0, 10.0, 40.0, 40.0, 10.0, 10.0, 10.0):
+            if len(told) == 8:
+                ranks.exchange(times=round(SECONDS_BETWEEN_LINES / INTERVAL_SECONDS))
+            ranks[0].steps()
+            ranks[1].steps(forward=slower)
+            ranks.exchange()
+            told.append(len(caplog.records))
+
+    assert told == [0, 1, 1, 1, 1, 1, 1, 1, 2]
+    assert caplog.records[-1].message == "rank 1 is no longer slow in forward"
+
+
+def test_a_rank_that_skips_a_collective_is_named_and_counted_on_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(2)
+    step = ("all_reduce", "all_gather", "barrier")
+    for number in range(5):
+        for rank in ranks.all:
+            for op in step:
+                if not (number == 4 and op == "all_gather" and rank.rank == 1):
+                    rank.run(op=op)
+    ranks.exchange(times=2)
+
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert errors[0].startswith(
+        "rank 1 diverged from the common sequence of collectives at call 14"
+    )
+    assert [
+        rank.recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) for rank in ranks.all
+    ] == [1, 1]
+
+
+def test_a_rank_stuck_in_a_collective_still_tells_what_it_issued() -> None:
+    ranks = ComparedRanks(2)
+    ranks[0].groups[0].issue("all_reduce")
+    ranks[1].groups[0].issue("barrier")
+
+    ranks.exchange(times=2)
+
+    assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 1
+
+
+def test_a_peer_that_never_reports_is_left_out_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = ComparedRanks(3, monitored=2)
+    for number in range(PATIENCE_EXCHANGES + 3):
+        for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
+            rank.run(milliseconds)
+        ranks.exchange()
+        if number == PATIENCE_EXCHANGES - 1:
+            before = ranks[0].milliseconds(WAIT, "dp")
+
+    left_out = [record for record in caplog.records if "has not reported" in record.message]
+    assert before == 0
+    assert ranks[0].milliseconds(WAIT, "dp") >= 12
+    assert [rank.failures("peer") for rank in ranks.all] == [1, 0]
+    assert len(left_out) == 1
+
+
+def test_a_late_joiner_takes_part_from_then_on() -> None:
+    ranks = ComparedRanks(3, monitored=2)
+    for _ in range(PATIENCE_EXCHANGES + 2):
+        for rank in ranks.all:
+            rank.run(10)
+        ranks.exchange()
+    joiner = ranks.join(2)
+    for _ in range(PATIENCE_EXCHANGES + 2):  # its tap was open all the time, its watch was not
+        joiner.groups[0].issue()
+    joiner = ComparedRank(2, ranks.clock, lambda: ranks.store, joiner.groups[0]).connect()
+    ranks.all.append(joiner)
+    ranks.exchange()
+    before = ranks[0].milliseconds(WAIT, "dp")
+    for rank in ranks.all:
+        rank.run(4 if rank is joiner else 10)
+
+    ranks.exchange(times=2)
+
+    assert ranks[0].milliseconds(WAIT, "dp") - before == pytest.approx(6, abs=1e-4)
+    assert joiner.milliseconds(WAIT, "dp") == 0
+    assert joiner.milliseconds(EXPOSED, "dp") == pytest.approx(4)
+    assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
+
+
+@pytest.mark.parametrize("still", [0, 2], ids=["the first", "another"])
+def test_a_rank_whose_thread_stood_still_for_long_is_matched_again(still: int) -> None:
+    ranks = ComparedRanks(3)
+    ranks.exchange()
+    for number in range(2 * MAX_ENTRIES + 2 * PATIENCE_EXCHANGES):
+        for rank, milliseconds in zip(ranks.all, (4, 10, 10), strict=True):
+            rank.run(milliseconds)
+        stands_still = number < 2 * MAX_ENTRIES
+        ranks.exchange(*([still] if stands_still else []))
+        if stands_still:
+            before = ranks[2].milliseconds(WAIT, "dp")
+    ranks.exchange(times=2)
+
+    assert before == 0
+    assert ranks[2].milliseconds(WAIT, "dp") > 5 * 2 * PATIENCE_EXCHANGES
+    assert ranks[0].failures("peer") == (still == 2)
+    assert ranks[2].milliseconds(EXPOSED, "dp") == pytest.approx(
+        10 * (2 * MAX_ENTRIES + 2 * PATIENCE_EXCHANGES)
+    )
+    assert ranks[2].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
+
+
+def test_a_rank_that_compares_nothing_counts_its_costs_and_no_failures() -> None:
+    ranks = ComparedRanks(2)
+    alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()
+    ranks.all = [alone]
+    for _ in range(3):
+        alone.run(7)
+        ranks.exchange()
+
+    assert alone.milliseconds(EXPOSED, "dp") == pytest.approx(21)
+    assert alone.failures("unmatched") == 0
+
+
+def test_groups_first_used_long_after_the_start_are_compared() -> None:
+    ranks = ComparedRanks(2)
+    ranks.exchange(times=PATIENCE_EXCHANGES + 2)
+    for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
+        late = FakeGroup((0, 1), role="world")
+        late.rank_set.key = "late"
+        rank.groups.append(late)
+        late.run(ms=milliseconds)
+        ranks.exchange(1 - rank.rank)  # one after the other
+
+    ranks.exchange(times=2)
+
+    assert ranks[0].milliseconds(WAIT, "world") == pytest.approx(6, abs=1e-5)
+    assert ranks[1].failures("unmatched") == 0
+
+
+def test_two_groups_are_matched_each_by_its_own_numbers() -> None:
+    ranks = ComparedRanks(2)
+    for rank in ranks.all:
+        other = FakeGroup((0, 1), role="tp")
+        other.rank_set.key = "other"
+        rank.groups.append(other)
+        rank.run(10 if rank.rank == 0 else 8)
+        other.run(ms=3 if rank.rank == 0 else 9)
+
+    ranks.exchange(times=2)
+
+    waits = [[rank.milliseconds(WAIT, role) for role in ("dp", "tp")] for rank in ranks.all]
+    assert waits == [pytest.approx([2, 0], abs=1e-5), pytest.approx([0, 6], abs=1e-5)]
+
+
+def test_an_idle_job_keeps_in_touch() -> None:
+    ranks = ComparedRanks(3)
+    ages = []
+    for _ in range(10 * PATIENCE_EXCHANGES):
+        ranks.exchange()
+        ages += [
+            rank.recorder.snapshot().value(communication.PEER_HEARTBEAT_AGE) or 0.0
+            for rank in ranks.all
+        ]
+
+    assert max(ages) <= 1.5 * INTERVAL_SECONDS
+    assert [rank.failures("peer") for rank in ranks.all] == [0, 0, 0]
+
+
+def test_a_rank_set_that_its_first_rank_never_used_makes_nobody_silent() -> None:
+    ranks = ComparedRanks(2)
+    unused = FakeGroup((0, 1), role="tp")
+    unused.rank_set.key = "unused"
+    ranks[1].groups.append(unused)
+
+    ranks.exchange(times=3 * PATIENCE_EXCHANGES)
+
+    age = ranks[1].recorder.snapshot().value(communication.PEER_HEARTBEAT_AGE)
+    assert age is not None and age <= 1.5 * INTERVAL_SECONDS
+
+
+def test_peers_are_looked_for_only_while_training_does_not_move() -> None:
+    ranks = ComparedRanks(2)
+    ranks.exchange()
+    before = dict(ranks[0].thread.peers)
+    ranks[1].run()
+    ranks[0].phase_timer.seconds = STUCK_SECONDS + 1
+    ranks[1].thread.announce_hang(True)
+    ranks[1].thread.expected_pause = lambda: "eval"
+    ranks.exchange(times=2)
+
+    peers, told = ranks[0].thread.peers, ranks[0].thread.others_hang
+    ranks[0].phase_timer.seconds = 0.0
+    ranks.exchange()
+    assert before == {}
+    assert told
+    assert (ranks[0].thread.peers, ranks[0].thread.others_hang) == ({}, False)
+    assert {rank: beat.host for rank, beat in peers.items()} == {0: "host-0", 1: "host-1"}
+    assert list(peers[1].issued.values()) == [1]
+    assert (peers[0].pause, peers[1].pause) == (None, "eval")
+
+
+def test_stopping_counts_the_last_calls_on_all_ranks() -> None:
+    ranks = ComparedRanks(2, threads=True)
+    for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
+        rank.run(milliseconds)
+    began = time.monotonic()
+
+    stopping = [threading.Thread(target=rank.thread.stop) for rank in ranks.all]
+    for thread in stopping:
+        thread.start()
+    for thread in stopping:
+        thread.join()
+
+    assert time.monotonic() - began < 10 * CLOSING_SECONDS
+    assert ranks[0].milliseconds(WAIT, "dp") == pytest.approx(6, abs=1e-5)
+    assert [rank.milliseconds(EXPOSED, "dp") for rank in ranks.all] == pytest.approx([10, 4])
+
+
+def test_stopping_alone_waits_but_not_for_ever_and_counts_all_the_same() -> None:
+    ranks = ComparedRanks(2, monitored=1, threads=True)
+    ranks[0].run(10)
+    began = time.monotonic()
+
+    ranks[0].thread.stop()
+    ranks[0].thread.stop()
+
+    assert CLOSING_SECONDS <= time.monotonic() - began < 10 * CLOSING_SECONDS
+    assert ranks[0].milliseconds(EXPOSED, "dp") == pytest.approx(10)
+    assert ranks[0].failures("unmatched") == 0
+
+
+def test_signs_of_life_come_often_even_where_exchanges_are_rare() -> None:
+    assert [poll_interval_seconds(seconds) for seconds in (0.5, 5.0, 120.0)] == [0.1, 1.0, 2.0]
+
+
+def test_a_rank_that_is_told_of_a_hang_looks_at_once_who_is_alive_whatever_its_own_limit() -> None:
+    ranks = ComparedRanks(2)
+    ranks[1].phase_timer.seconds = IDLE_SECONDS_BEFORE_HEARTBEATS + 1
+    ranks.exchange()
+    before = dict(ranks[1].thread.peers)
+    ranks[0].thread.announce_hang(True)
+    ranks.exchange()
+
+    assert before == {}
+    assert ranks[1].thread.others_hang
+    assert ranks[1].thread.peers.keys() == {0, 1}
+
+
+def test_stopping_what_was_never_started_is_harmless() -> None:
+    ComparedRanks(1)[0].thread.stop()

@@ -1,0 +1,29 @@
+"""Clients of a c10d store, in the place of a `StoreClientFactory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.distributed_c10d import Store
+
+from zerowatch.runtime.cross_rank.store_log import StoreConnection
+
+
+class FakeClients:
+    """Connects by a function, and moves when `has_moved` is set."""
+
+    def __init__(self, connect: Callable[[], Store | None]) -> None:
+        self.connect = connect
+        self.has_moved = False
+
+    def moved(self) -> bool:
+        """Return whether the ranks have moved, once."""
+        moved, self.has_moved = self.has_moved, False
+        return moved
+
+
+def connected(store: Store, now: Callable[[], float] = lambda: 0.0) -> StoreConnection:
+    """Return an open connection to a store."""
+    connection = StoreConnection(FakeClients(lambda: store), now)
+    connection.open()
+    return connection
