@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..metrics.settings import Settings, load_settings
 from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
-from .common.ds_config_errors import ConfigErrors
-from .common.ds_config_keys import warn_of_misspelt_keys
+from .common.ds_config_errors import ConfigErrors, warn_of_misspelt_keys
 from .common.fail_open import FailOpen
 from .monitor.console_logging import show_own_lines
 from .monitor.null_watch import NullWatch

@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 
 from ...errors import CommandLineError, ZerowatchError
 from ...metrics.settings import load_settings
-from ..common.ds_config import explain_config_error
+from ..common.ds_config_errors import explain_config_error
 from ..common.fail_open import FailOpen
 from .post_import import PostImportFinder
 

@@ -1,26 +1,128 @@
-"""Adds to an error of deepspeed.initialize the line that says what is wrong with the ds config."""
+"""Explains errors of the ds config: those that DeepSpeed raises, and keys that it ignores.
+
+Errors are explained by where DeepSpeed or Hugging Face raised them; the meaning of the keys is
+DeepSpeed's.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from ...errors import DsConfigError
-from .ds_config import explain_config_error
+from .ds_config import config_origin, parse_config, read_config
 from .fail_open import FailOpen
+
+logger = logging.getLogger(__name__)
+
+# The top-level keys that DeepSpeed 0.19.8 reads, and ours; a test compares them with DeepSpeed.
+# A copy, because importing DeepSpeed takes seconds, which `zerowatch estimate` does without.
+TOP_LEVEL_KEYS = frozenset(
+    [
+        "activation_checkpointing",
+        "aio",
+        "amp",
+        "autotuning",
+        "bf16",
+        "bfloat16",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "compression_training",
+        "csv_monitor",
+        "curriculum_learning",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "flops_profiler",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_allreduce_op",
+        "gradient_clipping",
+        "gradient_predivide_factor",
+        "graph_harvesting",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "nebula",
+        "optimizer",
+        "pipeline",
+        "prescale_gradients",
+        "progressive_layer_drop",
+        "quantize_training",
+        "scheduler",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "sparse_attention",
+        "sparse_gradients",
+        "steps_per_print",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wall_clock_breakdown",
+        "wandb",
+        "weight_quantization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization",
+        "zerowatch",
+    ]
+)
+_SIMILARITY = 0.85  # difflib ratio: one or two letters differ; other unknown keys are the user's
+
+# An error from within one of these functions, by qualified name, is about the configuration.
+_READERS = ("DeepSpeedConfig.__init__", "load_ds_config")
+# An error that one of these raises itself is about the key beside it.
+_ENGINE_READERS = {
+    "DeepSpeedEngine._do_sanity_check": "optimizer.type",
+    "DeepSpeedEngine._configure_basic_optimizer": "optimizer.params",
+    "DeepSpeedEngine._do_optimizer_sanity_check": "zero_allow_untested_optimizer",
+    "DeepSpeedEngine._scheduler_from_config": "scheduler.type",
+}
+_BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+_BLOCKS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "comms_logger")
 
 
 class ConfigErrors(AbstractContextManager[None]):
-    """Explains errors that are about the configuration; others go through untouched."""
+    """Explains errors of the configuration that leave the block; others pass unchanged."""
 
     def __init__(self, config: object, fail_open: FailOpen, *, raise_ours: bool = False) -> None:
-        """Watch over one call.
+        """Watch one call.
 
         Args:
             config: The configuration as given to deepspeed.initialize.
-            fail_open: Guards the explaining, which must not hide the error.
-            raise_ours: Whether to raise DsConfigError from DeepSpeed's error. Otherwise the error
-                stays DeepSpeed's, which a script may catch, and carries `zerowatch_explanation`.
+            fail_open: Wraps the explanation, whose failure must not replace the error.
+            raise_ours: Whether to raise DsConfigError from DeepSpeed's error. By default the error
+                stays DeepSpeed's, which a script may catch, with a `zerowatch_explanation`.
         """
         self._config = config
         self._explain = fail_open.wrap("ds config", explain_config_error)
@@ -39,3 +141,169 @@ class ConfigErrors(AbstractContextManager[None]):
         error.zerowatch_explanation = explanation  # type: ignore[attr-defined]
         if self._raise_ours:
             raise DsConfigError(explanation) from error
+
+
+def warn_of_misspelt_keys(config: object) -> None:
+    """Log a warning for each top-level key that is nearly one of DeepSpeed's."""
+    for key, meant in misspelt_keys(read_config(config)):
+        logger.warning(
+            "%s: DeepSpeed does not know the key %r and ignores it; did you mean %r?",
+            config_origin(config),
+            key,
+            meant,
+        )
+
+
+def misspelt_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each top-level key that is nearly one of DeepSpeed's, with that one."""
+    for key in config:
+        close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, n=1, cutoff=_SIMILARITY)
+        if key not in TOP_LEVEL_KEYS and close:
+            yield key, close[0]
+
+
+def explain_config_error(error: BaseException, config: object) -> str | None:
+    """Return the file and the key that made deepspeed.initialize fail, and what to do.
+
+    Args:
+        error: What it raised, with its traceback.
+        config: The configuration as given to deepspeed.initialize: a path, a dict or base64. None
+            to find out whether Hugging Face was reading one when `error` was raised.
+
+    Returns:
+        One line, or None if the error is not about the configuration.
+    """
+    if config is None:
+        config = _local(error, "HfDeepSpeedConfig.__init__", "config_file_or_dict")
+    elif not _raised_by_reader(error):
+        return None
+    if config is None or not isinstance(error, Exception):  # such as Ctrl-C
+        return None
+    fault = _file_fault(config, error) or _value_fault(error, read_config(config))
+    return f"{config_origin(config)}: {fault}"
+
+
+def _file_fault(config: object, error: BaseException) -> str | None:
+    """Return why a configuration cannot be read; None if it can."""
+    if isinstance(config, Mapping):
+        return None
+    if not isinstance(config, str):
+        return f"DeepSpeed takes a str or a dict here, got a {type(config).__name__}"
+    try:
+        content = parse_config(config)
+    except OSError as fault:
+        return f"cannot be read: {fault.strerror}; give a JSON file"
+    except ValueError as fault:
+        if not os.path.exists(config):
+            return f"no such file in {os.getcwd()}; check the path given to DeepSpeed"
+        return _syntax_fault(config, fault)
+    if not isinstance(content, Mapping):
+        return "must hold one JSON object, { ... }"
+    return _syntax_fault(config, error) if isinstance(error, json.JSONDecodeError) else None
+
+
+def _syntax_fault(path: str, lax: ValueError) -> str:
+    """Return where a file is not JSON.
+
+    The strict parser locates the error; the lax one often reports the end of the file. If the
+    strict parser fails at a comment, which DeepSpeed allows, the lax one's location is better.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        json.loads(text)
+    except json.JSONDecodeError as strict:
+        fault = lax if text[strict.pos : strict.pos + 1] in ("#", "/") else strict
+        line, column = getattr(fault, "lineno", strict.lineno), getattr(fault, "colno", "?")
+        return f"not valid JSON at line {line}, column {column}: {getattr(fault, 'msg', fault)}"
+    except UnicodeDecodeError as fault:
+        return f"not a text file: {fault}"
+    return f"not valid JSON: {lax}"
+
+
+def _value_fault(error: BaseException, content: Mapping[str, Any]) -> str:
+    if isinstance(error, ValidationError):
+        return _model_fault(error, content)
+    message = str(error).partition("\n")[0]
+    innermost = _frames(error)[-1].f_code.co_qualname
+    if key := _ENGINE_READERS.get(innermost):
+        return f"{key}: {message}"
+    if isinstance(error, TypeError | AttributeError):  # DeepSpeed fails on a value's type
+        for key in (each for each in _BLOCKS if not isinstance(content.get(each, {}), Mapping)):
+            return f"{key!r} must be an object, got {content[key]!r}"
+        for key in (each for each in _BATCH_KEYS if not isinstance(content.get(each, 1), int)):
+            return f"{key!r} must be an integer, got {content[key]!r}"
+    return message
+
+
+def _model_fault(error: ValidationError, content: Mapping[str, Any]) -> str:
+    """Return the first key that one of DeepSpeed's pydantic models refused."""
+    fault = error.errors()[0]
+    key = ".".join(map(str, _full_path(content, fault["loc"], fault["input"])))
+    if fault["type"] != "extra_forbidden":
+        return f"{key}: {fault['msg']}, got {fault['input']!r}"
+    model = type(_local(error, "DeepSpeedConfigModel.__init__", "self"))
+    close = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(model, fault["loc"]), n=1)
+    return f"unknown key {key!r}; " + (
+        f"did you mean {close[0]!r}?" if close else "remove it, or look it up in DeepSpeed's manual"
+    )
+
+
+def _full_path(
+    content: Mapping[str, Any], path: Sequence[int | str], value: object
+) -> Sequence[int | str]:
+    """Prepend the block that the model was built from; its error does not contain it."""
+    for prefix, block in _blocks(content):
+        node: Any = block
+        for part in path:
+            node = node.get(part) if isinstance(node, Mapping) else None
+        if node == value:
+            return (*prefix, *path)
+    return path
+
+
+def _blocks(
+    node: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    yield prefix, node
+    for key, inner in node.items():
+        if isinstance(inner, Mapping):
+            yield from _blocks(inner, (*prefix, key))
+
+
+def _known_keys(model: type, path: Sequence[int | str]) -> list[str]:
+    """Return the keys valid at the last part of `path`, starting from a pydantic model."""
+    for part in path[:-1]:
+        field = _fields(model).get(str(part))
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        models = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+        model = next(models, type(None))
+    return list(_fields(model))
+
+
+def _fields(model: type) -> Mapping[str, FieldInfo]:
+    return model.model_fields if issubclass(model, BaseModel) else {}
+
+
+def _raised_by_reader(error: BaseException) -> bool:
+    names = [frame.f_code.co_qualname for frame in _frames(error)]
+    return any(name in _READERS for name in names) or names[-1:] in (
+        [name] for name in _ENGINE_READERS
+    )
+
+
+def _local(error: BaseException, function: str, name: str) -> object:
+    """Return a local variable of the innermost call of `function` in the traceback."""
+    for frame in reversed(_frames(error)):
+        if frame.f_code.co_qualname == function:
+            return frame.f_locals.get(name)
+    return None
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    frames = []
+    link = error.__traceback__
+    while link is not None:
+        frames.append(link.tb_frame)
+        link = link.tb_next
+    return frames

@@ -118,7 +118,7 @@ def _read_config(config_file: str) -> Mapping[str, Any]:
 
 
 def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
-    from ...common.ds_config_keys import misspelt_keys
+    from ...common.ds_config_errors import misspelt_keys
 
     found = [f"{key!r} (did you mean {meant!r}?)" for key, meant in misspelt_keys(config)]
     if found:

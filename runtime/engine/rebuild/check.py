@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
-from ...common.ds_config_keys import misspelt_keys
+from ...common.ds_config_errors import misspelt_keys
 from .fill import ADAMS
 from .layout import base_optimizer, layout_of
 

@@ -20,6 +20,7 @@ from zerowatch.runtime.common.deepspeed_internals import (
     ZERO_1_AND_2,
     ZERO_3,
 )
+from zerowatch.runtime.common.ds_config_errors import TOP_LEVEL_KEYS
 
 COLLECTIVES = "runtime/collectives/instrument.py"
 ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
@@ -179,6 +180,43 @@ def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
         f"{place} has no {name!r} in this version; {user} uses it. Find what replaced it, and "
         "change that file and this table together."
     )
+
+
+class RecordingConfig(dict):
+    """A ds config that records the keys that are looked up."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        super().__init__(content)
+        self.looked_up: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.looked_up.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_up.add(str(key))
+        return super().__contains__(key)
+
+    def __copy__(self) -> RecordingConfig:
+        return self
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_the_top_level_keys_are_those_that_deepspeed_reads() -> None:
+    config = RecordingConfig({"train_batch_size": 2})
+
+    resolve("deepspeed.runtime.config:DeepSpeedConfig")(config)
+
+    source = inspect.getsource(resolve("deepspeed"))
+    mesh = {"sequence_parallel_size", "data_parallel_size"}  # read by deepspeed.initialize
+    assert all(f'config["{key}"]' in source for key in mesh)
+    assert config.looked_up | mesh | {"zerowatch"} == TOP_LEVEL_KEYS
 
 
 def test_deepspeeds_backend_takes_the_parameters_that_are_read() -> None:

@@ -10,8 +10,8 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from zerowatch.errors import SettingsError
-from zerowatch.runtime.common.ds_config import explain_config_error, read_zerowatch_block
-from zerowatch.runtime.common.ds_config_keys import warn_of_misspelt_keys
+from zerowatch.runtime.common.ds_config import read_zerowatch_block
+from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelt_keys
 
 # DeepSpeed leaves the file that it reads open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
