@@ -25,9 +25,9 @@ from ..memory.offload.traffic import OffloadTraffic
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.liveness_file import LivenessFile
 from ..memory.oom.parse_error import is_caused_by_oom
-from ..memory.oom.post_mortem import PostMortem
+from ..memory.oom.reporter import OomReporter
 from ..memory.step_sample import StepMemorySample
-from .oom_context import MemoryParts, oom_sources
+from .oom_context import EngineOomContext, MemoryParts
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class MemoryMonitor:
             raised=self._on_exception,
             look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
-        self._post_mortem = self._new_post_mortem() if settings.enabled else None
+        self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"
         self._liveness: LivenessFile | None = None
         self._closed = self._engine_replaced = False
@@ -108,7 +108,7 @@ class MemoryMonitor:
 
         It need not have passed through the engine.
         """
-        if error is not None and self._post_mortem is not None and is_caused_by_oom(error):
+        if error is not None and self._oom_reporter is not None and is_caused_by_oom(error):
             self._on_exception(error, is_end=True)
             self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
@@ -133,7 +133,7 @@ class MemoryMonitor:
         if self._liveness is not None:
             self._liveness.close()
 
-    def _new_post_mortem(self) -> PostMortem:
+    def _new_oom_reporter(self) -> OomReporter:
         parts = MemoryParts(
             reader=self._reader,
             hooks=self.hooks,
@@ -141,7 +141,7 @@ class MemoryMonitor:
             forecasts=self._forecasts,
             leaks=self._leaks,
         )
-        return PostMortem(self._context.identity.rank, oom_sources(self._context, parts))
+        return OomReporter(self._context.identity.rank, EngineOomContext(self._context, parts))
 
     def _periodic_tasks(self) -> list[Callable[[], object]]:
         """Return what runs every second; a task that fails does not stop the others."""
@@ -221,8 +221,8 @@ class MemoryMonitor:
 
         Runs on the training thread.
         """
-        if self._post_mortem is not None:
-            oom = self._post_mortem.on_error(error, is_end=is_end)
+        if self._oom_reporter is not None:
+            oom = self._oom_reporter.on_error(error, is_end=is_end)
             if oom is not None:
                 self._oom_device = oom.device
                 self._context.recorder.add(memory.OOMS, 1, oom.device, "raised")

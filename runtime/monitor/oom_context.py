@@ -1,10 +1,10 @@
-"""What a post-mortem is told of this run, taken from the parts that know it. Nothing here waits."""
+"""The context of out-of-memory reports, read from the parts of a memory monitor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,17 +16,18 @@ from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
 from ..memory.allocator_snapshot import dump_snapshot
+from ..memory.forecast.series import PeakPoint, Shape
 from ..memory.forecast_service import MemoryForecasts
 from ..memory.leak_monitor import LeakMonitor
-from ..memory.memory_reader import MemoryReader
+from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.metrics import MemoryMetrics
-from ..memory.oom.evidence import Limit, OomContext, RunFacts
-from ..memory.oom.would_fit import Layout
+from ..memory.oom.evidence import Limit, OomContext, PeakPrediction, TrainingSetup
+from ..memory.oom.would_fit import Layout, LayoutBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """The parts of a memory watch."""
+    """The parts of a memory monitor."""
 
     reader: MemoryReader
     hooks: MemoryHooks
@@ -35,48 +36,111 @@ class MemoryParts:
     leaks: LeakMonitor
 
 
-def oom_sources(context: WatchContext, parts: MemoryParts) -> OomContext:
-    """Put together what a post-mortem asks; a source that fails is left out."""
-    wrap = context.fail_open.wrap
-    forecasts, hooks = parts.forecasts, parts.hooks
-    return OomContext(
-        folder=context.folder,
-        step=_of_engine(context, lambda engine: int(engine.global_steps)),
-        phase=lambda: PHASES[context.clock.current],
-        readings=wrap("oom report memory", parts.reader.read),
-        micro_batch=lambda: hooks.micro_batch,
-        shape=lambda: hooks.shape,
-        batch_risk=wrap("oom report risk", forecasts.batch_risk),
-        categories=parts.metrics.categories.get,
-        peaks=wrap("oom report peaks", forecasts.last_peaks),
-        foresights=wrap("oom report peaks", forecasts.last_predictions),
-        alarm_step=forecasts.alarm_steps.get,
-        limit=wrap("oom report limit", partial(_budget, parts.reader)),
-        growth=parts.leaks.growth_bytes_per_step,
-        facts=wrap("oom report facts", _of_engine(context, run_facts)),
-        predicted=wrap("oom report risk", forecasts.predict_peak),
-        planned=wrap("oom report plan", _of_engine(context, planned_layouts)),
-        snapshot=wrap("oom report snapshot", dump_snapshot),
-    )
+class EngineOomContext(OomContext):
+    """The state of a monitored engine. A method that fails returns None from then on."""
+
+    def __init__(self, context: WatchContext, parts: MemoryParts) -> None:
+        wrap, forecasts = context.fail_open.wrap, parts.forecasts
+        self._context = context
+        self._parts = parts
+        self._readings = wrap("oom report memory", parts.reader.read)
+        self._batch_risk = wrap("oom report risk", forecasts.batch_risk)
+        self._predict_peak = wrap("oom report risk", forecasts.predict_peak)
+        self._peaks = wrap("oom report peaks", forecasts.last_peaks)
+        self._predictions = wrap("oom report peaks", forecasts.last_predictions)
+        self._limit = wrap("oom report limit", self._configured_limit)
+        self._setup = wrap("oom report facts", training_setup)
+        self._planned_layouts = wrap("oom report plan", planned_layouts)
+        self._dump_snapshot = wrap("oom report snapshot", dump_snapshot)
+
+    def folder(self) -> Path | None:
+        """Return the run folder, once there is one."""
+        return self._context.folder()
+
+    def step(self) -> int | None:
+        """Return the last completed step; None once the engine is gone."""
+        engine = self._context.engine()
+        return None if engine is None else int(engine.global_steps)
+
+    def phase(self) -> str | None:
+        """Return the current phase of the training thread."""
+        return PHASES[self._context.clock.current]
+
+    def readings(self) -> Readings | None:
+        """Read all devices."""
+        return self._readings()
+
+    def micro_batch(self) -> int | None:
+        """Return the number of the current micro-batch within its step."""
+        return self._parts.hooks.micro_batch
+
+    def shape(self) -> Shape | None:
+        """Return the shape of the current micro-batch, or of the last one."""
+        return self._parts.hooks.shape
+
+    def batch_risk(self, device: str) -> float | None:
+        """Return the risk of that micro-batch, as assessed when it began."""
+        return self._batch_risk(device)
+
+    def categories(self, device: str) -> Mapping[str, float] | None:
+        """Return bytes by category at the peak of the last detailed sample."""
+        return self._parts.metrics.categories.get(device)
+
+    def peaks(self, device: str) -> Sequence[PeakPoint] | None:
+        """Return the last readings at the end of a step, latest last."""
+        return self._peaks(device)
+
+    def predictions(self, device: str) -> Sequence[PeakPrediction] | None:
+        """Return the predictions made for the last steps."""
+        return self._predictions(device)
+
+    def alarm_step(self, device: str) -> int | None:
+        """Return the first step of the current alarm."""
+        return self._parts.forecasts.alarm_steps.get(device)
+
+    def limit(self, device: str) -> Limit | None:
+        """Return the configured limit, if that is the one in effect."""
+        return self._limit(device)
+
+    def growth_bytes_per_step(self, device: str) -> float | None:
+        """Return the growth of a leak."""
+        return self._parts.leaks.growth_bytes_per_step(device)
+
+    def setup(self) -> TrainingSetup | None:
+        """Return the training configuration of this rank."""
+        engine = self._context.engine()
+        return None if engine is None else self._setup(engine)
+
+    def predict_peak(self, device: str, shape: Shape) -> float | None:
+        """Return the predicted peak bytes of a micro-batch of this shape."""
+        return self._predict_peak(device, shape)
+
+    def planned_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
+        """Return the size of model states under the present layout and all possible ones."""
+        engine = self._context.engine()
+        return None if engine is None else self._planned_layouts(engine)
+
+    def dump_snapshot(self, device: str, path: Path) -> bool | None:
+        """Write torch's memory snapshot of a device to a path; return whether it was written."""
+        return self._dump_snapshot(device, path)
+
+    def _configured_limit(self, device: str) -> Limit | None:
+        reader = self._parts.reader
+        limit = reader.read().get(device, {}).get("limit")
+        if limit is None or limit != reader.budgets.get(device):
+            return None
+        name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
+        return Limit(num_bytes=limit, name=name)
 
 
-def _budget(reader: MemoryReader, device: str) -> Limit | None:
-    """Return a limit that the settings have set; of all others the report finds the name."""
-    limit = reader.read().get(device, {}).get("limit")
-    if limit is None or limit != reader.budgets.get(device):
-        return None
-    name = "memory.host_limit_bytes" if device == "cpu" else "memory.device_limit_bytes"
-    return Limit(num_bytes=limit, name=name)
-
-
-def run_facts(engine: Any) -> RunFacts | None:
-    """Say how an engine trains; None where its configuration cannot be read."""
+def training_setup(engine: Any) -> TrainingSetup | None:
+    """Return the training configuration of an engine; None if it cannot be read."""
     config = engine_config(engine)
     try:
         options = read_options(config, origin="engine")
     except DsConfigError:
         return None
-    return RunFacts(
+    return TrainingSetup(
         layout=Layout(options.stage, options.offload_optimizer, options.offload_param),
         world_size=dist.get_world_size(engine.seq_data_parallel_group),
         dtype=options.model_dtype or "fp32",
@@ -84,11 +148,3 @@ def run_facts(engine: Any) -> RunFacts | None:
         accumulation=config["gradient_accumulation_steps"],
         checkpointing=options.activation_checkpointing or None,
     )
-
-
-def _of_engine(context: WatchContext, ask: Callable[[Any], Any]) -> Callable[[], Any]:
-    def answer() -> Any:
-        engine = context.engine()
-        return None if engine is None else ask(engine)
-
-    return answer

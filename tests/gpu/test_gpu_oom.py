@@ -1,4 +1,4 @@
-"""Memory that runs out on a real GPU: the error, the snapshot, and jobs that end by it."""
+"""Running out of memory on a real GPU: the error, the snapshot, and jobs that end by it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.ooms import sources
+from fakes.ooms import FakeOomContext, parse_oom_error
 from scripts.launching import SCRIPTS, start
 
 from zerowatch.runtime.memory.allocator_snapshot import dump_snapshot
-from zerowatch.runtime.memory.oom.parse_error import out_of_memory
-from zerowatch.runtime.memory.oom.post_mortem import PostMortem
+from zerowatch.runtime.memory.oom.reporter import OomReporter
 
 MIB, GIB = 2**20, 2**30
 ALLOWED_BYTES = 2 * GIB
@@ -45,33 +44,33 @@ def run_out() -> torch.OutOfMemoryError:
     return raised.value
 
 
-def test_torch_s_error_is_read_to_the_last_figure(little_room: None) -> None:
-    said = out_of_memory(run_out())
+def test_all_sizes_of_torch_s_error_are_parsed(little_room: None) -> None:
+    parsed = parse_oom_error(run_out())
 
-    assert said is not None
-    assert (said.kind, said.device) == ("device allocator", "cuda:0")
-    assert said.requested_bytes == 3 * GIB
+    assert parsed is not None
+    assert (parsed.kind, parsed.device) == ("device allocator", "cuda:0")
+    assert parsed.requested_bytes == 3 * GIB
     total = torch.cuda.get_device_properties(0).total_memory
-    assert said.told_bytes["total"] == pytest.approx(total, rel=0.01)
-    assert said.told_bytes["allowed"] == pytest.approx(ALLOWED_BYTES, rel=0.01)
-    assert said.told_bytes["allocated"] >= 256 * MIB
-    assert "reserved_unallocated" in said.told_bytes
+    assert parsed.reported_bytes["total"] == pytest.approx(total, rel=0.01)
+    assert parsed.reported_bytes["allowed"] == pytest.approx(ALLOWED_BYTES, rel=0.01)
+    assert parsed.reported_bytes["allocated"] >= 256 * MIB
+    assert "reserved_unallocated" in parsed.reported_bytes
 
 
-def test_beside_the_report_stands_a_snapshot_for_torch_s_viewer(
+def test_a_snapshot_for_torch_s_viewer_is_written_beside_the_report(
     little_room: None, tmp_path: Path
 ) -> None:
     states = {"allocated": 256.0 * MIB, "reserved": 256.0 * MIB, "limit": float(ALLOWED_BYTES)}
-    watch = PostMortem(
+    reporter = OomReporter(
         0,
-        sources(
+        FakeOomContext(
             tmp_path,
             readings=lambda: {"cpu": {}, "cuda:0": states},
-            snapshot=dump_snapshot,
+            dump_snapshot=dump_snapshot,
         ),
     )
 
-    assert watch.on_error(run_out()) is not None
+    assert reporter.on_error(run_out()) is not None
 
     report = (tmp_path / "oom" / "rank-0-1.txt").read_text()
     assert report.startswith(
@@ -86,7 +85,7 @@ def test_beside_the_report_stands_a_snapshot_for_torch_s_viewer(
 
 
 @pytest.mark.parametrize("kind", ["leak", "long"])
-def test_a_job_is_foreseen_reported_and_ended_by_its_own_error(kind: str, tmp_path: Path) -> None:
+def test_a_job_is_predicted_reported_and_ended_by_its_own_error(kind: str, tmp_path: Path) -> None:
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
 
     finished = start(
@@ -102,14 +101,14 @@ def test_a_job_is_foreseen_reported_and_ended_by_its_own_error(kind: str, tmp_pa
     lines = report.read_text().splitlines()
     step = measured["step"] + 1
     place = rf"out of memory on cuda:0 in (forward|backward|optimizer) of step {step}, "
-    assert re.match(place + r"micro-batch 1: \S+ \w+ asked for, \S+ \w+ free", lines[0])
-    assert "Foreseen: yes" in report.read_text()
+    assert re.match(place + r"micro-batch 1: \S+ \w+ requested, \S+ \w+ free", lines[0])
+    assert "Predicted: yes" in report.read_text()
     assert report.with_suffix(".pickle").exists()
     (limit,) = [line for line in lines if line.startswith("  limit: ")]
     assert limit.endswith("set by set_per_process_memory_fraction")
-    told = re.search(r"\((\d+) bytes\)", limit)
-    assert told is not None
-    assert int(told[1]) == pytest.approx(measured["limit"], rel=0.01)
+    size = re.search(r"\((\d+) bytes\)", limit)
+    assert size is not None
+    assert int(size[1]) == pytest.approx(measured["limit"], rel=0.01)
     alarm = {
         "leak": "is likely to run out within 50 steps",
         "long": "(8 x 8192) is likely not to fit",

@@ -1,1 +1,1 @@
-"""What happened when memory ran out: the evidence, the report, and what would have fitted."""
+"""Out-of-memory reports: evidence, remedies that would have fitted, and killed ranks."""

@@ -1,30 +1,36 @@
-"""What is known at the moment memory runs out, as plain data, and whence it comes.
+"""Evidence of an out-of-memory error, as plain data, and the context of the run that it comes from.
 
-It comes from other rooms by callables; this room knows neither torch nor the engine.
+Nothing here imports torch or reads an engine; `OomContext` does, in its implementations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ..forecast.series import PeakPoint, Shape
+from .limit_name import host_limit_name
 from .parse_error import OomError
-from .would_fit import Layout, LayoutBytes, Remedy
+from .would_fit import Layout, LayoutBytes, OomCase, Remedy, remedies
+
+Readings = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """How this rank trains.
+class TrainingSetup:
+    """Training configuration of this rank.
 
     Attributes:
-        layout: ZeRO stage and what is offloaded.
-        world_size: Ranks that share what ZeRO divides.
-        dtype: Of the model, as "bf16".
-        samples: Of a micro-batch, as configured.
+        layout: ZeRO stage and offloads.
+        world_size: Number of ranks that ZeRO shards over.
+        dtype: Of the model, such as "bf16".
+        samples: Configured samples of a micro-batch.
         accumulation: Micro-batches of a step.
-        checkpointing: Whether activations are recomputed; None where that is not known.
+        checkpointing: Whether activations are recomputed; None if unknown.
     """
 
     layout: Layout
@@ -37,7 +43,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPrediction:
-    """What was thought of a step before it: its peak, and the risk of the next 50 steps."""
+    """Prediction made before a step: its peak, and the risk of the next 50 steps."""
 
     step: int
     predicted_bytes: float | None
@@ -46,40 +52,116 @@ class PeakPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What may not be passed, comparable with peaks, and whose word that is.
+    """Upper bound of memory in use, comparable with peaks.
 
-    `name` says which limit it is, such as "RLIMIT_AS" or "the memory cgroup /train".
+    `name` is where the limit is set, such as "RLIMIT_AS" or "the memory cgroup /train".
     """
 
     num_bytes: float
     name: str
 
 
+class OomContext:
+    """State of the run when memory runs out. Queried on the training thread.
+
+    Methods neither block nor log. They return None if a fact is unknown, as all methods of this
+    base class do. A `device` is a name such as "cuda:0" or "cpu".
+    """
+
+    def folder(self) -> Path | None:
+        """Return the run folder, once there is one."""
+        return None
+
+    def step(self) -> int | None:
+        """Return the last completed step."""
+        return None
+
+    def phase(self) -> str | None:
+        """Return the current phase of the training thread, one of the catalog's phases."""
+        return None
+
+    def readings(self) -> Readings | None:
+        """Read all devices: bytes by device and memory state, and `alloc_retries`."""
+        return None
+
+    def micro_batch(self) -> int | None:
+        """Return the number of the current micro-batch within its step, from 1."""
+        return None
+
+    def shape(self) -> Shape | None:
+        """Return the shape of the current micro-batch, or of the last one."""
+        return None
+
+    def batch_risk(self, device: str) -> float | None:
+        """Return the risk of that micro-batch on a device, as assessed when it began."""
+        return None
+
+    def categories(self, device: str) -> Mapping[str, float] | None:
+        """Return bytes by category at the peak of the last detailed sample."""
+        return None
+
+    def peaks(self, device: str) -> Sequence[PeakPoint] | None:
+        """Return the last readings at the end of a step, latest last."""
+        return None
+
+    def predictions(self, device: str) -> Sequence[PeakPrediction] | None:
+        """Return the predictions made for the last steps."""
+        return None
+
+    def alarm_step(self, device: str) -> int | None:
+        """Return the first step of the current alarm."""
+        return None
+
+    def limit(self, device: str) -> Limit | None:
+        """Return the configured limit, if that is the one in effect."""
+        return None
+
+    def growth_bytes_per_step(self, device: str) -> float | None:
+        """Return the growth of a leak."""
+        return None
+
+    def setup(self) -> TrainingSetup | None:
+        """Return the training configuration of this rank."""
+        return None
+
+    def predict_peak(self, device: str, shape: Shape) -> float | None:
+        """Return the predicted peak bytes of a micro-batch of this shape."""
+        return None
+
+    def planned_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
+        """Return the size of model states under the present layout and all possible ones."""
+        return None
+
+    def dump_snapshot(self, device: str, path: Path) -> bool | None:
+        """Write torch's memory snapshot of a device to a path; return whether it was written."""
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """All that a report says.
+class OomEvidence:
+    """Everything that a report states.
 
     Attributes:
         rank: This rank.
         host: This machine.
         at_unix_seconds: When the error passed.
-        step: The last step that ended; 0 before the first.
-        phase: What the training thread was doing, of the catalog's phases.
-        micro_batch: Which micro-batch of its step was under way, from 1 on.
-        out_of_memory: What the error says.
-        device: Whose memory ran out, such as "cuda:0" or "cpu".
-        readings: Bytes by memory state, and `alloc_retries`, as the error passed. Freed by then is
-            only what no frame of the error's stack holds.
-        categories: Bytes by category at the peak of the step last looked at.
-        shape: The micro-batch under way.
-        batch_risk_ratio: How likely it was thought not to fit, as it began.
-        peaks: The last readings at the end of a step, the latest last.
-        foresights: What was thought of those steps, by step.
-        alarm_step: The step after which the present alarm was raised: risk over one half.
-        limit: What was passed.
-        remedies: What would have fitted; None where that cannot be told.
-        growth_bytes_per_step: Growth that no batch explains; None where there is none.
-        facts: How this rank trains.
+        step: The last completed step; 0 before the first.
+        phase: Phase of the training thread, one of the catalog's phases.
+        error: The parsed error.
+        device: The device that ran out of memory, such as "cuda:0" or "cpu".
+        micro_batch: Number of the current micro-batch within its step, from 1.
+        readings: Bytes by memory state, and `alloc_retries`, as the error passed. By then only
+            memory that no frame of the error's stack holds has been freed.
+        categories: Bytes by category at the peak of the last detailed sample.
+        shape: Shape of the current micro-batch.
+        batch_risk_ratio: Its risk, as assessed when it began.
+        peaks: The last readings at the end of a step, latest last.
+        predictions: Predictions made for those steps, by step.
+        alarm_step: The step after which the current alarm was raised: risk above one half.
+        limit: The limit that was exceeded.
+        remedies: What would have fitted; None if that is unknown.
+        growth_bytes_per_step: Growth not explained by batch sizes; None without a leak.
+        setup: Training configuration of this rank.
     """
 
     rank: int
@@ -87,67 +169,138 @@ class Evidence:
     at_unix_seconds: float
     step: int
     phase: str
-    out_of_memory: OomError
+    error: OomError
     device: str
     micro_batch: int | None = None
-    readings: Mapping[str, float] | None = None
+    readings: Mapping[str, float] = field(default_factory=dict)
     categories: Mapping[str, float] | None = None
     shape: Shape | None = None
     batch_risk_ratio: float | None = None
     peaks: Sequence[PeakPoint] = ()
-    foresights: Mapping[int, PeakPrediction] | None = None
+    predictions: Mapping[int, PeakPrediction] = field(default_factory=dict)
     alarm_step: int | None = None
     limit: Limit | None = None
     remedies: Sequence[Remedy] | None = None
     growth_bytes_per_step: float | None = None
-    facts: RunFacts | None = None
+    setup: TrainingSetup | None = None
+
+    @property
+    def unusable_bytes(self) -> float | None:
+        """Reserved bytes in blocks too small for the request; the error's value, else a reading."""
+        reported = self.error.reported_bytes.get("reserved_unallocated")
+        return self.readings.get("unusable") if reported is None else reported
+
+    @property
+    def in_use_bytes(self) -> float | None:
+        """Bytes in use as the request failed, comparable with the limit.
+
+        The error's text reports them for that very moment. A reading comes later, when much is
+        freed again; but a peak above all earlier ones is that of this step. On CUDA the limit
+        applies to reserved memory.
+        """
+        reported = self.error.reported_bytes
+        if "allocated" in reported:
+            return reported["allocated"] + reported.get("reserved_unallocated", 0.0)
+        state = "allocated" if self.device == "cpu" else "reserved"
+        now, peak = self.readings.get(state), self.readings.get(f"peak_{state}", 0.0)
+        if now is None or self.device != "cpu" or not self.peaks:
+            return now
+        highest = max(point.peak_bytes for point in self.peaks)
+        return max(now, peak) if peak > highest else now
+
+    @property
+    def free_bytes(self) -> float | None:
+        """Bytes left below the limit, or those reported as free by the device, if fewer."""
+        reported, in_use = self.error.reported_bytes.get("free"), self.in_use_bytes
+        free = [] if reported is None else [reported]
+        if in_use is not None and self.limit and math.isfinite(self.limit.num_bytes):
+            free.append(max(0.0, self.limit.num_bytes - in_use))
+        return min(free) if free else None
+
+    @property
+    def largest_tokens(self) -> int | None:
+        """Tokens of the largest micro-batch of the last steps; None if unknown."""
+        shapes = (shape for point in self.peaks for shape in point.shapes)
+        return max((shape.samples * shape.length for shape in shapes), default=None)
 
 
-def _unknown(*_: object) -> None:
-    """Stand in for a source that there is not."""
+def collect_evidence(rank: int, host: str, error: OomError, context: OomContext) -> OomEvidence:
+    """Collect all facts about an error, on the thread that raised it."""
+    readings = context.readings() or {}
+    device = complete_device(error, readings)
+    evidence = OomEvidence(
+        rank=rank,
+        host=host,
+        at_unix_seconds=time.time(),
+        step=context.step() or 0,
+        phase=context.phase() or "other",
+        micro_batch=context.micro_batch(),
+        error=error,
+        device=device,
+        readings=readings.get(device, {}),
+        categories=context.categories(device),
+        shape=context.shape(),
+        batch_risk_ratio=context.batch_risk(device),
+        peaks=context.peaks(device) or (),
+        predictions={each.step: each for each in context.predictions(device) or ()},
+        alarm_step=context.alarm_step(device),
+        limit=_limit_of(device, error, readings.get(device, {}), context),
+        growth_bytes_per_step=context.growth_bytes_per_step(device),
+        setup=context.setup(),
+    )
+    return replace(evidence, remedies=_remedies(evidence, readings, context))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OomContext:
-    """Where the facts come from. Asked on the training thread; none may block or log.
+def complete_device(error: OomError, readings: Readings) -> str:
+    """Return the device of an error, with the index of this rank's device if the error has none."""
+    if error.device in readings or error.device == "cpu":
+        return error.device
+    ours = (device for device in readings if device.startswith(error.device.partition(":")[0]))
+    return next(ours, error.device) if ":" not in error.device else error.device
 
-    None means that a fact cannot be had, and is left out. Those that take a text take the name of
-    a device, such as "cuda:0" or "cpu".
 
-    Attributes:
-        folder: The run folder, once there is one.
-        step: The last step that ended.
-        phase: What the training thread is doing, of the catalog's phases.
-        readings: All devices, read now: bytes by memory state, and `alloc_retries`.
-        micro_batch: Which micro-batch of its step is under way, from 1 on.
-        shape: The micro-batch under way, or the last one.
-        batch_risk: How likely that one was thought not to fit into a device.
-        categories: Bytes by category at the last peak that was looked at.
-        peaks: The last readings, the latest last.
-        foresights: What was thought of the last steps.
-        alarm_step: The first step of the present alarm.
-        limit: What may not be passed, if that is not the readings' limit, and whose it is.
-        growth: Bytes per step of a leak.
-        facts: How this rank trains.
-        predicted: The peak that a micro-batch of this shape is expected to have on a device.
-        planned: Model states by layout; the present layout and those that could be had instead.
-        snapshot: Writes torch's memory snapshot of a device to a path, and says if it did.
-    """
+def _limit_of(
+    device: str, error: OomError, states: Mapping[str, float], context: OomContext
+) -> Limit | None:
+    allowed = error.reported_bytes.get("allowed")
+    if allowed is not None:
+        return Limit(num_bytes=allowed, name="set_per_process_memory_fraction")
+    configured = context.limit(device)
+    if configured is not None:
+        return configured
+    limit = states.get("limit", math.inf)
+    if not math.isfinite(limit):
+        return None
+    name = host_limit_name(states) if device == "cpu" else "the device, minus other processes"
+    return Limit(num_bytes=limit, name=name)
 
-    folder: Callable[[], Path | None]
-    step: Callable[[], int | None]
-    phase: Callable[[], str | None]
-    readings: Callable[[], Mapping[str, Mapping[str, float]] | None]
-    micro_batch: Callable[[], int | None] = _unknown
-    shape: Callable[[], Shape | None] = _unknown
-    batch_risk: Callable[[str], float | None] = _unknown
-    categories: Callable[[str], Mapping[str, float] | None] = _unknown
-    peaks: Callable[[str], Sequence[PeakPoint] | None] = _unknown
-    foresights: Callable[[str], Sequence[PeakPrediction] | None] = _unknown
-    alarm_step: Callable[[str], int | None] = _unknown
-    limit: Callable[[str], Limit | None] = _unknown
-    growth: Callable[[str], float | None] = _unknown
-    facts: Callable[[], RunFacts | None] = _unknown
-    predicted: Callable[[str, Shape], float | None] = _unknown
-    planned: Callable[[], Mapping[Layout, LayoutBytes] | None] = _unknown
-    snapshot: Callable[[str, Path], bool | None] = _unknown
+
+def _remedies(
+    evidence: OomEvidence, readings: Readings, context: OomContext
+) -> list[Remedy] | None:
+    """Compute what would have fitted; None if use or limit are unknown."""
+    in_use, limit, setup = evidence.in_use_bytes, evidence.limit, evidence.setup
+    if in_use is None or limit is None or not math.isfinite(limit.num_bytes):
+        return None
+    device, host = evidence.device, readings.get("cpu", {})
+    return remedies(
+        OomCase(
+            device=device,
+            in_use_bytes=in_use,
+            requested_bytes=evidence.error.requested_bytes or 0.0,
+            limit_bytes=limit.num_bytes,
+            unusable_bytes=evidence.unusable_bytes or 0.0,
+            floor_bytes=evidence.peaks[-1].floor_bytes if evidence.peaks else None,
+            shape=evidence.shape,
+            largest_tokens=evidence.largest_tokens,
+            predict_peak=partial(context.predict_peak, device),
+            categories=evidence.categories,
+            layout=setup.layout if setup else None,
+            planned=context.planned_layouts(),
+            world_size=setup.world_size if setup else 1,
+            accumulation=setup.accumulation if setup else None,
+            checkpointing=setup.checkpointing if setup else None,
+            trains_here=device != "cpu" or len(readings) == 1,
+            host_free_bytes=host.get("limit", math.inf) - host.get("allocated", 0.0),
+        )
+    )

@@ -1,76 +1,202 @@
-"""Finds, at the next start, the ranks of this host that ended without a word, and tells of each.
+"""Finds ranks of this host that exited uncleanly, at the next start, and reports the likely cause.
 
-Several ranks may look at the same time: each finding goes to the one that moves the life file away.
+Such a rank has left its liveness file and its step log. Several ranks may search at the same time:
+the one that moves the liveness file away reports it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
-from ...common.report_files import create_first_free
-from .exit_cause import ExitCause, ExitFinding, classify_exit
-from .killed_report import headline, report_text
-from .last_records import LastRecord, last_records, latest
-from .liveness_file import ROOT, SUFFIX, ProcessMarker, boot_id, count_kills_in, is_over, read_life
+from ....metrics.thresholds import OOM_RISK_HIGH
+from ...common.report_files import create_first_free, utc_text
+from ...common.units import format_bytes
+from ..forecast.series import Shape
+from .formatting import format_percent, format_shapes
+from .liveness_file import (
+    ROOT,
+    SUFFIX,
+    OomKillCounts,
+    ProcessMarker,
+    boot_id,
+    count_oom_kills_in,
+    has_exited,
+    read_marker,
+)
 
 logger = logging.getLogger(__name__)
 
-# Whoever keeps more runs than this has started many since; looking takes 0.1 ms a run.
+# Only the newest runs are searched; that takes 0.1 ms a run.
 MAX_RUNS = 100
-TOLD_SUFFIX = ".life.json"
+REPORTED_SUFFIX = ".life.json"
 # Ranks of one launch start within this time of each other.
 LAUNCH_SECONDS = 600.0
+# A last peak this close to its limit makes it likely that the next step exceeded it.
+NEAR_LIMIT_RATIO = 0.9
+MAX_RECORDS = 20
+# Some hundred lines; a line is about 1 KiB, more with many devices or collectives.
+_TAIL_BYTES = 256 * 1024
+
+
+class ExitCause(Enum):
+    """Why a process exited; the value is the text in reports."""
+
+    OOM_KILLER = "was killed by the kernel's OOM killer"
+    PROBABLY = "was probably killed by the kernel's OOM killer"
+    UNKNOWN = "exited uncleanly; whether it ran out of memory is unknown"
+    OTHERWISE = (
+        "exited uncleanly, not by the kernel's OOM killer: by a signal such as SIGKILL or "
+        "SIGTERM, by a crash, or by os._exit"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitFinding:
+    """The cause of an exit, and the reason for that conclusion."""
+
+    cause: ExitCause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastRecord:
+    """Host memory in one record of the step log. None for values that it lacks."""
+
+    step: int
+    ended_at_unix_seconds: float
+    resident_bytes: float | None
+    peak_bytes: float | None
+    limit_bytes: float | None
+    risk_ratio: float | None
+    shapes: tuple[Shape, ...]
+
+    @property
+    def limit_ratio(self) -> float | None:
+        """The peak over the limit."""
+        peak = self.resident_bytes if self.peak_bytes is None else self.peak_bytes
+        if peak is None or not self.limit_bytes or not math.isfinite(self.limit_bytes):
+            return None
+        return peak / self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KilledRank:
-    """A rank that ended without a word.
+    """A rank that exited uncleanly.
 
     Attributes:
         folder: Its run folder.
-        life: The process.
-        finding: What ended it.
-        records: Its last records, the latest last.
-        report: Where that is told at length; None where the folder cannot be written.
+        process: The process.
+        finding: Why it exited.
+        records: Its last records, latest last.
+        report: Path of the report; None if the folder cannot be written.
     """
 
     folder: Path
-    life: ProcessMarker
+    process: ProcessMarker
     finding: ExitFinding
     records: tuple[LastRecord, ...]
     report: Path | None
 
     @property
     def by_oom_killer(self) -> bool:
-        """Whether the kernel's OOM killer did it, for certain or probably."""
-        return self.finding.verdict in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
+        """Whether the kernel's OOM killer killed it, certainly or probably."""
+        return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
 
 
 def detect_killed_ranks(runs: Path, host: str, *, root: Path = ROOT) -> list[KilledRank]:
-    """Find, report and log those that have not been told of yet.
+    """Find, report and log ranks that exited uncleanly and were not reported yet.
 
-    To be called before this process writes a life file of its own, off the training thread: it
-    reads and writes files. Never raises for a disk's sake.
+    Call it before this process writes its own liveness file, and not on the training thread: it
+    reads and writes files. Never raises on disk errors.
 
     Args:
-        runs: The folder in which each run has a folder of its own.
-        host: This machine's name; ranks of others are left to those.
+        runs: The folder that contains all run folders.
+        host: This machine's name; ranks of other hosts are left to those.
         root: The root of the file system, for tests.
     """
     found = []
     for folder in _newest(runs):
-        dead = [(path, life) for path, life in _lives(folder) if _has_ended(path, life, host, root)]
-        together = {life for _, life in dead}.union(_told(folder))
-        for path, life in dead:
-            told = _tell(folder, path, life, together, root)
-            if told is not None:
-                found.append(told)
+        dead = [
+            (path, process)
+            for path, process in _markers(folder)
+            if _is_dead(path, process, host, root)
+        ]
+        together = {process for _, process in dead}.union(_reported(folder))
+        for path, process in dead:
+            killed = _report(folder, path, process, together, root)
+            if killed is not None:
+                found.append(killed)
     return found
+
+
+def classify_exit(
+    process: ProcessMarker,
+    *,
+    same_boot: bool,
+    now: OomKillCounts,
+    died_together: int = 1,
+    limit_ratio: float | None = None,
+    risk_ratio: float | None = None,
+) -> ExitFinding:
+    """Classify an exit by the kernel's counters, or without these by the last readings.
+
+    Args:
+        process: The process, with the counters at its start.
+        same_boot: Whether the machine has not rebooted since; counters start at 0 then.
+        now: The current counters, of the same cgroup.
+        died_together: Ranks of this run and cgroup that exited uncleanly, this one included: a
+            launcher kills the others when one is gone.
+        limit_ratio: The last peak over its limit.
+        risk_ratio: The last risk.
+    """
+    then = process.kills
+    if not same_boot:
+        return _by_readings("the machine has rebooted since", limit_ratio, risk_ratio)
+    cgroup, host = _increase(then.cgroup, now.cgroup), _increase(then.host, now.host)
+    if cgroup is not None and then.cgroup_inode == now.cgroup_inode:
+        return _by_cgroup(cgroup, host, died_together)
+    if host:
+        reason = f"it has killed {host} process(es) on this host since, in an unknown cgroup"
+        return ExitFinding(cause=ExitCause.PROBABLY, reason=reason)
+    if host == 0:
+        reason = "it has killed no process on this host since"
+        return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    return _by_readings("the kernel has no counters", limit_ratio, risk_ratio)
+
+
+def _by_cgroup(kills: int, on_host: int | None, died_together: int) -> ExitFinding:
+    reason = f"it has killed {kills} process(es) of this rank's memory cgroup since"
+    if kills >= died_together:
+        return ExitFinding(cause=ExitCause.OOM_KILLER, reason=reason)
+    if kills:
+        reason = f"{reason}, and {died_together} ranks exited together: this one or another"
+        return ExitFinding(cause=ExitCause.PROBABLY, reason=reason)
+    elsewhere = f", but {on_host} elsewhere on this host" if on_host else ""
+    reason = f"it has killed no process in this rank's memory cgroup since{elsewhere}"
+    return ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+
+
+def _by_readings(prefix: str, limit_ratio: float | None, risk_ratio: float | None) -> ExitFinding:
+    signs = []
+    if limit_ratio is not None and limit_ratio >= NEAR_LIMIT_RATIO:
+        signs.append(f"its last peak was {100 * limit_ratio:.0f} % of the limit")
+    if risk_ratio is not None and risk_ratio > OOM_RISK_HIGH:
+        signs.append(f"its last risk was {100 * risk_ratio:.0f} %")
+    cause = ExitCause.PROBABLY if signs else ExitCause.UNKNOWN
+    return ExitFinding(cause=cause, reason=f"{prefix}; " + (" and ".join(signs) or "no sign of it"))
+
+
+def _increase(then: int | None, now: int | None) -> int | None:
+    return None if then is None or now is None or now < then else now - then
 
 
 def _newest(runs: Path) -> list[Path]:
@@ -82,61 +208,68 @@ def _newest(runs: Path) -> list[Path]:
     return [Path(entry.path) for entry in folders[:MAX_RUNS]]
 
 
-def _lives(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
+def _markers(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
     for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-        life = read_life(path)
-        if life is not None:
-            yield path, life
+        process = read_marker(path)
+        if process is not None:
+            yield path, process
 
 
-def _told(folder: Path) -> list[ProcessMarker]:
-    """Return those that another rank has just told of, or that were told of long ago."""
-    lives = map(read_life, (folder / "oom").glob(f"rank-*{TOLD_SUFFIX}"))
-    return [life for life in lives if life is not None]
+def _reported(folder: Path) -> list[ProcessMarker]:
+    """Return the processes that were reported, by another rank just now or long ago."""
+    found = map(read_marker, (folder / "oom").glob(f"rank-*{REPORTED_SUFFIX}"))
+    return [process for process in found if process is not None]
 
 
-def _has_ended(path: Path, life: ProcessMarker, host: str, root: Path) -> bool:
+def _is_dead(path: Path, process: ProcessMarker, host: str, root: Path) -> bool:
     try:
-        return life.host == host and is_over(life, path, root)
-    except OSError:  # another rank has moved it, or the kernel does not tell
+        return process.host == host and has_exited(process, path, root)
+    except OSError:  # another rank has moved the file, or /proc cannot be read
         return False
 
 
-def _tell(
-    folder: Path, path: Path, life: ProcessMarker, together: Set[ProcessMarker], root: Path
+def _report(
+    folder: Path,
+    path: Path,
+    process: ProcessMarker,
+    together: Set[ProcessMarker],
+    root: Path,
 ) -> KilledRank | None:
-    """Take the life file away, judge, write and log; None if another rank was faster."""
-    records = last_records(folder, life.rank, life.started_at_unix_seconds)
+    """Move the liveness file away, classify, write and log; None if another rank was faster."""
+    records = read_last_records(folder, process.rank, process.started_at_unix_seconds)
+    name = f"rank-{process.rank}-{process.pid}-{process.start_ticks}{REPORTED_SUFFIX}"
     try:
         (folder / "oom").mkdir(exist_ok=True)
-        path.rename(folder / "oom" / f"rank-{life.rank}-{life.pid}-{life.start_ticks}{TOLD_SUFFIX}")
-        same_boot = life.boot_id == boot_id(root)
+        path.rename(folder / "oom" / name)
+        same_boot = process.boot_id == boot_id(root)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            logger.info("%s cannot be moved, so it is told of again: %s", path, error)
+            logger.info(
+                "%s cannot be moved, so it is reported again at each start: %s", path, error
+            )
         return None
     finding = classify_exit(
-        life,
+        process,
         same_boot=same_boot,
-        now=count_kills_in(life.kills.cgroup_file, root),
-        died_together=sum(_of_one_launch(life, other) for other in together),
-        limit_ratio=latest(records, "limit_ratio"),
-        risk_ratio=latest(records, "risk_ratio"),
+        now=count_oom_kills_in(process.kills.cgroup_file, root),
+        died_together=sum(_is_same_launch(process, other) for other in together),
+        limit_ratio=_latest(records, "limit_ratio"),
+        risk_ratio=_latest(records, "risk_ratio"),
     )
-    report = _write(folder / "oom", life.rank, report_text(life, finding, records))
-    # The rule is an end by a signal, and launchers send them: that is no news.
-    level = logging.INFO if finding.verdict is ExitCause.OTHERWISE else logging.WARNING
+    report = _write(folder / "oom", process.rank, _report_text(process, finding, records))
+    # Most unclean exits are signals sent by launchers, which need no warning.
+    level = logging.INFO if finding.cause is ExitCause.OTHERWISE else logging.WARNING
     where = f"report: {report}" if report else "no report could be written"
-    logger.log(level, "run %s: %s (%s)", folder.name, headline(life, finding, records), where)
+    logger.log(level, "run %s: %s (%s)", folder.name, _headline(process, finding, records), where)
     return KilledRank(
-        folder=folder, life=life, finding=finding, records=tuple(records), report=report
+        folder=folder, process=process, finding=finding, records=tuple(records), report=report
     )
 
 
-def _of_one_launch(life: ProcessMarker, other: ProcessMarker) -> bool:
-    apart = abs(life.started_at_unix_seconds - other.started_at_unix_seconds)
-    same = (life.boot_id, life.kills.cgroup_inode) == (other.boot_id, other.kills.cgroup_inode)
-    return same and apart < LAUNCH_SECONDS
+def _is_same_launch(process: ProcessMarker, other: ProcessMarker) -> bool:
+    apart = abs(process.started_at_unix_seconds - other.started_at_unix_seconds)
+    ours = process.boot_id, process.kills.cgroup_inode
+    return ours == (other.boot_id, other.kills.cgroup_inode) and apart < LAUNCH_SECONDS
 
 
 def _write(folder: Path, rank: int, text: str) -> Path | None:
@@ -153,3 +286,130 @@ def _write(folder: Path, rank: int, text: str) -> Path | None:
     except OSError:
         return None
     return path
+
+
+# The report.
+
+_OUT_OF_MEMORY_ADVICE = (
+    "Reduce host memory: fewer or leaner data loader workers, less offloading to cpu, a smaller "
+    "micro-batch; or give the job more memory.",
+    "The kernel's log lists the memory of every process at that time (dmesg, or journalctl -k).",
+)
+_ADVICE = {
+    ExitCause.OOM_KILLER: _OUT_OF_MEMORY_ADVICE,
+    ExitCause.PROBABLY: (*_OUT_OF_MEMORY_ADVICE, "Check there whether it names this process id."),
+    ExitCause.UNKNOWN: ("Check the logs of the machine and of the scheduler at that time.",),
+    ExitCause.OTHERWISE: (
+        "Check the launcher's and the scheduler's logs for a signal (time limit, preemption, "
+        "another rank's exit), and look for a core dump.",
+    ),
+}
+
+
+def _headline(process: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]) -> str:
+    """Return one line: rank, cause, last step and last memory reading."""
+    step = f"after step {records[-1].step}" if records else "before its first record"
+    return f"rank {process.rank} {finding.cause.value}, {step}{_last_memory(records)}"
+
+
+def _report_text(
+    process: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]
+) -> str:
+    """Return the whole report; line 1 is the headline."""
+    started = utc_text(process.started_at_unix_seconds)
+    lines = [_headline(process, finding, records), ""]
+    lines += [f"rank {process.rank} on {process.host}, process {process.pid}, started {started}"]
+    if records:
+        lines += [f"last record: {utc_text(records[-1].ended_at_unix_seconds)}"]
+    lines += [f"the kernel's OOM killer: {finding.reason}", "", *_table(records), ""]
+    lines += ["What to do next:"]
+    lines += [f"  {n}. {line}" for n, line in enumerate(_ADVICE[finding.cause], 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _last_memory(records: Sequence[LastRecord]) -> str:
+    resident, limit = _latest(records, "resident_bytes"), _latest(records, "limit_bytes")
+    if resident is None:
+        return ""
+    risk = _latest(records, "risk_ratio")
+    peak = _latest(records, "peak_bytes")
+    parts = [f"{format_bytes(resident)} RSS"]
+    parts += [f"peak {format_bytes(peak)}"] if peak else []
+    parts += [f"limit {format_bytes(limit)}"] if limit else []
+    parts += [] if risk is None else [f"risk {format_percent(risk, 1)}"]
+    return f"; last reading: {', '.join(parts)}"
+
+
+def _table(records: Sequence[LastRecord]) -> Iterator[str]:
+    if not records:
+        yield "Last records: none."
+        return
+    yield "Last records (host memory; not every step reads it):"
+    row = "{:>9} {:>10} {:>10} {:>10} {:>9} {:>7}  {}".format
+    yield row("step", "RSS", "peak", "limit", "of limit", "risk", "micro-batches")
+    for each in records:
+        sizes = (each.resident_bytes, each.peak_bytes, each.limit_bytes)
+        yield row(
+            each.step,
+            *("-" if size is None else format_bytes(size) for size in sizes),
+            "-" if each.limit_ratio is None else format_percent(each.limit_ratio, 1),
+            "-" if each.risk_ratio is None else format_percent(each.risk_ratio, 1),
+            format_shapes(each.shapes),
+        )
+
+
+# The step log.
+
+
+def read_last_records(folder: Path, rank: int, since_unix_seconds: float) -> list[LastRecord]:
+    """Return the last records of a rank in the step log, from a time on."""
+    lines = _tail(folder / f"rank-{rank}.jsonl")
+    if len(lines) < MAX_RECORDS:  # the log has just rotated
+        lines = _tail(folder / f"rank-{rank}.1.jsonl") + lines
+    found = [record for record in _records(lines) if _ended_at(record) >= since_unix_seconds]
+    return [_last_record(record) for record in found[-MAX_RECORDS:]]
+
+
+def _latest(records: Sequence[LastRecord], field: str) -> Any:
+    """Return the last value of a field that is not None; not every step reads memory."""
+    values = (getattr(record, field) for record in reversed(records))
+    return next((value for value in values if value is not None), None)
+
+
+def _tail(path: Path) -> list[bytes]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    return lines[1:] if size > _TAIL_BYTES else lines  # the first is incomplete
+
+
+def _records(lines: Sequence[bytes]) -> Iterator[Mapping[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # an incomplete line of a killed writer
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield record
+
+
+def _ended_at(record: Mapping[str, Any]) -> float:
+    return float(record.get("ended_at_unix_seconds") or 0.0)
+
+
+def _last_record(record: Mapping[str, Any]) -> LastRecord:
+    host = (record.get("memory_bytes") or {}).get("cpu") or {}
+    risks = (record.get("oom_risk_ratio") or {}).values()
+    return LastRecord(
+        step=int(record["step"]),
+        ended_at_unix_seconds=_ended_at(record),
+        resident_bytes=host.get("allocated"),
+        peak_bytes=host.get("peak_allocated"),
+        limit_bytes=host.get("limit"),
+        risk_ratio=max((risk for risk in risks if risk is not None), default=None),
+        shapes=tuple(Shape(*each) for each in record.get("micro_batch_shapes") or ()),
+    )

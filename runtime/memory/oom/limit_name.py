@@ -1,4 +1,4 @@
-"""Whose limit it is that the host's memory meets first."""
+"""Finds which limit of the host a reading was computed from."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from ...common.cgroups import cgroup_folders
 from ...common.units import format_bytes
 
 ROOT = Path("/")
-# Readings are of slightly different moments; limits of different kinds are further apart.
+# Readings are taken at slightly different times; limits of different kinds are further apart.
 _TOLERANCE_BYTES = 2**20
 _CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
-_UNNAMED = "a limit that is not known"
+_UNNAMED = "an unknown limit"
 
 
 def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
-    """Name the limit that a reading of the host tells: allocated, reserved and limit, in bytes."""
+    """Return the name of the limit in a reading of the host.
+
+    Args:
+        states: Bytes by state: allocated, reserved and limit.
+        root: Root of the file system, for tests.
+    """
     limit = states.get("limit", math.inf)
     found = [(abs(size - limit), name) for name, size in _candidates(states, root)]
     distance, name = min(found, default=(math.inf, _UNNAMED))
@@ -25,7 +30,7 @@ def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
 
 
 def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
-    """Yield the limits as the RSS at which each is met, so as `memory.host_limit` reckons them."""
+    """Yield each limit as the RSS at which it is reached, computed as in `host_limit.py`."""
     resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
     limits = _limits(root / "proc/self/limits")
     data = _kilobytes(root / "proc/self/status", "VmData:")
@@ -43,7 +48,7 @@ def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, 
 
 
 def _limits(path: Path) -> Mapping[str, float]:
-    """Read soft limits by name, as proc_pid_limits(5) lays them out: in columns of 26 and 21."""
+    """Read soft limits by name; proc_pid_limits(5) has columns of 26 and 21 characters."""
     lines = _text(path).splitlines()
     soft = {line[:26].strip(): line[26:47].strip() for line in lines}
     return {name: float(size) for name, size in soft.items() if size.isdigit()}

@@ -1,7 +1,7 @@
-"""The life file of a rank: written once at its start, removed at a clean end, and else telling.
+"""Liveness file of a rank: written at its start and removed at a clean exit.
 
-A process that the kernel kills can say nothing any more. What it left of itself at its start, and
-the kernel's counters of then and now, tell the next start what happened.
+A process that the kernel kills leaves its file behind. From that, and from the kernel's OOM kill
+counters then and now, the next run finds out what happened.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _COUNTER_FILES = ("memory.oom_control", "memory.events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kills:
-    """How many processes the kernel's OOM killer has ended, as its counters say.
+class OomKillCounts:
+    """The kernel's counters of processes killed by its OOM killer.
 
     Attributes:
-        host: Since the machine started; None where it is not counted.
-        cgroup_file: Whose counter of the innermost memory cgroup.
-        cgroup_inode: Tells that cgroup from a later one of the same name.
-        cgroup: In that cgroup since it was made; None where it is not counted.
+        host: Kills since the machine booted; None if not counted.
+        cgroup_file: File with the counter of the innermost memory cgroup.
+        cgroup_inode: Identifies that cgroup, as a later one may have the same name.
+        cgroup: Kills in that cgroup since it was created; None if not counted.
     """
 
     host: int | None = None
@@ -43,10 +43,10 @@ class Kills:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMarker:
-    """One process of a run.
+    """Identity of one process of a run; the content of a liveness file.
 
-    `start_ticks` and `boot_id` tell it from a later process with the same id; `pid_namespace` says
-    where that id means something.
+    `start_ticks` and `boot_id` distinguish it from a later process with the same id, which is valid
+    in `pid_namespace` only.
     """
 
     rank: int
@@ -56,11 +56,11 @@ class ProcessMarker:
     boot_id: str
     pid_namespace: str
     started_at_unix_seconds: float
-    kills: Kills
+    kills: OomKillCounts
 
 
 class LivenessFile:
-    """`rank-<r>.alive.json` of this process. Never raises for a disk's sake."""
+    """`rank-<r>.alive.json` of this process. Never raises on disk errors."""
 
     def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
         self._path = folder / f"rank-{rank}{SUFFIX}"
@@ -69,24 +69,24 @@ class LivenessFile:
         self._pid = os.getpid()
 
     def open(self) -> None:
-        """Write it; does nothing where there is no /proc."""
-        life = this_life(self._rank, self._host, self._root)
-        if life is None or self._descriptor is not None:
+        """Write the file; do nothing without /proc."""
+        marker = current_process(self._rank, self._host, self._root)
+        if marker is None or self._descriptor is not None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             self._descriptor = os.open(self._path, flags, 0o600)
-            # Held until the process is gone: it tells those who cannot see its id.
+            # Held until the process has exited, for readers in other PID namespaces.
             with contextlib.suppress(OSError):  # some network file systems refuse
                 _lock(self._descriptor)
-            os.write(self._descriptor, json.dumps(asdict(life), indent=2).encode() + b"\n")
+            os.write(self._descriptor, json.dumps(asdict(marker), indent=2).encode() + b"\n")
         except OSError as error:
-            logger.info("the life file %s cannot be written: %s", self._path, error)
+            logger.info("liveness file %s cannot be written: %s", self._path, error)
 
     def close(self) -> None:
-        """Remove it, as the process ends in good order. Not in a forked child; safe twice."""
+        """Remove the file at a clean exit. Does nothing in a forked child. Safe to call twice."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None or os.getpid() != self._pid:
             return
@@ -95,8 +95,8 @@ class LivenessFile:
             os.close(descriptor)
 
 
-def this_life(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | None:
-    """Describe this process; None where the kernel does not tell."""
+def current_process(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | None:
+    """Return the marker of this process; None if /proc does not provide it."""
     try:
         return ProcessMarker(
             rank=rank,
@@ -106,71 +106,75 @@ def this_life(rank: int, host: str, root: Path = ROOT) -> ProcessMarker | None:
             boot_id=boot_id(root),
             pid_namespace=pid_namespace(root),
             started_at_unix_seconds=time.time(),
-            kills=count_kills(root),
+            kills=count_oom_kills(root),
         )
     except (OSError, ValueError, IndexError):
         return None
 
 
-def read_life(path: Path) -> ProcessMarker | None:
-    """Read a life file; None if it is gone, half written, or of another version."""
+def read_marker(path: Path) -> ProcessMarker | None:
+    """Read a liveness file; None if it is gone, incomplete, or of another version."""
     try:
         fields = json.loads(path.read_bytes())
-        return ProcessMarker(**{**fields, "kills": Kills(**fields["kills"])})
+        return ProcessMarker(**{**fields, "kills": OomKillCounts(**fields["kills"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def is_over(life: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
-    """Whether a process of this host has ended. Its own id tells, or its lock in other namespaces.
+def has_exited(marker: ProcessMarker, path: Path, root: Path = ROOT) -> bool:
+    """Return whether a process of this host has exited.
+
+    Uses its process id, or in other PID namespaces the lock on its liveness file.
 
     Raises:
-        OSError: The kernel does not tell.
+        OSError: The state of the process cannot be read.
     """
-    if life.boot_id != boot_id(root):
+    if marker.boot_id != boot_id(root):
         return True
-    if life.pid_namespace != pid_namespace(root):
+    if marker.pid_namespace != pid_namespace(root):
         return _is_unlocked(path)
     try:
-        state, start_ticks = _state_and_start(root, life.pid)
+        state, start_ticks = _state_and_start(root, marker.pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    # Z and X: it was killed, and nobody has asked for its exit code yet.
-    return state in "ZX" or start_ticks != life.start_ticks
+    # Z and X: it has exited, but its parent has not waited for it.
+    return state in "ZX" or start_ticks != marker.start_ticks
 
 
 def boot_id(root: Path = ROOT) -> str:
-    """Return what tells this start of the machine from all others."""
+    """Return the id of the machine's current boot."""
     return (root / "proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def pid_namespace(root: Path = ROOT) -> str:
-    """Return in which namespace this process's id means something."""
+    """Return the PID namespace of this process."""
     return os.readlink(root / "proc/self/ns/pid")
 
 
-def count_kills(root: Path = ROOT) -> Kills:
-    """Ask the kernel's counters, those of the machine and of this process's memory cgroup."""
+def count_oom_kills(root: Path = ROOT) -> OomKillCounts:
+    """Read the counters of the machine and of this process's memory cgroup."""
     folders = cgroup_folders("memory", root)
     files = [folder / name for folder in folders for name in _COUNTER_FILES]
     own = next((file for file in files if file.is_file()), None)
-    return count_kills_in(None if own is None else str(own), root)
+    return count_oom_kills_in(None if own is None else str(own), root)
 
 
-def count_kills_in(cgroup_file: str | None, root: Path = ROOT) -> Kills:
-    """Ask the same of a given cgroup."""
-    host = _counter(root / "proc/vmstat")
+def count_oom_kills_in(cgroup_file: str | None, root: Path = ROOT) -> OomKillCounts:
+    """Read the counters of the machine and of a given cgroup."""
+    host = _read_counter(root / "proc/vmstat")
     if cgroup_file is None:
-        return Kills(host=host)
+        return OomKillCounts(host=host)
     file = Path(cgroup_file)
     try:
         inode = file.parent.stat().st_ino
-    except OSError:  # it was removed when its last process had gone
-        return Kills(host=host, cgroup_file=cgroup_file)
-    return Kills(host=host, cgroup_file=cgroup_file, cgroup_inode=inode, cgroup=_counter(file))
+    except OSError:  # it was removed after its last process had exited
+        return OomKillCounts(host=host, cgroup_file=cgroup_file)
+    return OomKillCounts(
+        host=host, cgroup_file=cgroup_file, cgroup_inode=inode, cgroup=_read_counter(file)
+    )
 
 
-def _counter(file: Path) -> int | None:
+def _read_counter(file: Path) -> int | None:
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -179,7 +183,7 @@ def _counter(file: Path) -> int | None:
 
 
 def _state_and_start(root: Path, pid: int) -> tuple[str, int]:
-    """Return fields 3 and 22 of proc_pid_stat(5); field 2 is a name that may hold anything."""
+    """Return fields 3 and 22 of proc_pid_stat(5); field 2 is a name of arbitrary characters."""
     after_name = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return after_name[0], int(after_name[19])
 
@@ -196,7 +200,7 @@ def _is_unlocked(path: Path) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock a file, without waiting, until it is closed here and in all forked children."""
-    import fcntl  # Windows has not got it, and no /proc either
+    """Lock a file without blocking, until it is closed here and in all forked children."""
+    import fcntl  # not available on Windows, nor is /proc
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Tells an out-of-memory error from all others, by its type's name and its text. Knows no torch.
+"""Recognises out-of-memory errors by type name and text, without importing torch.
 
 The texts are those of torch 2.13: c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDACachingAllocator.cpp,
 ATen/cuda/Exceptions.h, ProcessGroupNCCL; and Python's and numpy's own.
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Who could not get memory: torch's allocator for a device; a library on the device, which allocates
-# past torch; torch's allocator on the host; Python, numpy or C++; the kernel.
+# What failed to allocate: torch's allocator of a device; a library on the device that bypasses it;
+# torch's allocator of the host; Python, numpy or C++; the kernel.
 Kind = Literal["device allocator", "device library", "host allocator", "python", "operating system"]
 
 MAX_CHAIN = 16
@@ -22,7 +22,7 @@ MAX_MESSAGE = 1000
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
-# None begins with a wildcard: that would take a time that grows with the square of the text.
+# None starts with a wildcard: matching would take quadratic time in the length of the text.
 _DEVICE_ALLOCATOR = re.compile(r"\b(CUDA|HIP|XPU|NPU) out of memory\b")
 _DEVICE_LIBRARY = re.compile(
     r"\b(?:CUDA|HIP)(?: driver)? error: out of memory"
@@ -36,12 +36,12 @@ _HOST_ALLOCATOR = re.compile(
 )
 _ARRAY = re.compile(r"Unable to allocate (\d+(?:\.\d+)?) (bytes|[KMGTP]iB)")
 _PYTHON = re.compile(r"std::bad_alloc|\bMemoryError\b")
-# Not every "Cannot allocate memory": network libraries say it of the limit on locked memory too.
+# Not every "Cannot allocate memory": network libraries report it for the limit on locked memory.
 _KERNEL = re.compile(r"\bunable to mmap (\d+) bytes\b[^\n]*\bCannot allocate memory\b")
 _REQUEST = re.compile(rf"Tried to allocate {_SIZE}")
 _INDEX = re.compile(r"\bGPU (\d+) has a total capacity")
 _WORKER = re.compile(r"^Caught \w+ in (\S.*? process \d+)\.")
-_TOLD = {
+_REPORTED = {
     "total": re.compile(rf"total capacity of {_SIZE}"),
     "free": re.compile(rf"of which {_SIZE} is free"),
     "in_use": re.compile(rf"this process has {_SIZE} memory in use"),
@@ -53,53 +53,50 @@ _TOLD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomError:
-    """An error that says that memory ran out.
+    """Content of an out-of-memory error.
 
     Attributes:
-        kind: Who could not get memory.
-        device: Such as "cuda:0"; "cuda" where the text does not say which; else "cpu".
-        requested_bytes: What was asked for; on a device in two digits of its unit, as the text is.
-        message: The line that says so, without any stack.
-        told_bytes: What the text says beside: total, free, in_use, allowed (by
+        kind: What failed to allocate.
+        device: Such as "cuda:0"; "cuda" if the text does not contain an index; else "cpu".
+        requested_bytes: Size of the request; for a device rounded to two decimals, as in the text.
+        message: The line of the error, without any stack.
+        reported_bytes: Other sizes in the text: total, free, in_use, allowed (by
             `set_per_process_memory_fraction`), allocated, reserved_unallocated.
-        worker: The process in which it was raised, if that is not this one.
+        worker: The process in which it was raised, if not this one.
     """
 
     kind: Kind
     device: str
     requested_bytes: float | None
     message: str
-    told_bytes: Mapping[str, float] = field(default_factory=dict)
+    reported_bytes: Mapping[str, float] = field(default_factory=dict)
     worker: str | None = None
 
 
-def out_of_memory(error: BaseException) -> OomError | None:
-    """Say what ran out if this error, or one that it wraps or answers, is out-of-memory."""
-    found = parse_oom_error(error)
-    return None if found is None else found[1]
+def find_oom_error(error: BaseException) -> tuple[BaseException, OomError] | None:
+    """Return the first out-of-memory error in a chain of errors, and its content."""
+    for link in _chain(error):
+        parsed = _parse(link)
+        if parsed is not None:
+            return link, parsed
+    return None
 
 
 def is_caused_by_oom(error: BaseException) -> bool:
-    """Whether an error is out-of-memory or raised from one; not if it only came after one."""
+    """Return whether an error is out of memory, or raised `from` one that is.
+
+    An error raised while another was handled (`__context__`) does not count.
+    """
     link: BaseException | None = error
     while link is not None:
-        if _read(link) is not None:
+        if _parse(link) is not None:
             return True
         link = link.__cause__
     return False
 
 
-def parse_oom_error(error: BaseException) -> tuple[BaseException, OomError] | None:
-    """Return the error in the chain that is out-of-memory, and what it says."""
-    for link in _chain(error):
-        said = _read(link)
-        if said is not None:
-            return link, said
-    return None
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then what it wraps or was raised during, each once."""
+    """Yield an error, then its causes, contexts and group members."""
     waiting, seen = [error], 0
     while waiting and seen < MAX_CHAIN:
         link = waiting.pop(0)
@@ -113,45 +110,45 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting.append(link.__context__)
 
 
-def _read(error: BaseException) -> OomError | None:
+def _parse(error: BaseException) -> OomError | None:
     if isinstance(error, MemoryError):
-        return _read_text(str(error)) or _on_host("python", "MemoryError", None)
+        return _parse_text(str(error)) or _on_host("python", "MemoryError", None)
     if isinstance(error, OSError):
         short = error.errno == errno.ENOMEM
         return _on_host("operating system", str(error), None) if short else None
     if not isinstance(error, RuntimeError):
         return None
-    said = _read_text(str(error)[:MAX_TEXT])
-    if said is None and type(error).__name__ == "OutOfMemoryError":
+    parsed = _parse_text(str(error)[:MAX_TEXT])
+    if parsed is None and type(error).__name__ == "OutOfMemoryError":
         return OomError(
             kind="device allocator",
             device="cuda",
             requested_bytes=None,
             message=str(error)[:MAX_MESSAGE],
         )
-    return said
+    return parsed
 
 
-def _read_text(text: str) -> OomError | None:
-    """Read the text of an error, which may hold the whole stack of another process's."""
+def _parse_text(text: str) -> OomError | None:
+    """Parse the text of an error, which may contain the stack of another process."""
     worker = _WORKER.match(text)
-    # Of a stack that came along, the last line is the error; the lines before are source code.
-    said = _read_line(text.rstrip().rpartition("\n")[2] if worker else text)
-    if said is None or worker is None:
-        return said
+    # The last line of a stack is the error; the lines before are source code.
+    parsed = _parse_line(text.rstrip().rpartition("\n")[2] if worker else text)
+    if parsed is None or worker is None:
+        return parsed
     return OomError(
-        kind=said.kind,
-        device=said.device,
-        requested_bytes=said.requested_bytes,
-        message=said.message,
-        told_bytes=said.told_bytes,
+        kind=parsed.kind,
+        device=parsed.device,
+        requested_bytes=parsed.requested_bytes,
+        message=parsed.message,
+        reported_bytes=parsed.reported_bytes,
         worker=worker[1],
     )
 
 
-def _read_line(text: str) -> OomError | None:
+def _parse_line(text: str) -> OomError | None:
     if match := _DEVICE_ALLOCATOR.search(text):
-        # The rest may go on for some lines, by the script or by the launcher.
+        # The script or the launcher may have wrapped the rest over some lines.
         rest = text[match.start() : match.start() + MAX_MESSAGE].replace("\n", " ")
         return _on_device("device allocator", match[1], rest)
     if match := _DEVICE_LIBRARY.search(text):
@@ -176,14 +173,14 @@ def _line_of(match: re.Match[str]) -> str:
 
 def _on_device(kind: Kind, maker: str, text: str) -> OomError:
     request, index = _REQUEST.search(text), _INDEX.search(text)
-    name = "cuda" if maker == "HIP" else maker.lower()  # torch calls AMD's devices so too
-    told = {what: pattern.search(text) for what, pattern in _TOLD.items()}
+    name = "cuda" if maker == "HIP" else maker.lower()  # torch uses this name for AMD devices too
+    sizes = {what: pattern.search(text) for what, pattern in _REPORTED.items()}
     return OomError(
         kind=kind,
         device=f"{name}:{index[1]}" if index else name,
         requested_bytes=_bytes(request[1], request[2]) if request else None,
         message=text.strip()[:MAX_MESSAGE],
-        told_bytes={what: _bytes(size[1], size[2]) for what, size in told.items() if size},
+        reported_bytes={what: _bytes(size[1], size[2]) for what, size in sizes.items() if size},
     )
 
 

@@ -1,85 +1,86 @@
-"""The report of an out-of-memory error: the headline, then what it rests on, on one page.
+"""The report of an out-of-memory error: a headline, the evidence and advice, on one page.
 
-Memory is short while it is written: it is put together line by line, without large pieces.
+Memory is short while it is written: it is built line by line, without large allocations.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...common.report_files import create_first_free, utc_text
 from ...common.units import format_bytes
-from .advice import advice
-from .evidence import Evidence, RunFacts
-from .formatting import free_bytes, percent, shape_words, shapes_words, step_under_way, use_bytes
+from .evidence import OomContext, OomEvidence, TrainingSetup
+from .formatting import format_percent, format_shape, format_shapes
 from .would_fit import Remedy, nothing_fits
 
 MAX_REPORTS = 5
 MAX_PEAKS = 20
 VIEWER = "https://pytorch.org/memory_viz"
 _FITS = {"yes": "fits", "barely": "fits barely", "perhaps": "may fit", "no": "does not fit"}
-_KINDS_OF_NEED = {"forecast": "", "guess": "about ", "bound": ">= "}
+_NEED_PREFIXES = {"forecast": "", "guess": "about ", "bound": ">= "}
 _STATES = (
     ("allocated", "in use as the error passed"),
-    ("peak_allocated", "most in use since the last reading"),
-    ("reserved", "held for this process"),
-    ("peak_reserved", "most held since the last reading"),
+    ("peak_allocated", "peak since the last reading"),
+    ("reserved", "reserved for this process"),
+    ("peak_reserved", "peak reserved since the last reading"),
 )
 _KINDS = {
     "device allocator": "torch's allocator of the device",
-    "device library": "a library on the device, which allocates past torch",
+    "device library": "a library on the device, which bypasses torch's allocator",
     "host allocator": "torch's allocator of host memory",
     "python": "Python, numpy or C++ in this process",
     "operating system": "the operating system",
 }
 
 
-def headline(evidence: Evidence) -> str:
-    """Say in one line what ran out, where, how much was asked for and how much was free."""
-    error = evidence.out_of_memory
-    asked = error.requested_bytes
-    said = [f"out of memory on {evidence.device} in {evidence.phase} of {step_under_way(evidence)}"]
-    if error.worker:
-        said[0] += f" (in {error.worker})"
-    said.append("how much was asked for is not known" if asked is None else _asked(asked))
-    free = free_bytes(evidence)
+def headline(evidence: OomEvidence) -> str:
+    """Return one line: device, phase and step, requested and free bytes, limit."""
+    requested, free = evidence.error.requested_bytes, evidence.free_bytes
+    micro_batch = f", micro-batch {evidence.micro_batch}" if evidence.micro_batch else ""
+    where = f"{evidence.phase} of step {evidence.step + 1}{micro_batch}"
+    worker = f" (in {evidence.error.worker})" if evidence.error.worker else ""
+    parts = [
+        "request size unknown" if requested is None else f"{format_bytes(requested)} requested"
+    ]
     if free is not None:
-        # A request fails for want of room; where there is room, it came free as the error passed.
-        late = " once the error had passed" if asked is not None and free >= asked else ""
-        said.append(f"{format_bytes(free)} free{late}{_of_limit(evidence)}")
-    return f"{said[0]}: {', '.join(said[1:])}"
+        # If more is free than requested, it was freed as the error passed.
+        late = " after the error" if requested is not None and free >= requested else ""
+        limit = evidence.limit
+        of_limit = f" of {format_bytes(limit.num_bytes)} ({limit.name})" if limit else ""
+        parts.append(f"{format_bytes(free)} free{late}{of_limit}")
+    return f"out of memory on {evidence.device} in {where}{worker}: {', '.join(parts)}"
 
 
-def report_text(evidence: Evidence) -> str:
-    """Write the whole report; line 1 is the headline."""
+def report_text(evidence: OomEvidence) -> str:
+    """Return the whole report; line 1 is the headline."""
     lines = [headline(evidence), "", *_moment(evidence), "", *_request(evidence), ""]
-    lines += [*_memory(evidence), "", *_categories(evidence), "", *_foreseen(evidence), ""]
+    lines += [*_memory(evidence), "", *_categories(evidence), "", *_predicted(evidence), ""]
     lines += [*_peaks(evidence), "", *_remedies(evidence), "", "What to do next:"]
-    lines += [f"  {n}. {words}" for n, words in enumerate(advice(evidence), 1)]
+    lines += [f"  {n}. {line}" for n, line in enumerate(advice(evidence), 1)]
     return "\n".join(lines) + "\n"
 
 
 def write_report(
-    folder: Path, evidence: Evidence, snapshot: Callable[[Path], bool | None] | None = None
+    folder: Path, evidence: OomEvidence, context: OomContext | None = None
 ) -> Path | None:
-    """Write `oom/rank-<r>-<n>.txt`, and beside it torch's own snapshot where one can be had.
+    """Write `oom/rank-<r>-<n>.txt`, and beside it torch's memory snapshot if possible.
 
-    Both can be read by their owner alone. A run keeps at most MAX_REPORTS of a rank.
+    Both have mode 0600. A run keeps at most MAX_REPORTS of a rank.
 
     Args:
         folder: The run folder.
-        evidence: What is known.
-        snapshot: Writes a snapshot to a path and says if it did; must not raise.
+        evidence: Content of the report.
+        context: Writes the snapshot; None for none.
 
     Returns:
-        The report's path; None where the run has its reports already.
+        The report's path; None if the rank has written MAX_REPORTS already.
 
     Raises:
         OSError: The folder cannot be written.
-        MemoryError: Not even this much memory is left.
+        MemoryError: Too little memory is left.
     """
     folder = folder / "oom"
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,80 +89,79 @@ def write_report(
     if created is None:
         return None
     path, descriptor = created
+    snapshot = path.with_suffix(".pickle")
     with os.fdopen(descriptor, "w") as file:
         file.write(report_text(evidence))
         file.flush()  # the snapshot may take long, and the process be killed meanwhile
-        _add_snapshot(file.write, path.with_suffix(".pickle"), snapshot)
+        if context is not None and context.dump_snapshot(evidence.device, snapshot):
+            file.write(f"\nAll memory blocks with stacks: drop {snapshot.name} on {VIEWER}\n")
     return path
 
 
-def _add_snapshot(
-    write: Callable[[str], object], path: Path, snapshot: Callable[[Path], bool | None] | None
-) -> None:
-    if snapshot is not None and snapshot(path):
-        write(f"\nEvery block of memory and who allocated it: drop {path.name} on {VIEWER}\n")
+def advice(evidence: OomEvidence) -> list[str]:
+    """Return what to do, most likely to help first; never empty."""
+    return [
+        *_leak_advice(evidence),
+        *_other_process_advice(evidence),
+        *_worker_advice(evidence),
+        *_remedy_advice(evidence),
+        *_fragmentation_advice(evidence),
+        *_first_step_advice(evidence),
+        *_limit_advice(evidence),
+        *_batch_advice(evidence),
+    ] or ["Use a smaller micro-batch with more accumulation, or more sharding or offload."]
 
 
-def _asked(num_bytes: float) -> str:
-    return f"{format_bytes(num_bytes)} asked for"
-
-
-def _of_limit(evidence: Evidence) -> str:
-    limit = evidence.limit
-    return f" of {format_bytes(limit.num_bytes)} ({limit.name})" if limit else ""
-
-
-def _moment(evidence: Evidence) -> Iterator[str]:
+def _moment(evidence: OomEvidence) -> Iterator[str]:
     yield f"rank {evidence.rank} on {evidence.host}, {utc_text(evidence.at_unix_seconds)}"
-    yield f"last step that ended: {evidence.step}; phase: {evidence.phase}"
-    batch = shape_words(evidence.shape) if evidence.shape else "its shape is not known"
-    facts = evidence.facts
-    total = f" of {facts.accumulation}" if facts and facts.accumulation else ""
+    yield f"last completed step: {evidence.step}; phase: {evidence.phase}"
+    batch = format_shape(evidence.shape) if evidence.shape else "unknown shape"
+    setup = evidence.setup
+    total = f" of {setup.accumulation}" if setup and setup.accumulation else ""
     number = f" {evidence.micro_batch}{total}" if evidence.micro_batch else ""
-    yield f"micro-batch under way{number}: {batch}"
-    if facts:
-        yield f"run: {_run(facts)}"
+    yield f"current micro-batch{number}: {batch}"
+    if setup:
+        yield f"run: {_setup(setup)}"
 
 
-def _run(facts: RunFacts) -> str:
-    layout = facts.layout
-    said = [f"ZeRO stage {layout.stage}", f"{facts.world_size} rank(s)", facts.dtype]
-    said.append(f"optimizer offload {layout.optimizer}, parameter offload {layout.parameters}")
-    if facts.samples and facts.accumulation:
-        said.append(f"{facts.accumulation} micro-batch(es) of {facts.samples} samples a step")
-    if facts.checkpointing is not None:
-        said.append(f"activation checkpointing {'on' if facts.checkpointing else 'off'}")
-    return "; ".join(said)
+def _setup(setup: TrainingSetup) -> str:
+    layout = setup.layout
+    parts = [f"ZeRO stage {layout.stage}", f"{setup.world_size} rank(s)", setup.dtype]
+    parts.append(f"optimizer offload {layout.optimizer}, parameter offload {layout.parameters}")
+    if setup.samples and setup.accumulation:
+        parts.append(f"{setup.accumulation} micro-batch(es) of {setup.samples} samples a step")
+    if setup.checkpointing is not None:
+        parts.append(f"activation checkpointing {'on' if setup.checkpointing else 'off'}")
+    return "; ".join(parts)
 
 
-def _request(evidence: Evidence) -> Iterator[str]:
-    error = evidence.out_of_memory
-    asked = "not known" if error.requested_bytes is None else f"{error.requested_bytes:.0f} bytes"
-    yield f"The failing request: {asked}, refused by {_KINDS[error.kind]}:"
+def _request(evidence: OomEvidence) -> Iterator[str]:
+    error = evidence.error
+    size = "unknown size" if error.requested_bytes is None else f"{error.requested_bytes:.0f} bytes"
+    yield f"The failing request: {size}, refused by {_KINDS[error.kind]}:"
     yield f"  {error.message}"
 
 
-def _memory(evidence: Evidence) -> Iterator[str]:
-    readings, limit = evidence.readings or {}, evidence.limit
+def _memory(evidence: OomEvidence) -> Iterator[str]:
+    readings, limit = evidence.readings, evidence.limit
     yield f"Memory of {evidence.device}:"
-    for state, words in _STATES:
+    for state, label in _STATES:
         if state in readings and not (evidence.device == "cpu" and "reserved" in state):
-            yield f"  {words}: {_size(readings[state])}"
+            yield f"  {label}: {_size(readings[state])}"
     if evidence.device == "cpu" and "reserved" in readings:
         yield f"  virtual size: {_size(readings['reserved'])}"
     if limit:
         yield f"  limit: {_size(limit.num_bytes)}, set by {limit.name}"
     else:
-        yield "  limit: not known"
-    unusable = use_bytes(evidence, "reserved_unallocated", "unusable")
+        yield "  limit: unknown"
+    unusable = evidence.unusable_bytes
     if evidence.device != "cpu" and unusable is not None:
-        yield f"  held, but in pieces not of use to this request (fragmentation): {_size(unusable)}"
+        yield f"  reserved in blocks too small for this request (fragmentation): {_size(unusable)}"
     if "alloc_retries" in readings:
-        retries = readings["alloc_retries"]
-        yield f"  times that all cached memory was freed to try again: {retries:.0f}"
+        yield f"  allocator retries after freeing its cache: {readings['alloc_retries']:.0f}"
     if evidence.growth_bytes_per_step:
         growth = format_bytes(evidence.growth_bytes_per_step)
-        yield f"  growth that no batch explains (a leak): {growth} a step"
+        yield f"  growth not explained by batch sizes (a leak): {growth} per step"
 
 
 def _size(num_bytes: float) -> str:
@@ -170,70 +170,141 @@ def _size(num_bytes: float) -> str:
     return f"{format_bytes(num_bytes)} ({num_bytes:.0f} bytes)"
 
 
-def _categories(evidence: Evidence) -> Iterator[str]:
+def _categories(evidence: OomEvidence) -> Iterator[str]:
     if not evidence.categories:
-        yield "By category: not known; no step was looked at closely yet."
+        yield "By category: unknown; no step was sampled in detail yet."
         return
     total = sum(evidence.categories.values())
-    yield f"By category, at the last peak that was looked at ({format_bytes(total)}):"
+    yield f"By category, at the peak of the last detailed sample ({format_bytes(total)}):"
     by_size = sorted(evidence.categories.items(), key=lambda item: -item[1])
-    for what, size in by_size:
-        yield f"  {what:<12} {percent(size, total):>6}  {_size(size)}"
+    for name, size in by_size:
+        yield f"  {name:<12} {format_percent(size, total):>6}  {_size(size)}"
 
 
-def _foreseen(evidence: Evidence) -> Iterator[str]:
+def _predicted(evidence: OomEvidence) -> Iterator[str]:
     alarm, risk = evidence.alarm_step, evidence.batch_risk_ratio
     if alarm is not None:
         ago = max(0, evidence.step - alarm)
-        yield f"Foreseen: yes, the risk passed 50 % after step {alarm}, {ago} steps before this end"
+        yield f"Predicted: yes, the risk exceeded 50 % after step {alarm}, {ago} steps before"
     elif risk is not None and risk > 0.5:
-        yield "Foreseen: yes, by this micro-batch's own risk as it began"
+        yield "Predicted: yes, by the risk of this micro-batch as it began"
     else:
-        yield "Foreseen: no, the risk was not over 50 % before"
+        yield "Predicted: no, the risk did not exceed 50 %"
     if risk is not None:
-        yield f"  risk of this micro-batch as it began: {percent(risk, 1)}"
+        yield f"  risk of this micro-batch as it began: {format_percent(risk, 1)}"
 
 
-def _peaks(evidence: Evidence) -> Iterator[str]:
+def _peaks(evidence: OomEvidence) -> Iterator[str]:
     if not evidence.peaks:
         yield "Last peaks: none was read yet."
         return
     yield (
-        "Last peaks, each since the reading before, and what was thought before each "
-        "(risk: of the 50 steps to come):"
+        "Last peaks, each since the previous reading, with the prediction made before it "
+        "(risk: of the next 50 steps):"
     )
     row = "{:>9} {:>10} {:>9} {:>10} {:>7}  {}".format
     yield row("step", "peak", "of limit", "predicted", "risk", "micro-batches")
     for point in evidence.peaks[-MAX_PEAKS:]:
-        thought = (evidence.foresights or {}).get(point.step)
-        predicted = thought.predicted_bytes if thought else None
-        risk = thought.risk_ratio if thought else None
+        prediction = evidence.predictions.get(point.step)
+        predicted = prediction.predicted_bytes if prediction else None
+        risk = prediction.risk_ratio if prediction else None
         yield row(
             point.step,
             format_bytes(point.peak_bytes),
-            percent(point.peak_bytes, point.limit_bytes),
+            format_percent(point.peak_bytes, point.limit_bytes),
             "-" if predicted is None else format_bytes(predicted),
-            "-" if risk is None else percent(risk, 1),
-            shapes_words(point.shapes),
+            "-" if risk is None else format_percent(risk, 1),
+            format_shapes(point.shapes),
         )
 
 
-def _remedies(evidence: Evidence) -> Iterator[str]:
+def _remedies(evidence: OomEvidence) -> Iterator[str]:
     if evidence.remedies is None:
-        yield "What would have fitted: cannot be told, as the limit or the use is not known."
+        yield "What would have fitted: unknown, as the limit or the memory in use is unknown."
         return
-    yield "What would have fitted, each alone, cheapest first:"
+    yield "What would have fitted, each on its own, cheapest first:"
     for remedy in evidence.remedies:
-        yield f"  {_FITS[remedy.fits]:<12} {_need(remedy):>14}  {remedy.words}"
+        yield f"  {_FITS[remedy.fits]:<12} {_need(remedy):>14}  {remedy.description}"
     if evidence.growth_bytes_per_step:
-        yield "  and each for some steps only, as the leak goes on"
+        yield "  each only for some steps, as the leak continues"
     if not evidence.remedies:
-        yield "  nothing could be worked out, for want of the batch, the categories and the plan"
+        yield "  no estimate: batch shape, memory categories and plan are unknown"
     elif nothing_fits(evidence.remedies):
-        yield "  nothing here fits; take several together, or more ranks"
+        yield "  nothing here fits; combine several, or use more ranks"
 
 
 def _need(remedy: Remedy) -> str:
     if remedy.kind == "unknown":
-        return "not known"
-    return f"{_KINDS_OF_NEED[remedy.kind]}{format_bytes(max(0.0, remedy.need_bytes))}"
+        return "unknown"
+    return f"{_NEED_PREFIXES[remedy.kind]}{format_bytes(max(0.0, remedy.need_bytes))}"
+
+
+def _leak_advice(evidence: OomEvidence) -> Iterator[str]:
+    growth = evidence.growth_bytes_per_step
+    if growth:
+        yield (
+            f"Find the leak of {format_bytes(growth)} per step first: all else only delays the "
+            "error. Losses, outputs or batches kept in a list hold whole graphs; keep loss.item(). "
+            "memory.leak_sites=true traces where the memory is allocated."
+        )
+
+
+def _other_process_advice(evidence: OomEvidence) -> Iterator[str]:
+    reported = evidence.error.reported_bytes
+    total, free = reported.get("total"), reported.get("free")
+    allocated = reported.get("allocated", 0.0) + reported.get("reserved_unallocated", 0.0)
+    own = reported.get("in_use", allocated)
+    if total and free is not None and total - free - own > 0.1 * total:
+        others = format_bytes(total - free - own)
+        yield f"Other processes hold {others} of this device: see nvidia-smi, and end or move them."
+
+
+def _worker_advice(evidence: OomEvidence) -> Iterator[str]:
+    if evidence.error.worker:
+        yield "A data loader worker ran out of memory: use fewer workers or less prefetch_factor."
+
+
+def _remedy_advice(evidence: OomEvidence) -> Iterator[str]:
+    remedy = _best_remedy(evidence.remedies or ())
+    if remedy is not None:
+        yield f"Try {remedy.description}."
+
+
+def _best_remedy(remedies: Sequence[Remedy]) -> Remedy | None:
+    """Return the cheapest that certainly fits; without any, the one with the least need."""
+    certain = [each for each in remedies if each.fits == "yes"]
+    likely = [each for each in remedies if each.fits != "no" and each.kind in ("forecast", "guess")]
+    least = sorted(likely, key=lambda each: each.need_bytes)
+    bounds = [each for each in remedies if each.fits == "perhaps"]
+    return next(iter([*certain, *least, *bounds]), None)
+
+
+def _fragmentation_advice(evidence: OomEvidence) -> Iterator[str]:
+    unusable, requested = evidence.unusable_bytes, evidence.error.requested_bytes
+    if evidence.device != "cpu" and unusable and requested and unusable >= requested:
+        yield (
+            f"{format_bytes(unusable)} were reserved and unusable (fragmentation); "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
+        )
+
+
+def _first_step_advice(evidence: OomEvidence) -> Iterator[str]:
+    if evidence.step == 0:
+        yield (
+            "It failed in the first step: compare with `zerowatch estimate`, which estimates the "
+            "memory of each ZeRO stage."
+        )
+
+
+def _limit_advice(evidence: OomEvidence) -> Iterator[str]:
+    if evidence.device == "cpu" and evidence.limit:
+        yield f"Or raise the limit, if the machine has more: it is set by {evidence.limit.name}."
+
+
+def _batch_advice(evidence: OomEvidence) -> Iterator[str]:
+    risk = evidence.batch_risk_ratio
+    if evidence.alarm_step is None and risk is not None and risk > 0.5:
+        yield (
+            f"The batch had a predicted risk of {format_percent(risk, 1)}: drop or split batches "
+            "of this size, for example by a limit on tokens instead of samples."
+        )

@@ -1,6 +1,6 @@
-"""Real jobs that run out of memory on CPU: foreseen, reported, and ended by their own error.
+"""Real jobs that run out of memory on CPU: predicted, reported, and ended by their own error.
 
-Two run under RLIMIT_AS. A third is killed by the kernel, and the next start of a job says so.
+Two run under RLIMIT_AS. A third is killed by the kernel, which the next start of a job reports.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.jobs
 
 MIB = 2**20
 ALARM_RISK, LEAST_LEAD_STEPS = 0.5, 20
-# The job looks a little later than the watch, which then holds its reserve of 4 MiB again.
+# The job reads its memory a little later than the watch, which has its reserve of 4 MiB again.
 TOLERANCE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a job left: its own figures, its log, its report, and what it printed."""
+    """Output of a job: its own measurements, step log, report and printed lines."""
 
     finished: Finished
     measured: dict[str, Any]
@@ -47,16 +47,16 @@ class Ended:
         )
         return next(steps, None)
 
-    def figure(self, words: str) -> int:
-        """Return the bytes that a line of the report tells."""
-        (line,) = [line for line in self.report if line.startswith(words)]
+    def num_bytes(self, prefix: str) -> int:
+        """Return the bytes in the line of the report with this prefix."""
+        (line,) = [line for line in self.report if line.startswith(prefix)]
         found = re.search(r"\((\d+) bytes\)|(\d+) bytes", line)
         assert found is not None
         return int(found[1] or found[2])
 
 
 def train(folder: Path, *arguments: object) -> Finished:
-    """Run a job of one rank. Heap beyond the threshold is given back, so that figures repeat."""
+    """Run a job of one rank. Heap beyond the threshold is returned: sizes are repeatable."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
     script = SCRIPTS / "oom_job.py"
@@ -65,7 +65,7 @@ def train(folder: Path, *arguments: object) -> Finished:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MALLOC_MMAP_THRESHOLD_": "131072",
-        # Its advice of a slow machine may else come between the error and the process's end.
+        # The advice of a slow machine may otherwise come between the error and the exit.
         "ZEROWATCH_TUNER_MODE": "off",
     }
     return start(sys.executable, script, *arguments, cwd=folder, variables=variables)
@@ -97,7 +97,7 @@ KINDS = ("leak", "long")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_job_ends_by_its_own_error_untouched(kind: str, jobs: dict[str, Ended]) -> None:
+def test_the_job_ends_by_its_own_unchanged_error(kind: str, jobs: dict[str, Ended]) -> None:
     job = jobs[kind]
 
     assert job.finished.returncode == 1
@@ -109,41 +109,41 @@ def test_the_job_ends_by_its_own_error_untouched(kind: str, jobs: dict[str, Ende
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_report_is_written_and_said_where(kind: str, jobs: dict[str, Ended]) -> None:
+def test_one_report_is_written_and_its_path_logged(kind: str, jobs: dict[str, Ended]) -> None:
     job = jobs[kind]
 
-    said = [line for line in job.finished.stderr.splitlines() if "out of memory on cpu" in line]
+    logged = [line for line in job.finished.stderr.splitlines() if "out of memory on cpu" in line]
 
     assert [file for file in job.files if file.startswith("oom/")] == ["oom/rank-0-1.txt"]
-    assert len(said) == 1
-    assert job.report[0] in said[0]
-    assert said[0].endswith("oom/rank-0-1.txt)")
-    assert not [file for file in job.files if file.endswith(".alive.json")]  # it could say good-bye
+    assert len(logged) == 1
+    assert job.report[0] in logged[0]
+    assert logged[0].endswith("oom/rank-0-1.txt)")
+    assert not [file for file in job.files if file.endswith(".alive.json")]  # clean exit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_report_says_what_was_asked_for_where_and_of_which_limit(
+def test_the_report_has_the_request_the_step_and_the_limit(
     kind: str, jobs: dict[str, Ended]
 ) -> None:
     job = jobs[kind]
     now = job.measured["at_the_end"]
-    asked = re.search(r"tried to allocate (\d+) bytes", job.measured["text"])
-    assert asked is not None
+    requested = re.search(r"tried to allocate (\d+) bytes", job.measured["text"])
+    assert requested is not None
     step = job.measured["step"]
 
     place = rf"out of memory on cpu in (forward|backward|optimizer) of step {step + 1}, "
-    assert re.match(place + r"micro-batch 1: \S+ \w+ asked for, \S+ \w+ free", job.report[0])
-    assert job.figure("The failing request: ") == int(asked[1])
+    assert re.match(place + r"micro-batch 1: \S+ \w+ requested, \S+ \w+ free", job.report[0])
+    assert job.num_bytes("The failing request: ") == int(requested[1])
     assert f"  {job.measured['text']}" in job.report
-    assert any(line.startswith(f"last step that ended: {step}; phase: ") for line in job.report)
+    assert any(line.startswith(f"last completed step: {step}; phase: ") for line in job.report)
     samples, length = job.measured["shape"]
-    assert f"micro-batch under way 1 of 1: {samples} x {length}" in job.report
+    assert f"current micro-batch 1 of 1: {samples} x {length}" in job.report
     limit = job.measured["limit"] - now["VmSize"] + now["VmRSS"]
-    assert job.figure("  limit: ") == pytest.approx(limit, abs=TOLERANCE_BYTES)
+    assert job.num_bytes("  limit: ") == pytest.approx(limit, abs=TOLERANCE_BYTES)
     assert any("set by RLIMIT_AS (ulimit -v) of " in line for line in job.report)
-    in_use = job.figure("  in use as the error passed: ")
+    in_use = job.num_bytes("  in use as the error passed: ")
     assert in_use == pytest.approx(now["VmRSS"], abs=TOLERANCE_BYTES)
-    assert job.figure("  virtual size: ") == pytest.approx(now["VmSize"], abs=TOLERANCE_BYTES)
+    assert job.num_bytes("  virtual size: ") == pytest.approx(now["VmSize"], abs=TOLERANCE_BYTES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,13 +151,13 @@ def test_the_report_has_all_categories_and_their_sizes(kind: str, jobs: dict[str
     job = jobs[kind]
     parameters = job.measured["parameters"]
 
-    assert job.figure("  parameters ") == pytest.approx(parameters, rel=0.01)
-    assert job.figure("  gradients ") == pytest.approx(parameters, rel=0.01)
+    assert job.num_bytes("  parameters ") == pytest.approx(parameters, rel=0.01)
+    assert job.num_bytes("  gradients ") == pytest.approx(parameters, rel=0.01)
     # The master copy and Adam's two states.
-    assert job.figure("  optimizer ") == pytest.approx(3 * parameters, rel=0.01)
-    assert job.figure("  activations ") > 0
+    assert job.num_bytes("  optimizer ") == pytest.approx(3 * parameters, rel=0.01)
+    assert job.num_bytes("  activations ") > 0
     for other in ("comm_buffers", "other"):
-        assert job.figure(f"  {other} ") >= 0
+        assert job.num_bytes(f"  {other} ") >= 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +179,7 @@ def test_the_last_peaks_are_those_of_the_log(kind: str, jobs: dict[str, Ended]) 
     assert int(rows[-1][0]) >= job.measured["step"] - 1
 
 
-def test_a_leak_is_foreseen_and_its_alarm_comes_twenty_steps_before_the_end(
+def test_a_leak_is_predicted_at_least_twenty_steps_before_the_error(
     jobs: dict[str, Ended],
 ) -> None:
     job = jobs["leak"]
@@ -189,14 +189,14 @@ def test_a_leak_is_foreseen_and_its_alarm_comes_twenty_steps_before_the_end(
     assert alarm is not None
     assert end - alarm >= LEAST_LEAD_STEPS
     assert "memory of cpu is likely to run out within 50 steps" in job.finished.stderr
-    (foreseen,) = [line for line in job.report if line.startswith("Foreseen: ")]
-    told = re.match(r"Foreseen: yes, the risk passed 50 % after step (\d+), (\d+) steps", foreseen)
-    assert told is not None
-    assert int(told[1]) <= alarm
-    assert int(told[1]) + int(told[2]) == end
+    (line,) = [line for line in job.report if line.startswith("Predicted: yes")]
+    numbers = re.search(r"after step (\d+), (\d+) steps before", line)
+    assert numbers is not None
+    assert int(numbers[1]) <= alarm
+    assert int(numbers[1]) + int(numbers[2]) == end
 
 
-def test_a_batch_that_is_too_long_is_foreseen_as_it_begins_and_not_before(
+def test_a_batch_that_is_too_long_is_predicted_as_it_begins_and_not_before(
     jobs: dict[str, Ended],
 ) -> None:
     job = jobs["long"]
@@ -205,10 +205,10 @@ def test_a_batch_that_is_too_long_is_foreseen_as_it_begins_and_not_before(
     assert job.first_alarm is None
     alarm = job.finished.stderr.index("this micro-batch (8 x 8192) is likely not to fit")
     assert alarm < job.finished.stderr.index("out of memory on cpu")
-    assert "Foreseen: yes, by this micro-batch's own risk as it began" in job.report
+    assert any(line.startswith("Predicted: yes, by the risk of this") for line in job.report)
 
 
-def test_what_would_have_fitted_is_right_for_the_batch_that_is_too_long(
+def test_the_remedy_for_a_batch_that_is_too_long_is_accurate(
     jobs: dict[str, Ended],
 ) -> None:
     """Without a limit this model's peak is 7.8 times nearer to its floor with an eighth of it.
@@ -226,12 +226,12 @@ def test_what_would_have_fitted_is_right_for_the_batch_that_is_too_long(
     need = re.search(r"about ([\d.]+) (MiB|GiB)", half)
 
     assert need is not None
-    said = float(need[1]) * {"MiB": MIB, "GiB": 1024 * MIB}[need[2]]
+    need_bytes = float(need[1]) * {"MiB": MIB, "GiB": 1024 * MIB}[need[2]]
     assert half.strip().startswith("does not fit")
-    assert said - floor == pytest.approx(4 * 8192 * 16.3 * 1024, rel=0.1)
+    assert need_bytes - floor == pytest.approx(4 * 8192 * 16.3 * 1024, rel=0.1)
 
 
-def test_a_job_that_the_kernel_s_oom_killer_ended_is_told_of_by_the_next(tmp_path: Path) -> None:
+def test_a_job_killed_by_the_oom_killer_is_reported_by_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     with memory_cgroup(700 * MIB) as cgroup:
         killed = train(folder, "leak", cgroup)
@@ -240,11 +240,11 @@ def test_a_job_that_the_kernel_s_oom_killer_ended_is_told_of_by_the_next(tmp_pat
 
     assert killed.returncode == -signal.SIGKILL
     (run,) = runs
-    said = "rank 0 was killed by the kernel's OOM killer, after step "
-    (line,) = [line for line in later.stderr.splitlines() if said in line]
+    killed_line = "rank 0 was killed by the kernel's OOM killer, after step "
+    (line,) = [line for line in later.stderr.splitlines() if killed_line in line]
     assert line.endswith(f"(report: {run / 'oom' / 'rank-0-killed.txt'})")
     assert later.returncode == 0
     report = (run / "oom" / "rank-0-killed.txt").read_text()
     last = json.loads((run / "rank-0.jsonl").read_text().splitlines()[-1])["step"]
-    assert f"{said}{last}; its last reading was" in report
+    assert f"{killed_line}{last}; last reading: " in report
     assert list(run.glob("*.alive.json")) == []

@@ -1,21 +1,21 @@
-"""Memory that ran out, made by hand: errors, their evidence, and the sources it comes from."""
+"""Fake out-of-memory errors, their evidence, and the context it comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 from zerowatch.runtime.memory.oom.evidence import (
-    Evidence,
     Limit,
     OomContext,
+    OomEvidence,
     PeakPrediction,
-    RunFacts,
+    TrainingSetup,
 )
-from zerowatch.runtime.memory.oom.parse_error import OomError
+from zerowatch.runtime.memory.oom.parse_error import OomError, find_oom_error
 from zerowatch.runtime.memory.oom.would_fit import Layout, LayoutBytes
 
 MIB, GIB = 2**20, 2**30
@@ -34,7 +34,7 @@ ON_CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
     "you tried to allocate 536870912 bytes. Error code 12 (Cannot allocate memory)"
 )
-SAID = OomError(kind="host allocator", device="cpu", requested_bytes=512.0 * MIB, message=ON_CPU)
+ERROR = OomError(kind="host allocator", device="cpu", requested_bytes=512.0 * MIB, message=ON_CPU)
 CATEGORIES = {
     "parameters": 100.0 * MIB,
     "gradients": 100.0 * MIB,
@@ -43,13 +43,19 @@ CATEGORIES = {
     "comm_buffers": 40.0 * MIB,
     "other": 10.0 * MIB,
 }
-FACTS = RunFacts(
+SETUP = TrainingSetup(
     layout=Layout(1), world_size=4, dtype="bf16", samples=8, accumulation=2, checkpointing=False
 )
 
 
+def parse_oom_error(error: BaseException) -> OomError | None:
+    """Return the content of an out-of-memory error; None for others."""
+    found = find_oom_error(error)
+    return None if found is None else found[1]
+
+
 def point(step: int, peak_bytes: float, **changes: Any) -> PeakPoint:
-    facts = {
+    fields = {
         "step": step,
         "peak_bytes": peak_bytes,
         "floor_bytes": 450.0 * MIB,
@@ -57,19 +63,19 @@ def point(step: int, peak_bytes: float, **changes: Any) -> PeakPoint:
         "reserved_bytes": peak_bytes,
         "shapes": (Shape(8, 512),),
     }
-    return PeakPoint(**(facts | changes))
+    return PeakPoint(**(fields | changes))
 
 
-def evidence(**changes: Any) -> Evidence:
-    """Return the evidence of an error in the forward of step 61 on CPU, that nobody foresaw."""
-    facts = Evidence(
+def evidence(**changes: Any) -> OomEvidence:
+    """Return the evidence of an error in the forward of step 61 on CPU that was not predicted."""
+    base = OomEvidence(
         rank=0,
         host="node-0",
         at_unix_seconds=1e9,
         step=60,
         phase="forward",
         micro_batch=2,
-        out_of_memory=SAID,
+        error=ERROR,
         device="cpu",
         readings={
             "allocated": 812.0 * MIB,
@@ -80,36 +86,65 @@ def evidence(**changes: Any) -> Evidence:
         categories=CATEGORIES,
         shape=Shape(8, 2048),
         peaks=[point(step, (800 + step) * MIB) for step in range(31, 61)],
-        foresights={
+        predictions={
             step: PeakPrediction(step=step, predicted_bytes=850.0 * MIB, risk_ratio=0.12)
             for step in range(40, 61)
         },
         limit=Limit(num_bytes=1.0 * GIB, name="RLIMIT_AS"),
-        facts=FACTS,
+        setup=SETUP,
     )
-    return replace(facts, **changes)
+    return replace(base, **changes)
 
 
-def sources(folder: Path | None, **changes: Callable[..., Any]) -> OomContext:
-    """Return the sources of the same evidence; give others by their names."""
-    known = evidence()
-    facts: Mapping[str, Callable[..., Any]] = {
-        "folder": lambda: folder,
-        "step": lambda: known.step,
-        "phase": lambda: known.phase,
-        "readings": lambda: {"cpu": known.readings},
-        "micro_batch": lambda: known.micro_batch,
-        "shape": lambda: known.shape,
-        "categories": lambda device: known.categories,
-        "peaks": lambda device: known.peaks,
-        "foresights": lambda device: list((known.foresights or {}).values()),
-        "limit": lambda device: known.limit,
-        "facts": lambda: known.facts,
-        "predicted": lambda device, shape: 450.0 * MIB + 70_000.0 * shape.samples * shape.length,
-        "planned": lambda: {
+class FakeOomContext(OomContext):
+    """The context of the same evidence; `methods` replace its methods by name."""
+
+    def __init__(self, folder: Path | None, **methods: Callable[..., Any]) -> None:
+        self._folder = folder
+        self._known = evidence()
+        for name, method in methods.items():
+            assert hasattr(OomContext, name), name
+            setattr(self, name, method)
+
+    def folder(self) -> Path | None:
+        return self._folder
+
+    def step(self) -> int:
+        return self._known.step
+
+    def phase(self) -> str:
+        return self._known.phase
+
+    def readings(self) -> Mapping[str, Mapping[str, float]]:
+        return {"cpu": self._known.readings}
+
+    def micro_batch(self) -> int | None:
+        return self._known.micro_batch
+
+    def shape(self) -> Shape | None:
+        return self._known.shape
+
+    def categories(self, device: str) -> Mapping[str, float] | None:
+        return self._known.categories
+
+    def peaks(self, device: str) -> Sequence[PeakPoint]:
+        return self._known.peaks
+
+    def predictions(self, device: str) -> Sequence[PeakPrediction]:
+        return list(self._known.predictions.values())
+
+    def limit(self, device: str) -> Limit | None:
+        return self._known.limit
+
+    def setup(self) -> TrainingSetup | None:
+        return self._known.setup
+
+    def predict_peak(self, device: str, shape: Shape) -> float:
+        return 450.0 * MIB + 70_000.0 * shape.samples * shape.length
+
+    def planned_layouts(self) -> Mapping[Layout, LayoutBytes]:
+        return {
             Layout(1): LayoutBytes(device_bytes=300.0 * MIB, host_bytes=0.0),
             Layout(2): LayoutBytes(device_bytes=225.0 * MIB, host_bytes=0.0),
             Layout(3): LayoutBytes(device_bytes=150.0 * MIB, host_bytes=0.0),
-        },
-    }
-    return OomContext(**{**facts, **changes})
+        }

@@ -1,4 +1,4 @@
-"""A memory cgroup for a test, made and removed again; root only."""
+"""A temporary memory cgroup for a test; root only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerowatch.runtime.common.cgroups import cgroup_folders
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
-    """Make a memory cgroup, or skip where that is not possible."""
+    """Create a memory cgroup, or skip the test if that is impossible."""
     parents = [folder for folder in cgroup_folders("memory") if folder.is_dir()]
     limit_files = ("memory.limit_in_bytes", "memory.max")
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Stands for a rank: writes its life file and a record for each step, and holds 8 MiB more a step.
+"""A fake rank: writes its liveness file and a record for each step, and holds 8 MiB more a step.
 
 Arguments: the runs folder, the host's name, how many steps at most, and the cgroup to move into.
 Waits at the end to be killed.

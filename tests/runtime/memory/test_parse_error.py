@@ -1,4 +1,4 @@
-"""Which errors are out-of-memory, and what they say: texts of CUDA, and real errors on CPU."""
+"""Parsing of out-of-memory errors: texts of CUDA, and real errors on CPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA
+from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA, parse_oom_error
 from torch.utils.data import DataLoader
 
-from zerowatch.runtime.memory.oom.parse_error import OomError, out_of_memory
+from zerowatch.runtime.memory.oom.parse_error import OomError
 
-HUGE = 2**50  # bytes that no machine grants, whatever it overcommits
+HUGE = 2**50  # bytes that no machine grants, even with overcommit
 
 TEXTS = {
     "torch's allocator on CUDA": (ON_CUDA, "device allocator", "cuda:1", 2.0 * GIB),
@@ -83,41 +83,41 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", TEXTS)
-def test_an_error_s_text_says_whose_memory_ran_out_and_what_was_asked_for(case: str) -> None:
+def test_kind_device_and_request_are_parsed_from_the_text(case: str) -> None:
     text, kind, device, requested = TEXTS[case]
 
-    said = out_of_memory(RuntimeError(text))
+    parsed = parse_oom_error(RuntimeError(text))
 
-    assert said is not None
-    assert (said.kind, said.device, said.requested_bytes) == (kind, device, requested)
+    assert parsed is not None
+    assert (parsed.kind, parsed.device, parsed.requested_bytes) == (kind, device, requested)
 
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_other_errors_are_not_out_of_memory(case: str) -> None:
-    assert out_of_memory(RuntimeError(OTHERS[case])) is None
-    assert out_of_memory(ValueError("CUDA out of memory")) is None
+    assert parse_oom_error(RuntimeError(OTHERS[case])) is None
+    assert parse_oom_error(ValueError("CUDA out of memory")) is None
 
 
-def test_of_many_lines_the_one_that_says_so_is_kept() -> None:
-    said = out_of_memory(RuntimeError(f"the layer failed:\n  {ON_CPU}\nsee above\n"))
+def test_of_many_lines_the_line_of_the_error_is_kept() -> None:
+    parsed = parse_oom_error(RuntimeError(f"the layer failed:\n  {ON_CPU}\nsee above\n"))
 
-    assert said is not None
-    assert said.message == ON_CPU
-
-
-def test_torch_s_own_type_is_known_whatever_its_text() -> None:
-    said = out_of_memory(torch.OutOfMemoryError("the allocator gives up"))
-
-    assert said is not None
-    assert (said.kind, said.device) == ("device allocator", "cuda")
-    assert said.message == "the allocator gives up"
+    assert parsed is not None
+    assert parsed.message == ON_CPU
 
 
-def test_cuda_s_text_tells_what_was_free_allowed_and_in_pieces() -> None:
-    said = out_of_memory(torch.OutOfMemoryError(ON_CUDA))
+def test_torch_s_own_type_is_recognised_with_any_text() -> None:
+    parsed = parse_oom_error(torch.OutOfMemoryError("the allocator gives up"))
 
-    assert said is not None
-    assert said.told_bytes == {
+    assert parsed is not None
+    assert (parsed.kind, parsed.device) == ("device allocator", "cuda")
+    assert parsed.message == "the allocator gives up"
+
+
+def test_all_sizes_of_cuda_s_text_are_parsed() -> None:
+    parsed = parse_oom_error(torch.OutOfMemoryError(ON_CUDA))
+
+    assert parsed is not None
+    assert parsed.reported_bytes == {
         "total": 79.19 * GIB,
         "free": 2.07 * GIB,
         "in_use": 77.11 * GIB,
@@ -129,7 +129,7 @@ def test_cuda_s_text_tells_what_was_free_allowed_and_in_pieces() -> None:
 
 @pytest.fixture
 def little_room() -> Iterator[None]:
-    """Leave this process 256 MiB more than it has."""
+    """Limit this process to 256 MiB more than it has."""
     status = Path("/proc/self/status").read_text()
     size = int(status.partition("VmSize:")[2].split()[0]) * 1024
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -139,7 +139,7 @@ def little_room() -> Iterator[None]:
 
 
 class Growing(torch.autograd.Function):
-    """Asks for too much in its backward."""
+    """Requests too much in its backward."""
 
     @staticmethod
     def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
@@ -179,9 +179,9 @@ def test_real_errors_on_cpu_are_recognised(case: str, little_room: None) -> None
     with pytest.raises((RuntimeError, MemoryError)) as raised:
         body()
 
-    said = out_of_memory(raised.value)
-    assert said is not None
-    assert (said.kind, said.device, said.requested_bytes) == (kind, "cpu", requested)
+    parsed = parse_oom_error(raised.value)
+    assert parsed is not None
+    assert (parsed.kind, parsed.device, parsed.requested_bytes) == (kind, "cpu", requested)
 
 
 class TooLarge(torch.utils.data.Dataset[torch.Tensor]):
@@ -204,7 +204,7 @@ def too_large_an_array() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [too_large_a_tensor, too_large_an_array])
-def test_a_data_loader_s_worker_is_named_and_its_stack_left_out(
+def test_a_data_loader_s_worker_is_named_without_its_stack(
     make: Callable[[], torch.Tensor],
 ) -> None:
     loader = DataLoader(TooLarge(make), num_workers=1)
@@ -212,15 +212,15 @@ def test_a_data_loader_s_worker_is_named_and_its_stack_left_out(
     with pytest.raises((RuntimeError, MemoryError)) as raised:
         next(iter(loader))
 
-    said = out_of_memory(raised.value)
-    assert said is not None
-    assert said.worker == "DataLoader worker process 0"
-    assert said.requested_bytes == HUGE
-    assert "Traceback" not in said.message
-    assert "File" not in said.message
+    parsed = parse_oom_error(raised.value)
+    assert parsed is not None
+    assert parsed.worker == "DataLoader worker process 0"
+    assert parsed.requested_bytes == HUGE
+    assert "Traceback" not in parsed.message
+    assert "File" not in parsed.message
 
 
-def answered() -> BaseException:
+def context() -> BaseException:
     try:
         raise MemoryError("no room")
     except MemoryError:
@@ -230,49 +230,49 @@ def answered() -> BaseException:
             return error
 
 
-def wrapped() -> BaseException:
+def cause() -> BaseException:
     error = RuntimeError("the layer failed")
     error.__cause__ = torch.OutOfMemoryError(ON_CUDA)
     return error
 
 
-def silenced() -> BaseException:
-    error = answered()
+def suppressed() -> BaseException:
+    error = context()
     error.__suppress_context__ = True
     return error
 
 
-def in_a_circle() -> BaseException:
+def cycle() -> BaseException:
     first, second = RuntimeError("one"), RuntimeError("two")
     first.__cause__, second.__cause__ = second, first
     return first
 
 
 CHAINS: dict[str, tuple[Callable[[], BaseException], str | None]] = {
-    "raised while it was handled": (answered, "cpu"),
-    "its cause": (wrapped, "cuda:1"),
-    "in a group": (lambda: ExceptionGroup("several", [ValueError(), wrapped()]), "cuda:1"),
-    "silenced by `from None`": (silenced, None),
-    "a circle of others": (in_a_circle, None),
+    "raised while it was handled": (context, "cpu"),
+    "its cause": (cause, "cuda:1"),
+    "in a group": (lambda: ExceptionGroup("several", [ValueError(), cause()]), "cuda:1"),
+    "suppressed by `from None`": (suppressed, None),
+    "a cycle of others": (cycle, None),
 }
 
 
 @pytest.mark.parametrize("case", CHAINS)
-def test_errors_that_wrap_or_answer_another_are_looked_through(case: str) -> None:
+def test_causes_contexts_and_groups_are_searched(case: str) -> None:
     make, device = CHAINS[case]
 
-    said = out_of_memory(make())
+    parsed = parse_oom_error(make())
 
-    assert (said and said.device) == device
+    assert (parsed and parsed.device) == device
 
 
-def test_the_kernel_s_refusal_is_out_of_memory_and_its_others_are_not() -> None:
+def test_enomem_is_out_of_memory_and_other_os_errors_are_not() -> None:
     refused = OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    assert out_of_memory(refused) == OomError(
+    assert parse_oom_error(refused) == OomError(
         kind="operating system",
         device="cpu",
         requested_bytes=None,
         message="[Errno 12] Cannot allocate memory",
     )
-    assert out_of_memory(OSError(errno.ENOSPC, "No space left on device")) is None
+    assert parse_oom_error(OSError(errno.ENOSPC, "No space left on device")) is None

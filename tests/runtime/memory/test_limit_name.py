@@ -1,4 +1,4 @@
-"""Which limit is named for the host: against a /proc made by hand, and against the real one."""
+"""The name of the host's limit, with a fake /proc and with the real one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ LIMITS = {
     3000: "RLIMIT_AS (ulimit -v) of 5.86 GiB of addresses",  # 1000 + 6000 - 4000
     4500: "RLIMIT_DATA (ulimit -d) of 4.88 GiB",  # 1000 + 5000 - 1500
     16384: "this machine's memory",
-    777: "a limit that is not known",
+    777: "an unknown limit",
 }
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_limit_that_gives_this_figure_is_named(limit: int, root: Path) -> None:
+def test_the_limit_with_this_value_is_named(limit: int, root: Path) -> None:
     states = {**STATES, "limit": float(limit * MIB)}
 
     assert host_limit_name(states, root) == LIMITS[limit]
