@@ -76,9 +76,9 @@ class LeakTracer:
             write_or_warn(path, _report_text(traced, baseline, grown), mode=0o600)
             logger.warning("allocation sites of leaking memory written to %s", path)
         if self._has_history:
-            self._stop_cuda_history(folder)
+            self._stop_device_history(folder)
 
-    def _stop_cuda_history(self, folder: Path | None) -> None:
+    def _stop_device_history(self, folder: Path | None) -> None:
         if folder is not None:
             path = folder / "memory" / f"leak-rank-{self._rank}.pickle"
             accelerator.current.dump_memory_snapshot(str(path))
