@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ALL = "all"
 
 
-@click.command(short_help="Estimate communication and memory of a ds config, per ZeRO stage.")
+@click.command(short_help="Estimate communication and memory of a ds config.")
 @click.argument("config_file", metavar="DS_JSON")
 @click.option("--world", type=int, required=True, help="Number of ranks.")
 @click.option(

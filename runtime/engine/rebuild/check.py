@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config_errors import misspelt_keys
+from ...common.training_config import zero_stage
 from .fill import ADAMS
 from .layout import base_optimizer, layout_of
 
@@ -43,11 +44,6 @@ def zero_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the block on ZeRO of a ds config."""
     zero = config.get("zero_optimization")
     return zero if isinstance(zero, Mapping) else {}
-
-
-def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the stage that a ds config asks for."""
-    return int(zero_block(config).get("stage", 0))
 
 
 def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
@@ -101,7 +97,7 @@ def _of_config(config: Mapping[str, Any], which: str) -> Iterator[str]:
     for key, why in UNSUPPORTED_BLOCKS.items():
         if config.get(key):
             yield f"{which} has {key!r}: {why}"
-    zero, stage = zero_block(config), stage_of(config)
+    zero, stage = zero_block(config), zero_stage(config)
     for key, why in UNSUPPORTED_ZERO.items():
         if zero.get(key):
             yield f"{which} has zero_optimization.{key}: {why}"
@@ -126,20 +122,20 @@ def _of_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         yield f"DeepSpeed does not know the key {key!r}; did you mean {meant!r}?"
     zero = zero_block(new)
     secondary = int(zero.get("zero_hpz_partition_size", 1) or 1)
-    if secondary > 1 and (stage_of(new) != 3 or dist.get_world_size() % secondary):
+    if secondary > 1 and (zero_stage(new) != 3 or dist.get_world_size() % secondary):
         yield (
             "zero_optimization.zero_hpz_partition_size needs stage 3 and must divide the "
-            f"{dist.get_world_size()} ranks, got {secondary} at stage {stage_of(new)}"
+            f"{dist.get_world_size()} ranks, got {secondary} at stage {zero_stage(new)}"
         )
     if not new.get("managed_gradient_accumulation", True) and (
-        zero.get("overlap_comm") and stage_of(new) < 2
+        zero.get("overlap_comm") and zero_stage(new) < 2
     ):
         yield "zero_optimization.overlap_comm needs stage 2 or 3 where the caller ends windows"
-    if _is_on(new, "fp16") and (stage_of(old) == 0) != (stage_of(new) == 0):
+    if _is_on(new, "fp16") and (zero_stage(old) == 0) != (zero_stage(new) == 0):
         # DeepSpeed 0.19.8: only ZeRO's optimizers scale the loss, all divide by the scale.
         yield "in fp16 DeepSpeed's stage 0 has gradients of another size than the other stages"
     in_fp32 = str((new.get("data_types") or {}).get("grad_accum_dtype")) == "fp32"
-    if stage_of(new) == 0 and in_fp32 and any(_is_on(new, key) for key in _16_BITS):
+    if zero_stage(new) == 0 and in_fp32 and any(_is_on(new, key) for key in _16_BITS):
         yield "stage 0 does not accumulate 16-bit gradients in fp32 (data_types.grad_accum_dtype)"
 
 

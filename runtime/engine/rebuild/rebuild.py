@@ -15,7 +15,8 @@ from ....errors import RebuildError
 from ...common import accelerator
 from ...common.all_or_none import CollectiveAttempt, PeerFailedError
 from ...common.host_group import HostCollectives
-from .check import device_of, stage_of, unsupported_reason
+from ...common.training_config import zero_stage
+from .check import device_of, unsupported_reason
 from .fill import fill
 from .memory import agree_on_ids, allocate_parameters
 from .ranks import HostSum, guarded_collectives
@@ -75,7 +76,7 @@ def rebuild(
         made, error = builder.replace(engine, config)
         if error is not None:
             raise _undone(builder, old, error)
-    seconds, stages = perf_counter() - began, (stage_of(config), stage_of(old))
+    seconds, stages = perf_counter() - began, (zero_stage(config), zero_stage(old))
     logger.info("rebuilt the engine in %.1f s: ZeRO stage %d, was %d", seconds, *stages)
     return made
 
@@ -112,7 +113,7 @@ class _Builder:
         agree_on_ids(self._host_group)
         with CollectiveAttempt(self._host_group) as attempt, guarded_collectives(attempt):
             parameters = self._snapshot.parameters
-            partitioned = stage_of(config) == 3
+            partitioned = zero_stage(config) == 3
             allocate_parameters(self._module, parameters, config, partitioned=partitioned)
             self._give_back_parameters()
             made.append(self._make_engine(self._module, copy.deepcopy(dict(config))))
@@ -153,11 +154,11 @@ def _look(
     except ValueError as error:
         raise RebuildError(f"the optimizer's state does not move: {error}") from None
     odd = unequal_members(snapshot)
-    if odd is not None and stage_of(config) != 0:
+    if odd is not None and zero_stage(config) != 0:
         raise RebuildError(
             f"parameter {odd} was updated another number of times than others of its group, and "
-            f"stage {stage_of(config)} counts for a group as a whole; give such parameters a group "
-            "of their own"
+            f"stage {zero_stage(config)} counts for a group as a whole; give such parameters a "
+            "group of their own"
         )
     return snapshot
 

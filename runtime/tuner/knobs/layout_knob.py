@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ....errors import DsConfigError
-from ...common.training_config import merged
-from ...common.training_config import zero_stage as stage_of
+from ...common.training_config import merged, zero_stage
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.check import unsupported_reason
 from ...estimator.engine_plan import planned_layouts
@@ -55,7 +54,7 @@ class ZeroLayouts:
 
     def now(self) -> dict[str, Value]:
         """Return the layout in use."""
-        return layout_of(self._config())
+        return configured_layout(self._config())
 
     def changed(self, target: Configuration) -> dict[str, Any] | None:
         """Return the ds config with that layout; None where it is the layout in use.
@@ -150,11 +149,14 @@ class ZeroLayoutKnob:
         return self._layouts.unsupported_reason({self.name: value}) is None
 
 
-def layout_of(config: Mapping[str, Any]) -> dict[str, Value]:
+def configured_layout(config: Mapping[str, Any]) -> dict[str, Value]:
     """Return the layout that a ds config asks for."""
     zero = config.get(ZERO)
     blocks = zero if isinstance(zero, Mapping) else {}
-    return {STAGE: stage_of(config), **{name: _is_offloaded(blocks.get(name)) for name in OFFLOADS}}
+    return {
+        STAGE: zero_stage(config),
+        **{name: _is_offloaded(blocks.get(name)) for name in OFFLOADS},
+    }
 
 
 def _is_offloaded(block: object) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ....metrics import thresholds as start
 from ....metrics.catalog.labels import CAUSE
-from .metrics_delta import MetricsDelta
+from .metrics_delta import MetricsDelta, known_values
 from .types import Symptom
 
 LEAST_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
@@ -120,7 +120,9 @@ def _rank(symptom: Symptom) -> tuple[int, float]:
 
 
 def _memory(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    evidence = _known(oom_risk_ratio=reading.oom_risk, headroom_ratio=reading.headroom_ratio)
+    evidence = known_values(
+        {"oom_risk_ratio": reading.oom_risk, "headroom_ratio": reading.headroom_ratio}
+    )
     risk = reading.oom_risk
     low = reading.headroom_ratio is not None and reading.headroom_ratio < thresholds.headroom_low
     if low or (risk is not None and risk > thresholds.oom_risk_high):
@@ -128,7 +130,7 @@ def _memory(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
         return
     free = reading.device_headroom_ratio
     if free is not None and free > thresholds.headroom_idle:
-        evidence = _known(oom_risk_ratio=risk, headroom_ratio=free)
+        evidence = known_values({"oom_risk_ratio": risk, "headroom_ratio": free})
         yield Symptom(name=MEMORY_IDLE, ratio=free, evidence=evidence)
 
 
@@ -138,14 +140,16 @@ def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Sy
         return
     for cause, ratio in reading.cause_ratios.items():
         if ratio >= LEAST_CAUSE_RATIO:
-            evidence = _known(
-                comm_exposed_ratio=exposed,
-                cause_ratio=ratio,
-                coverage_ratio=reading.coverage,
-                link_bandwidth_bytes_per_second=reading.link_bandwidth,
-                link_latency_seconds=reading.link_latency,
-                step_wire_bytes=reading.step_wire_bytes,
-                step_calls=reading.step_calls,
+            evidence = known_values(
+                {
+                    "comm_exposed_ratio": exposed,
+                    "cause_ratio": ratio,
+                    "coverage_ratio": reading.coverage,
+                    "link_bandwidth_bytes_per_second": reading.link_bandwidth,
+                    "link_latency_seconds": reading.link_latency,
+                    "step_wire_bytes": reading.step_wire_bytes,
+                    "step_calls": reading.step_calls,
+                }
             )
             yield Symptom(name=f"comm_{cause}", ratio=ratio, evidence=evidence)
 
@@ -185,11 +189,13 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     if not reading.on_cpu and busy is not None and busy < thresholds.device_utilization_low:
         ratio = max(ratio, 1 - busy - exposed - data)
     if ratio > thresholds.host_ratio_high:
-        evidence = _known(
-            comm_exposed_ratio=exposed,
-            data_ratio=data,
-            other_ratio=reading.phase_ratios.get("other"),
-            device_utilization_ratio=busy,
+        evidence = known_values(
+            {
+                "comm_exposed_ratio": exposed,
+                "data_ratio": data,
+                "other_ratio": reading.phase_ratios.get("other"),
+                "device_utilization_ratio": busy,
+            }
         )
         yield Symptom(name="host_bound", ratio=ratio, evidence=evidence)
 
@@ -208,9 +214,5 @@ def _straggler(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Sympto
         waits = reading.cause_ratios.get("imbalance")
     slow = score is not None and score >= thresholds.straggler_score_high
     if slow or (waits is not None and waits >= thresholds.imbalance_ratio_high):
-        evidence = _known(straggler_score_ratio=score, imbalance_ratio=waits)
+        evidence = known_values({"straggler_score_ratio": score, "imbalance_ratio": waits})
         yield Symptom(name="straggler", ratio=max(score or 0.0, waits or 0.0), evidence=evidence)
-
-
-def _known(**figures: float | None) -> dict[str, float]:
-    return {name: value for name, value in figures.items() if value is not None}

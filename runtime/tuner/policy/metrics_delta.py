@@ -83,12 +83,14 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     if None in renewed or renewed[0] == renewed[1]:
         return MetricsDelta(stale=True)
     phases = {phase: stretch.grown(training.PHASE_SECONDS, phase) for phase in PHASES}
-    counted = _known({phase: phases[phase] for phase in PHASES if phase not in NOT_TRAINING})
+    counted = known_values({phase: phases[phase] for phase in PHASES if phase not in NOT_TRAINING})
     seconds = sum(counted.values())
     reading = MetricsDelta(
         seconds=seconds or None,
         steps=stretch.grown(training.STEPS),
-        phase_ratios=_known({phase: _ratio(each, seconds) for phase, each in counted.items()}),
+        phase_ratios=known_values(
+            {phase: _ratio(each, seconds) for phase, each in counted.items()}
+        ),
         offload_ratio=_ratio(stretch.grown_in_all(memory.OFFLOAD_SECONDS), seconds),
         tokens_per_sample=_ratio(stretch.grown(training.TOKENS), stretch.grown(training.SAMPLES)),
         world_size=_world_size(after),
@@ -112,7 +114,9 @@ def _with_communication(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelt
         reading,
         exposed_ratio=_ratio(exposed, reading.seconds),
         comm_ratio=_ratio(comm, reading.seconds),
-        cause_ratios=_known({name: _ratio(each, reading.seconds) for name, each in causes.items()}),
+        cause_ratios=known_values(
+            {name: _ratio(each, reading.seconds) for name, each in causes.items()}
+        ),
         coverage=stretch.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),
         step_calls=_ratio(calls, reading.steps),
@@ -202,5 +206,6 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return part / whole if part is not None and whole else None
 
 
-def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+def known_values(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
