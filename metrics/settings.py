@@ -96,8 +96,8 @@ class RunLogSettings(Section):
 class FlopsSettings(Section):
     """How the model's arithmetic is counted, for FLOPs and MFU."""
 
-    method: Literal["analytic", "profiler", "off"] = "analytic"
-    """`profiler` runs DeepSpeed's FLOPs profiler on one step; it patches torch while it runs."""
+    method: Literal["analytic", "off"] = "analytic"
+    """By formula, for transformers; `off` for no FLOPs and no MFU."""
     peak_per_second: float | None = Field(default=None, gt=0)
     """Peak of one device in FLOP/s; by default from a table, or measured on CPU."""
 

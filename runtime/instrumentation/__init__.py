@@ -1,1 +1,1 @@
-"""Hooks on the engine, its data loader and its phases, which yield a raw step at its end."""
+"""Hooks on the engine and its data loader, which yield a raw step at the end of each."""

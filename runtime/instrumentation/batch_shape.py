@@ -1,4 +1,4 @@
-"""How many samples and tokens a batch holds, read from its tensors' shapes alone."""
+"""The number of samples and tokens of a batch, read from its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"
 
 @dataclass(slots=True)
 class BatchShape:
-    """A batch's size; `tokens` counts padding too, and all are None where the batch shows none.
+    """The size of a batch; None where no tensor shows it.
 
-    `elements` are those of the tensor that told the number of samples.
+    Attributes:
+        elements: Of the tensor from which the samples were read.
+        tokens: Padding included.
     """
 
     samples: int | None = None
@@ -31,30 +33,30 @@ def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchShape:
     """Read the arguments of a forward call, and one level of mappings and sequences in them.
 
     The first tensor with a dimension gives the samples. Tokens come from a tensor of shape
-    (samples, length) that is called as token ids usually are, else from the first of an integer
-    type. Runs in every forward: no generators, no abstract base classes.
+    [samples, length] with one of TOKEN_NAMES, else from the first of an integer type. Runs in every
+    forward: no generators, no abstract base classes.
     """
     shape = BatchShape()
     if kwargs:
-        _look(kwargs.items(), shape)
+        _read_tensors(kwargs.items(), shape)
     for value in args:
         if shape.tokens is not None:
             break
         if isinstance(value, torch.Tensor):
-            _look((("", value),), shape)
+            _read_tensors((("", value),), shape)
         elif isinstance(value, list | tuple):
-            _look([("", inner) for inner in value], shape)
+            _read_tensors([("", inner) for inner in value], shape)
         elif hasattr(value, "items"):
-            _look(value.items(), shape)
+            _read_tensors(value.items(), shape)
     return shape
 
 
-def _look(named: Any, shape: BatchShape) -> None:
-    """Take what tensors tell; one called as token ids are overrules what was guessed before."""
+def _read_tensors(named: Any, shape: BatchShape) -> None:
+    """Read the tensors; one of TOKEN_NAMES overrides an earlier guess."""
     for name, value in named:
         if not isinstance(value, torch.Tensor):
             if isinstance(value, dict):
-                _look(value.items(), shape)
+                _read_tensors(value.items(), shape)
             continue
         size = value.shape
         if not size:
@@ -64,12 +66,12 @@ def _look(named: Any, shape: BatchShape) -> None:
         if len(size) != 2:
             continue
         is_named = name in TOKEN_NAMES
-        if is_named or (shape.tokens is None and _holds_whole_numbers(value)):
+        if is_named or (shape.tokens is None and _holds_integers(value)):
             shape.samples, shape.sequence_length = size
             shape.tokens = size[0] * size[1]
         if is_named:
             return
 
 
-def _holds_whole_numbers(tensor: torch.Tensor) -> bool:
+def _holds_integers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.dtype == torch.bool)

@@ -12,33 +12,38 @@ from torch.utils.data import dataloader as torch_dataloader
 from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import DATA, EVAL, PhaseTimer
+from .engine_hooks import EngineHooks
 
 LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 
 
 class DataHooks:
-    """Times `__next__` of loaders, the outermost on the training thread, until `restore`."""
+    """Times `__next__` of the outermost loader on the training thread, until `restore`.
 
-    def __init__(
-        self, clock: PhaseTimer, fail_open: FailOpen, is_training: Callable[[], bool]
-    ) -> None:
+    Attributes:
+        engine_hooks: Of the engine that the data is for; to be replaced with the engine.
+    """
+
+    def __init__(self, clock: PhaseTimer, fail_open: FailOpen, engine_hooks: EngineHooks) -> None:
         self._thread = threading.get_ident()
         self._clock = clock
-        self._is_training = is_training
+        self.engine_hooks = engine_hooks
         self._open = True
-        self._enter = fail_open.wrap("data", self._begin)
+        self._enter = fail_open.wrap("data", self._on_start)
         self._leave = fail_open.wrap("data", clock.leave)
-        self._wraps = [AttributePatch(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES]
+        self._patches = [
+            AttributePatch(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES
+        ]
 
     def restore(self) -> None:
-        """Take the hooks off again."""
+        """Restore the loaders."""
         self._open = False
-        for wrap in reversed(self._wraps):
-            wrap.restore()
-        self._wraps.clear()
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
 
-    def _begin(self) -> None:
-        self._clock.enter(DATA if self._is_training() else EVAL)
+    def _on_start(self) -> None:
+        self._clock.enter(DATA if self.engine_hooks.training else EVAL)
 
     def _wrapper(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hooked(iterator: Any) -> Any:

@@ -1,28 +1,71 @@
-"""How much arithmetic a transformer needs for one token of training."""
+"""FLOPs of a training step, by formula from the model's size and the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-# The usual spellings; the first one that holds a whole number counts.
+from ...metrics.catalog import training
+from ...metrics.recorder import Recorder
+from ...metrics.settings import FlopsSettings
+from ..common import accelerator
+from ..devices.choose import peak_flops_per_second
+from .raw_step import StepCounts
+
+# The usual spellings; the first one with an int counts.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
+class FlopsCounter:
+    """Counts the FLOPs of steps; keeps no model alive."""
+
+    def __init__(self, terms: FlopsTerms | None) -> None:
+        self._terms = terms
+
+    def __call__(self, counts: StepCounts) -> float | None:
+        """Return a step's FLOPs; None without a formula, or where the batches show no tokens."""
+        if self._terms is None or counts.tokens is None:
+            return None
+        return self._terms.per_token(counts.sequence_length) * counts.tokens
+
+
+def flops_counter(module: torch.nn.Module, method: Literal["analytic", "off"]) -> FlopsCounter:
+    """Return the counter of a model's steps, by `flops.method`."""
+    return FlopsCounter(flops_terms(module) if method == "analytic" else None)
+
+
+def publish_peak(
+    settings: FlopsSettings, recorder: Recorder, *, device_index: int | None
+) -> float | None:
+    """Publish the peak FLOP/s of this rank's device and return it; None where it is not known."""
+    peak = settings.peak_per_second
+    if peak is None and settings.method != "off":
+        peak = peak_flops_per_second(device_index=device_index)
+    if peak is not None:
+        device = "cpu" if device_index is None else f"{accelerator.current.kind}:{device_index}"
+        recorder.set(training.PEAK_FLOPS, peak, device)
+    return peak
+
+
 @dataclass(frozen=True, slots=True)
 class FlopsTerms:
-    """The formula with a model's numbers in it, without the model."""
+    """The terms of the formula for one model, without the model.
+
+    Attributes:
+        weights: FLOPs per token in parameters.
+        attention: FLOPs per token and token of the sequence.
+    """
 
     weights: int
     attention: int
 
     def per_token(self, sequence_length: int | None) -> float:
-        """Return the FLOPs of one token in a sequence of that length."""
+        """Return the FLOPs of one token in a sequence of this length."""
         return float(self.weights + self.attention * (sequence_length or 0))
 
 
@@ -30,19 +73,19 @@ def flops_terms(model: torch.nn.Module) -> FlopsTerms | None:
     """Count forward and backward of one token, by PaLM's formula (arXiv 2204.02311, appendix B).
 
     6 N + 12 L W T: N parameters that multiply the token, L layers, W the width of all attention
-    heads together, T the sequence length. N leaves out embedding tables, which are looked up; a
-    table that is also the output projection counts once. A frozen parameter has no weight gradient
-    and counts 4; below the first trained layer it really needs 2. Causal attention needs half of
-    the second term and a sliding window less; as is the convention, full attention is counted,
-    so that figures compare. Recomputed activations are not counted.
+    heads together, T the sequence length. N excludes embedding tables, which are looked up; a table
+    that is also the output projection counts once. A frozen parameter has no weight gradient and
+    counts 4; below the first trained layer it really needs 2. Causal attention needs half of the
+    second term and a sliding window less; by convention full attention is counted, so that figures
+    compare. Recomputed activations are not counted.
 
     Args:
         model: A model whose `config` names its layers and hidden size. Under ZeRO-3 the whole
             parameters count, not the shards.
 
     Returns:
-        The model's numbers, or None for a model that this formula does not describe: one without
-        such a config, an encoder with a decoder, or a mixture of experts.
+        The terms, or None for a model that this formula does not describe: one without such a
+        config, an encoder with a decoder, or a mixture of experts.
     """
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -68,13 +111,13 @@ def _is_another_kind(model: torch.nn.Module, config: Any) -> bool:
 
 
 def _attention_width(config: Any, hidden: int) -> int:
-    """Return heads times head size, which some models choose apart from the hidden size."""
+    """Return heads times head size, which some models choose independently of the hidden size."""
     heads, head_size = _whole_number(config, _HEADS), _whole_number(config, ("head_dim",))
     return hidden if heads is None or head_size is None else heads * head_size
 
 
 def _multiplied_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield each parameter once, but for those that are only ever looked up."""
+    """Yield each parameter once, except those that are only looked up."""
     multiplied = {
         id(parameter): parameter
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""What a watch has in the training: hooks on its engine, on data loading and the collectives."""
+"""All hooks of one watch in the training: on its engine, on data loading and on memory."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from ..common.phase_timer import CHECKPOINT
 from .dataloader_hooks import DataHooks
 from .engine_hooks import EngineHooks
 from .memory_hooks import MemoryHooks
+from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep
-from .step_closer import StepCollector
+from .step_collector import StepCollector
 from .watch_context import WatchContext
 
 
 class EngineInstrumentation:
-    """Hooks of one watch until `restore`; its collectives are those of the whole process.
-
-    Args:
-        context: The watch.
-        engine: The engine to begin with.
-        memory: What the engine's hooks call.
-        give: Takes what was noted.
-        profile: Is told the number of each step; None if not needed.
-    """
+    """The hooks of one watch, until `restore`; collectives are recorded for the whole process."""
 
     def __init__(
         self,
         context: WatchContext,
         engine: Any,
         memory: MemoryHooks,
-        give: Callable[[Batch | RawStep], None],
-        profile: Callable[[int], None] | None,
+        enqueue: Callable[[Batch | RawStep], None],
+        profiler: ProfiledSteps | None,
     ) -> None:
+        """Install the hooks.
+
+        Args:
+            context: The watch.
+            engine: The first engine.
+            memory: Called by the engine's hooks.
+            enqueue: Called with each step, and with the calls between two engines.
+            profiler: Profiles some steps; None for none.
+        """
         self._context = context
         self._memory = memory
-        self._give = give
-        self._profile = profile
+        self._enqueue = enqueue
+        self._profiler = profiler
         self._earlier_ns = 0
         self._engine_hooks = self._hook(engine)
-        self._data_hooks = DataHooks(
-            context.clock, context.fail_open, lambda: self._engine_hooks.training
-        )
+        self._data_hooks = DataHooks(context.clock, context.fail_open, self._engine_hooks)
 
     @property
     def cost_ns(self) -> int:
@@ -52,21 +52,21 @@ class EngineInstrumentation:
         return self._earlier_ns + self._engine_hooks.cost_ns
 
     def rebind_engine(self, engine: Any) -> None:
-        """Take the hooks from one engine and put them on another, between two windows.
+        """Move the hooks to another engine, between two steps.
 
-        What was sent meanwhile, as the weights of the new engine, is in no step.
+        Collectives in between, such as those of the new engine's weights, belong to no step.
         """
         self._engine_hooks.restore()
         self._earlier_ns += self._engine_hooks.cost_ns
         self._memory.rebind_engine(engine)
         calls = self._context.call_recorder
         calls.groups.set_roles(role_of, p2p_role)
-        self._give(calls.drain())
+        self._enqueue(calls.drain())
         calls.groups.drain_coverage()
-        self._engine_hooks = self._hook(engine)
+        self._engine_hooks = self._data_hooks.engine_hooks = self._hook(engine)
 
     def discard_window(self) -> None:
-        """Forget the micro-batches since the last step."""
+        """Drop the micro-batches since the last step."""
         self._context.fail_open.wrap("discard window", self._engine_hooks.discard_window)()
 
     @contextmanager
@@ -80,19 +80,11 @@ class EngineInstrumentation:
             wrap("suspend", clock.leave)()
 
     def restore(self) -> None:
-        """Take the hooks off. Safe to call twice."""
+        """Remove the hooks. Safe to call twice."""
         self._engine_hooks.restore()
         self._data_hooks.restore()
 
     def _hook(self, engine: Any) -> EngineHooks:
         context, memory = self._context, self._memory
-        close_step = StepCollector(
-            engine,
-            context.clock,
-            context.call_recorder,
-            context.fail_open,
-            self._give,
-            memory.step_ended,
-            self._profile,
-        )
-        return EngineHooks(engine, context.clock, context.fail_open, memory, close_step)
+        collector = StepCollector(context, engine, memory, self._enqueue, self._profiler)
+        return EngineHooks(engine, context.clock, context.fail_open, memory, collector)

@@ -1,7 +1,7 @@
-"""What the training thread notes of memory: the batches, peaks of steps, and now and then all.
+"""Memory as the training thread sees it: micro-batches, and a sample at the end of a step.
 
-A step in some seconds is looked at closely: memory is read wherever its phase changes, and the
-engine's tensors are added up three times. On all others there is one reading at the end at most.
+Once in some seconds a step is sampled in detail: memory is read at each change of phase, and the
+engine's tensors are summed three times. Other steps have at most one reading, at their end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..devices.memory.free_heap import free_heap_bytes
 from ..memory.categories import Held, larger_of
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.series import Shape
+from ..memory.forecast_service import MemoryForecasts
 from ..memory.memory_reader import MemoryReader
 from ..memory.step_sample import DetailedSample, StepMemorySample, largest_shapes
 from .batch_shape import BatchShape
@@ -25,15 +26,15 @@ from .batch_shape import BatchShape
 T = TypeVar("T")
 
 # The kernel and the allocator keep peaks from one reading to the next, so that shorter steps lose
-# none; a reading costs 0.1 ms where caches are cold.
+# none. A reading costs 0.1 ms with cold caches.
 READING_SECONDS = 0.25
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER)
-# Of steps with many micro-batches only the first are looked at phase by phase, and the update.
-READINGS_PER_LOOK, READINGS_OF_UPDATE = 40, 4
-# Adding up the tensors of a model with many parameters may take this share of the time at most.
-LOOK_SHARE = 1e-3
-# Of more kinds of batches between two readings only those are kept that no other exceeds.
-MOST_SHAPES = 64
+# Of a step with many micro-batches, only the first and the update are read phase by phase.
+READINGS_PER_DETAIL, READINGS_OF_UPDATE = 40, 4
+# Share of the time that detailed samples may take, as of a model with many parameters.
+DETAIL_TIME_RATIO = 1e-3
+# With more shapes between two readings, only those are kept that no other exceeds.
+MAX_SHAPES = 64
 
 
 class MemoryHooks:
@@ -42,124 +43,130 @@ class MemoryHooks:
     Attributes:
         shape: The micro-batch under way, or the last one; None before the first.
         micro_batch: Its number within its step, from 1 on.
+        on_exception: Called with each error that passes through the engine.
     """
 
     def __init__(
         self,
         engine: Any,
-        meter: MemoryReader,
+        reader: MemoryReader,
         clock: PhaseTimer,
         fail_open: FailOpen,
         *,
-        judge: Callable[[Shape], object],
-        raised: Callable[[BaseException], object],
-        look_seconds: float | None,
+        forecasts: MemoryForecasts,
+        on_exception: Callable[[BaseException], object],
+        detail_seconds: float | None,
     ) -> None:
-        """Describe the hooks.
+        """Create the hooks.
 
         Args:
             engine: A DeepSpeed engine.
-            meter: Reads memory.
-            clock: Tells when a phase ends.
+            reader: Reads memory.
+            clock: The phases of training.
             fail_open: Guards what runs in training.
-            judge: Is told each micro-batch's shape before it runs.
-            raised: Is told each error that passes through the engine.
-            look_seconds: Seconds from one close look to the next; None for no looks.
+            forecasts: Assesses each micro-batch before it runs.
+            on_exception: Called with each error that passes through the engine.
+            detail_seconds: Seconds between two detailed samples; None for none.
         """
         self.shape: Shape | None = None
         self.micro_batch = 0
-        self.raised = raised
-        self._judge = judge
+        self.on_exception = on_exception
+        self._assess_batch = forecasts.assess_batch
         self._engine = weakref.ref(engine)
-        self._meter = meter
+        self._reader = reader
         self._clock = clock
-        self._look_seconds = look_seconds
+        self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
-        self._reading_due = self._look_due = 0.0
-        self._holdings = fail_open.wrap("memory categories", bytes_by_category)
-        self._phase_ended = fail_open.wrap("memory phases", self._read_phase)
-        self._readings_left = [0, 0]  # of all else, and of passes
+        self._reading_due = self._detail_due = 0.0
+        self._bytes_by_category = fail_open.wrap("memory categories", bytes_by_category)
+        self._on_phase_end = fail_open.wrap("memory phases", self._read_phase)
+        self._pass_readings_left = self._other_readings_left = 0
         self._phase_peaks: dict[str, dict[str, float]] = {}
         self._held_in_backward: Held | None = None
         self._held_before: Held | None = None
-        self._looks_cost = 0.0
+        self._detail_cost_seconds = 0.0
 
     def rebind_engine(self, engine: Any) -> None:
-        """Look at another engine from now on; what is under way of the old one is dropped."""
+        """Sample another engine from now on; a detailed sample under way is dropped."""
         self._engine = weakref.ref(engine)
         self._clock.on_change = None
         self._shapes = {}
 
-    def batch_begins(self, shape: BatchShape, micro_batch: int) -> None:
-        """Note a forward pass of the given micro-batch of its step, and let it be judged."""
+    def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
+        """Record a forward pass, and have its risk assessed.
+
+        Args:
+            shape: The micro-batch.
+            micro_batch: Its number within its step, from 1 on.
+        """
         self.micro_batch = micro_batch
         if shape.samples is None:
             return
         length = shape.sequence_length or (shape.elements or 0) // (shape.samples or 1)
         batch = self.shape = Shape(shape.samples, length)
-        if len(self._shapes) >= MOST_SHAPES:
+        if len(self._shapes) >= MAX_SHAPES:
             self._shapes = dict.fromkeys(largest_shapes(tuple(self._shapes)))
         self._shapes[batch] = None
-        self._judge(batch)
+        self._assess_batch(batch)
 
-    def backward_ends(self) -> None:
-        """Add up what the engine holds while buckets are there, if this step is looked at."""
+    def on_backward_end(self) -> None:
+        """Sum the engine's tensors while buckets exist, in a step that is sampled in detail."""
         engine = self._engine()
         if self._clock.on_change is None or engine is None or self._held_in_backward is not None:
             return
-        self._held_in_backward = self._add_up(engine)
+        self._held_in_backward = self._sum_tensors(engine)
 
-    def step_begins(self) -> None:
-        """Add up what the engine holds while the gradients are there, if this step is looked at."""
+    def on_update_start(self) -> None:
+        """Sum the engine's tensors while gradients exist, in a step that is sampled in detail."""
         engine = self._engine()
         if self._clock.on_change is None or engine is None:
             return
-        self._meter.sample_phase()  # what passed belongs to no phase that is read from here on
-        self._readings_left[True] = max(self._readings_left[True], READINGS_OF_UPDATE)
-        held = self._add_up(engine)
+        self._reader.sample_phase()  # the peak so far belongs to no phase that is read from here on
+        self._pass_readings_left = max(self._pass_readings_left, READINGS_OF_UPDATE)
+        held = self._sum_tensors(engine)
         if held is not None and self._held_in_backward is not None:
             held = larger_of(self._held_in_backward, held)
         self._held_before = held
 
-    def step_ended(self) -> StepMemorySample | None:
-        """Return this step's reading; None where the last one is too fresh."""
+    def on_step_end(self) -> StepMemorySample | None:
+        """Return this step's sample; None where the last one is recent."""
         now = time.monotonic()
-        look = self._end_look()
-        if look is None and now < self._reading_due:
+        detail = self._end_detail()
+        if detail is None and now < self._reading_due:
             return None
         self._reading_due = now + READING_SECONDS
         shapes, self._shapes = tuple(self._shapes), {}
-        reading = StepMemorySample(
-            readings=self._meter.sample_step(),
+        sample = StepMemorySample(
+            readings=self._reader.sample_step(),
             shapes=shapes,
             trained_only=not self._clock.strayed,
-            detail=look,
+            detail=detail,
         )
         self._clock.strayed = False
-        if self._look_seconds is not None and now >= self._look_due:
-            self._begin_look(now)
-        return reading
+        if self._detail_seconds is not None and now >= self._detail_due:
+            self._begin_detail(now)
+        return sample
 
     def close(self) -> None:
-        """Stop looking. Safe to call twice."""
+        """End the detailed sample under way. Safe to call twice."""
         self._clock.on_change = None
 
-    def _begin_look(self, now: float) -> None:
-        """Look at the step that begins now."""
-        pause = max(self._look_seconds or 0.0, self._looks_cost / LOOK_SHARE)
-        self._look_due = now + pause
-        self._readings_left = [READINGS_PER_LOOK, READINGS_PER_LOOK]
+    def _begin_detail(self, now: float) -> None:
+        """Sample the step that begins now in detail."""
+        pause = max(self._detail_seconds or 0.0, self._detail_cost_seconds / DETAIL_TIME_RATIO)
+        self._detail_due = now + pause
+        self._pass_readings_left = self._other_readings_left = READINGS_PER_DETAIL
         self._phase_peaks = {}
         self._held_in_backward = self._held_before = None
-        self._looks_cost = 0.0
-        self._clock.on_change = self._phase_ended
+        self._detail_cost_seconds = 0.0
+        self._clock.on_change = self._on_phase_end
 
-    def _end_look(self) -> DetailedSample | None:
+    def _end_detail(self) -> DetailedSample | None:
         engine = self._engine()
         if self._clock.on_change is None or engine is None:
             return None
         self._clock.on_change = None
-        before, after = self._held_before, self._add_up(engine)
+        before, after = self._held_before, self._sum_tensors(engine)
         if before is None or after is None:
             return None
         return DetailedSample(
@@ -169,24 +176,28 @@ class MemoryHooks:
             heap_free_bytes=self._timed(free_heap_bytes),
         )
 
-    def _add_up(self, engine: Any) -> Held | None:
-        return self._timed(lambda: self._holdings(engine))
+    def _sum_tensors(self, engine: Any) -> Held | None:
+        return self._timed(lambda: self._bytes_by_category(engine))
 
-    def _timed(self, ask: Callable[[], T]) -> T:
-        """Ask, and count what that takes as a cost of this look."""
+    def _timed(self, read: Callable[[], T]) -> T:
+        """Count the time of a reading as a cost of this detailed sample."""
         begin = time.perf_counter()
-        answer = ask()
-        self._looks_cost += time.perf_counter() - begin
-        return answer
+        result = read()
+        self._detail_cost_seconds += time.perf_counter() - begin
+        return result
 
     def _read_phase(self, phase: int) -> None:
-        # An evaluation is read always, or its peak would be that of the next pass.
+        # An evaluation is always read, or its peak would count for the next pass.
         if phase not in (EVAL, CHECKPOINT):
-            is_pass = phase in _PASSES
-            if self._readings_left[is_pass] <= 0:
-                return
-            self._readings_left[is_pass] -= 1
-        for device, states in self._meter.sample_phase().items():
+            if phase in _PASSES:
+                if self._pass_readings_left <= 0:
+                    return
+                self._pass_readings_left -= 1
+            else:
+                if self._other_readings_left <= 0:
+                    return
+                self._other_readings_left -= 1
+        for device, states in self._reader.sample_phase().items():
             peak = states.get("peak_allocated", states.get("allocated", 0.0))
             peaks = self._phase_peaks.setdefault(device, {})
             name = PHASES[phase]

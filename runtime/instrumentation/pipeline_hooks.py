@@ -1,7 +1,7 @@
-"""Wrapping the instructions that one DeepSpeed pipeline engine executes, each with its phase.
+"""Hooks on the instructions of a DeepSpeed pipeline engine, each with its phase.
 
-A pipeline engine runs a schedule of instructions in `train_batch` and `eval_batch`, and looks each
-one's function up in a map that its class holds. The engine gets a map of its own.
+A pipeline engine runs a schedule of instructions in `train_batch` and `eval_batch`. It finds their
+functions in a map of its class; the hooks give the engine a map of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .batch_shape import BatchShape, batch_shape
 
 INSTRUCTION_MAP = "_INSTRUCTION_MAP"
 
-# By name, as not every version of DeepSpeed has them all. Waiting for a neighbour belongs to the
-# pass that needs or made what is sent. What is missing, such as CommitP2P, which sends for both
-# passes at once, stays in the phase of `train_batch`.
+# By name, as not every version of DeepSpeed has all. Waiting for a neighbour belongs to the pass
+# that needs or produced the message. Others stay in the phase of `train_batch`, such as CommitP2P,
+# which sends for both passes at once.
 PHASE_OF_INSTRUCTION: Mapping[str, int] = {
     "LoadMicroBatch": DATA,
     "RecvActivation": FORWARD,
@@ -39,12 +39,12 @@ class InstructionMap:
     """An engine's own map of instructions, until `restore`; holds the engine weakly."""
 
     def __init__(self, engine: Any, make: Callable[[str, Function], Function]) -> None:
-        """Put the map on.
+        """Replace the engine's map.
 
         Args:
             engine: A DeepSpeed pipeline engine.
-            make: Gets an instruction's name and its function, and returns the function to execute
-                in its place; both take the engine first.
+            make: Returns the function to execute, given an instruction's name and its original
+                function; both functions take the engine first.
         """
         self._engine = weakref.ref(engine)
         self._previous = vars(engine).get(INSTRUCTION_MAP)
@@ -55,7 +55,7 @@ class InstructionMap:
         setattr(engine, INSTRUCTION_MAP, self._own)
 
     def restore(self) -> None:
-        """Put back what was there, unless somebody put a map over ours."""
+        """Restore the previous map, unless another library replaced ours."""
         engine = self._engine()
         if engine is None or vars(engine).get(INSTRUCTION_MAP) is not self._own:
             return
@@ -72,12 +72,12 @@ def _wrapped(name: str, function: Function, make: Callable[[str, Function], Func
 
 
 def loaded_shape(engine: Any, instruction: Mapping[str, Any]) -> BatchShape | None:
-    """Return the size of the micro-batch that a forward pass begins with; None beyond its start.
+    """Return the size of the micro-batch of a forward pass; None except on the first stage.
 
     Args:
         engine: The pipeline engine.
-        instruction: The arguments of its ForwardPass. DualPipeV leads each micro-batch through
-            every rank twice, in two phases of its own.
+        instruction: The arguments of its ForwardPass. DualPipeV runs each micro-batch through
+            every rank twice; the second pass has a `phase`.
     """
     if instruction.get("phase") or not engine.is_first_stage():
         return None

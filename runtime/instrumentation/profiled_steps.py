@@ -1,14 +1,15 @@
-"""One step in so many under PyTorch's profiler, to check what is measured on the others.
+"""Runs one step in `every_steps` under PyTorch's profiler, to verify the measured times.
 
-It is off by default: the first profiled step takes a second longer, each is slowed by the profiler,
-and on CUDA its end waits for the device. It begins and ends with steps, on the training thread;
-what the profiler saw is read on the watch thread.
+Off by default: the first profiled step takes a second longer, each is slowed by the profiler, and
+on a device its end waits for the device. A profile starts and ends with a step, on the training
+thread; its events are read on the watch thread.
 """
 
 from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch._C._autograd import _profiler_enabled
@@ -18,21 +19,50 @@ from torch.profiler import record_function
 from ...metrics.catalog import communication
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
-from ..collectives.comm_time import Interval
+from ..collectives.comm_time import Interval, IntervalUnion
 from ..common import accelerator
 from ..common.patching import AttributePatch
-from .compute_comm_overlap import ComputeCommOverlap, step_shares
 
 MARK = "zerowatch: profiled step"
 # What the training thread runs between operators, waits included.
 _NOT_COMPUTE = ("autograd::", "c10d::", "profiler::")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeCommOverlap:
+    """Seconds of a step by part; the parts are disjoint and sum to the step.
+
+    On CPU compute is what operators run on the training thread, and time in Python is idle.
+    """
+
+    compute: float
+    comm: float
+    overlap: float
+    idle: float
+
+    @property
+    def seconds(self) -> float:
+        """The step's length."""
+        return self.compute + self.comm + self.overlap + self.idle
+
+    def ratios(self) -> dict[str, float]:
+        """Return each part over the step's length."""
+        seconds = self.seconds
+        if not seconds:
+            return {}
+        return {
+            "compute": self.compute / seconds,
+            "comm": self.comm / seconds,
+            "overlap": self.overlap / seconds,
+            "idle": self.idle / seconds,
+        }
+
+
 class ProfiledSteps:
     """Profiles each step whose number is a multiple of `every_steps`, unless another profile runs.
 
-    Only one profile can run: a second silently empties the first. One that begins within ours ends
-    it.
+    Only one profile can run: a second silently empties the first. So a profile that the script
+    starts within ours ends ours.
     """
 
     def __init__(self, every_steps: int, recorder: Recorder, *, on_device: bool) -> None:
@@ -41,45 +71,45 @@ class ProfiledSteps:
         self._on_device = on_device
         self._profile: Any = None
         self._mark: Any = None
-        self._wraps: list[AttributePatch] = []
+        self._patches: list[AttributePatch] = []
         self._finished: tuple[int, Any] | None = None
 
-    def step_ended(self, step: int) -> None:
-        """End the profile under way, and begin one if the next step is due. Training thread."""
+    def on_step_end(self, step: int) -> None:
+        """End the profile under way, and start one if the next step is due. Training thread."""
         if self._profile is not None:
             self._finished = step, self._stop()
-        if (step + 1) % self._every_steps == 0 and not _another_runs():
+        if (step + 1) % self._every_steps == 0 and not _another_profile_runs():
             self._start()
 
     def compare(self, record: StepRecord) -> None:
-        """Publish what the profiler saw of this step, if it did. Watch thread."""
+        """Publish the profile of this step, if there is one. Watch thread."""
         finished = self._finished
         if finished is None or finished[0] > record.step:
             return
         self._finished = None
         if finished[0] < record.step:  # its record was lost
             return
-        shares = read_shares(finished[1].events(), on_device=self._on_device)
-        if shares is None:
+        overlap = read_overlap(finished[1].events(), on_device=self._on_device)
+        if overlap is None:
             return
         with self._recorder.commit():
-            for part, ratio in shares.ratios().items():
+            for part, ratio in overlap.ratios().items():
                 self._recorder.set(communication.STEP_TIME_RATIO, ratio, part)
             if record.comm_exposed_seconds is not None:
-                off = abs(record.comm_exposed_seconds - shares.comm) / shares.seconds
-                self._recorder.set(communication.COMM_EXPOSED_ERROR_RATIO, off)
+                error = abs(record.comm_exposed_seconds - overlap.comm) / overlap.seconds
+                self._recorder.set(communication.COMM_EXPOSED_ERROR_RATIO, error)
 
     def close(self) -> None:
         """Drop the profile under way, if there is one. Safe to call twice."""
         if self._profile is not None:
             self._stop()
 
-    def forget(self) -> None:
-        """In a forked child: let go of the profile under way, which is the parent's."""
+    def close_after_fork(self) -> None:
+        """In a forked child: drop the profile under way, which is the parent's."""
         self._profile = None
-        for wrap in reversed(self._wraps):
-            wrap.restore()
-        self._wraps.clear()
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
         atexit.unregister(self.close)
 
     def _start(self) -> None:
@@ -91,33 +121,34 @@ class ProfiledSteps:
         self._profile, self._mark = profile, record_function(MARK)
         self._mark.__enter__()
         owner = autograd_profiler.profile
-        self._wraps = [
-            AttributePatch(owner, name, self._make_way) for name in ("_prepare_trace", "__enter__")
+        self._patches = [
+            AttributePatch(owner, name, self._close_first)
+            for name in ("_prepare_trace", "__enter__")
         ]
 
     def _stop(self) -> Any:
         profile, self._profile = self._profile, None
-        for wrap in reversed(self._wraps):
-            wrap.restore()
-        self._wraps.clear()
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
         self._mark.__exit__(None, None, None)
         profile.__exit__(None, None, None)
         atexit.unregister(self.close)
         return profile.kineto_results
 
-    def _make_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def starts(*args: Any, **kwargs: Any) -> Any:
+    def _close_first(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def closing(*args: Any, **kwargs: Any) -> Any:
             self.close()
             return original(*args, **kwargs)
 
-        return starts
+        return closing
 
 
-def read_shares(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverlap | None:
-    """Split the marked step by kineto's events; None where the mark is missing.
+def read_overlap(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverlap | None:
+    """Split the marked step by Kineto's events; None where the mark is missing.
 
-    On CUDA what runs on the device counts, and a kernel of NCCL is communication. On CPU compute is
-    what operators run on the training thread, and gloo names its own.
+    On a device all kernels count, and those of the collective backend are communication. On CPU
+    compute is what operators run on the training thread, and gloo's events have its prefix.
     """
     events = list(events)
     marks = [event for event in events if event.name() == MARK and not _is_on_device(event)]
@@ -136,7 +167,28 @@ def read_shares(events: Iterable[Any], *, on_device: bool) -> ComputeCommOverlap
             comm.append(_interval(event))
         elif event.start_thread_id() == mark.start_thread_id() and _computes(name):
             compute.append(_interval(event))
-    return step_shares(_interval(mark), compute, comm)
+    return split_step(_interval(mark), compute, comm)
+
+
+def split_step(
+    step: Interval, compute: Iterable[Interval], comm: Iterable[Interval]
+) -> ComputeCommOverlap:
+    """Split a step by its compute and communication, which may overlap and exceed it."""
+    computing, communicating = _within(step, compute), _within(step, comm)
+    compute_ns, comm_ns = IntervalUnion().add_ns(computing), IntervalUnion().add_ns(communicating)
+    busy_ns = IntervalUnion().add_ns(computing + communicating)
+    return ComputeCommOverlap(
+        compute=(busy_ns - comm_ns) / 1e9,
+        comm=(busy_ns - compute_ns) / 1e9,
+        overlap=(compute_ns + comm_ns - busy_ns) / 1e9,
+        idle=(step[1] - step[0] - busy_ns) / 1e9,
+    )
+
+
+def _within(step: Interval, intervals: Iterable[Interval]) -> list[Interval]:
+    """Clip intervals to a step."""
+    clipped = ((max(start, step[0]), min(end, step[1])) for start, end in intervals)
+    return [(start, end) for start, end in clipped if start < end]
 
 
 def _computes(name: str) -> bool:
@@ -153,5 +205,5 @@ def _interval(event: Any) -> Interval:
     return start, start + event.duration_ns()
 
 
-def _another_runs() -> bool:
+def _another_profile_runs() -> bool:
     return _profiler_enabled() or autograd_profiler._is_profiler_enabled

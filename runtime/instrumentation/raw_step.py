@@ -1,10 +1,10 @@
-"""A step as the training thread hands it over, and the record it becomes."""
+"""A step as it leaves the training thread, and the record made of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import StepRecord
@@ -14,22 +14,60 @@ from ..common.device_scalar import Number, arrived, mean, read, total
 from ..common.phase_timer import PhaseInterval
 from ..memory.memory_reader import Readings
 from ..memory.step_sample import StepMemorySample
-from .step_counts import StepCounts
+from .batch_shape import BatchShape
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """The micro-batches of one rank since the last step.
+
+    Attributes:
+        samples: None where the batches show none; so are `tokens` and `sequence_length`.
+        losses: One of each micro-batch.
+        losses_are_shares: Whether the losses were divided by the number of micro-batches before
+            backward, as Hugging Face's Trainer does.
+        skipped: Whether the step made no update.
+    """
+
+    micro_batches: int = 0
+    samples: int | None = None
+    tokens: int | None = None
+    sequence_length: int | None = None
+    losses: list[Number] = field(default_factory=list)
+    losses_are_shares: bool = False
+    skipped: bool = False
+
+    def add(self, shapes: list[BatchShape], loss: Number) -> None:
+        """Count one micro-batch, of one or more forwards."""
+        self.micro_batches += 1
+        for shape in shapes:
+            if shape.samples is not None:
+                self.samples = (self.samples or 0) + shape.samples
+            if shape.tokens is not None:
+                self.tokens = (self.tokens or 0) + shape.tokens
+                self.sequence_length = shape.sequence_length
+        self.losses.append(loss)
 
 
 @dataclass(slots=True)
 class RawStep:
-    """What the training thread knows when a step has ended.
+    """What is known of a step on the training thread when it ends; some of it is still under way.
 
-    `trace` names the span of the script's own that it ended in; `intervals` when each phase had the
-    time, by `time.perf_counter_ns`, where traces are made.
+    Attributes:
+        ended_at: Unix seconds.
+        phase_ns: Nanoseconds by place in PHASES.
+        intervals: When each phase ran, by `time.perf_counter_ns`; empty unless traces are made.
+        coverage: Share of collectives that were recorded, 0 to 1; None if not read in this step.
+        trace: Labels of the span of the script in which the step ended; None without one.
+        memory: None where the last sample is recent.
+        batch: The collectives since the last step.
     """
 
     step: int
     ended_at: float
     phase_ns: list[int]
     intervals: Iterable[PhaseInterval]
-    window: StepCounts
+    counts: StepCounts
     coverage: float | None
     gradient_norm: Number
     learning_rate: Number
@@ -39,30 +77,30 @@ class RawStep:
     batch: Batch
 
     def settled(self) -> bool:
-        """Whether what was under way when the step ended has arrived. Never waits."""
-        numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.window.losses)
+        """Return whether all that was under way when the step ended has arrived. Never waits."""
+        numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
         return all(map(arrived, numbers)) and self.batch.settled()
 
     def record(
         self, comm: StepCommTotals, device_readings: Readings, oom_risk_ratio: Mapping[str, float]
     ) -> StepRecord:
-        """Make the step's record, once `settled`."""
-        window, phase_ns, memory = self.window, self.phase_ns, self.memory
-        loss = total(window.losses) if window.losses_are_shares else mean(window.losses)
+        """Return the step's record, once `settled`."""
+        counts, phase_ns, memory = self.counts, self.phase_ns, self.memory
+        loss = total(counts.losses) if counts.losses_are_shares else mean(counts.losses)
         return StepRecord(
             step=self.step,
             ended_at_unix_seconds=self.ended_at,
             seconds=sum(phase_ns) / 1e9,
             phase_seconds=_by_phase(phase_ns),
-            micro_batches=window.micro_batches,
-            samples=window.samples,
-            tokens=window.tokens,
+            micro_batches=counts.micro_batches,
+            samples=counts.samples,
+            tokens=counts.tokens,
             loss=loss,
             nonfinite_loss=loss is not None and not math.isfinite(loss),
             gradient_norm=read(self.gradient_norm),
             learning_rate=read(self.learning_rate),
             loss_scale=read(self.loss_scale),
-            skipped=window.skipped,
+            skipped=counts.skipped,
             collectives=comm.totals(),
             comm_seconds=comm.seconds,
             comm_exposed_seconds=comm.exposed_seconds,

@@ -1,4 +1,4 @@
-"""What the rooms that are joined on one engine are given."""
+"""What the parts of one watch share."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from ..common.process_info import ProcessInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchContext:
-    """The watch of one engine, as its parts see it.
+    """The shared objects of one watch.
 
-    `engine` gives the watched engine, None once it is gone; `watch_index` is how many watches this
-    process has had; `call_recorder` has its collectives; `run_id` gives the run's name, once it is
-    known, and `folder` the run folder, where there is one.
+    Attributes:
+        engine: Returns the watched engine; None once it is gone.
+        watch_index: How many watches this process had before.
+        call_recorder: The collectives of the process.
+        run_id: Returns the run's id; None until it is known.
+        folder: Returns the run folder; None until the run has an id, or without one.
     """
 
     engine: Callable[[], Any]

@@ -26,7 +26,7 @@ class CrossRankMonitor:
         on_collective_error: Called with a collective that raised.
         add_step_times: Called with each step's nanoseconds by phase, and those of them that were
             blocked.
-        step_ended: Called on the training thread with the number of each step; None if not needed.
+        profiler: Profiles some steps; None for none.
     """
 
     def __init__(self, context: WatchContext) -> None:
@@ -39,20 +39,19 @@ class CrossRankMonitor:
         self._thread = self._new_thread()
         self._hang_watch = self._new_hang_watch()
         self._thread.expected_pause = self._hang_watch.expected_pause
-        self._profile = self._new_profile()
+        self.profiler = self._new_profiler()
         self.listeners: list[Callable[[StepRecord], object]] = [
             fail_open.wrap("volume", self._check_volume),
             fail_open.wrap("hang", self._hang_watch.on_step_end),
         ]
-        if self._profile is not None:
-            self.listeners.append(fail_open.wrap("profile", self._profile.compare))
+        if self.profiler is not None:
+            self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
         self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang_watch.check}
         analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
         self.on_collective_error = analyzer.analyze
         # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
         on_cpu = training_device_index() is None
         self.add_step_times = self._thread.step_times.add if on_cpu else _ignore_step_times
-        self.step_ended = None if self._profile is None else self._profile.step_ended
 
     @property
     def cpu_seconds(self) -> float:
@@ -65,13 +64,13 @@ class CrossRankMonitor:
 
     def forget_hooks(self) -> None:
         """In a forked child: let go of what ran in training, which is the parent's."""
-        if self._profile is not None:
-            self._profile.forget()
+        if self.profiler is not None:
+            self.profiler.close_after_fork()
 
     def close_hooks(self) -> None:
         """End what runs in training. Safe to call twice."""
-        if self._profile is not None:
-            self._profile.close()
+        if self.profiler is not None:
+            self.profiler.close()
 
     def stop(self) -> None:
         """Compare what is left, and end. Safe to call twice."""
@@ -119,7 +118,7 @@ class CrossRankMonitor:
         engine = self._context.engine()
         return engine is None or engine.module.training
 
-    def _new_profile(self) -> ProfiledSteps | None:
+    def _new_profiler(self) -> ProfiledSteps | None:
         every_steps = self._context.settings.profile.every_steps
         on_device = training_device_index() is not None
         recorder = self._context.recorder

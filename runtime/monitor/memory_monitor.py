@@ -66,9 +66,9 @@ class MemoryMonitor:
             self._reader,
             context.clock,
             context.fail_open,
-            judge=self._forecasts.assess_batch,
-            raised=self._on_exception,
-            look_seconds=settings.detailed_sample_seconds if settings.enabled else None,
+            forecasts=self._forecasts,
+            on_exception=self._on_exception,
+            detail_seconds=settings.detailed_sample_seconds if settings.enabled else None,
         )
         self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"

@@ -13,8 +13,7 @@ from ..collectives.batch import Batch
 from ..collectives.call import CollectiveCall
 from ..collectives.comm_time import CommTime
 from ..collectives.totals import PeriodTotals
-from ..instrumentation.raw_step import RawStep
-from ..instrumentation.step_counts import StepCounts
+from ..instrumentation.raw_step import RawStep, StepCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class StepMetrics:
                 self._recorder.set(spec, value)
 
     def _count_arithmetic(self, steps: Sequence[Step], seconds: float) -> None:
-        counted = [self._flops_of(step.closed.window) for step in steps]
+        counted = [self._flops_of(step.closed.counts) for step in steps]
         flops = sum(one for one in counted if one is not None)
         if flops:
             self._recorder.add(training.FLOPS, flops)

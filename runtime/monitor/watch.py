@@ -27,7 +27,7 @@ from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
 from ..devices.choose import device_probes, hardware_ids
 from ..devices.memory.choose import memory_probes
-from ..instrumentation.flops_counter import flops_counter, publish_peak
+from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.hook_set import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
 from .advisor import Advisor
@@ -202,9 +202,8 @@ class Watch:
     def _open_rooms(self, engine: Any, undo: ExitStack) -> None:
         settings, device = self.settings, training_device_index()
         self.recorder.set(training.RUN_ACTIVE, 1)
-        self._flops = flops_counter(engine.module, settings.flops.method, self.fail_open)
-        undo.callback(self._flops.close)
-        flops_of = self.fail_open.wrap("flops", self._flops)
+        flops = flops_counter(engine.module, settings.flops.method)
+        flops_of = self.fail_open.wrap("flops", flops)
         peak = publish_peak(settings.flops, self.recorder, device_index=device)
         self._publisher = StepMetrics(self.recorder, flops_of, peak)
         context = self._context = self._surroundings()
@@ -288,7 +287,7 @@ class Watch:
             engine,
             self._memory.hooks,
             self._thread.enqueue,
-            self._comparison.step_ended,
+            self._comparison.profiler,
         )
         undo.callback(self._engine_side.restore)
 
@@ -297,7 +296,6 @@ class Watch:
         self._memory.close_hooks()
         self._comparison.close_hooks()
         self._collectives.close()
-        self._flops.close()
 
     def _serve_until_read(self) -> None:
         self._server.wait_for_final_scrape()

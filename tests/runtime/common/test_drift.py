@@ -24,7 +24,7 @@ from zerowatch.runtime.common.ds_config_errors import TOP_LEVEL_KEYS
 
 COLLECTIVES = "runtime/collectives/instrument.py"
 ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
-STEP = "runtime/instrumentation/step_closer.py and runtime/monitor/watch.py"
+STEP = "runtime/instrumentation/step_collector.py and runtime/monitor/watch.py"
 STREAMS = "runtime/common/accelerator.py and runtime/collectives/stream_waits.py"
 PROFILE = "runtime/instrumentation/profiled_steps.py"
 ESTIMATOR = "runtime/estimator/engine_plan.py"
@@ -123,11 +123,6 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
         "deepspeed.runtime.sequence_parallel.parallel_state_sp",
         "runtime/collectives/roles.py",
         "get_sequence_parallel_group get_sequence_data_parallel_group",
-    ),
-    (
-        "deepspeed.profiling.flops_profiler:FlopsProfiler",
-        "runtime/instrumentation/flops_counter.py",
-        "start_profile stop_profile get_total_flops end_profile",
     ),
     (ENGINE, ESTIMATOR, "_config"),
     (ENGINE, OFFLOAD, "offload_states reload_states"),

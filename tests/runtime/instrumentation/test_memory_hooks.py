@@ -24,34 +24,36 @@ class Engine(SimpleNamespace):
 class Job:
     """Hooks over a probe whose peak the test sets, on a clock that the test turns."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, look_seconds: float | None = None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, detail_seconds: float | None = None
+    ) -> None:
         self.clock = FakeClock()
         monkeypatch.setattr(memory_hooks.time, "monotonic", self.clock)
         self.held = {"cpu": {"gradients": 10}}
         monkeypatch.setattr(memory_hooks, "bytes_by_category", lambda engine: dict(self.held))
         self.engine = Engine()
         self.peak_bytes = 500.0
-        self.judged: list[Shape] = []
+        self.assessed: list[Shape] = []
         self.phases = PhaseTimer()
         self.hooks = MemoryHooks(
             self.engine,
             MemoryReader({"cpu": self._read}, {}),
             self.phases,
             FailOpen(),
-            judge=self.judged.append,
-            raised=lambda error: None,
-            look_seconds=look_seconds,
+            forecasts=SimpleNamespace(assess_batch=self.assessed.append),
+            on_exception=lambda error: None,
+            detail_seconds=detail_seconds,
         )
 
     def step(self, *shapes: tuple[int, int], seconds: float = 1.0) -> Any:
         for number, (samples, length) in enumerate(shapes, 1):
             tokens = samples * length
             shape = BatchShape(samples=samples, tokens=tokens, sequence_length=length)
-            self.hooks.batch_begins(shape, number)
+            self.hooks.on_batch_start(shape, number)
         self.pass_through()
-        self.hooks.step_begins()
+        self.hooks.on_update_start()
         self.clock.seconds += seconds
-        return self.hooks.step_ended()
+        return self.hooks.on_step_end()
 
     def pass_through(self) -> None:
         for phase, peak in ((FORWARD, 700.0), (BACKWARD, 900.0)):
@@ -73,7 +75,7 @@ def test_a_step_reads_its_distinct_micro_batches(job: Job) -> None:
     reading = job.step((2, 8), (2, 16), (2, 8))
 
     assert reading.shapes == (Shape(2, 8), Shape(2, 16))
-    assert job.judged == [Shape(2, 8), Shape(2, 16), Shape(2, 8)]
+    assert job.assessed == [Shape(2, 8), Shape(2, 16), Shape(2, 8)]
 
 
 def test_short_steps_share_a_reading(job: Job) -> None:
@@ -86,21 +88,21 @@ def test_short_steps_share_a_reading(job: Job) -> None:
 
 
 def test_data_without_tokens_has_its_elements_for_a_length(job: Job) -> None:
-    job.hooks.batch_begins(BatchShape(samples=4, elements=4 * 3 * 32 * 32), 1)
+    job.hooks.on_batch_start(BatchShape(samples=4, elements=4 * 3 * 32 * 32), 1)
 
-    assert job.judged == [Shape(4, 3072)]
+    assert job.assessed == [Shape(4, 3072)]
 
 
 def test_a_batch_that_shows_no_size_is_not_judged(job: Job) -> None:
-    job.hooks.batch_begins(BatchShape(), 1)
+    job.hooks.on_batch_start(BatchShape(), 1)
 
-    assert job.judged == []
+    assert job.assessed == []
 
 
 def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
 
     look = job.step().detail
@@ -111,7 +113,7 @@ def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
 
 
 def test_steps_are_looked_at_closely_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
 
     looked_at = [job.step().detail is not None for _ in range(25)]
 
@@ -121,24 +123,24 @@ def test_steps_are_looked_at_closely_now_and_then_only(monkeypatch: pytest.Monke
 def test_a_step_with_many_micro_batches_is_read_a_few_times_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
     reads = []
     read = job._read
-    job.hooks._meter._probes = {"cpu": lambda: reads.append(1) or read()}
+    job.hooks._reader._probes = {"cpu": lambda: reads.append(1) or read()}
 
     for _ in range(100):
         job.pass_through()
     job.step()
 
-    allowed = 2 * memory_hooks.READINGS_PER_LOOK + memory_hooks.READINGS_OF_UPDATE
+    allowed = 2 * memory_hooks.READINGS_PER_DETAIL + memory_hooks.READINGS_OF_UPDATE
     assert len(reads) <= allowed + 2
 
 
 def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
     for _ in range(100):
         job.phases.enter(EVAL)
@@ -157,11 +159,11 @@ def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
 def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
     job.phases.enter(FORWARD)
     job.peak_bytes = 3000.0
-    job.hooks._meter.read()
+    job.hooks._reader.read()
     job.peak_bytes = 600.0
     job.phases.leave()
 
@@ -174,21 +176,21 @@ def test_of_very_many_kinds_of_batches_the_largest_are_kept(job: Job) -> None:
     reading = job.step(*((2, length) for length in range(8, 800, 8)), (2, 4096), (2, 4))
 
     assert Shape(2, 4096) in reading.shapes
-    assert len(reading.shapes) <= memory_hooks.MOST_SHAPES
+    assert len(reading.shapes) <= memory_hooks.MAX_SHAPES
 
 
 def test_a_step_without_an_update_of_its_own_ends_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
     job.clock.seconds += 1
 
-    reading = job.hooks.step_ended()
+    reading = job.hooks.on_step_end()
 
     assert reading.detail is None
 
 
 def test_after_close_no_phase_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, look_seconds=10.0)
+    job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
 
     job.hooks.close()

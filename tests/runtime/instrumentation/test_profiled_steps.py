@@ -16,8 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.instrumentation.compute_comm_overlap import step_shares
-from zerowatch.runtime.instrumentation.profiled_steps import MARK, ProfiledSteps, read_shares
+from zerowatch.runtime.instrumentation.profiled_steps import (
+    MARK,
+    ProfiledSteps,
+    read_overlap,
+    split_step,
+)
 
 MS = 1_000_000
 
@@ -87,9 +91,9 @@ def names(finished: profile) -> set[str]:
     ],
 )
 def test_a_step_is_split_by_what_went_on(compute, comm, expected) -> None:
-    shares = step_shares((0, 100), compute, comm)
+    overlap = split_step((0, 100), compute, comm)
 
-    assert [shares.compute, shares.comm, shares.overlap, shares.idle] == pytest.approx(
+    assert [overlap.compute, overlap.comm, overlap.overlap, overlap.idle] == pytest.approx(
         [part / 1e9 for part in expected]
     )
 
@@ -104,10 +108,10 @@ def test_on_cpu_operators_of_the_training_thread_compute_and_gloo_communicates()
         FakeEvent("gloo:all_reduce", 30, 60),
     ]
 
-    shares = read_shares(events, on_device=False)
+    overlap = read_overlap(events, on_device=False)
 
-    assert shares is not None
-    assert shares.ratios() == pytest.approx(
+    assert overlap is not None
+    assert overlap.ratios() == pytest.approx(
         {"compute": 0.3, "comm": 0.2, "overlap": 0.1, "idle": 0.4}
     )
 
@@ -122,10 +126,10 @@ def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
         FakeEvent("nccl:all_reduce", 40, 70, device=True, note=True),
     ]
 
-    shares = read_shares(events, on_device=True)
+    overlap = read_overlap(events, on_device=True)
 
-    assert shares is not None
-    assert shares.ratios() == pytest.approx(
+    assert overlap is not None
+    assert overlap.ratios() == pytest.approx(
         {"compute": 0.3, "comm": 0.2, "overlap": 0.1, "idle": 0.4}
     )
 
@@ -148,43 +152,43 @@ def test_only_each_second_step_is_profiled(profiled: ProfiledSteps) -> None:
     running = []
 
     for number in range(1, 6):
-        profiled.step_ended(number)
+        profiled.on_step_end(number)
         running.append(autograd_profiler._is_profiler_enabled)
 
     assert running == [True, False, True, False, True]
 
 
 def test_a_profiled_steps_shares_are_published_with_its_record(profiled: ProfiledSteps) -> None:
-    profiled.step_ended(1)
+    profiled.on_step_end(1)
     work()
-    profiled.step_ended(2)
+    profiled.on_step_end(2)
 
     profiled.compare(step(1))
     before = profiled._recorder.snapshot().values.get(communication.STEP_TIME_RATIO)
     profiled.compare(step(2))
 
-    shares: Any = profiled._recorder.snapshot().values[communication.STEP_TIME_RATIO]
+    overlap: Any = profiled._recorder.snapshot().values[communication.STEP_TIME_RATIO]
     assert not before
-    assert sum(shares.values()) == pytest.approx(1.0)
+    assert sum(overlap.values()) == pytest.approx(1.0)
     assert profiled._recorder.snapshot().value(communication.STEP_TIME_RATIO, "compute") > 0.5
 
 
 def test_where_somebody_profiles_we_do_not(profiled: ProfiledSteps) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
-        profiled.step_ended(1)
+        profiled.on_step_end(1)
         work()
-        profiled.step_ended(2)
+        profiled.on_step_end(2)
 
     assert "aten::mm" in names(theirs)
     assert profiled._finished is None
 
 
 def test_who_begins_to_profile_inside_ours_gets_all_of_it(profiled: ProfiledSteps) -> None:
-    profiled.step_ended(1)
+    profiled.on_step_end(1)
 
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
         work()
-    profiled.step_ended(2)
+    profiled.on_step_end(2)
 
     assert "aten::mm" in names(theirs)
     assert profiled._finished is None
@@ -192,10 +196,10 @@ def test_who_begins_to_profile_inside_ours_gets_all_of_it(profiled: ProfiledStep
 
 def test_the_profilers_names_are_put_back(profiled: ProfiledSteps) -> None:
     before = dict(vars(autograd_profiler.profile))
-    profiled.step_ended(1)
+    profiled.on_step_end(1)
     during = dict(vars(autograd_profiler.profile))
 
-    profiled.step_ended(2)
+    profiled.on_step_end(2)
 
     assert during != before
     assert dict(vars(autograd_profiler.profile)) == before
@@ -205,7 +209,7 @@ def test_a_script_that_ends_in_a_profiled_step_ends_well() -> None:
     script = """
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.instrumentation.profiled_steps import ProfiledSteps
-ProfiledSteps(2, Recorder(), on_device=False).step_ended(1)
+ProfiledSteps(2, Recorder(), on_device=False).on_step_end(1)
 """
 
     finished = subprocess.run(

@@ -410,22 +410,6 @@ def a_watch_that_cannot_start_lets_training_be() -> None:
     engine.watch.close()
 
 
-def a_profiled_model_is_counted_and_let_go() -> None:
-    model_flops = 3 * 2 * 8 * 8  # forward and backward of one sample through one 8 x 8 layer
-    engine = make(watched=False)
-    linear = torch.nn.functional.linear
-
-    watch = zerowatch.watch(engine, {**QUIET, "flops": {"method": "profiler"}})
-    for _ in range(3):
-        step(engine)
-    watch.close()
-
-    counted = watch.snapshot().value(training.FLOPS)
-    assert counted is not None
-    assert 3 * 2 * model_flops <= counted < 1.5 * 3 * 2 * model_flops, counted
-    assert torch.nn.functional.linear is linear
-
-
 def a_forked_child_lets_go_of_everything() -> None:
     settings = {"serve": {"port": 0}, "run_log": {"enabled": False}}
     engine = make(watched=False)

@@ -1,0 +1,100 @@
+"""The end of a step on the training thread: reads what only it can see, and hands the step over."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ...metrics.exporters.opentelemetry import current_trace_labels
+from ..common.device_scalar import Number, number
+from .memory_hooks import MemoryHooks
+from .profiled_steps import ProfiledSteps
+from .raw_step import RawStep, StepCounts
+from .watch_context import WatchContext
+
+# Reading the groups' sequence numbers costs more than the rest of a step's end.
+COVERAGE_SECONDS = 1.0
+
+
+class StepCollector:
+    """Makes the raw steps of one engine, which it holds weakly.
+
+    Each reading of the engine fails open by itself: its number is None then, and the steps go on.
+    """
+
+    def __init__(
+        self,
+        context: WatchContext,
+        engine: Any,
+        memory: MemoryHooks,
+        enqueue: Callable[[RawStep], None],
+        profiler: ProfiledSteps | None,
+    ) -> None:
+        """Create a collector.
+
+        Args:
+            context: The watch.
+            engine: A DeepSpeed engine.
+            memory: Reads memory at the end of a step.
+            enqueue: Called with each step.
+            profiler: Profiles some steps; None for none.
+        """
+        wrap = context.fail_open.wrap
+        self._engine = weakref.ref(engine)
+        self._clock = context.clock
+        self._calls = context.call_recorder
+        self._enqueue = enqueue
+        self._read_memory = wrap("memory", memory.on_step_end)
+        self._coverage_due = 0.0
+        self._coverage = wrap("coverage", self._calls.groups.drain_coverage)
+        self._trace = wrap("trace", current_trace_labels)
+        self._gradient_norm = wrap("gradient_norm", _gradient_norm)
+        self._learning_rate = wrap("learning_rate", _learning_rate)
+        self._loss_scale = wrap("loss_scale", _loss_scale)
+        self._profile = None if profiler is None else wrap("profile", profiler.on_step_end)
+        self._scales_loss: bool = engine.fp16_enabled()
+
+    def on_step_end(self, counts: StepCounts) -> None:
+        """Hand over the step that these micro-batches made."""
+        engine = self._engine()
+        if engine is None:
+            return
+        step = RawStep(
+            step=engine.global_steps,
+            ended_at=time.time(),
+            phase_ns=self._clock.take(),
+            intervals=self._clock.take_intervals(),
+            counts=counts,
+            coverage=self._read_coverage(),
+            gradient_norm=self._gradient_norm(engine),
+            learning_rate=self._learning_rate(engine),
+            loss_scale=self._loss_scale(engine) if self._scales_loss else None,
+            trace=self._trace(),
+            memory=self._read_memory(),
+            batch=self._calls.drain(),
+        )
+        self._enqueue(step)
+        if self._profile is not None:
+            self._profile(step.step)
+
+    def _read_coverage(self) -> float | None:
+        now = time.monotonic()
+        if now < self._coverage_due:
+            return None
+        self._coverage_due = now + COVERAGE_SECONDS
+        return self._coverage()
+
+
+def _gradient_norm(engine: Any) -> Number:
+    return number(engine.get_global_grad_norm())
+
+
+def _learning_rate(engine: Any) -> Number:
+    return number(engine.optimizer.param_groups[0]["lr"])
+
+
+def _loss_scale(engine: Any) -> Number:
+    # Not engine.loss_scale(), which is the configured one: 0 where the scale is dynamic.
+    return number(engine._get_optimizer_loss_scale())
