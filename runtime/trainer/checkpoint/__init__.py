@@ -1,1 +1,1 @@
-"""A run on disk: saved whole or not at all, and taken up again bit for bit."""
+"""Checkpoints of a run: saved completely or not at all, and loaded bit for bit."""

@@ -1,1 +1,1 @@
-"""Out-of-memory survived: a window abandoned, agreed anew, and run again."""
+"""Recovery from out-of-memory errors: a window is aborted, planned again, and replayed."""

@@ -1,1 +1,1 @@
-"""One accumulation window: how a batch is cut, weighted and run; what the ranks agree on."""
+"""One accumulation window: a batch is split, weighted, trained on, and becomes one update."""

@@ -1,4 +1,4 @@
-"""A TrainingRun changed under way in several ways at once: engine, codec, memory, saves."""
+"""A TrainingRun changed in several ways while it trains: engine, compression, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL_SAMPLES = 64
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("joined")
     finished = start_ranks(2, SCRIPTS / "joined_checks.py", folder, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
@@ -23,65 +23,67 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def test_two_rebuilds_leave_the_training_as_it_was(told):
-    for rank in told:
+def test_two_rebuilds_do_not_change_the_training(found):
+    for rank in found:
         assert rank["rebuilt"]["stage"] == 2
-        assert rank["rebuilt"]["apart"] <= 1e-6
+        assert rank["rebuilt"]["difference"] <= 1e-6
         assert rank["rebuilt"]["samples"] == ALL_SAMPLES
 
 
-def test_metrics_go_on_over_rebuilds_and_count_them(told):
-    first = told[0]["rebuilt"]
+def test_metrics_continue_over_rebuilds_and_count_them(found):
+    first = found[0]["rebuilt"]
 
-    assert (first["rebuilt"], first["refused"], first["steps told"]) == (2, 1, 4)
-    assert told[1]["rebuilt"]["steps told"] == 4
-
-
-def test_a_stage_that_is_none_is_refused_on_all_ranks_and_harms_nothing(told):
-    for rank in told:
-        (said,) = rank["rebuilt"]["said"]
-        assert said.startswith("the engine was not rebuilt: DeepSpeed refuses it")
+    assert (first["rebuilt"], first["refused"], first["published steps"]) == (2, 1, 4)
+    assert found[1]["rebuilt"]["published steps"] == 4
 
 
-def test_compression_and_activation_checkpointing_go_along_to_the_new_engine(told):
-    for rank in told:
+def test_an_unknown_stage_is_rejected_on_all_ranks_without_effect(found):
+    for rank in found:
+        (error,) = rank["rebuilt"]["errors"]
+        assert error.startswith("the engine was not rebuilt: DeepSpeed refuses it")
+
+
+def test_compression_and_activation_checkpointing_are_attached_to_the_new_engine(found):
+    for rank in found:
         assert rank["rebuilt, with more"]["codec"]
-        assert rank["rebuilt, with more"]["apart"] < 1e-3
+        assert rank["rebuilt, with more"]["difference"] < 1e-3
 
 
-def test_where_one_sample_does_not_fit_more_is_given_up_until_it_does(told):
-    for rank in told:
+def test_where_one_sample_does_not_fit_memory_savings_are_applied_until_it_does(found):
+    for rank in found:
         case = rank["starved"]
         assert case["stage"] == 3
-        assert case["said"] == []
+        assert case["errors"] == []
         assert case["each"] == [0, 0, 3, 0]
-        assert case["apart"] <= 1e-6
+        assert case["difference"] <= 1e-6
         assert case["samples"] == ALL_SAMPLES
-    assert told[0]["starved"]["replays"] == 3
-    assert told[1]["starved"]["survived"] == 3
+    assert found[0]["starved"]["replays"] == 3
+    assert found[1]["starved"]["survived"] == 3
 
 
-def test_samples_of_windows_that_were_run_again_or_dropped_are_counted_once(told):
-    for rank in told:
+def test_samples_of_windows_that_were_replayed_or_aborted_are_counted_once(found):
+    for rank in found:
         for case in ("starved", "starved for good"):
-            assert rank[case]["samples told"] == ALL_SAMPLES / 2
+            assert rank[case]["published samples"] == ALL_SAMPLES / 2
 
 
-def test_where_nothing_is_left_to_give_up_each_rank_says_why_and_may_go_on(told):
-    first, second = (rank["starved for good"] for rank in told)
+def test_with_no_memory_saving_left_each_rank_raises_and_may_go_on(found):
+    first, second = (rank["starved for good"] for rank in found)
 
-    assert first["said"][0].startswith("PeerOutOfMemory: out of memory on rank 1")
-    assert second["said"][0].startswith("RuntimeError: DefaultCPUAllocator: can't allocate memory")
+    assert first["errors"][0].startswith("PeerOutOfMemory: out of memory on rank 1")
+    assert second["errors"][0].startswith(
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory"
+    )
     for case in (first, second):
-        assert case["apart"] <= 1e-6
+        assert case["difference"] <= 1e-6
         assert case["samples"] == ALL_SAMPLES
         assert case["plan"]["failures"] == [{"length": 6, "samples": 1}]
     assert first["gave up"] == 1
 
 
-def test_a_rebuilt_run_is_saved_and_taken_up_by_a_run_of_the_first_configuration(told):
-    for rank in told:
+def test_a_rebuilt_run_is_loaded_by_a_run_of_the_first_configuration(found):
+    for rank in found:
         assert rank["saved"]["stage"] == 3
-        assert rank["saved"]["apart"] <= 1e-6
+        assert rank["saved"]["difference"] <= 1e-6
         assert rank["saved"]["client"] == {"note": "mine"}
         assert rank["saved"]["samples"] == ALL_SAMPLES

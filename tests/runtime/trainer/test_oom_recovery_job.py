@@ -1,4 +1,4 @@
-"""Real engines run out of memory, and train on as if they had used the smaller size at once.
+"""Real engines run out of memory, and train as if they had used the smaller size at once.
 
 A few of each; `make bench-oom` runs them all.
 """
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.jobs
 
 RUNS = [(2, name) for name in FEW_ENGINES] + [(1, name) for name in FEW_ALONE]
 
-Told = list[dict]
+Found = list[dict]
 
 
-def run(world_size: int, folder: Path, script: str, *arguments: str) -> Told:
-    """Run a script; return what each rank tells."""
+def run(world_size: int, folder: Path, script: str, *arguments: str) -> Found:
+    """Run a script; return what each rank writes."""
     finished = start_ranks(
         world_size,
         SCRIPTS / script,
@@ -35,22 +35,22 @@ def run(world_size: int, folder: Path, script: str, *arguments: str) -> Told:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Told]:
-    def told(world_size: int, *names: str) -> Told:
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+    def found(world_size: int, *names: str) -> Found:
         folder = tmp_path_factory.mktemp("matrix")
         return run(world_size, folder, "recovery_matrix.py", "few", *names)
 
-    return {1: told(1, *FEW_ALONE), 2: told(2)}
+    return {1: found(1, *FEW_ALONE), 2: found(2)}
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run(2, tmp_path_factory.mktemp("ends"), "recovery_ends.py")
 
 
 @pytest.mark.parametrize(("world_size", "name"), RUNS)
-def test_each_error_is_survived_with_the_size_that_fits(
-    matrix: dict[int, Told], name: str, world_size: int
+def test_each_window_is_replayed_with_the_size_that_fits(
+    matrix: dict[int, Found], name: str, world_size: int
 ) -> None:
     for rank in matrix[world_size]:
         windows = rank[name]["windows"]
@@ -62,7 +62,7 @@ def test_each_error_is_survived_with_the_size_that_fits(
 
 @pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
-    matrix: dict[int, Told], name: str, world_size: int
+    matrix: dict[int, Found], name: str, world_size: int
 ) -> None:
     for rank in matrix[world_size]:
         assert rank[name]["same weights"]
@@ -71,24 +71,22 @@ def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
 
 @pytest.mark.parametrize(("world_size", "name"), RUNS)
 def test_every_sample_is_trained_on_once(
-    matrix: dict[int, Told], name: str, world_size: int
+    matrix: dict[int, Found], name: str, world_size: int
 ) -> None:
     assert all(rank[name]["samples once"] for rank in matrix[world_size])
 
 
-def test_adam_s_state_is_there_before_the_first_step(matrix: dict[int, Told]) -> None:
+def test_adam_s_state_exists_before_the_first_step(matrix: dict[int, Found]) -> None:
     for rank in matrix[2]:
-        assert all(told["states at start"] > 0 for told in rank.values())
+        assert all(found["states at start"] > 0 for found in rank.values())
 
 
-def test_one_rank_alone_votes_with_nobody(matrix: dict[int, Told]) -> None:
-    assert all(told["votes"] == 0 for told in matrix[1][0].values())
+def test_a_single_rank_holds_no_votes(matrix: dict[int, Found]) -> None:
+    assert all(found["votes"] == 0 for found in matrix[1][0].values())
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3, small buckets"])
-def test_where_nothing_helps_the_error_is_the_rank_s_own_and_the_run_intact(
-    ends: Told, name: str
-) -> None:
+def test_where_nothing_helps_each_rank_raises_and_the_run_is_intact(ends: Found, name: str) -> None:
     peer, own = (rank["gives up"][name] for rank in ends)
 
     assert peer["type"] == "PeerOutOfMemory"
@@ -100,24 +98,24 @@ def test_where_nothing_helps_the_error_is_the_rank_s_own_and_the_run_intact(
     assert peer["intact"]
 
 
-def test_where_one_sample_is_too_much_an_escalation_frees_memory(ends: Told) -> None:
+def test_where_one_sample_is_too_much_an_escalation_frees_memory(ends: Found) -> None:
     for rank in ends:
-        told = rank["escalates"]
-        assert told["asked"] == ["ACTIVATION_CHECKPOINTING", "MINIMAL_BUCKETS"]
-        assert set(told["sizes"]) == {1}
-        assert told["replays"] == 3
+        found = rank["escalates"]
+        assert found["asked"] == ["ACTIVATION_CHECKPOINTING", "MINIMAL_BUCKETS"]
+        assert set(found["sizes"]) == {1}
+        assert found["replays"] == 3
 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
-def test_ranks_that_all_ran_out_go_on_without_having_voted(ends: Told, name: str) -> None:
+def test_ranks_that_all_ran_out_replay_without_a_vote_before(ends: Found, name: str) -> None:
     for rank in ends:
-        told = rank["all run out, no votes"][name]
-        assert told["replays"] == 1
-        assert told["votes"] > 0  # in the replay, which is guarded
+        found = rank["all run out, no votes"][name]
+        assert found["replays"] == 1
+        assert found["votes"] > 0  # in the replay, which is guarded
 
 
-def test_without_collectives_in_the_window_its_last_vote_is_enough(ends: Told) -> None:
+def test_without_collectives_in_the_window_its_last_vote_is_enough(ends: Found) -> None:
     for rank in ends:
-        told = rank["one runs out, no votes"]
-        assert told["replays"] == 1
-        assert told["votes"] >= 2
+        found = rank["one runs out, no votes"]
+        assert found["replays"] == 1
+        assert found["votes"] >= 2

@@ -1,4 +1,4 @@
-"""`zerowatch run --max-restarts`: ranks are killed at random moments, and nothing shows of it."""
+"""`zerowatch run --max-restarts`: kills at random moments do not change the training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def killed(folder: Path, port: str) -> Course:
     )
 
 
-def test_every_committed_sample_and_every_weight_is_that_of_an_undisturbed_run(
+def test_samples_and_weights_equal_those_of_an_undisturbed_run(
     undisturbed: Course, killed: Course
 ) -> None:
     assert (undisturbed.code, killed.code) == (0, 0)
@@ -49,7 +49,7 @@ def test_every_committed_sample_and_every_weight_is_that_of_an_undisturbed_run(
         assert ended["samples"] == through["samples"] == 8 * STEPS
 
 
-def test_each_attempt_goes_on_from_the_last_save(killed: Course) -> None:
+def test_each_attempt_resumes_from_the_last_checkpoint(killed: Course) -> None:
     resumed = killed.of(0, "resumed")
 
     assert [note["attempt"] for note in resumed] == [0, 1, 2]
@@ -59,7 +59,7 @@ def test_each_attempt_goes_on_from_the_last_save(killed: Course) -> None:
         assert kill.step - SAVE_EVERY <= note["step"] <= kill.step + 1
 
 
-def test_run_log_name_and_ports_stay(killed: Course, folder: Path, port: str) -> None:
+def test_run_id_log_and_ports_stay_the_same(killed: Course, folder: Path, port: str) -> None:
     for rank in (0, 1):
         notes = killed.of(rank, "resumed")
         assert {note["run_id"] for note in notes} == {killed.of(0, "resumed")[0]["run_id"]}
@@ -71,7 +71,7 @@ def test_run_log_name_and_ports_stay(killed: Course, folder: Path, port: str) ->
     assert attempts == {0, 1, 2}
 
 
-def test_a_death_by_memory_is_followed_by_smaller_micro_batches(
+def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
     tmp_path: Path, undisturbed: Course
 ) -> None:
     course = train(tmp_path, steps=9, save_every=2, full_after=5)

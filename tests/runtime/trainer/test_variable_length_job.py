@@ -1,4 +1,4 @@
-"""Batches of changing length under a limit of address space, where a plain loop dies."""
+"""Batches of changing length under a limit of address space, where a plain loop fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare(ended, WINDOWS, SAMPLES)
 
 
-def test_a_plain_loop_dies_of_the_first_long_batch(tmp_path):
+def test_a_plain_loop_fails_at_the_first_long_batch(tmp_path):
     job = Job(mode="plain", windows=WINDOWS, room_bytes=ROOM_BYTES)
 
     ended = job.run(tmp_path, timeout_seconds=200)
@@ -30,7 +30,7 @@ def test_a_plain_loop_dies_of_the_first_long_batch(tmp_path):
     assert len(ended.of("plain")[0]) == 33
 
 
-def test_an_owned_run_comes_to_its_end_by_cutting_the_long_batches(comparison: Comparison):
+def test_a_training_run_ends_well_by_splitting_the_long_batches(comparison: Comparison):
     assert comparison.windows == WINDOWS
     assert comparison.replayed > 0
     assert 3 <= comparison.cut < 10

@@ -1,4 +1,4 @@
-"""What TrainingRun must refuse: said on every rank, and no trace of it in the training."""
+"""Batches that TrainingRun rejects: an error on every rank, and no effect on the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 
-SAID = {
+ERRORS = {
     "lengths differ": ("BatchError: the share of rank 1", "labels has 7"),
     "empty": ("BatchError: the share of rank 1", "share of the batch is empty"),
     "no tensors": ("BatchError: the share of rank 1", "got NoneType without any"),
@@ -19,11 +19,11 @@ SAID = {
     "no weight": ("BatchError: the weights of this batch add up to 0.0",) * 2,
     "loss is a number": ("TypeError: loss(model, micro_batch) must return", "got float"),
 }
-CASES = [(name, stage) for name in SAID for stage in range(4)]
+CASES = [(name, stage) for name in ERRORS for stage in range(4)]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("faults")
     finished = start_ranks(2, SCRIPTS / "window_faults.py", folder, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
@@ -32,23 +32,23 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
-def test_every_rank_says_what_is_wrong_and_where(told, name, stage):
-    for rank, part in zip(told, SAID[name], strict=True):
-        assert part in rank[f"{name}, stage {stage}"]["said"]
+def test_every_rank_raises_and_names_the_problem(found, name, stage):
+    for rank, part in zip(found, ERRORS[name], strict=True):
+        assert part in rank[f"{name}, stage {stage}"]["error"]
 
 
 @pytest.mark.parametrize(("name", "stage"), CASES)
-def test_training_goes_on_as_if_the_refused_batch_had_never_come(told, name, stage):
-    for rank in told:
+def test_a_rejected_batch_does_not_change_the_training(found, name, stage):
+    for rank in found:
         assert rank[f"{name}, stage {stage}"]["harmless"]
-        assert rank[f"{name}, stage {stage}"]["account"] == [4, 64]
+        assert rank[f"{name}, stage {stage}"]["counts"] == [4, 64]
 
 
-def test_a_micro_batch_of_nothing_is_refused(told):
-    assert told[0]["micro-batch of 0"] == "a micro-batch holds 1 sample or more, got 0"
+def test_an_empty_micro_batch_is_rejected(found):
+    assert found[0]["micro-batch of 0"] == "a micro-batch holds 1 sample or more, got 0"
 
 
-def test_a_model_with_batch_statistics_is_warned_of(told):
-    (said,) = told[0]["batch statistics"]
+def test_a_model_with_batch_statistics_is_logged(found):
+    (message,) = found[0]["batch statistics"]
 
-    assert said.startswith("1 normalise by the samples of a micro-batch")
+    assert message.startswith("1 normalise by the samples of a micro-batch")

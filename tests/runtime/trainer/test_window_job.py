@@ -1,4 +1,4 @@
-"""Whole batches trained in pieces: the same update, on one, two and four ranks."""
+"""Batches split into micro-batches: the same update, on one, two and four ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLDS = [1, 2, 4]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     found = {}
     for world in WORLDS:
         folder: Path = tmp_path_factory.mktemp(f"windows-{world}")
@@ -33,38 +33,38 @@ CASES = [(world, name) for world in WORLDS for name in (FP32 if world == 2 else 
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_however_a_batch_is_cut_the_update_is_that_of_one_piece(told, world, name):
-    apart = told[world][name]["apart"]
+def test_the_update_does_not_depend_on_how_a_batch_is_split(found, world, name):
+    differences = found[world][name]["difference"]
 
-    assert all(apart[plan] <= 1e-6 for plan in PLANS), apart
-
-
-@pytest.mark.parametrize(("world", "name"), CASES)
-def test_the_same_plan_gives_the_same_bits(told, world, name):
-    assert told[world][name]["apart"]["again"] == 0
+    assert all(differences[plan] <= 1e-6 for plan in PLANS), differences
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_token_means_over_uneven_padded_shares_equal_the_closed_form_in_float64(told, world, name):
-    assert told[world][name]["tokens, uneven"] <= 1e-6
+def test_the_same_plan_gives_the_same_bits(found, world, name):
+    assert found[world][name]["difference"]["again"] == 0
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_token_means_over_uneven_padded_shares_equal_the_closed_form_in_float64(found, world, name):
+    assert found[world][name]["tokens, uneven"] <= 1e-6
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_in_bfloat16_plans_differ_by_rounding_only(told, name):
-    case = told[2][name]
+def test_in_bfloat16_plans_differ_by_rounding_only(found, name):
+    case = found[2][name]
 
-    assert max(case["apart"].values()) < 2e-3
+    assert max(case["difference"].values()) < 2e-3
     assert case["tokens, uneven"] < 5e-3
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_samples_are_counted_once_however_they_are_cut(told, world, name):
-    assert told[world][name]["account"] == [4, 32 * world, 32 * world]
+def test_samples_are_counted_once_however_they_are_split(found, world, name):
+    assert found[world][name]["counts"] == [4, 32 * world, 32 * world]
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_the_loss_told_is_that_of_the_whole_batch(told, world, name):
-    case = told[world][name]
+def test_the_reported_loss_is_that_of_the_whole_batch(found, world, name):
+    case = found[world][name]
 
     for plan in PLANS:
         assert case[f"losses, {plan}"] == pytest.approx(case["losses"], rel=1e-6)

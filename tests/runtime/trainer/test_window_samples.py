@@ -1,4 +1,4 @@
-"""A batch as a tree: its samples, its rows, and what is said where it is none."""
+"""Batches as trees: their samples, their rows, and the errors of unusable ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerowatch.runtime.trainer.window.samples import max_length, num_samples, on
 Pair = namedtuple("Pair", "left right")
 
 
-def test_samples_are_the_rows_that_all_leaves_share():
+def test_the_number_of_samples_is_that_of_rows_in_all_leaves():
     batch = {"ids": torch.zeros(6, 3), "more": [torch.zeros(6), np.zeros((6, 2))]}
 
     assert num_samples(batch) == 6
 
 
-def test_what_has_no_rows_belongs_to_the_whole_batch():
+def test_leaves_without_rows_belong_to_the_whole_batch():
     batch = UserDict(ids=torch.arange(4), scale=torch.tensor(2.0), name="train", none=None)
 
     part = slice_batch(batch, 1, 3)
@@ -56,7 +56,7 @@ def test_the_padded_length_is_the_largest_second_dimension():
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "message"),
     [
         ({"ids": torch.zeros(8, 2), "labels": torch.zeros(7)}, "ids has 8, labels has 7"),
         ([torch.zeros(2), {"x": torch.zeros(3)}], "[0] has 2, [1].x has 3"),
@@ -65,8 +65,8 @@ def test_the_padded_length_is_the_largest_second_dimension():
         (None, "got NoneType without any"),
     ],
 )
-def test_what_cannot_be_trained_on_is_named(batch, said):
+def test_an_unusable_batch_is_rejected_with_the_reason(batch, message):
     with pytest.raises(BatchError) as raised:
         num_samples(batch)
 
-    assert said in str(raised.value)
+    assert message in str(raised.value)

@@ -1,4 +1,4 @@
-"""Changes a TrainingRun's engine under way in several ways at once; tells what became of it.
+"""Changes a TrainingRun's engine in several ways while it trains; writes the outcome as JSON.
 
 `joined_checks.py FOLDER`, two ranks; the expected weights are those of a run left alone.
 """
@@ -14,7 +14,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from window_checks import Net, apart, batches, mean_over_samples, share_of, weights
+from window_checks import (
+    Net,
+    batches,
+    mean_over_samples,
+    relative_difference,
+    share_of,
+    weights,
+)
 
 import zerowatch
 from zerowatch.errors import RebuildError
@@ -23,7 +30,7 @@ from zerowatch.metrics.catalog import memory, training, window
 QUIET = {"serve": {"enabled": False}, "cross_rank": {"enabled": False}}
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
-Told = dict[str, Any]
+Found = dict[str, Any]
 
 
 def make(folder: Path, stage: int, **options: Any) -> zerowatch.TrainingRun:
@@ -44,7 +51,7 @@ def make(folder: Path, stage: int, **options: Any) -> zerowatch.TrainingRun:
     )
 
 
-def train(run: zerowatch.TrainingRun, between: Callable[[int], None] = lambda step: None) -> Told:
+def train(run: zerowatch.TrainingRun, between: Callable[[int], None] = lambda step: None) -> Found:
     """Train through all batches; `between` may change the run before each."""
     results = []
     for step, batch in enumerate(batches()):
@@ -53,9 +60,9 @@ def train(run: zerowatch.TrainingRun, between: Callable[[int], None] = lambda st
     return {"weights": weights(run.engine), "replays": [each.replays for each in results]}
 
 
-def end(run: zerowatch.TrainingRun) -> Told:
+def end(run: zerowatch.TrainingRun) -> Found:
     snapshot = run.watch.snapshot()
-    told = {
+    found = {
         "stage": run.engine.zero_optimization_stage(),
         "rebuilt": snapshot.value(window.ENGINE_REBUILDS, "committed"),
         "refused": snapshot.value(window.ENGINE_REBUILDS, "refused"),
@@ -66,14 +73,14 @@ def end(run: zerowatch.TrainingRun) -> Told:
     }
     run.close()
     snapshot = run.watch.snapshot()
-    told["steps told"] = snapshot.value(training.STEPS)
-    told["samples told"] = snapshot.value(training.SAMPLES)
+    found["published steps"] = snapshot.value(training.STEPS)
+    found["published samples"] = snapshot.value(training.SAMPLES)
     run.engine.destroy()
-    return told
+    return found
 
 
-def rebuilt(folder: Path, **options: Any) -> Told:
-    """Go from stage 1 to 3, back to 2, and try what must be refused."""
+def rebuilt(folder: Path, **options: Any) -> Found:
+    """Rebuild from stage 1 to 3 and to 2, and try a stage that does not exist."""
     run = make(folder, 1, **options)
 
     def between(step: int) -> None:
@@ -86,14 +93,14 @@ def rebuilt(folder: Path, **options: Any) -> Told:
                 refused.append(str(error))
 
     refused: list[str] = []
-    came_out = train(run, between)
+    outcome = train(run, between)
     codec = run._engine_holder.compressor
     attached = codec is not None and codec.error_ratio is not None
-    return {**end(run), "apart": came_out["weights"], "said": refused, "codec": attached}
+    return {**end(run), "difference": outcome["weights"], "errors": refused, "codec": attached}
 
 
-def starved(folder: Path, suffices: Callable[[zerowatch.TrainingRun], bool]) -> Told:
-    """Train where rank 1 runs out of memory in every backward until something suffices."""
+def starved(folder: Path, suffices: Callable[[zerowatch.TrainingRun], bool]) -> Found:
+    """Train where rank 1 runs out of memory in every backward until `suffices` is true."""
     run = make(folder, 2)
     fault = {"on": False}
 
@@ -106,30 +113,35 @@ def starved(folder: Path, suffices: Callable[[zerowatch.TrainingRun], bool]) -> 
             raise RuntimeError(OUT_OF_MEMORY)
 
     handle = run.module.body.register_forward_hook(body)
-    said: list[str] = []
+    errors: list[str] = []
 
     def between(step: int) -> None:
         fault["on"] = step == 2
 
-    came_out: Told = {}
+    outcome: Found = {}
     try:
-        came_out = train(run, between)
+        outcome = train(run, between)
     except RuntimeError as error:
-        said.append(f"{type(error).__name__}: {error}")
+        errors.append(f"{type(error).__name__}: {error}")
         fault["on"] = False
         for batch in batches()[2:]:
             run.train_batch(share_of(batch, None))
-        came_out = {"weights": weights(run.engine), "replays": []}
+        outcome = {"weights": weights(run.engine), "replays": []}
     handle.remove()
     folder_of_run = run.watch.run_folder
-    told = {**end(run), "apart": came_out["weights"], "said": said, "each": came_out["replays"]}
+    found = {
+        **end(run),
+        "difference": outcome["weights"],
+        "errors": errors,
+        "each": outcome["replays"],
+    }
     plan = folder_of_run / "plan.json" if folder_of_run else None
-    told["plan"] = json.loads(plan.read_text()) if plan and plan.exists() else None
-    return told
+    found["plan"] = json.loads(plan.read_text()) if plan and plan.exists() else None
+    return found
 
 
-def saved_and_loaded(folder: Path) -> Told:
-    """Save after two steps on a rebuilt engine, and go on in another run of the first stage."""
+def saved_and_loaded(folder: Path) -> Found:
+    """Save after two steps on a rebuilt engine, and load into a run of the first stage."""
     run = make(folder, 1)
     for batch in batches()[:2]:
         run.train_batch(share_of(batch, None))
@@ -140,8 +152,8 @@ def saved_and_loaded(folder: Path) -> Told:
     client = again.load(folder / "saves")
     for batch in batches()[2:]:
         again.train_batch(share_of(batch, None))
-    came_out = weights(again.engine)
-    return {**end(again), "apart": came_out, "client": client}
+    outcome = weights(again.engine)
+    return {**end(again), "difference": outcome, "client": client}
 
 
 def main(folder: Path) -> None:
@@ -150,7 +162,7 @@ def main(folder: Path) -> None:
     run = make(folder, 1)
     expected = train(run)["weights"]
     end(run)
-    told = {
+    found = {
         "rebuilt": rebuilt(folder),
         "rebuilt, with more": rebuilt(
             folder, compression="bf16", activation_checkpointing=["Linear"]
@@ -159,9 +171,9 @@ def main(folder: Path) -> None:
         "starved for good": starved(folder, lambda run: False),
         "saved": saved_and_loaded(folder),
     }
-    for case in told.values():
-        case["apart"] = apart(case["apart"], expected)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    for case in found.values():
+        case["difference"] = relative_difference(case["difference"], expected)
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A training script that is killed and started again: goes on from its last save, data and all.
+"""A training script that is killed and restarted; it resumes from its last checkpoint.
 
-`restart_job.py FOLDER STEPS SAVE_EVERY [FULL_AFTER]`, on any ranks. Notes in FOLDER, per rank: its
-process once it has started, where each attempt begins, and every window once it is committed. After
-so many windows the memory of rank 1 holds one sample at a time, which only collectives could tell.
+`restart_job.py FOLDER STEPS SAVE_EVERY [FULL_AFTER]`, on any ranks. Logs in FOLDER, per rank, its
+process, the first step of each attempt, and every committed window. After FULL_AFTER windows the
+memory of rank 1 holds one sample at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Samples(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class Net(torch.nn.Module):
-    """With dropout: a generator that went on elsewhere would be seen in the weights."""
+    """With dropout, so that generators that are not restored show in the weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Starts `restart_job.py` with restarts, kills random ranks of it, and reads what they noted."""
+"""Starts `restart_job.py` with restarts, kills random ranks of it, and reads what they logged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What became of a job: its exit code, the kills, and each rank's notes, in order."""
+    """Outcome of a job: its exit code, the kills, and each rank's notes, in order."""
 
     code: int
     kills: list[Kill]
@@ -39,7 +39,7 @@ class Course:
     output: str
 
     def committed(self, rank: int) -> dict[int, dict[str, Any]]:
-        """Return by step what the last attempt at it committed."""
+        """Return by step what the last attempt committed."""
         return {
             note["step"]: {"ids": note["ids"], "loss": note["loss"]}
             for note in self.of(rank, "committed")
@@ -67,7 +67,7 @@ def train(
     Args:
         folder: Empty; of this job.
         steps: Windows to train.
-        save_every: Windows between saves.
+        save_every: Windows between checkpoints.
         kills: Attempts to kill, each a moment after a window of its own.
         early_kills: How many of them to kill while they are starting, wherever they are by then.
         full_after: Windows after which a rank's memory is full; None for never.
@@ -115,7 +115,7 @@ def _moments(chance: random.Random, steps: int, kills: int, early: int) -> list[
 
 
 class _Watcher:
-    """Follows a job by what its ranks note."""
+    """Follows a job by its ranks' notes."""
 
     def __init__(self, folder: Path, job: subprocess.Popen[bytes], deadline: float) -> None:
         self._folder, self._job, self._deadline = folder, job, deadline
@@ -149,7 +149,7 @@ class _Watcher:
                     return note
             time.sleep(POLL_SECONDS)
         output = (self._folder / "output.txt").read_text()[-3000:]
-        raise AssertionError(f"attempt {attempt} did not come to {what} {step}:\n{output}")
+        raise AssertionError(f"attempt {attempt} did not reach {what} {step}:\n{output}")
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def _job(
 
 
 def _end(job: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kill the launcher and every rank that it started; none is left in a good end."""
+    """Kill the launcher and every rank that it started, if they still run."""
     if job.poll() is not None:
         return
     job.kill()

@@ -1,7 +1,7 @@
-"""Saves runs of many engines, and goes on from the save: JSON per rank on how alike they come out.
+"""Saves and loads runs of many engines; writes the outcomes as JSON per rank.
 
-`resume_checks.py FOLDER NAME...`, of engines. Each is trained through, saved half-way; then a new
-run, of other weights, goes on from the save, and so does the very run that was saved.
+`resume_checks.py FOLDER NAME...`, of engines. Each is trained to the end and saved half-way. Then a
+new run, of other weights, loads the checkpoint and trains on, and so does the run that was saved.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Net(torch.nn.Module):
-    """With dropout, so that a generator that goes on elsewhere is seen in the weights."""
+    """With dropout, so that generators that are not restored show in the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def train(run: zerowatch.TrainingRun, batches: Batches, until: int) -> list[floa
 
 
 def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
-    """Tell what must be the same: every bit of weights and losses, and all counts."""
+    """Return what must be the same: every bit of weights and losses, and all counts."""
     with deepspeed.zero.GatheredParameters(list(run.module.parameters())):
         weights = torch.cat([each.detach().double().flatten() for each in run.module.parameters()])
     counts = [run.steps, run.samples, run.engine.global_steps, run.engine.global_samples]
@@ -136,7 +136,7 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
     }
 
 
-def go_on(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
+def resume(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
     """Load, and train to the end."""
     return outcome(run, train(run, Batches(run.load(saves)), STEPS))
 
@@ -150,16 +150,16 @@ def check(name: str, folder: Path) -> dict[str, Any]:
     path = run.save(saves, client=batches.position)
     found = {"saved": path.name, "begun": begun}
     found["through"] = outcome(run, train(run, batches, STEPS))
-    found["same engine"] = go_on(run, saves)
+    found["same engine"] = resume(run, saves)
     end(run)
     run = new_run(name, seed=1)
-    found["new engine"] = go_on(run, saves)
+    found["new engine"] = resume(run, saves)
     end(run)
     return found
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:
-    """Return the same of a run that was rebuilt before its save; the new one begins as it began."""
+    """Return the same of a run that was rebuilt before it was saved."""
     saves = folder / "rebuilt"
     run, batches = new_run("stage 1", seed=0), Batches()
     train(run, batches, 1)
@@ -169,40 +169,40 @@ def rebuilt(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"through": outcome(run, train(run, batches, STEPS))}
     end(run)
     run = new_run("stage 1", seed=1)
-    found["new engine"] = go_on(run, saves)
+    found["new engine"] = resume(run, saves)
     found["stage"] = run.engine.zero_optimization_stage()
     end(run)
     return found
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """Return what a save says to another engine, to another clipping, and to a full disk."""
+    """Return the errors of another engine, another clipping and a full disk."""
     saves = folder / "refusals"
     run, batches = new_run("stage 1", seed=0), Batches()
     train(run, batches, 1)
     run.save(saves)
     train(run, batches, 2)
-    told = {"object": told_by(run.save, saves, client=object)}
-    with no_room_on_rank(1):
-        told["full disk"] = told_by(run.save, saves)
-    told["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
+    found = {"object": error_of(run.save, saves, client=object)}
+    with full_disk_on_rank(1):
+        found["full disk"] = error_of(run.save, saves)
+    found["left"] = " ".join(sorted(path.name for path in saves.iterdir() if path.is_dir()))
     end(run)
     run = new_run("stage 2", seed=0)
-    told["stage"] = told_by(run.load, saves)
+    found["stage"] = error_of(run.load, saves)
     end(run)
     run = new_run("stage 1", seed=0, clip=0.25)
     run.load(saves)
-    told["clip"], told["step"] = str(run.engine.optimizer.clip_grad), str(run.steps)
+    found["clip"], found["step"] = str(run.engine.optimizer.clip_grad), str(run.steps)
     if dist.get_rank() == 1:
         damaged = saves / "step-00000001" / "zerowatch-rank-00001.pt"
         damaged.write_bytes(b"\0" * damaged.stat().st_size)
     dist.barrier()
-    told["damaged"] = told_by(run.load, saves)
+    found["damaged"] = error_of(run.load, saves)
     end(run)
-    return told
+    return found
 
 
-def told_by(function: Any, *args: Any, **kwargs: Any) -> str:
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
     except CheckpointError as error:
@@ -211,7 +211,7 @@ def told_by(function: Any, *args: Any, **kwargs: Any) -> str:
 
 
 @contextmanager
-def no_room_on_rank(rank: int) -> Iterator[None]:
+def full_disk_on_rank(rank: int) -> Iterator[None]:
     """Let a rank write no file of more than a few bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""An engine that saves and loads as DeepSpeed's does, without DeepSpeed, and ranks of one."""
+"""A fake engine that saves and loads as DeepSpeed's does, and fake host groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class SingleRankHostGroup:
-    """One rank agrees with itself."""
+    """Host group of one rank."""
 
     rank = 0
 
@@ -22,7 +22,7 @@ class SingleRankHostGroup:
 
 
 class TwoDisks:
-    """The view of one rank of two: the other's answers are given in order."""
+    """Host group of one rank of two; the other's values are given in order."""
 
     rank = 1
 
@@ -55,7 +55,7 @@ class PlainEngine:
         return False
 
     def step(self):
-        """Train for a step, so that the weights tell how often that was."""
+        """Train for a step, so that the weights show the number of steps."""
         self.module.weight.data.add_(1.0)
         self.global_steps += 1
         self.micro_steps += 1

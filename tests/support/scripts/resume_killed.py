@@ -1,7 +1,7 @@
 """Kills a process at every one of its file operations while it saves, and loads what is left.
 
 `resume_killed.py FOLDER` writes FOLDER/found.json: for each kill what was being done, and the step,
-the weights' step and the saves found afterwards. The folder holds steps 1 and 2 before.
+the weights' step and the checkpoints found afterwards. The folder holds steps 1 and 2 before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 WATCHED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
-def die_at(number: int, folder: str) -> list[str]:
+def kill_at(number: int, folder: str) -> list[str]:
     """Kill this process at the number-th operation in the folder; return those before it."""
     done: list[str] = []
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
         reading, report = os.pipe()
         child = os.fork()
         if child == 0:
-            die_at(number, str(saves))
+            kill_at(number, str(saves))
             save(engine, saves)
             os._exit(0)
         os.close(report)

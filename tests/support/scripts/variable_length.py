@@ -26,7 +26,7 @@ class Job:
 
     Attributes:
         mode: "plain" is a DeepSpeed loop under the limit; "owned" a TrainingRun under the limit,
-            then two without it: one uncut, one that is cut as the first came to be.
+            then two without it: one not split, one split as the first was.
         windows: How many global batches.
         room_bytes: What each rank may map beyond what it has when the first windows are over.
         stage: Of ZeRO.
@@ -38,7 +38,7 @@ class Job:
     stage: int = 2
 
     def run(self, folder: Path, timeout_seconds: float) -> Ended:
-        """Train; each rank writes a line after each window, so that its death loses none."""
+        """Train; each rank writes a line after each window, so that an error loses none."""
         arguments = json.dumps(
             {
                 "mode": self.mode,
@@ -69,11 +69,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a job left.
+    """Outcome of a job.
 
     Attributes:
         code: Its exit code.
-        output: The end of what it said.
+        output: Its stderr.
         windows: By rank, a line for each window that was committed.
     """
 
@@ -109,7 +109,7 @@ class Comparison:
 
 
 def compare(ended: Ended, windows: int, samples: int) -> Comparison:
-    """Compare what the runs of an "owned" job left.
+    """Compare the runs of an "owned" job.
 
     Args:
         ended: The job.

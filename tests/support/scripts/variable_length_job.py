@@ -136,7 +136,7 @@ def lines(file: Path) -> Iterator[Callable[[dict], None]]:
         yield lambda found: print(json.dumps(found), file=out)
 
 
-def train_plain(windows: int, stage: int, limit: Limit, tell: Callable[[dict], None]) -> None:
+def train_plain(windows: int, stage: int, limit: Limit, write: Callable[[dict], None]) -> None:
     torch.manual_seed(0)
     model = Language()
     engine = deepspeed.initialize(
@@ -149,13 +149,18 @@ def train_plain(windows: int, stage: int, limit: Limit, tell: Callable[[dict], N
         loss, _ = token_loss(engine, batch)
         engine.backward(loss)
         engine.step()
-        tell({"arm": "plain", "window": window, "loss": float(loss), "mapped": mapped_bytes()})
+        write({"arm": "plain", "window": window, "loss": float(loss), "mapped": mapped_bytes()})
 
 
 def train_owned(
-    arm: str, windows: int, stage: int, tell: Callable[[dict], None], plans: list[int], limit: Limit
+    arm: str,
+    windows: int,
+    stage: int,
+    write: Callable[[dict], None],
+    plans: list[int],
+    limit: Limit,
 ) -> list[int]:
-    """Train with a TrainingRun, cut by `plans` if there are any; return how it came to be cut."""
+    """Train with a TrainingRun, split by `plans` if given; return the sizes that were used."""
     torch.manual_seed(0)
     seen: list[int] = []
 
@@ -166,7 +171,7 @@ def train_owned(
     settings = {"serve": {"enabled": False}}
     run = zerowatch.TrainingRun(Language(), config=ds_config(stage), loss=loss, settings=settings)
     run.on_window_abort(seen.clear)
-    came_to_be = []
+    used_sizes = []
     for window in range(windows):
         if window == FIRST and arm == "limited":
             limit.set()
@@ -174,8 +179,8 @@ def train_owned(
             run.set_micro_batch(plans[window])
         seen.clear()
         result = run.train_batch(batch_of(window))
-        came_to_be.append(max(result.micro_batches))
-        tell(
+        used_sizes.append(max(result.micro_batches))
+        write(
             {
                 "arm": arm,
                 "window": window,
@@ -189,7 +194,7 @@ def train_owned(
     limit.lift()
     run.close()
     run.engine.destroy()
-    return came_to_be
+    return used_sizes
 
 
 if __name__ == "__main__":
@@ -198,10 +203,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     num_windows, zero_stage, limiting = asked["windows"], asked["stage"], Limit(asked["room_bytes"])
-    with lines(Path(asked["folder"], f"{asked['mode']}-{dist.get_rank()}.jsonl")) as telling:
+    with lines(Path(asked["folder"], f"{asked['mode']}-{dist.get_rank()}.jsonl")) as write_line:
         if asked["mode"] == "plain":
-            train_plain(num_windows, zero_stage, limiting, telling)
+            train_plain(num_windows, zero_stage, limiting, write_line)
         else:
-            cut = train_owned("limited", num_windows, zero_stage, telling, [], limiting)
-            train_owned("alike", num_windows, zero_stage, telling, cut, limiting)
-            train_owned("uncut", num_windows, zero_stage, telling, [], limiting)
+            cut = train_owned("limited", num_windows, zero_stage, write_line, [], limiting)
+            train_owned("alike", num_windows, zero_stage, write_line, cut, limiting)
+            train_owned("uncut", num_windows, zero_stage, write_line, [], limiting)

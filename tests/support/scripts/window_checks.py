@@ -1,7 +1,7 @@
-"""Trains by windows cut in many ways; tells how far the weights came out apart, as JSON per rank.
+"""Trains by windows split in many ways; writes the differences of the weights as JSON per rank.
 
-`window_checks.py FOLDER NAME...`, of engines. Each case begins with the same weights and sees the
-same batches.
+`window_checks.py FOLDER NAME...`, of engines. Each case starts from the same weights and trains
+on the same batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUIET = {
     "cross_rank": {"enabled": False},
 }
 PLANS = {
-    "one piece": [8, 8, 8, 8],
+    "whole": [8, 8, 8, 8],
     "again": [8, 8, 8, 8],
     "three": [3, 3, 3, 3],
     "ones": [1, 1, 1, 1],
@@ -108,7 +108,7 @@ def exact(model: Any) -> bool:
 
 
 def train(options: dict[str, Any], plan: Sequence[int], loss: Any, shares: Any = None):
-    """Train through all batches; return the weights, and what each window said."""
+    """Train on all batches; return the weights, each step's result, and the counts."""
     torch.manual_seed(0)
     model = Net()
     run = zerowatch.TrainingRun(
@@ -129,14 +129,14 @@ def train(options: dict[str, Any], plan: Sequence[int], loss: Any, shares: Any =
     for batch, size in zip(batches(), plan, strict=True):
         run.set_micro_batch(size)
         results.append(run.train_batch(share_of(batch, shares)))
-    told = weights(run.engine), results, (run.steps, run.samples, run.engine.global_samples)
+    found = weights(run.engine), results, (run.steps, run.samples, run.engine.global_samples)
     run.close()
     run.engine.destroy()
-    return told
+    return found
 
 
 def share_of(batch: dict[str, torch.Tensor], shares: Sequence[int] | None):
-    """Cut this rank's rows out of a global batch: even shares where none are given."""
+    """Return this rank's rows of a global batch; by default in even shares."""
     rank, world = dist.get_rank(), dist.get_world_size()
     given = shares or [SAMPLES] * world
     start = sum(given[:rank])
@@ -167,7 +167,7 @@ def closed_form() -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def apart(left: torch.Tensor, right: torch.Tensor) -> float:
+def relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).norm() / right.norm())
 
 
@@ -183,24 +183,24 @@ def uneven() -> list[int]:
 def main(folder: Path, names: Sequence[str]) -> None:
     """Run all cases on these engines."""
     deepspeed.init_distributed("gloo", verbose=False)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     truth = closed_form()
     for name in names:
         options = ENGINES[name]
-        one_piece, results, account = train(options, PLANS["one piece"], mean_over_samples)
-        told[name] = {
-            "account": account,
+        whole, results, counts = train(options, PLANS["whole"], mean_over_samples)
+        found[name] = {
+            "counts": counts,
             "losses": [result.loss for result in results],
-            "apart": {},
+            "difference": {},
         }
         for plan in list(PLANS)[1:]:
-            came_out, results, _ = train(options, PLANS[plan], mean_over_samples)
-            told[name]["apart"][plan] = apart(came_out, one_piece)
-            told[name][f"losses, {plan}"] = [result.loss for result in results]
-        came_out, results, _ = train(options, PLANS["changing"], mean_over_tokens, uneven())
-        told[name]["tokens, uneven"] = apart(came_out, truth)
-        told[name]["micro-batches"] = [result.micro_batches for result in results]
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+            trained, results, _ = train(options, PLANS[plan], mean_over_samples)
+            found[name]["difference"][plan] = relative_difference(trained, whole)
+            found[name][f"losses, {plan}"] = [result.loss for result in results]
+        trained, results, _ = train(options, PLANS["changing"], mean_over_tokens, uneven())
+        found[name]["tokens, uneven"] = relative_difference(trained, truth)
+        found[name]["micro-batches"] = [result.micro_batches for result in results]
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

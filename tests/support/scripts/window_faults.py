@@ -1,7 +1,7 @@
-"""Gives TrainingRun what it must refuse; tells what each rank said, and the harm done.
+"""Passes TrainingRun batches that it must reject; writes each rank's error and the effect.
 
-`window_faults.py FOLDER`, two ranks. A refused batch stands between two good ones; the weights must
-come out as those of a run that saw the good ones only.
+`window_faults.py FOLDER`, two ranks. A rejected batch comes between two good ones; the weights must
+equal those of a run that got the good ones only.
 """
 
 from __future__ import annotations
@@ -80,31 +80,31 @@ def attempt(run: zerowatch.TrainingRun, batch: Any) -> str:
 def main(folder: Path) -> None:
     """Try all faults at all stages."""
     deepspeed.init_distributed("gloo", verbose=False)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for stage in STAGES:
         shares = [share_of(batch, None) for batch in batches()]
-        calm = make(stage, loss_of)
+        undisturbed = make(stage, loss_of)
         for share in shares:
-            calm.train_batch(share)
-        expected = weights(calm.engine)
-        end(calm)
-        for name, spoil in FAULTS.items():
+            undisturbed.train_batch(share)
+        expected = weights(undisturbed.engine)
+        end(undisturbed)
+        for name, corrupt in FAULTS.items():
             run = make(stage, loss_of)
             run.train_batch(shares[0])
-            spoilt = name not in ON_ONE_RANK or dist.get_rank() == 1
-            said = attempt(run, spoil(shares[1]) if spoilt else shares[1])
+            is_corrupt = name not in ON_ONE_RANK or dist.get_rank() == 1
+            error = attempt(run, corrupt(shares[1]) if is_corrupt else shares[1])
             for share in shares[1:]:
                 run.train_batch(share)
             harmless = torch.equal(weights(run.engine), expected)
-            told[f"{name}, stage {stage}"] = {
-                "said": said,
+            found[f"{name}, stage {stage}"] = {
+                "error": error,
                 "harmless": harmless,
-                "account": (run.steps, run.samples),
+                "counts": (run.steps, run.samples),
             }
             end(run)
-    told["micro-batch of 0"] = of_nothing()
-    told["batch statistics"] = batch_statistics()
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    found["micro-batch of 0"] = empty_micro_batch()
+    found["batch statistics"] = batch_statistics()
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 def end(run: zerowatch.TrainingRun) -> None:
@@ -112,7 +112,7 @@ def end(run: zerowatch.TrainingRun) -> None:
     run.engine.destroy()
 
 
-def of_nothing() -> str:
+def empty_micro_batch() -> str:
     run = make(1)
     try:
         run.set_micro_batch(0)
@@ -120,7 +120,7 @@ def of_nothing() -> str:
         return str(error)
     finally:
         end(run)
-    return "taken"
+    return "accepted"
 
 
 def batch_statistics() -> list[str]:
