@@ -1,1 +1,1 @@
-"""What ZeRO's offloading moves between device, host and NVMe, and for how long."""
+"""Bytes that ZeRO offload moves between device, host and NVMe, and the time it takes."""

@@ -1,8 +1,8 @@
-"""Stands in for DeepSpeed's handles of asynchronous I/O, and tells what goes through them.
+"""Proxies of DeepSpeed's asynchronous I/O handles that count the bytes read and written.
 
-A handle is an object of a compiled class that takes no attributes, so another stands in its place.
-DeepSpeed 0.19.8 reads and writes through `async_pread`, `async_pwrite` and `wait` alone; anything
-else goes on to the handle unseen.
+A handle is an object of a compiled class without attributes, so a proxy replaces it. DeepSpeed
+0.19.8 reads and writes only through `async_pread`, `async_pwrite` and `wait`; all other methods go
+to the handle directly.
 """
 
 from __future__ import annotations
@@ -11,81 +11,89 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ...common.patching import AttributePatch
-from .transfer_sizes import NOTHING, Moves
+from .transfer_sizes import NO_TRANSFER, TransferBytes
 
 OPTIMIZER_HANDLES = ("aio_handle", "read_aio_handle", "write_aio_handle")
 PARAMETER_HANDLES = ("aio_read_handle", "aio_write_handle")
 
 
-class Meter(Protocol):
-    """What a stand-in tells: a call begins that submits or awaits `moves`; it has ended."""
+class IoObserver(Protocol):
+    """Observes the calls to a handle."""
 
-    def begin_io(self, moves: Moves, submits: bool) -> bool:
-        """Return whether `end_io` should be called."""
+    def on_io_start(self, transfer: TransferBytes, submits: bool) -> bool:
+        """Handle the start of a call that submits or awaits a transfer.
 
-    def end_io(self) -> None:
-        """End what began last."""
+        Returns:
+            Whether `on_io_end` is to be called.
+        """
+
+    def on_io_end(self) -> None:
+        """Handle the end of the call that started last."""
 
 
-class NvmeHandle:
-    """One handle and what was submitted to it since it was last waited for.
+class NvmeHandleProxy:
+    """Proxy of one handle; counts what is submitted between two waits.
 
-    Once the meter says no it does nothing but call the handle.
+    Once the observer returns False it only calls the handle.
     """
 
-    def __init__(self, handle: Any, meter: Meter) -> None:
+    def __init__(self, handle: Any, observer: IoObserver) -> None:
         self._handle = handle
-        self._meter = meter
-        self._pending = NOTHING
+        self._observer = observer
+        self._pending = NO_TRANSFER
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the handle has under this name."""
+        """Return the attribute of the handle."""
         return getattr(self._handle, name)
 
     def async_pread(self, buffer: Any, *args: Any) -> Any:
         """Submit a read."""
-        return self._submit(self._handle.async_pread, Moves(from_nvme=buffer.nbytes), buffer, *args)
+        return self._submit(
+            self._handle.async_pread, TransferBytes(from_nvme=buffer.nbytes), buffer, *args
+        )
 
     def async_pwrite(self, buffer: Any, *args: Any) -> Any:
         """Submit a write."""
-        return self._submit(self._handle.async_pwrite, Moves(to_nvme=buffer.nbytes), buffer, *args)
+        return self._submit(
+            self._handle.async_pwrite, TransferBytes(to_nvme=buffer.nbytes), buffer, *args
+        )
 
     def wait(self) -> Any:
-        """Wait for all that was submitted."""
-        pending, self._pending = self._pending, NOTHING
-        begun = any(pending) and self._meter.begin_io(pending, submits=False)
+        """Wait for all submitted transfers."""
+        pending, self._pending = self._pending, NO_TRANSFER
+        started = any(pending) and self._observer.on_io_start(pending, submits=False)
         try:
             return self._handle.wait()
         finally:
-            if begun:
-                self._meter.end_io()
+            if started:
+                self._observer.on_io_end()
 
-    def _submit(self, original: Any, moves: Moves, *args: Any) -> Any:
-        begun = self._meter.begin_io(moves, submits=True)
-        if begun:
-            self._pending = Moves(
-                to_nvme=self._pending.to_nvme + moves.to_nvme,
-                from_nvme=self._pending.from_nvme + moves.from_nvme,
+    def _submit(self, original: Any, transfer: TransferBytes, *args: Any) -> Any:
+        started = self._observer.on_io_start(transfer, submits=True)
+        if started:
+            self._pending = TransferBytes(
+                to_nvme=self._pending.to_nvme + transfer.to_nvme,
+                from_nvme=self._pending.from_nvme + transfer.from_nvme,
             )
         try:
             return original(*args)
         finally:
-            if begun:
-                self._meter.end_io()
+            if started:
+                self._observer.on_io_end()
 
 
-def wrap_handles(optimizer: Any, meter: Meter) -> list[AttributePatch]:
-    """Put stand-ins in the place of every handle through which this engine swaps."""
-    stand_ins: dict[int, NvmeHandle] = {}
+def wrap_handles(optimizer: Any, observer: IoObserver) -> list[AttributePatch]:
+    """Replace every handle through which this engine swaps by a proxy."""
+    proxies: dict[int, NvmeHandleProxy] = {}
 
-    def stand_in(handle: Any) -> NvmeHandle:
-        # One for each handle, under whatever names it stands: a wait is for all that is pending.
-        return stand_ins.setdefault(id(handle), NvmeHandle(handle, meter))
+    def proxy(handle: Any) -> NvmeHandleProxy:
+        # One for each handle, which may have several names: a wait is for all pending transfers.
+        return proxies.setdefault(id(handle), NvmeHandleProxy(handle, observer))
 
-    return [AttributePatch(owner, name, stand_in) for owner, name in _places(optimizer)]
+    return [AttributePatch(owner, name, proxy) for owner, name in _handle_attributes(optimizer)]
 
 
-def _places(optimizer: Any) -> Iterator[tuple[Any, str]]:
+def _handle_attributes(optimizer: Any) -> Iterator[tuple[Any, str]]:
     swapper = getattr(optimizer, "optimizer_swapper", None)
     if swapper is not None:
         yield from ((swapper, name) for name in OPTIMIZER_HANDLES if hasattr(swapper, name))

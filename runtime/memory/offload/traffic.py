@@ -1,19 +1,19 @@
 """Bytes moved, and seconds spent, by the ZeRO offload of one DeepSpeed engine, by direction.
 
-Counted: gradients on their way to the host and back, updated parameters on their way to the
-device, parts of parameters fetched to be gathered, `engine.offload_states` and `reload_states`, and
-what is read from and written to NVMe. In `moves.py` stands which method moves what.
+Counted: gradients copied to the host and back, updated parameters copied to the device, partitions
+fetched for gathers, `engine.offload_states` and `reload_states`, and NVMe reads and writes. Which
+method transfer what is in `transfer_sizes.py`.
 
-Seconds are those of the stretch of DeepSpeed's code that copies, without what is counted inside it:
-on CUDA the time of its stream, by events, else the host's. The stretches of gradients at stage 3
-hold their norms too, those of updated parameters the host's cast to 16 bits, those of states the
-collection of garbage. Of NVMe it is the time that the host was blocked in submitting and waiting,
-not that of the transfer, which overlaps. A synchronous gather has bytes and no seconds: its copies
-cannot be told from the collective.
+Seconds are those of DeepSpeed's code that copies, without what is counted inside it: on CUDA the
+time on its stream, by events, else the host's. For gradients at stage 3 they include their norms,
+for updated parameters the host's cast to 16 bits, and for states garbage collection. For NVMe they
+are the time that the host was blocked in submitting and waiting, not that of the transfer, which
+overlaps. A synchronous gather has bytes and no seconds: its copies cannot be separated from the
+collective.
 
-Not counted: ZenFlow, SuperOffload, DeepCompile and Muon on the host, whose copies are elsewhere;
-activations that checkpointing moves; what loading a checkpoint, DeepSpeed's `safe_get` and
-`safe_set` functions, or changes under `GatheredParameters` copy; all that was before the watch.
+Not counted: ZenFlow, SuperOffload, DeepCompile and Muon on the host, which copy elsewhere;
+activation checkpoints on the host; loading of checkpoints; DeepSpeed's `safe_get` and `safe_set`
+functions; changes under `GatheredParameters`; everything before the watch started.
 """
 
 from __future__ import annotations
@@ -33,83 +33,83 @@ from ...collectives.events import EventPool
 from ...common import accelerator
 from ...common.fail_open import FailOpen
 from ...common.patching import AttributePatch
-from . import transfer_sizes as moves_of
-from .clock import DIRECTIONS, OffloadClock
+from . import transfer_sizes
 from .nvme import wrap_handles
-from .states import states_offloaded, states_reloaded
-from .transfer_sizes import NOTHING, Moves
+from .timer import DIRECTIONS, OffloadTimer
+from .transfer_sizes import NO_TRANSFER, TransferBytes
 
 STAGE_1_AND_2 = "DeepSpeedZeroOptimizer"
 STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
 
-Teller = Callable[..., Moves]
-STATE_METHODS: Mapping[str, Teller] = {
-    "offload_states": states_offloaded,
-    "reload_states": states_reloaded,
+SizeFunction = Callable[..., TransferBytes]
+STATE_METHODS: Mapping[str, SizeFunction] = {
+    "offload_states": transfer_sizes.states_offloaded,
+    "reload_states": transfer_sizes.states_reloaded,
 }
-STAGE_1_AND_2_METHODS: Mapping[str, Teller] = {
-    "async_accumulate_grad_in_cpu_via_gpu": moves_of.stage_2_accumulated,
-    "async_inplace_copy_grad_to_fp32_buffer_from_gpu": moves_of.stage_2_finished,
-    "_restore_cpu_offload_grad_to_gpu": moves_of.stage_2_restored,
+STAGE_1_AND_2_METHODS: Mapping[str, SizeFunction] = {
+    "async_accumulate_grad_in_cpu_via_gpu": transfer_sizes.stage_2_accumulated,
+    "async_inplace_copy_grad_to_fp32_buffer_from_gpu": transfer_sizes.stage_2_finished,
+    "_restore_cpu_offload_grad_to_gpu": transfer_sizes.stage_2_restored,
 }
-COMPACT_METHODS: Mapping[str, Teller] = {  # where gradients of 16 bits are summed in fp32
-    "copy_grads_in_partition": moves_of.stage_2_in_partition,
+COMPACT_METHODS: Mapping[str, SizeFunction] = {  # for 16-bit gradients accumulated in fp32
+    "copy_grads_in_partition": transfer_sizes.stage_2_in_partition,
 }
-STAGE_3_GRADIENT_METHODS: Mapping[str, Teller] = {
-    "partition_grads": moves_of.stage_3_partitioned,
-    "_finalize_offload_gradient_accumulation": moves_of.stage_3_finalized,
+STAGE_3_GRADIENT_METHODS: Mapping[str, SizeFunction] = {
+    "partition_grads": transfer_sizes.stage_3_partitioned,
+    "_finalize_offload_gradient_accumulation": transfer_sizes.stage_3_finalized,
 }
-# Between these two lines of `step()` at stages 1 and 2 the updated parameters return.
+# `step()` at stages 1 and 2 copies updated parameters to the device between these two calls.
 UPDATE, RELEASE = "_optimizer_step", "_release_preflattened_grad_buffers"
-STAGED = "_swap_out_tensor", moves_of.staged_for_nvme  # of the gradients' swapper
-KEPT = "_retrieve_unswapped_grad_partitions", moves_of.kept_off_nvme  # of the optimizer's
+# Of the gradient swapper, and of the optimizer swapper.
+NVME_STAGING = "_swap_out_tensor", transfer_sizes.staged_for_nvme
+NVME_REMAINDERS = "_retrieve_unswapped_grad_partitions", transfer_sizes.kept_off_nvme
 STAGE_3_UPDATE = "_reassign_or_swap_out_partitioned_parameters"
 
 
 class OffloadTraffic:
-    """Wraps the methods of one engine's optimizer until `restore`; holds the engine weakly.
+    """Patches the methods of one engine's optimizer until `restore`; holds the engine weakly.
 
     Attributes:
-        cost_ns: Nanoseconds the hooks took on the training thread.
+        cost_ns: Nanoseconds that the hooks took on the training thread.
     """
 
     def __init__(self, engine: Any, fail_open: FailOpen, events: EventPool) -> None:
-        """Wrap. Nothing but the calls that move states is wrapped where nothing is offloaded.
+        """Patch the optimizer; without offload only the methods that move states.
 
         Args:
             engine: A DeepSpeed engine.
-            fail_open: Guards what is done in the training's calls.
-            events: Where CUDA events come from and go back to.
+            fail_open: Wraps the code that runs in training.
+            events: Pool of the device's events.
         """
         self.cost_ns = 0
         self._open = True
-        self._returning = False
+        self._copying_back = False
         self._directions: set[str] = set()
-        self._wraps: list[AttributePatch] = []
+        self._patches: list[AttributePatch] = []
         on_device = torch.device(engine.device).type == accelerator.current.kind
-        self._clock = OffloadClock(events if on_device else None)
-        self._returned = partial(self._of_optimizer, moves_of.stage_2_updated)
-        # One guard for all: after a failure nothing is begun that would not be ended.
-        self._guarded = fail_open.wrap("offload", lambda body, *args: body(*args))
-        with ExitStack() as undo:  # what is wrapped is put back if the rest cannot be
+        self._timer = OffloadTimer(events if on_device else None)
+        self._bytes_copied_back = partial(self._optimizer_size, transfer_sizes.stage_2_updated)
+        # One wrapper for all: after a failure no transfer starts that would not stop.
+        self._wrapped = fail_open.wrap("offload", lambda body, *args: body(*args))
+        with ExitStack() as undo:  # restore what is patched if the rest fails
             undo.callback(self.restore)
-            self._wrap(engine.optimizer)
+            self._patch(engine.optimizer)
             undo.pop_all()
 
     def rebind_engine(self, engine: Any) -> None:
-        """Take the hooks from one engine and put them on another; the sums go on."""
+        """Move the patches from one engine to another; the sums continue."""
         self.restore()
-        self._returning = False
+        self._copying_back = False
         self._open = True
         with ExitStack() as undo:
             undo.callback(self.restore)
-            self._wrap(engine.optimizer)
+            self._patch(engine.optimizer)
             undo.pop_all()
 
     def publish(self, recorder: Recorder) -> None:
-        """Write the sums so far, of the directions that this engine has."""
-        self._clock.settle()
-        sums = zip(DIRECTIONS, self._clock.bytes, self._clock.seconds(), strict=True)
+        """Publish the sums of the directions that this engine uses."""
+        self._timer.read_events()
+        sums = zip(DIRECTIONS, self._timer.bytes, self._timer.seconds(), strict=True)
         with recorder.commit():
             for direction, num_bytes, seconds in sums:
                 if num_bytes or direction in self._directions:
@@ -117,154 +117,154 @@ class OffloadTraffic:
                     recorder.set(OFFLOAD_SECONDS, seconds, direction)
 
     def restore(self) -> None:
-        """Take every hook off again. The sums stay."""
+        """Remove every patch. The sums stay."""
         self._open = False
-        for wrap in reversed(self._wraps):
-            wrap.restore()
-        self._wraps.clear()
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
 
-    def begin_io(self, moves: Moves, submits: bool) -> bool:
-        """Begin to time a call to a handle of asynchronous I/O; return whether it is timed."""
+    def on_io_start(self, transfer: TransferBytes, submits: bool) -> bool:
+        """Start timing a call to an asynchronous I/O handle; return whether it is timed."""
         if not self._open:
             return False
         entered_ns = perf_counter_ns()
-        begun = self._guarded(self._begin_io, moves, submits)
+        started = self._wrapped(self._start_io, transfer, submits)
         self.cost_ns += perf_counter_ns() - entered_ns
-        return bool(begun)
+        return bool(started)
 
-    def end_io(self) -> None:
-        """End the call that began last."""
-        self._end()
+    def on_io_end(self) -> None:
+        """Stop timing the call that started last."""
+        self._stop()
 
-    def _wrap(self, optimizer: Any) -> None:
-        kind = type(optimizer).__name__  # exactly these: what inherits from them copies otherwise
+    def _patch(self, optimizer: Any) -> None:
+        kind = type(optimizer).__name__  # not subclasses, which copy differently
         if kind not in (STAGE_1_AND_2, STAGE_3) or getattr(optimizer, "zenflow", False):
             return
         self._optimizer = weakref.ref(optimizer)
-        self._wrap_methods(optimizer, STATE_METHODS)
+        self._patch_methods(optimizer, STATE_METHODS)
         if kind == STAGE_1_AND_2 and optimizer.cpu_offload:
             self._directions |= {"to_host", "to_device"}
-            self._wrap_methods(optimizer, STAGE_1_AND_2_METHODS)
+            self._patch_methods(optimizer, STAGE_1_AND_2_METHODS)
             groups = range(len(optimizer.bit16_groups))
             if any(optimizer._use_compact_grad_partition_buffer(i) for i in groups):
-                self._wrap_methods(optimizer, COMPACT_METHODS)
-            self._wraps += [
-                AttributePatch(optimizer, UPDATE, self._around_update),
-                AttributePatch(optimizer, RELEASE, self._around_release),
+                self._patch_methods(optimizer, COMPACT_METHODS)
+            self._patches += [
+                AttributePatch(optimizer, UPDATE, self._hooked_update),
+                AttributePatch(optimizer, RELEASE, self._hooked_release),
             ]
         if kind == STAGE_3 and (optimizer.offload_optimizer or optimizer.offload_param):
             self._directions |= {"to_host", "to_device"}
-            self._wrap_stage_3(optimizer)
+            self._patch_stage_3(optimizer)
 
-    def _wrap_stage_3(self, optimizer: Any) -> None:
-        self._wrap_methods(optimizer, {STAGE_3_UPDATE: moves_of.stage_3_updated})
+    def _patch_stage_3(self, optimizer: Any) -> None:
+        self._patch_methods(optimizer, {STAGE_3_UPDATE: transfer_sizes.stage_3_updated})
         if optimizer.offload_optimizer:
-            self._wrap_methods(optimizer, STAGE_3_GRADIENT_METHODS)
+            self._patch_methods(optimizer, STAGE_3_GRADIENT_METHODS)
         if optimizer.offload_param:
             for param in optimizer.module.parameters():
-                self._wrap_gathers(param)
+                self._patch_gathers(param)
         swapper = optimizer.optimizer_swapper
         if swapper is not None:
-            self._wrap_one(swapper.gradient_swapper, *STAGED)
-            self._wrap_one(swapper, *KEPT)
+            self._patch_one(swapper.gradient_swapper, *NVME_STAGING)
+            self._patch_one(swapper, *NVME_REMAINDERS)
         handles = wrap_handles(optimizer, self)
         if handles:
             self._directions |= {"to_nvme", "from_nvme"}
-        self._wraps += handles
+        self._patches += handles
 
-    def _wrap_methods(self, optimizer: Any, methods: Mapping[str, Teller]) -> None:
-        for name, teller in methods.items():
-            self._wrap_one(optimizer, name, partial(self._of_optimizer, teller))
+    def _patch_methods(self, optimizer: Any, methods: Mapping[str, SizeFunction]) -> None:
+        for name, size_of in methods.items():
+            self._patch_one(optimizer, name, partial(self._optimizer_size, size_of))
 
-    def _wrap_gathers(self, param: Any) -> None:
-        """Wrap both ways in which one parameter, or a list of them, is gathered."""
+    def _patch_gathers(self, param: Any) -> None:
+        """Patch both methods that gather one parameter, or a list of them."""
         if hasattr(param, "all_gather"):
-            tell = partial(_gathered, weakref.ref(param))
-            self._wrap_one(param, "all_gather", tell, timed=False)
-            self._wrap_one(param, "all_gather_coalesced", tell)
+            size_of = partial(_gathered, weakref.ref(param))
+            self._patch_one(param, "all_gather", size_of, timed=False)
+            self._patch_one(param, "all_gather_coalesced", size_of)
 
-    def _wrap_one(self, owner: Any, name: str, tell: Teller, timed: bool = True) -> None:
-        self._wraps.append(AttributePatch(owner, name, partial(self._around, tell, timed)))
+    def _patch_one(self, owner: Any, name: str, size_of: SizeFunction, timed: bool = True) -> None:
+        self._patches.append(AttributePatch(owner, name, partial(self._timed, size_of, timed)))
 
-    def _of_optimizer(self, teller: Teller, *args: Any, **kwargs: Any) -> Moves:
-        return teller(self._optimizer(), *args, **kwargs)
+    def _optimizer_size(self, size_of: SizeFunction, *args: Any, **kwargs: Any) -> TransferBytes:
+        return size_of(self._optimizer(), *args, **kwargs)
 
-    def _around(self, tell: Teller, timed: bool, original: Any) -> Any:
-        """Wrap a method of which `tell` says, from its arguments, what it moves."""
+    def _timed(self, size_of: SizeFunction, timed: bool, original: Any) -> Any:
+        """Return a method whose transfer `size_of` computes from its arguments."""
         is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not self._open:
                 return original(*args, **kwargs)
             entered_ns = perf_counter_ns()
-            begun = self._guarded(self._begin, tell, timed, args, kwargs)
+            started = self._wrapped(self._start, size_of, timed, args, kwargs)
             self.cost_ns += perf_counter_ns() - entered_ns
             try:
                 return original(*args, **kwargs)
             finally:
-                if begun:
-                    self._end()
+                if started:
+                    self._stop()
 
         return hooked
 
-    def _around_update(self, original: Any) -> Any:
-        """Wrap the update of a group: the copy to the device follows, in the caller's own code."""
+    def _hooked_update(self, original: Any) -> Any:
+        """Return the update of a group; the copy to the device follows in the caller's code."""
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if self._returning:  # a copy that failed was never followed by the release
-                self._returned_ended()
+            if self._copying_back:  # after a failed copy the release was not called
+                self._stop_copy_back()
             result = original(*args, **kwargs)
             if self._open:
                 entered_ns = perf_counter_ns()
-                begun = self._guarded(self._begin, self._returned, True, args, kwargs)
-                self._returning = bool(begun)
+                started = self._wrapped(self._start, self._bytes_copied_back, True, args, kwargs)
+                self._copying_back = bool(started)
                 self.cost_ns += perf_counter_ns() - entered_ns
             return result
 
         return hooked
 
-    def _around_release(self, original: Any) -> Any:
-        """Wrap what the caller does next after that copy."""
+    def _hooked_release(self, original: Any) -> Any:
+        """Return the method that the caller calls after that copy."""
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            if self._returning:
-                self._returned_ended()
+            if self._copying_back:
+                self._stop_copy_back()
             return original(*args, **kwargs)
 
         return hooked
 
-    def _returned_ended(self) -> None:
-        self._returning = False
-        self._end()
+    def _stop_copy_back(self) -> None:
+        self._copying_back = False
+        self._stop()
 
-    def _begin(
-        self, tell: Teller, timed: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    def _start(
+        self, size_of: SizeFunction, timed: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
-        moves = tell(*args, **kwargs)
-        if not any(moves):
+        transfer = size_of(*args, **kwargs)
+        if not any(transfer):
             return False
-        self._clock.count(moves)
+        self._timer.add(transfer)
         if timed:
-            self._clock.begin(moves)
+            self._timer.start(transfer)
         return timed
 
-    def _begin_io(self, moves: Moves, submits: bool) -> bool:
+    def _start_io(self, transfer: TransferBytes, submits: bool) -> bool:
         if submits:
-            self._clock.count(moves)
-        self._clock.begin(moves, on_stream=False)
+            self._timer.add(transfer)
+        self._timer.start(transfer, on_stream=False)
         return True
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         entered_ns = perf_counter_ns()
-        self._guarded(self._clock.end)
+        self._wrapped(self._timer.stop)
         self.cost_ns += perf_counter_ns() - entered_ns
 
 
-def _gathered(lone: Callable[[], Any], *args: Any, **kwargs: Any) -> Moves:
-    """Tell what is fetched for `param.all_gather_coalesced(...)` or `param.all_gather(...)`."""
+def _gathered(parameter: Callable[[], Any], *args: Any, **kwargs: Any) -> TransferBytes:
+    """Return the bytes fetched by `param.all_gather_coalesced(...)` or `param.all_gather(...)`."""
     params = args[0] if args else kwargs.get("params", kwargs.get("param_list"))
     if params is None:
-        params = [lone()]
+        params = [parameter()]
     if not isinstance(params, list | tuple | set | dict):
-        return NOTHING  # it may be good for one pass only, which is DeepSpeed's
-    return moves_of.stage_3_fetched(params)
+        return NO_TRANSFER  # an iterator, which DeepSpeed will consume
+    return transfer_sizes.stage_3_fetched(params)

@@ -1,4 +1,4 @@
-"""What offload traffic leans on in DeepSpeed is still there, and still called as it is read."""
+"""The DeepSpeed internals that offload traffic uses still exist, with the same signatures."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ATTRIBUTES: tuple[tuple[str, str], ...] = (
         "_get_param_partition_rank is_gradient_accumulation_boundary offloaded_states "
         "lp_param_buffer",
     ),
-    (OPTIMIZER_SWAPPER, offload_traffic.KEPT[0]),
-    (GRADIENT_SWAPPER, f"aio_handle {offload_traffic.STAGED[0]}"),
+    (OPTIMIZER_SWAPPER, offload_traffic.NVME_REMAINDERS[0]),
+    (GRADIENT_SWAPPER, f"aio_handle {offload_traffic.NVME_STAGING[0]}"),
     (UNPIPELINED, "aio_handle gradient_swapper"),
     (PIPELINED, "read_aio_handle write_aio_handle gradient_swapper"),
     (PARAM_SWAPPER, " ".join((*offload_nvme.PARAMETER_HANDLES, "use_gds swap_element_size"))),
 )
 CASES = [(place, name) for place, names in ATTRIBUTES for name in names.split()]
-# How a wrapped method is called: the arguments that are read, by their names and order.
+# Arguments of the patched methods, by name and order.
 SIGNATURES = {
     (STAGE_1_AND_2, "async_accumulate_grad_in_cpu_via_gpu"): ["param"],
     (STAGE_1_AND_2, "async_inplace_copy_grad_to_fp32_buffer_from_gpu"): ["param"],
@@ -81,21 +81,21 @@ def source(kind: type) -> str:
 
 
 @pytest.mark.parametrize(("place", "name"), CASES)
-def test_the_name_that_offload_traffic_reads_is_still_there(place: str, name: str) -> None:
+def test_the_attribute_that_offload_traffic_reads_still_exists(place: str, name: str) -> None:
     kind = resolve(place)
 
     assert hasattr(kind, name) or f"self.{name}" in source(kind)
 
 
 @pytest.mark.parametrize(("place", "name"), SIGNATURES)
-def test_the_method_takes_what_is_read_of_its_arguments(place: str, name: str) -> None:
+def test_the_method_still_has_the_arguments_that_are_read(place: str, name: str) -> None:
     method = getattr(resolve(place), name)
     hidden = inspect.getclosurevars(method).nonlocals.get("func", method)  # DeepSpeed's decorator
 
     assert list(inspect.signature(hidden).parameters)[1:] == SIGNATURES[place, name]
 
 
-def test_every_wrapped_method_of_the_optimizers_is_checked_here() -> None:
+def test_every_patched_method_of_the_optimizers_is_checked_here() -> None:
     wrapped = {
         *offload_traffic.STAGE_1_AND_2_METHODS,
         *offload_traffic.COMPACT_METHODS,
@@ -109,7 +109,7 @@ def test_every_wrapped_method_of_the_optimizers_is_checked_here() -> None:
     assert wrapped <= {name for _, name in SIGNATURES}
 
 
-def test_updated_parameters_return_between_the_update_and_the_release_of_buffers() -> None:
+def test_updated_parameters_are_copied_between_the_update_and_the_release() -> None:
     step = inspect.getsource(resolve(STAGE_1_AND_2).step)
     update = step.index(f"self.{offload_traffic.UPDATE}(")
     release = step.index(f"self.{offload_traffic.RELEASE}(i)")

@@ -1,4 +1,4 @@
-"""Offload traffic of real training, against an oracle of copies and against what it should be."""
+"""Offload traffic of real training, against an oracle of copies and against formulas."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_both_directions_take_time(ranks: Ranks, name: str):
     ("name", "micro_batches", "dtype"),
     [("stage 2, one micro-batch", 1, "fp32"), ("stage 2", 3, "fp32"), ("stage 2, bf16", 2, "bf16")],
 )
-def test_stage_2_sends_whole_gradients_to_and_fro_between_micro_batches(
+def test_stage_2_copies_whole_gradients_both_ways_between_micro_batches(
     ranks: Ranks, name: str, micro_batches: int, dtype: str
 ):
     size = BYTES[dtype]
@@ -122,7 +122,7 @@ def test_gradients_summed_on_the_device_go_to_the_host_once_a_step(ranks: Ranks,
 
 
 @pytest.mark.parametrize(("name", "trips"), [("stage 3", 1), ("stage 3, two memories", 3)])
-def test_stage_3_sends_its_part_to_the_host_and_reads_it_back(ranks: Ranks, name: str, trips: int):
+def test_stage_3_copies_its_partition_to_the_host_and_back(ranks: Ranks, name: str, trips: int):
     for number, rank in enumerate(ranks):
         own = parts_own(number)
 
@@ -150,7 +150,7 @@ def test_an_engine_that_offloads_nothing_publishes_nothing(ranks: Ranks):
         assert rank["stage 2, nothing offloaded"]["cost_ns"] == 0
 
 
-def test_states_sent_away_and_brought_back_are_counted_as_they_go(ranks: Ranks):
+def test_offloaded_and_reloaded_states_are_counted(ranks: Ranks):
     for rank in ranks:
         states = rank["states"]
         expected = states["expected"]

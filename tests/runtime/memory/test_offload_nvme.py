@@ -1,4 +1,4 @@
-"""What stands in for a handle of asynchronous I/O passes everything on, and tells what it moves."""
+"""The proxy of an asynchronous I/O handle forwards all calls and counts their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 
 class Handle:
-    """As DeepSpeed's compiled one: it takes no attributes."""
+    """Like DeepSpeed's compiled handle: it takes no attributes."""
 
     __slots__ = ("calls",)
 
@@ -90,12 +90,12 @@ def moved(traffic: OffloadTraffic) -> dict[str, float]:
 def test_reads_and_writes_reach_the_handle_unchanged_and_are_counted(engine):
     handle = engine.optimizer.optimizer_swapper.aio_handle
     traffic = OffloadTraffic(engine, FailOpen(), EventPool())
-    stand_in = engine.optimizer.optimizer_swapper.aio_handle
+    proxy = engine.optimizer.optimizer_swapper.aio_handle
     buffer = torch.zeros(6)
 
-    assert stand_in.async_pread(buffer, "a", 0) == 0
-    assert stand_in.async_pwrite(buffer.half(), "b", 0) == 0
-    waited = stand_in.wait()
+    assert proxy.async_pread(buffer, "a", 0) == 0
+    assert proxy.async_pwrite(buffer.half(), "b", 0) == 0
+    waited = proxy.wait()
 
     assert waited == 2
     assert [call[0] for call in handle.calls] == ["read", "write"]
@@ -103,28 +103,28 @@ def test_reads_and_writes_reach_the_handle_unchanged_and_are_counted(engine):
     assert moved(traffic) == {"from_nvme": 24, "to_nvme": 12}
 
 
-def test_other_methods_are_the_handle_s_own(engine):
+def test_other_methods_are_forwarded(engine):
     OffloadTraffic(engine, FailOpen(), EventPool())
 
     assert engine.optimizer.optimizer_swapper.aio_handle.is_pinned(torch.zeros(1))
 
 
-def test_closing_puts_the_very_handle_back_and_one_held_on_to_passes_on(engine):
+def test_closing_restores_the_same_handle_and_a_kept_proxy_forwards(engine):
     swapper = engine.optimizer.optimizer_swapper
     handle = swapper.aio_handle
     traffic = OffloadTraffic(engine, FailOpen(), EventPool())
-    stand_in = swapper.aio_handle
+    proxy = swapper.aio_handle
 
     traffic.restore()
-    stand_in.async_pread(torch.zeros(6), "a", 0)
+    proxy.async_pread(torch.zeros(6), "a", 0)
 
     assert swapper.aio_handle is handle
     assert swapper.gradient_swapper.aio_handle is handle
-    assert stand_in.wait() == 1
+    assert proxy.wait() == 1
     assert moved(traffic) == {}
 
 
-def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, caplog):
+def test_a_failing_hook_is_counted_once_and_the_call_continues(engine, caplog):
     fail_open = FailOpen()
     traffic = OffloadTraffic(engine, fail_open, EventPool())
 
@@ -135,7 +135,7 @@ def test_what_raises_in_a_hook_is_counted_once_and_the_call_goes_on(engine, capl
     assert moved(traffic) == {}
 
 
-def test_an_optimizer_that_is_watched_can_be_collected(engine):
+def test_a_monitored_optimizer_can_be_garbage_collected(engine):
     reference = weakref.ref(engine.optimizer)
     traffic = OffloadTraffic(engine, FailOpen(), EventPool())
 
@@ -146,7 +146,7 @@ def test_an_optimizer_that_is_watched_can_be_collected(engine):
     traffic.restore()
 
 
-def test_an_engine_without_a_zero_optimizer_is_left_alone():
+def test_an_engine_without_a_zero_optimizer_is_not_patched():
     engine = SimpleNamespace(optimizer=None, device=torch.device("cpu"))
     recorder = Recorder()
 

@@ -1,4 +1,4 @@
-"""What offloading moves where the CPU does not show it: told from optimizers made by hand."""
+"""Bytes of offload transfers that a CPU does not show, computed from fake optimizers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from zerowatch.runtime.memory.offload.transfer_sizes import (
-    NOTHING,
-    Moves,
+    NO_TRANSFER,
+    TransferBytes,
     stage_2_accumulated,
     stage_3_fetched,
     stage_3_updated,
@@ -33,22 +33,22 @@ def parameter(tensor: Any, status: Status = Status.NOT_AVAILABLE, **others: Any)
     return SimpleNamespace(ds_status=status, ds_tensor=tensor, ds_secondary_tensor=None, **others)
 
 
-def test_a_part_on_the_host_is_fetched_and_one_at_hand_or_on_the_device_is_not():
+def test_a_partition_is_fetched_from_the_host_unless_available_or_on_the_device():
     on_device = torch.zeros(100, device="meta")
     on_device.final_location = None
     params = [parameter(part(100)), parameter(part(7), Status.AVAILABLE), parameter(on_device)]
 
-    assert stage_3_fetched(params) == Moves(to_device=200)
+    assert stage_3_fetched(params) == TransferBytes(to_device=200)
 
 
-def test_a_quantized_part_comes_with_its_scales():
+def test_a_quantized_partition_includes_its_scales():
     quantized = part(100, torch.int8)
     quantized.ds_quant_scale = torch.zeros(5)
 
     assert stage_3_fetched([parameter(quantized)]).to_device == 100 + 20
 
 
-def test_the_part_of_a_smaller_group_is_fetched_where_there_is_one():
+def test_the_secondary_partition_is_fetched_if_there_is_one():
     param = parameter(part(100))
     param.ds_secondary_tensor = part(400)
 
@@ -56,7 +56,7 @@ def test_the_part_of_a_smaller_group_is_fetched_where_there_is_one():
 
 
 @pytest.mark.parametrize(("use_gds", "expected"), [(False, 200), (True, 0)])
-def test_what_is_on_nvme_passes_through_the_host_unless_the_device_reads_itself(use_gds, expected):
+def test_a_partition_on_nvme_passes_through_the_host_unless_gds_is_used(use_gds, expected):
     placeholder = part(1, torch.float16, "nvme")
     placeholder.ds_numel = 100
     swapper = SimpleNamespace(use_gds=use_gds, swap_element_size=2)
@@ -78,26 +78,26 @@ def stage_3(master: str, params_on_host: bool, **others: Any) -> Any:
 @pytest.mark.parametrize(
     ("master", "params_on_host", "expected"),
     [
-        ("cpu", False, Moves(to_device=16)),
-        ("cpu", True, NOTHING),
-        ("cuda", False, NOTHING),
-        ("cuda", True, Moves(to_host=32)),
+        ("cpu", False, TransferBytes(to_device=16)),
+        ("cpu", True, NO_TRANSFER),
+        ("cuda", False, NO_TRANSFER),
+        ("cuda", True, TransferBytes(to_host=32)),
     ],
 )
-def test_updated_parameters_cross_where_master_weights_lie_elsewhere(
-    master: str, params_on_host: bool, expected: Moves
+def test_updated_parameters_are_copied_if_master_weights_are_elsewhere(
+    master: str, params_on_host: bool, expected: TransferBytes
 ):
     assert stage_3_updated(stage_3(master, params_on_host), 0) == expected
 
 
-def test_updated_parameters_that_go_to_nvme_do_not_cross():
+def test_updated_parameters_on_nvme_are_not_copied():
     optimizer = stage_3("cpu", True)
     optimizer.fp16_partitioned_groups_flat = [None]
 
-    assert stage_3_updated(optimizer, 0) == NOTHING
+    assert stage_3_updated(optimizer, 0) == NO_TRANSFER
 
 
-def test_with_master_weights_of_16_bits_only_this_rank_s_part_of_a_gradient_waits_on_the_host():
+def test_with_16_bit_master_weights_only_this_rank_s_gradient_partition_is_moved():
     param = torch.zeros(100, dtype=torch.bfloat16)
     optimizer = SimpleNamespace(
         low_precision_master_weights_and_grads=True,
@@ -107,4 +107,4 @@ def test_with_master_weights_of_16_bits_only_this_rank_s_part_of_a_gradient_wait
         micro_step_id=1,
     )
 
-    assert stage_2_accumulated(optimizer, param) == Moves(to_host=60, to_device=60)
+    assert stage_2_accumulated(optimizer, param) == TransferBytes(to_host=60, to_device=60)
