@@ -1,4 +1,4 @@
-"""A rank's calls followed: none is lost while somebody looks, and the dropped are still counted."""
+"""A rank's calls followed: none is lost between polls, and dropped calls still count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(group: FakeGroup, num_calls: int) -> None:
         group.run()
 
 
-def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_between(
+def test_more_calls_than_are_kept_are_all_reported_if_polled_in_between(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
     for _ in range(3):
@@ -44,9 +44,7 @@ def test_more_calls_than_the_record_holds_are_told_whole_if_somebody_looks_in_be
     assert (report.first_timed, len(report.durations)) == (1, 3 * RECENT_CALLS - 3)
 
 
-def test_calls_that_nobody_looked_at_in_time_are_lost(
-    group: FakeGroup, sequence: CallSequence
-) -> None:
+def test_calls_not_polled_in_time_are_lost(group: FakeGroup, sequence: CallSequence) -> None:
     run(group, RECENT_CALLS + 1)
 
     sequence.poll()
@@ -54,9 +52,7 @@ def test_calls_that_nobody_looked_at_in_time_are_lost(
     assert sequence.lost
 
 
-def test_messages_that_nobody_looked_at_in_time_are_lost(
-    group: FakeGroup, sequence: CallSequence
-) -> None:
+def test_messages_not_polled_in_time_are_lost(group: FakeGroup, sequence: CallSequence) -> None:
     group.run("send")
     sequence.poll()
     for _ in range(RECENT_CALLS + 1):
@@ -67,7 +63,7 @@ def test_messages_that_nobody_looked_at_in_time_are_lost(
     assert sequence.lost
 
 
-def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended(
+def test_a_call_in_flight_for_too_long_is_not_compared_and_is_counted_once_it_ended(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
     stuck = group.issue()
@@ -85,7 +81,7 @@ def test_a_call_too_long_under_way_is_compared_no_more_and_counted_once_it_ended
     assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
 
 
-def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
+def test_a_message_in_flight_does_not_block_the_numbered_calls(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
     message = group.issue("send")
@@ -99,7 +95,7 @@ def test_a_message_under_way_does_not_hold_the_numbered_calls_up(
     assert not sequence.lost
 
 
-def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
+def test_settled_calls_that_are_never_drained_become_local_only(
     group: FakeGroup, sequence: CallSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_sequence, "MAX_PENDING_VALUES", 10)
@@ -111,7 +107,7 @@ def test_settled_calls_that_nobody_takes_are_counted_alone_in_the_end(
     assert [call.sequence for call in sequence.local_only] == [1, 2]
 
 
-def test_messages_that_never_settle_do_not_pile_up(
+def test_messages_that_never_settle_do_not_accumulate(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
     for _ in range(3):
@@ -123,7 +119,7 @@ def test_messages_that_never_settle_do_not_pile_up(
     assert len(sequence._deferred) == RECENT_CALLS
 
 
-def test_a_call_noted_while_somebody_looks_is_seen_at_once_or_later(
+def test_a_call_recorded_during_a_poll_is_read_then_or_later(
     group: FakeGroup, sequence: CallSequence
 ) -> None:
     class BusyRecord(deque[CollectiveCall]):

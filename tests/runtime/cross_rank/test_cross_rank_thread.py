@@ -1,4 +1,4 @@
-"""The exchange as a whole: several ranks, one store, and what may go wrong between them."""
+"""Cross-rank threads as a whole: several ranks, one store, and what may go wrong between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_rank_that_came_last_waited_least() -> None:
     assert [rank.failures("unmatched") for rank in ranks.all] == [0, 0, 0]
 
 
-def test_a_slow_rank_is_named_by_the_first_and_scored_on_itself(
+def test_a_slow_rank_is_logged_by_the_first_rank_and_scored_on_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = ComparedRanks(4)
@@ -56,21 +56,21 @@ def test_a_slow_rank_is_named_by_the_first_and_scored_on_itself(
     ]
 
 
-def test_a_rank_that_is_slow_no_longer_is_told_too_but_not_at_once(
+def test_a_rank_that_is_no_longer_slow_is_logged_but_not_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = ComparedRanks(2)
-    told = []
+    num_lines = []
     with caplog.at_level(logging.WARNING):
         for slower in (40.0, 40.0, 10.0, 10.0, 40.0, 40.0, 10.0, 10.0, 10.0):
-            if len(told) == 8:
+            if len(num_lines) == 8:
                 ranks.exchange(times=round(SECONDS_BETWEEN_LINES / INTERVAL_SECONDS))
             ranks[0].steps()
             ranks[1].steps(forward=slower)
             ranks.exchange()
-            told.append(len(caplog.records))
+            num_lines.append(len(caplog.records))
 
-    assert told == [0, 1, 1, 1, 1, 1, 1, 1, 2]
+    assert num_lines == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert caplog.records[-1].message == "rank 1 is no longer slow in forward"
 
 
@@ -96,7 +96,7 @@ def test_a_rank_that_skips_a_collective_is_named_and_counted_on_all(
     ] == [1, 1]
 
 
-def test_a_rank_stuck_in_a_collective_still_tells_what_it_issued() -> None:
+def test_a_rank_stuck_in_a_collective_still_reports_what_it_issued() -> None:
     ranks = ComparedRanks(2)
     ranks[0].groups[0].issue("all_reduce")
     ranks[1].groups[0].issue("barrier")
@@ -106,7 +106,7 @@ def test_a_rank_stuck_in_a_collective_still_tells_what_it_issued() -> None:
     assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 1
 
 
-def test_a_peer_that_never_reports_is_left_out_and_the_others_go_on(
+def test_a_peer_that_never_reports_is_excluded_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = ComparedRanks(3, monitored=2)
@@ -117,11 +117,11 @@ def test_a_peer_that_never_reports_is_left_out_and_the_others_go_on(
         if number == PATIENCE_EXCHANGES - 1:
             before = ranks[0].milliseconds(WAIT, "dp")
 
-    left_out = [record for record in caplog.records if "has not reported" in record.message]
+    exclusions = [record for record in caplog.records if "has not reported" in record.message]
     assert before == 0
     assert ranks[0].milliseconds(WAIT, "dp") >= 12
     assert [rank.failures("peer") for rank in ranks.all] == [1, 0]
-    assert len(left_out) == 1
+    assert len(exclusions) == 1
 
 
 def test_a_late_joiner_takes_part_from_then_on() -> None:
@@ -131,7 +131,9 @@ def test_a_late_joiner_takes_part_from_then_on() -> None:
             rank.run(10)
         ranks.exchange()
     joiner = ranks.join(2)
-    for _ in range(PATIENCE_EXCHANGES + 2):  # its tap was open all the time, its watch was not
+    for _ in range(
+        PATIENCE_EXCHANGES + 2
+    ):  # its calls were recorded all the time, its thread was not started
         joiner.groups[0].issue()
     joiner = ComparedRank(2, ranks.clock, lambda: ranks.store, joiner.groups[0]).connect()
     ranks.all.append(joiner)
@@ -148,22 +150,22 @@ def test_a_late_joiner_takes_part_from_then_on() -> None:
     assert ranks[0].recorder.snapshot().value(communication.COLLECTIVE_MISMATCHES) == 0
 
 
-@pytest.mark.parametrize("still", [0, 2], ids=["the first", "another"])
-def test_a_rank_whose_thread_stood_still_for_long_is_matched_again(still: int) -> None:
+@pytest.mark.parametrize("paused", [0, 2], ids=["the first", "another"])
+def test_a_rank_whose_thread_was_paused_for_long_is_matched_again(paused: int) -> None:
     ranks = ComparedRanks(3)
     ranks.exchange()
     for number in range(2 * MAX_ENTRIES + 2 * PATIENCE_EXCHANGES):
         for rank, milliseconds in zip(ranks.all, (4, 10, 10), strict=True):
             rank.run(milliseconds)
-        stands_still = number < 2 * MAX_ENTRIES
-        ranks.exchange(*([still] if stands_still else []))
-        if stands_still:
+        is_paused = number < 2 * MAX_ENTRIES
+        ranks.exchange(*([paused] if is_paused else []))
+        if is_paused:
             before = ranks[2].milliseconds(WAIT, "dp")
     ranks.exchange(times=2)
 
     assert before == 0
     assert ranks[2].milliseconds(WAIT, "dp") > 5 * 2 * PATIENCE_EXCHANGES
-    assert ranks[0].failures("peer") == (still == 2)
+    assert ranks[0].failures("peer") == (paused == 2)
     assert ranks[2].milliseconds(EXPOSED, "dp") == pytest.approx(
         10 * (2 * MAX_ENTRIES + 2 * PATIENCE_EXCHANGES)
     )
@@ -213,7 +215,7 @@ def test_two_groups_are_matched_each_by_its_own_numbers() -> None:
     assert waits == [pytest.approx([2, 0], abs=1e-5), pytest.approx([0, 6], abs=1e-5)]
 
 
-def test_an_idle_job_keeps_in_touch() -> None:
+def test_an_idle_job_keeps_its_logs_alive() -> None:
     ranks = ComparedRanks(3)
     ages = []
     for _ in range(10 * PATIENCE_EXCHANGES):
@@ -227,7 +229,7 @@ def test_an_idle_job_keeps_in_touch() -> None:
     assert [rank.failures("peer") for rank in ranks.all] == [0, 0, 0]
 
 
-def test_a_rank_set_that_its_first_rank_never_used_makes_nobody_silent() -> None:
+def test_a_rank_set_that_its_first_rank_never_used_makes_no_rank_silent() -> None:
     ranks = ComparedRanks(2)
     unused = FakeGroup((0, 1), role="tp")
     unused.rank_set.key = "unused"
@@ -239,7 +241,7 @@ def test_a_rank_set_that_its_first_rank_never_used_makes_nobody_silent() -> None
     assert age is not None and age <= 1.5 * INTERVAL_SECONDS
 
 
-def test_peers_are_looked_for_only_while_training_does_not_move() -> None:
+def test_heartbeats_are_read_only_while_there_is_no_progress() -> None:
     ranks = ComparedRanks(2)
     ranks.exchange()
     before = dict(ranks[0].thread.peers)
@@ -249,11 +251,11 @@ def test_peers_are_looked_for_only_while_training_does_not_move() -> None:
     ranks[1].thread.expected_pause = lambda: "eval"
     ranks.exchange(times=2)
 
-    peers, told = ranks[0].thread.peers, ranks[0].thread.others_hang
+    peers, others_hang = ranks[0].thread.peers, ranks[0].thread.others_hang
     ranks[0].phase_timer.seconds = 0.0
     ranks.exchange()
     assert before == {}
-    assert told
+    assert others_hang
     assert (ranks[0].thread.peers, ranks[0].thread.others_hang) == ({}, False)
     assert {rank: beat.host for rank, beat in peers.items()} == {0: "host-0", 1: "host-1"}
     assert list(peers[1].issued.values()) == [1]
@@ -277,7 +279,7 @@ def test_stopping_counts_the_last_calls_on_all_ranks() -> None:
     assert [rank.milliseconds(EXPOSED, "dp") for rank in ranks.all] == pytest.approx([10, 4])
 
 
-def test_stopping_alone_waits_but_not_for_ever_and_counts_all_the_same() -> None:
+def test_stopping_alone_waits_with_a_limit_and_still_counts() -> None:
     ranks = ComparedRanks(2, monitored=1, threads=True)
     ranks[0].run(10)
     began = time.monotonic()
@@ -290,11 +292,11 @@ def test_stopping_alone_waits_but_not_for_ever_and_counts_all_the_same() -> None
     assert ranks[0].failures("unmatched") == 0
 
 
-def test_signs_of_life_come_often_even_where_exchanges_are_rare() -> None:
+def test_polls_are_frequent_even_where_exchanges_are_rare() -> None:
     assert [poll_interval_seconds(seconds) for seconds in (0.5, 5.0, 120.0)] == [0.1, 1.0, 2.0]
 
 
-def test_a_rank_that_is_told_of_a_hang_looks_at_once_who_is_alive_whatever_its_own_limit() -> None:
+def test_an_announced_hang_makes_heartbeats_be_read_at_once_whatever_the_own_limit() -> None:
     ranks = ComparedRanks(2)
     ranks[1].phase_timer.seconds = IDLE_SECONDS_BEFORE_HEARTBEATS + 1
     ranks.exchange()

@@ -1,4 +1,4 @@
-"""Who diverged from the common sequence of collectives, told from what the members issued."""
+"""Which members diverged from the common sequence of collectives, given what they issued."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STEPS_BEFORE = 4
 NAMES = {number: f"call {number}" for number in range(10)}
 
 
-def meet(*rows: list[int]) -> Divergence | None:
-    """Put what each member issued together, after some steps on which they agreed."""
+def divergence_of(*rows: list[int]) -> Divergence | None:
+    """Merge what each member issued, after some steps on which they agreed."""
     merger = ReportMerger({rank: (rank,) for rank in range(len(rows))})
     for rank, row in enumerate(rows):
         report = CallReport(
@@ -68,8 +68,8 @@ WRONG_ROWS = [
 @pytest.mark.parametrize(
     "wrong", [row for _, row in WRONG_ROWS], ids=[name for name, _ in WRONG_ROWS]
 )
-def test_the_member_that_left_the_sequence_is_named(wrong: list[int], num_right: int) -> None:
-    divergence = meet(wrong, *[STEP * 2] * num_right)
+def test_the_member_that_diverged_is_named(wrong: list[int], num_right: int) -> None:
+    divergence = divergence_of(wrong, *[STEP * 2] * num_right)
 
     assert divergence is not None
     assert divergence.diverged == (0,)
@@ -77,28 +77,28 @@ def test_the_member_that_left_the_sequence_is_named(wrong: list[int], num_right:
 
 
 def test_members_that_agree_do_not_diverge() -> None:
-    assert meet(STEP, STEP, STEP) is None
+    assert divergence_of(STEP, STEP, STEP) is None
 
 
 def test_a_member_that_is_ahead_does_not_diverge() -> None:
-    assert meet(STEP, STEP + STEP[:3]) is None
+    assert divergence_of(STEP, STEP + STEP[:3]) is None
 
 
-def test_of_two_that_do_what_neither_did_before_both_are_named() -> None:
-    divergence = meet([*STEP, 8], [*STEP, 9])
+def test_of_two_new_calls_both_members_are_named() -> None:
+    divergence = divergence_of([*STEP, 8], [*STEP, 9])
 
     assert divergence is not None and divergence.diverged == (0, 1)
 
 
-def test_the_majority_is_right_even_against_habit() -> None:
+def test_the_majority_is_right_even_against_the_history() -> None:
     assert diverged_ranks({0: 1, 1: 7, 2: 7}, STEP * 3) == (0,)
 
 
-def test_without_any_history_two_members_cannot_be_told_apart() -> None:
+def test_without_a_history_of_two_members_both_are_named() -> None:
     assert diverged_ranks({0: 1, 1: 2}, []) == (0, 1)
 
 
-def test_the_longest_run_that_was_seen_before_tells_how_familiar_a_call_is() -> None:
+def test_the_match_length_is_that_of_the_longest_run_that_occurred_before() -> None:
     before = [1, 2, 3, 9, 2, 3, 1, 2]
 
     assert context_match_length(before, 3) == 3  # 1, 2, 3; after 9 only 2, 3
@@ -107,29 +107,31 @@ def test_the_longest_run_that_was_seen_before_tells_how_familiar_a_call_is() -> 
     assert context_match_length([5] * 200, 5) == MAX_CONTEXT + 1
 
 
-def test_three_that_all_differ_are_judged_by_habit() -> None:
+def test_three_that_all_differ_are_compared_with_the_history() -> None:
     assert diverged_ranks({0: 8, 1: 1, 2: 9}, STEP * 3) == (0, 2)
 
 
-def test_one_that_left_is_named_with_what_the_others_did() -> None:
-    told = Divergence(sequence=7, issued={0: "a", 1: "b", 2: "a"}, diverged=(1,)).message("dp")
+def test_the_message_names_the_diverged_rank_and_what_the_others_issued() -> None:
+    message = Divergence(sequence=7, issued={0: "a", 1: "b", 2: "a"}, diverged=(1,)).message("dp")
 
-    assert told == (
+    assert message == (
         "rank 1 diverged from the common sequence of collectives at call 7 of group dp: issued b, "
         "where the others issued a"
     )
 
 
-def test_where_nobody_can_be_named_it_says_what_each_did() -> None:
-    told = Divergence(sequence=7, issued={0: "a", 3: "b"}, diverged=(0, 3)).message("tp")
+def test_a_message_without_a_diverged_rank_lists_what_each_issued() -> None:
+    message = Divergence(sequence=7, issued={0: "a", 3: "b"}, diverged=(0, 3)).message("tp")
 
-    assert told == (
+    assert message == (
         "the ranks issue different collectives from call 7 of group tp on: rank 0 a; rank 3 b"
     )
 
 
-def test_several_that_left_are_named_together() -> None:
-    told = Divergence(sequence=1, issued={0: "a", 1: "b", 2: "c", 3: "a", 4: "a"}, diverged=(1, 2))
+def test_several_diverged_ranks_are_named_together() -> None:
+    divergence = Divergence(
+        sequence=1, issued={0: "a", 1: "b", 2: "c", 3: "a", 4: "a"}, diverged=(1, 2)
+    )
 
-    assert told.message("dp").startswith("ranks 1, 2 diverged")
-    assert "issued b or c, where the others issued a" in told.message("dp")
+    assert divergence.message("dp").startswith("ranks 1, 2 diverged")
+    assert "issued b or c, where the others issued a" in divergence.message("dp")

@@ -1,4 +1,4 @@
-"""What a rank says when one of its collectives raises: its own fault, or another's."""
+"""The likely cause of a collective's error: this rank, or another one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(steps: int = 5) -> FakeGroup:
 
 
 @pytest.mark.parametrize("skipped", range(len(STEP)))
-def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
+def test_a_rank_that_skipped_a_call_detects_it_itself(skipped):
     group = trained()
     calls = [*STEP, *STEP]
     for op, size in calls[:skipped]:
@@ -48,7 +48,7 @@ def test_a_rank_that_left_a_call_out_says_so_itself(skipped):
     )
 
 
-def test_a_rank_that_issued_what_it_always_does_accuses_itself_of_nothing():
+def test_a_rank_that_issued_its_usual_call_has_not_diverged():
     group = trained()
 
     attribution = attribute_failure(1, group.issue(*STEP[0]))
@@ -69,7 +69,7 @@ def test_of_two_ranks_the_other_is_named():
     assert "rank 5 died, or diverged" in attribution.message()
 
 
-def test_a_call_that_was_never_issued_before_is_nobodys_fault():
+def test_a_call_that_was_never_issued_before_is_no_divergence():
     group = trained()
 
     attribution = attribute_failure(
@@ -92,7 +92,7 @@ def test_calls_issued_after_the_one_that_failed_do_not_matter():
 
 
 @pytest.mark.parametrize(("size", "mismatches"), [(4, 0), (4000, 1)])
-def test_only_a_sequence_that_was_left_counts_as_a_mismatch(size, mismatches):
+def test_only_a_divergence_counts_as_a_mismatch(size, mismatches):
     group, recorder, thread = trained(), Recorder(), FakeThread()
     analyzer = CollectiveErrorAnalyzer(1, recorder, thread)
 

@@ -1,4 +1,4 @@
-"""What the hang watch is told of collectives, with calls made by hand."""
+"""What the hang watch reads of collectives and peers, with calls made by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEY = RankSet((0, 1)).key
 
 
 class TwoRanks:
-    """A process group as the tap knows it."""
+    """A process group as the instrumentation keeps it."""
 
     role = "dp"
     busy_until_ns = -(2**63)
@@ -88,15 +88,15 @@ def states(group: TwoRanks) -> list[tuple[int, bool]]:
     return [(call.sequence, call.in_flight) for call in context_of(group).last_calls() or ()]
 
 
-def test_a_call_that_has_not_returned_is_under_way(group: TwoRanks) -> None:
+def test_a_call_that_has_not_returned_is_in_flight(group: TwoRanks) -> None:
     returned(group.begin())
     group.begin()
 
     assert states(group) == [(1, False), (2, True)]
 
 
-def test_a_call_passed_by_in_a_graph_capture_is_not_under_way_for_ever(group: TwoRanks) -> None:
-    group.begin()  # was never noted as returned
+def test_a_call_skipped_in_a_graph_capture_is_not_in_flight_for_ever(group: TwoRanks) -> None:
+    group.begin()  # was never recorded as returned
     returned(group.begin())
 
     assert states(group) == [(1, False), (2, False)]
@@ -109,7 +109,7 @@ def test_a_call_of_another_group_of_the_same_ranks_does_not_end_one(group: TwoRa
     assert states(group) == [(1, True), (2, False)]
 
 
-def test_an_asynchronous_call_is_under_way_until_its_end_is_noted(group: TwoRanks) -> None:
+def test_an_asynchronous_call_is_in_flight_until_its_end_is_recorded(group: TwoRanks) -> None:
     call = returned(group.begin(), end_ms=0)
 
     before = states(group)
@@ -118,7 +118,7 @@ def test_an_asynchronous_call_is_under_way_until_its_end_is_noted(group: TwoRank
     assert (before, states(group)) == ([(1, True)], [(1, False)])
 
 
-def test_a_call_on_a_device_is_under_way_until_its_event_has_passed(group: TwoRanks) -> None:
+def test_a_call_on_a_device_is_in_flight_until_its_event_has_passed(group: TwoRanks) -> None:
     for passed in (True, False):
         call = returned(group.begin())
         call.start_event = DeviceEvent(passed=True)
@@ -127,7 +127,7 @@ def test_a_call_on_a_device_is_under_way_until_its_event_has_passed(group: TwoRa
     assert states(group) == [(1, False), (2, True)]
 
 
-def test_a_device_call_that_the_watch_gave_up_is_still_under_way(group: TwoRanks) -> None:
+def test_an_expired_device_call_is_still_in_flight(group: TwoRanks) -> None:
     call = returned(group.begin())
     call.start_event, call.end_event = DeviceEvent(passed=True), DeviceEvent(passed=False)
     call.timed = False
@@ -136,7 +136,7 @@ def test_a_device_call_that_the_watch_gave_up_is_still_under_way(group: TwoRanks
     assert states(group) == [(1, True)]
 
 
-def test_the_events_of_a_settled_call_are_not_asked_as_they_serve_others(group: TwoRanks) -> None:
+def test_the_events_of_a_settled_call_are_not_queried_as_they_are_reused(group: TwoRanks) -> None:
     call = returned(group.begin())
     call.start_event = call.end_event = DeviceEvent(passed=False)
     call.settle()
@@ -144,7 +144,7 @@ def test_the_events_of_a_settled_call_are_not_asked_as_they_serve_others(group: 
     assert states(group) == [(1, False)]
 
 
-def test_a_line_tells_all_of_a_call(group: TwoRanks) -> None:
+def test_a_summary_has_all_fields_of_a_call(group: TwoRanks) -> None:
     returned(group.begin()).settle()
 
     (call,) = context_of(group).last_calls() or ()
@@ -154,7 +154,7 @@ def test_a_line_tells_all_of_a_call(group: TwoRanks) -> None:
     assert (call.phase, call.seconds) == ("backward", pytest.approx(0.005))
 
 
-def test_only_the_last_calls_are_told_and_all_that_are_under_way(group: TwoRanks) -> None:
+def test_only_the_last_calls_are_listed_and_all_in_flight(group: TwoRanks) -> None:
     returned(group.begin(), end_ms=0)
     for _ in range(500):
         returned(group.begin())
@@ -165,7 +165,7 @@ def test_only_the_last_calls_are_told_and_all_that_are_under_way(group: TwoRanks
     assert [number for number, _ in lines[1:]] == list(range(438, 502))
 
 
-def test_activity_is_when_a_call_was_seen_to_begin_or_end(group: TwoRanks) -> None:
+def test_activity_is_when_a_call_was_seen_to_start_or_end(group: TwoRanks) -> None:
     now = [100]
     context = context_of(group, now_ns=lambda: now[0])
     times = [context.last_activity_ns()]
@@ -232,7 +232,7 @@ IS_WAITING = {begun: True, in_the_background: True, before_a_message: True, ende
 
 
 @pytest.mark.parametrize(("issue", "is_waiting"), [*IS_WAITING.items(), (message_only, False)])
-def test_a_group_waits_while_its_last_numbered_collective_is_under_way(
+def test_a_rank_set_waits_while_its_last_numbered_collective_is_in_flight(
     group: TwoRanks, issue: Any, is_waiting: bool
 ) -> None:
     issue(group)

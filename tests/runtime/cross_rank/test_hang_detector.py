@@ -61,7 +61,7 @@ def test_the_limit_is_ten_times_the_median_of_the_last_steps_where_that_is_more(
     assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
-def test_progress_starts_the_time_anew() -> None:
+def test_progress_restarts_the_time() -> None:
     clockwork = Clockwork()
 
     clockwork.pass_seconds(29)
@@ -79,18 +79,18 @@ def test_time_in_a_pause_does_not_count() -> None:
     assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
-def test_compilation_excuses_and_is_looked_at_again_a_limit_later() -> None:
+def test_a_busy_process_is_checked_again_a_limit_later() -> None:
     clockwork = Clockwork()
     clockwork.is_busy = True
 
     assert clockwork.pass_seconds(100) == []
     clockwork.is_busy = False
 
-    assert clockwork.pass_seconds(19) == []  # it was looked at after 30, 60 and 90 seconds
+    assert clockwork.pass_seconds(19) == []  # it was checked after 30, 60 and 90 seconds
     assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
-def test_what_excuses_puts_off_the_second_limit_by_a_limit() -> None:
+def test_a_busy_process_delays_the_second_limit_by_a_limit() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(40)
 
@@ -99,11 +99,11 @@ def test_what_excuses_puts_off_the_second_limit_by_a_limit() -> None:
     clockwork.is_busy = False
 
     assert busy == []
-    assert clockwork.pass_seconds(24) == []  # it was looked at after 60 seconds
+    assert clockwork.pass_seconds(24) == []  # it was checked after 60 seconds
     assert clockwork.pass_seconds(1) == [HangState.SECOND_LIMIT]
 
 
-def test_the_time_in_which_nobody_could_look_does_not_count() -> None:
+def test_the_time_without_samples_does_not_count() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(10)
 
@@ -114,7 +114,7 @@ def test_the_time_in_which_nobody_could_look_does_not_count() -> None:
     assert clockwork.pass_seconds(1) == [HangState.HANG]
 
 
-def test_progress_after_a_hang_is_told_and_arms_again() -> None:
+def test_progress_after_a_hang_is_reported_and_restarts_detection() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(30)
 
@@ -127,7 +127,7 @@ def test_progress_after_a_hang_is_told_and_arms_again() -> None:
 @pytest.mark.parametrize(
     ("steps", "later"), [(0, []), (3, [HangState.HANG, HangState.SECOND_LIMIT])]
 )
-def test_a_rank_that_is_told_reports_once_before_its_own_limit(
+def test_an_announced_hang_is_reported_once_before_the_own_limit(
     steps: int, later: list[HangState]
 ) -> None:
     clockwork = Clockwork(steps=steps)
@@ -139,7 +139,7 @@ def test_a_rank_that_is_told_reports_once_before_its_own_limit(
     assert clockwork.pass_seconds(100) == later
 
 
-def test_a_notice_that_stays_up_is_no_news_after_progress() -> None:
+def test_an_announcement_that_lasts_is_not_reported_again_after_progress() -> None:
     clockwork = Clockwork()
     clockwork.pass_seconds(5)
     clockwork.check(others_hang=True)

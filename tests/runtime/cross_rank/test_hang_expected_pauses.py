@@ -1,4 +1,4 @@
-"""Which ranks may lawfully stand still: this one and its peers, each asked as the watch asks."""
+"""When a rank is expected to make no progress: by its own state, and by its peers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_evaluation_and_checkpoints_are_no_hang_for_ten_limits(
     rank.phase_timer.enter(phase)
 
     rank.pass_seconds(300)
-    believed = rank.num_hangs
+    accepted = rank.num_hangs
     rank.pass_seconds(30)
 
-    assert (believed, rank.num_hangs) == (0, 1)
+    assert (accepted, rank.num_hangs) == (0, 1)
 
 
-def test_a_pause_that_moves_is_believed_anew(rank: WatchedRank) -> None:
+def test_a_pause_with_progress_is_accepted_again(rank: WatchedRank) -> None:
     for _ in range(10):
         rank.phase_timer.enter(EVAL)
         rank.pass_seconds(100)
@@ -87,17 +87,17 @@ def test_ranks_that_wait_in_a_checkpoint_for_the_one_that_writes_do_not_hang(
     assert rank.num_hangs == 0
 
 
-def test_a_rank_says_to_the_others_why_it_pauses(rank: WatchedRank) -> None:
-    told = {OTHER: rank.watch.expected_pause()}
+def test_a_rank_announces_why_it_pauses(rank: WatchedRank) -> None:
+    announced = {OTHER: rank.watch.expected_pause()}
     for phase in (EVAL, CHECKPOINT, FORWARD):
         rank.phase_timer.enter(phase)
-        told[phase] = rank.watch.expected_pause()
+        announced[phase] = rank.watch.expected_pause()
 
-    assert told == {OTHER: None, EVAL: "eval", CHECKPOINT: "checkpoint", FORWARD: None}
+    assert announced == {OTHER: None, EVAL: "eval", CHECKPOINT: "checkpoint", FORWARD: None}
 
 
 @pytest.mark.parametrize("phase", [CHECKPOINT, EVAL])
-def test_a_rank_that_waits_in_a_collective_for_half_the_limit_tells_of_no_pause(
+def test_a_rank_that_waits_in_a_collective_for_half_the_limit_announces_no_pause(
     rank: WatchedRank, phase: int
 ) -> None:
     rank.phase_timer.enter(phase)
@@ -110,7 +110,7 @@ def test_a_rank_that_waits_in_a_collective_for_half_the_limit_tells_of_no_pause(
     assert (before, rank.watch.expected_pause()) == (PHASES[phase], None)
 
 
-def test_a_rank_tells_of_a_pause_for_ten_limits_even_where_its_own_looks_have_ended(
+def test_a_pause_is_announced_for_ten_limits_even_without_checks(
     rank: WatchedRank,
 ) -> None:
     rank.phase_timer.enter(CHECKPOINT)
@@ -123,7 +123,7 @@ def test_a_rank_tells_of_a_pause_for_ten_limits_even_where_its_own_looks_have_en
     assert (before, rank.watch.expected_pause()) == ("checkpoint", None)
 
 
-def test_a_peer_that_pauses_excuses_the_ranks_that_wait_for_it_while_it_lives(
+def test_a_pausing_peer_prevents_a_hang_while_it_sends_heartbeats(
     rank: WatchedRank,
 ) -> None:
     rank.context.known_peers = {1: peer(1, 1233, age_seconds=3.0, pause="checkpoint")}
@@ -136,7 +136,7 @@ def test_a_peer_that_pauses_excuses_the_ranks_that_wait_for_it_while_it_lives(
     assert (while_it_lives, rank.num_hangs) == (0, 1)
 
 
-def test_a_peer_that_was_heard_only_once_is_believed(rank: WatchedRank) -> None:
+def test_a_pausing_peer_with_one_heartbeat_prevents_a_hang(rank: WatchedRank) -> None:
     rank.context.known_peers = {1: peer(1, 1233, age_seconds=None, pause="eval")}
 
     rank.pass_seconds(40)
@@ -144,7 +144,7 @@ def test_a_peer_that_was_heard_only_once_is_believed(rank: WatchedRank) -> None:
     assert rank.num_hangs == 0
 
 
-def test_nobody_waits_for_a_peer_at_the_end_of_its_script(rank: WatchedRank) -> None:
+def test_the_end_of_a_peers_script_does_not_prevent_a_hang(rank: WatchedRank) -> None:
     rank.context.known_peers = {1: peer(1, 1233, pause="the script's end")}
 
     rank.pass_seconds(30)
@@ -167,7 +167,7 @@ def test_a_rank_that_evaluates_alone_in_a_collective_for_ever_is_found_by_the_ot
     assert rank.num_hangs == 1
 
 
-def test_a_rank_that_compiles_does_not_hang_and_says_so(rank: WatchedRank) -> None:
+def test_a_rank_that_compiles_does_not_hang_and_announces_it(rank: WatchedRank) -> None:
     def compile_for_long() -> str | None:
         rank.pass_seconds(100)
         return rank.watch.expected_pause()
@@ -177,16 +177,16 @@ def test_a_rank_that_compiles_does_not_hang_and_says_so(rank: WatchedRank) -> No
     assert (rank.num_hangs, pause) == (0, "compilation")
 
 
-def test_compilation_is_believed_for_ten_limits(rank: WatchedRank) -> None:
+def test_compilation_is_accepted_for_ten_limits(rank: WatchedRank) -> None:
     run_as(*COMPILER, lambda: rank.pass_seconds(299))
-    believed = rank.num_hangs
+    accepted = rank.num_hangs
     run_as(*COMPILER, lambda: rank.pass_seconds(1))
 
-    assert (believed, rank.num_hangs) == (0, 1)
+    assert (accepted, rank.num_hangs) == (0, 1)
 
 
 @pytest.mark.parametrize(("waits", "hangs"), [(False, 0), (True, 1)])
-def test_a_person_may_sit_at_a_prompt_for_hours_unless_a_collective_is_under_way(
+def test_a_prompt_may_stay_open_for_hours_unless_a_collective_is_in_flight(
     rank: WatchedRank, monkeypatch: pytest.MonkeyPatch, waits: bool, hangs: int
 ) -> None:
     monkeypatch.setattr(

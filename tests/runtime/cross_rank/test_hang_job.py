@@ -1,4 +1,4 @@
-"""Real jobs that hang: one rank stands still or is stopped, and the reports say which."""
+"""Real jobs that hang: one rank stops making progress, and the reports name it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICKLY = {
     "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "1",
     "ZEROWATCH_SERVE_LINGER_SECONDS": "0",  # scraped once, it would wait for another
 }
-# Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was under way.
+# Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was in flight.
 MISSING_RANK = re.compile(
     r"rank 1 has not arrived at \w+ number \d+ of group \w+ \(.+\); "
     r"it (is alive|has sent no heartbeat for at least \d+ s)"
@@ -43,7 +43,7 @@ class Ended:
     steps: dict[str, int]
 
 
-def rank_1_stands_still(folder: Path) -> Ended:
+def rank_1_is_stuck(folder: Path) -> Ended:
     """Seconds are those until both ranks have reported."""
     with running(folder, RANK_1_STANDS_STILL="yes", **QUICKLY) as job:
         job.wait_until(lambda: (folder / "stands-still").exists(), "standing still")
@@ -60,12 +60,12 @@ def rank_1_stands_still(folder: Path) -> Ended:
 def rank_1_is_stopped(folder: Path) -> Ended:
     """Seconds are those from the signal to the end of rank 0."""
     with running(folder, ZEROWATCH_HANG_ABORT="true", **QUICKLY) as job:
-        job.wait_for_steps(300)  # by then it has given signs of life
+        job.wait_for_steps(300)  # by then it has sent heartbeats
         job.signal_rank(1, signal.SIGSTOP)
         stopped_at = time.monotonic()
         job.wait_for_report(0)
-        said = "exits with code 70"
-        job.wait_until(lambda: said in (folder / "output").read_text(), said)
+        message = "exits with code 70"
+        job.wait_until(lambda: message in (folder / "output").read_text(), message)
         seconds = time.monotonic() - stopped_at
         time.sleep(1)  # the launcher shall see rank 0 go before it sees what became of rank 1
         job.signal_rank(1, signal.SIGKILL)
@@ -104,26 +104,26 @@ def hangs_served(job: Job) -> dict[str, float]:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Both jobs, side by side: they mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
-    cases = {"stands still": rank_1_stands_still, "stopped": rank_1_is_stopped}
+    cases = {"stuck": rank_1_is_stuck, "stopped": rank_1_is_stopped}
     with ThreadPoolExecutor() as pool:
         ends = {name: pool.submit(case, folder / name) for name, case in cases.items()}
         return {name: end.result() for name, end in ends.items()}
 
 
-def test_every_rank_reports_a_hang_and_the_one_that_found_it_counts_it(
+def test_every_rank_reports_a_hang_and_the_one_that_detected_it_counts_it(
     jobs: dict[str, Ended],
 ) -> None:
-    job = jobs["stands still"]
+    job = jobs["stuck"]
 
     assert list(job.reports) == ["hang-rank-0-1.txt", "hang-rank-1-1.txt"]
     assert job.seconds < 10 * LIMIT_SECONDS
-    assert job.hangs == {"0": 1.0, "1": 0.0}  # rank 1 was told, long before its own limit
+    assert job.hangs == {"0": 1.0, "1": 0.0}  # announced to rank 1, long before its own limit
 
 
-def test_the_waiting_rank_names_the_missing_one_and_that_one_where_it_stands(
+def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     jobs: dict[str, Ended],
 ) -> None:
-    waiting, still = jobs["stands still"].reports.values()
+    waiting, still = jobs["stuck"].reports.values()
 
     assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
     assert still.startswith("rank 1 (this one) has not arrived at collective number ")
@@ -132,15 +132,15 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_where_it_stands(
     assert "in stand_still" in still.partition("Python stacks")[2]
 
 
-def test_beside_a_report_stands_what_torch_recorded_itself(jobs: dict[str, Ended]) -> None:
-    recorded = jobs["stands still"].recorded
+def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, Ended]) -> None:
+    recorded = jobs["stuck"].recorded
 
     assert recorded.keys() == {"hang-rank-0-1.flight.json", "hang-rank-1-1.flight.json"}
     assert all("gloo:all_reduce" in names for names in recorded.values())
 
 
-def test_training_is_left_alone_and_goes_on_after_a_hang(jobs: dict[str, Ended]) -> None:
-    job = jobs["stands still"]
+def test_training_is_not_touched_and_goes_on_after_a_hang(jobs: dict[str, Ended]) -> None:
+    job = jobs["stuck"]
 
     assert job.exit_code == 0
     assert job.steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}

@@ -77,7 +77,7 @@ SUMMARIES = {
         "rank 0 (this one) has not arrived at collective number 1235 of group dp, where ranks "
         "1, 2 wait; it is in backward and in no collective, at load (data.py:12)",
     ),
-    "nobody waits": (
+    "no peer waits": (
         evidence([call(in_flight=False)], [peer(1, 1234)]),
         "rank 0 (this one) makes no progress: it is in backward and in no collective, "
         "at load (data.py:12)",
@@ -96,7 +96,7 @@ SUMMARIES = {
 
 
 @pytest.mark.parametrize("case", SUMMARIES)
-def test_the_verdict_says_who_has_not_arrived_where(case: str) -> None:
+def test_the_summary_names_the_missing_ranks_and_the_collective(case: str) -> None:
     found, expected = SUMMARIES[case]
 
     assert summary(found) == expected
@@ -117,7 +117,7 @@ def test_of_two_groups_the_one_with_a_silent_rank_is_named() -> None:
     assert said.startswith(f"rank 2 has not arrived at {CALL}")
 
 
-def test_a_report_opens_with_the_verdict_and_lists_peers_and_the_last_32_calls() -> None:
+def test_a_report_starts_with_the_summary_and_lists_peers_and_the_last_32_calls() -> None:
     calls = [call(number, in_flight=False, seconds=0.5) for number in range(1, 1234)] + [call()]
     found = evidence(calls, [peer(1, 1233, age_seconds=33.0), peer(2, 1234, pause="eval")])
 
@@ -137,7 +137,7 @@ def test_a_report_opens_with_the_verdict_and_lists_peers_and_the_last_32_calls()
     )
 
 
-def test_a_call_under_way_is_listed_however_many_came_after_it() -> None:
+def test_a_call_in_flight_is_listed_however_many_came_after_it() -> None:
     calls = [call(1)] + [call(number, in_flight=False) for number in range(2, 100)]
 
     text = report_text(evidence(calls, [peer(1, 99)], issued=99))
@@ -158,8 +158,8 @@ def blocked_in(function: Callable[[threading.Event], object]) -> Any:
         thread.join()
 
 
-def waits_for_ever(release: threading.Event) -> None:
-    secret = "a local nobody may see"
+def wait_for_release(release: threading.Event) -> None:
+    secret = "a hidden local"
     release.wait()
     del secret
 
@@ -167,7 +167,7 @@ def waits_for_ever(release: threading.Event) -> None:
 def test_a_written_report_ends_with_the_stacks_and_is_for_its_owner_only(tmp_path: Path) -> None:
     found = evidence([call()], [peer(1, 1233)])
 
-    with blocked_in(waits_for_ever):
+    with blocked_in(wait_for_release):
         path = write_report(tmp_path / "runs" / "one", found)
     assert path is not None
     write_flight_recorder_dump(path, b'{"entries": []}')
@@ -175,9 +175,9 @@ def test_a_written_report_ends_with_the_stacks_and_is_for_its_owner_only(tmp_pat
     assert path == tmp_path / "runs" / "one" / "hang-rank-0-1.txt"
     text = path.read_text()
     assert text.startswith(report_text(found)[:200])
-    assert "in waits_for_ever" in text
+    assert "in wait_for_release" in text
     assert "blocked-thread" in text
-    assert "a local nobody may see" not in text
+    assert "a hidden local" not in text
     dump = path.with_suffix(".flight.json")
     assert dump.read_bytes() == b'{"entries": []}'
     assert [stat.S_IMODE(file.stat().st_mode) for file in (path, dump)] == [0o600, 0o600]

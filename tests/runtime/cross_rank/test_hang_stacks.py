@@ -1,4 +1,4 @@
-"""Which stacks silent_activity a rank that does not move: real frames, and torch's own compiler."""
+"""What a process does that shows no progress, by real stacks and those of torch's compiler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerowatch.runtime.cross_rank.hang.stacks import (
 )
 
 
-def excuse_here(thread: int = 1) -> str | None:
+def activity_here(thread: int = 1) -> str | None:
     return silent_activity_in({1: sys._getframe()}, thread)
 
 
@@ -38,15 +38,15 @@ STACKS = [
 
 
 @pytest.mark.parametrize(("file", "function", "expected"), STACKS)
-def test_only_a_stack_inside_a_compiler_excuses(
+def test_only_a_stack_inside_a_compiler_is_compilation(
     file: str, function: str, expected: str | None
 ) -> None:
-    assert run_as(file, function, excuse_here) == expected
+    assert run_as(file, function, activity_here) == expected
 
 
-def test_a_debugger_and_a_thread_without_a_stack_excuse() -> None:
-    assert run_as(pdb.__file__, "interaction", excuse_here) == "a prompt"
-    assert excuse_here(thread=2) == "a prompt"
+def test_a_debugger_and_a_thread_without_a_stack_are_a_prompt() -> None:
+    assert run_as(pdb.__file__, "interaction", activity_here) == "a prompt"
+    assert activity_here(thread=2) == "a prompt"
 
 
 def frame_of(file: str, function: str) -> Any:
@@ -56,21 +56,21 @@ def frame_of(file: str, function: str) -> Any:
     return names[function]().gi_frame
 
 
-def test_the_wait_for_late_threads_at_the_end_of_a_script_excuses() -> None:
+def test_joining_threads_at_the_end_of_a_script_is_recognised() -> None:
     late, other = (frame_of(threading.__file__, name) for name in ("_shutdown", "run"))
 
     assert silent_activity_in({1: late}, 1) == "the script's end"
     assert silent_activity_in({1: other}, 1) is None
 
 
-def test_a_backward_pass_compiled_on_another_thread_excuses() -> None:
+def test_a_backward_pass_compiled_on_another_thread_is_compilation() -> None:
     training = frame_of("/x/train.py", "main")
     compiler = frame_of("/x/torch/_inductor/compile_fx.py", "bw_compiler")
 
     assert silent_activity_in({1: training, 2: compiler}, 1) == "compilation"
 
 
-def test_torch_excuses_while_it_compiles_and_not_while_the_compiled_code_runs() -> None:
+def test_torch_is_recognised_while_it_compiles_and_not_while_compiled_code_runs() -> None:
     said = {}
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -91,7 +91,7 @@ def test_torch_excuses_while_it_compiles_and_not_while_the_compiled_code_runs() 
     assert said == {"compiles": "compilation", "runs": None}
 
 
-def test_torch_still_compiles_in_the_files_that_excuse() -> None:
+def test_torch_still_compiles_in_the_listed_files() -> None:
     packages = Path(torch.__file__).parent.parent
 
     gone = [file for file in COMPILERS if "torch/" in file and not (packages / file).exists()]
@@ -99,8 +99,8 @@ def test_torch_still_compiles_in_the_files_that_excuse() -> None:
     assert gone == []
 
 
-def test_a_threads_place_is_its_innermost_function_that_is_not_ours() -> None:
+def test_the_location_is_the_innermost_function_outside_of_the_package() -> None:
     here = python_location(threading.get_ident())  # asked from inside stacks.py
 
-    assert here.startswith("test_a_threads_place_is_its_innermost_function_that_is_not_ours (")
+    assert here.startswith("test_the_location_is_the_innermost_function_outside_of_the_package (")
     assert python_location(0) == "no Python function"

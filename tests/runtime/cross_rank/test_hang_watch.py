@@ -1,4 +1,4 @@
-"""A hang found by a rank's watch: counted, told, reported, logged, and aborted if asked for."""
+"""A hang detected by the watch: counted, announced, reported, logged, and aborted if set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.common.phase_timer import FORWARD
 
 
-def test_a_hang_is_counted_told_written_and_logged_once(tmp_path: Path, caplog: Any) -> None:
+def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:
     rank = WatchedRank(tmp_path)
 
     rank.pass_seconds(29)
@@ -31,7 +31,7 @@ def test_a_hang_is_counted_told_written_and_logged_once(tmp_path: Path, caplog: 
     assert report.read_text().splitlines()[0] == said
 
 
-def test_a_watch_that_is_switched_off_finds_nothing(tmp_path: Path) -> None:
+def test_a_disabled_watch_detects_nothing(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path, enabled=False)
 
     rank.pass_seconds(100)
@@ -40,9 +40,7 @@ def test_a_watch_that_is_switched_off_finds_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_folder_that_can_be_written_the_verdict_is_logged(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_without_a_writable_folder_the_summary_is_logged(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "file").touch()
     rank = WatchedRank(tmp_path / "file" / "run")
 
@@ -54,7 +52,7 @@ def test_without_a_folder_that_can_be_written_the_verdict_is_logged(
     assert rank.num_hangs == 1
 
 
-def test_a_told_rank_writes_a_report_and_neither_counts_it_nor_tells_others(tmp_path: Path) -> None:
+def test_an_announced_hang_is_reported_but_neither_counted_nor_announced(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path, abort=True)
     rank.pass_seconds(3)
 
@@ -66,7 +64,7 @@ def test_a_told_rank_writes_a_report_and_neither_counts_it_nor_tells_others(tmp_
     assert "announced by another rank" in report.read_text()
 
 
-def test_a_told_rank_that_passes_its_own_limit_counts_that_and_writes_no_second_report(
+def test_an_announced_hang_that_passes_the_own_limit_is_counted_without_a_second_report(
     tmp_path: Path,
 ) -> None:
     rank = WatchedRank(tmp_path)
@@ -90,7 +88,7 @@ def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_rank_that_moves_again_is_not_ended(tmp_path: Path) -> None:
+def test_a_rank_that_resumes_is_not_aborted(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path, abort=True)
     rank.pass_seconds(59)
 
@@ -100,7 +98,7 @@ def test_a_rank_that_moves_again_is_not_ended(tmp_path: Path) -> None:
     assert (rank.context.announced, rank.exits) == ([True, False], [])
 
 
-def test_a_log_that_blocks_holds_up_neither_looks_nor_abort(
+def test_a_log_that_blocks_delays_neither_checks_nor_abort(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = threading.Event()

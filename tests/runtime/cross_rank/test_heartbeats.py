@@ -1,4 +1,4 @@
-"""Signs of life: who is alive is told by counts that go on, and few questions are asked."""
+"""Heartbeats: ages come from counts, and few requests are made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLL_SECONDS = 1.0
 
 
 class CountingStore(HashStore):
-    """Counts the questions and the texts of signs of life that were read."""
+    """Counts the checks, and the heartbeats and digests that were read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class CountingStore(HashStore):
 
 
 class Job:
-    """Some ranks, of which some beat and some look."""
+    """Some ranks, of which some send heartbeats and some poll."""
 
     def __init__(self, num_ranks: int) -> None:
         random.seed(1)
@@ -53,12 +53,12 @@ class Job:
         store = connected(self.store, self.clock)
         return HeartbeatTable(store, rank, f"host-{rank}", STUCK_SECONDS)
 
-    def look(self, seconds: float, *looking: int) -> None:
+    def run(self, seconds: float, *polling: int) -> None:
         for _ in range(round(seconds / POLL_SECONDS)):
             for table in self.tables:
                 if table._rank not in self.silent:
                     table.post({"g": 7 + table._rank}, "eval" if table._rank == 1 else None)
-            for rank in looking or self.ranks:
+            for rank in polling or self.ranks:
                 if rank not in self.silent:
                     self.tables[rank].poll(self.ranks, is_stuck=True)
             self.clock.seconds += POLL_SECONDS
@@ -67,11 +67,11 @@ class Job:
         return self.tables[seen_by].heartbeats[of].age_seconds
 
 
-def test_signs_of_life_are_read_of_those_that_left_any() -> None:
+def test_heartbeats_are_read_of_ranks_that_have_sent_one() -> None:
     job = Job(3)
     job.silent = {2}
 
-    job.look(2)
+    job.run(2)
 
     assert {rank: (b.host, b.issued, b.pause) for rank, b in job.tables[0].heartbeats.items()} == {
         0: ("host-0", {"g": 7}, None),
@@ -79,38 +79,38 @@ def test_signs_of_life_are_read_of_those_that_left_any() -> None:
     }
 
 
-def test_an_age_is_known_at_the_second_reading_whatever_the_hosts_clocks_say() -> None:
+def test_an_age_is_known_at_the_second_read_whatever_the_hosts_clocks_say() -> None:
     job = Job(3)
-    job.look(1)
+    job.run(1)
     at_first = job.age(1)
     job.silent = {2}
-    job.look(30)
+    job.run(30)
 
     assert at_first is None
     assert job.age(1) == 0
     assert job.age(2) == pytest.approx(30, abs=1.6 * READ_INTERVAL_SECONDS)
 
 
-def test_what_was_seen_before_training_moved_again_is_no_history() -> None:
+def test_ages_from_before_the_last_progress_are_discarded() -> None:
     job = Job(2)
-    job.look(20)
+    job.run(20)
     job.silent = {1}
     job.clock.seconds += 600
     job.tables[0].clear()
     forgotten = dict(job.tables[0].heartbeats)
-    job.look(1)
+    job.run(1)
 
     assert forgotten == {}
     assert job.age(1) is None
 
 
-def test_signs_of_life_are_read_every_five_seconds_at_most_and_not_by_all_at_once() -> None:
+def test_heartbeats_are_read_every_five_seconds_at_most_and_not_by_all_at_once() -> None:
     job = Job(8)
     readings: dict[int, list[float]] = {rank: [] for rank in job.ranks}
     for _ in range(60):
         for rank in job.ranks:
             before = job.store.texts
-            job.look(POLL_SECONDS, rank)
+            job.run(POLL_SECONDS, rank)
             if job.store.texts > before:
                 readings[rank].append(job.clock.seconds)
             job.clock.seconds -= POLL_SECONDS
@@ -122,12 +122,12 @@ def test_signs_of_life_are_read_every_five_seconds_at_most_and_not_by_all_at_onc
     assert len({tuple(each) for each in readings.values()}) > 4
 
 
-def test_of_many_ranks_each_reads_the_texts_of_blocks_and_the_firsts_those_of_their_block() -> None:
+def test_of_many_ranks_each_reads_digests_and_the_first_of_a_block_its_heartbeats() -> None:
     job = Job(2 * BLOCK_SIZE + 2)
-    job.look(12)
+    job.run(12)
     job.store.texts = job.store.checks = 0
 
-    job.look(3 * READ_INTERVAL_SECONDS)
+    job.run(3 * READ_INTERVAL_SECONDS)
 
     readings = 3 * len(job.ranks)
     assert job.store.texts <= 3 * readings + 3 * 3 * BLOCK_SIZE
@@ -136,7 +136,7 @@ def test_of_many_ranks_each_reads_the_texts_of_blocks_and_the_firsts_those_of_th
     assert {job.age(rank, seen_by=100) for rank in job.ranks} == {0}
 
 
-def test_no_key_of_a_rank_that_is_there_is_asked_for_one_by_one() -> None:
+def test_present_keys_are_not_checked_one_by_one() -> None:
     job = Job(BLOCK_SIZE)
     job.silent = {5}
     for table in job.tables[:5] + job.tables[6:]:
@@ -151,34 +151,34 @@ def test_no_key_of_a_rank_that_is_there_is_asked_for_one_by_one() -> None:
 
 def test_a_silent_first_of_a_block_hides_none_of_its_block() -> None:
     job = Job(2 * BLOCK_SIZE)
-    job.look(20)
+    job.run(20)
     job.silent = {BLOCK_SIZE}
 
-    job.look(2 * MAX_DIGEST_AGE_READS * READ_INTERVAL_SECONDS)
+    job.run(2 * MAX_DIGEST_AGE_READS * READ_INTERVAL_SECONDS)
 
     alone = job.age(BLOCK_SIZE, seen_by=3)
     assert alone is not None and alone > READ_INTERVAL_SECONDS
     assert {job.age(rank, seen_by=3) for rank in job.ranks if rank != BLOCK_SIZE} == {0}
 
 
-def test_a_rank_that_hangs_is_heard_of_while_it_says_so() -> None:
+def test_a_hang_is_known_while_it_is_announced() -> None:
     job = Job(2)
-    heard = []
-    for tells in (False, True, True, False):
-        if tells:
+    announced = []
+    for hangs in (False, True, True, False):
+        if hangs:
             job.tables[0].announce_hang()
-        job.look(1, 1)
-        heard.append(job.tables[1].others_hang)
-    job.look(ANNOUNCEMENT_SECONDS + 1, 1)
+        job.run(1, 1)
+        announced.append(job.tables[1].others_hang)
+    job.run(ANNOUNCEMENT_SECONDS + 1, 1)
 
-    assert heard == [False, False, True, True]
+    assert announced == [False, False, True, True]
     assert not job.tables[1].others_hang
 
 
-def test_a_notice_left_long_ago_is_not_believed() -> None:
+def test_an_old_announcement_is_ignored() -> None:
     job = Job(2)
     job.tables[0].announce_hang()
 
-    job.look(10, 1)
+    job.run(10, 1)
 
     assert not job.tables[1].others_hang

@@ -33,18 +33,18 @@ def named(case: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_delayed_rank_is_named_with_its_phase_and_nobody_else(ranks, phase):
+def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
     first, second = (cases[PHASES.index(phase)] for cases in ranks)
 
     assert set(named(first)) == {("1", phase)}
-    assert named(second) == []  # rank 0 speaks for both
+    assert named(second) == []  # rank 0 logs for both
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_delayed_rank_is_named_after_two_exchanges(ranks, phase):
     case = ranks[0][PHASES.index(phase)]
 
-    # The first that sees it began before it, two make sure, and answers take a look or two.
+    # The first exchange began before the delay, two confirm it, and results take a poll or two.
     assert case["exchanges"][0] < 4.5
 
 
@@ -69,7 +69,7 @@ def test_only_the_delayed_rank_scores_in_only_that_phase(ranks, phase):
 
 
 @pytest.mark.parametrize("control", range(CONTROLS))
-def test_nobody_is_named_where_nobody_is_delayed(ranks, control):
+def test_no_rank_is_named_where_none_is_delayed(ranks, control):
     for cases in ranks:
         case = cases[len(PHASES) + control]
 

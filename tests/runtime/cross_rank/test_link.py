@@ -33,7 +33,7 @@ def estimate(
     return made
 
 
-def test_latency_and_bandwidth_are_found_though_a_quarter_of_the_values_is_wild() -> None:
+def test_latency_and_bandwidth_are_found_with_a_quarter_of_outliers() -> None:
     link = estimate(200e-6, 1e9, wild_share=0.25).fit()
 
     assert link is not None
@@ -68,7 +68,7 @@ def test_sizes_may_come_in_any_order() -> None:
     )
 
 
-def test_of_one_size_only_all_is_latency_and_no_bandwidth_is_told() -> None:
+def test_of_one_size_only_all_is_latency_and_the_bandwidth_is_unknown() -> None:
     link = estimate(1e-3, 1e9, sizes=(1_000_000,), noise=0.0).fit()
 
     assert link is not None
@@ -77,7 +77,7 @@ def test_of_one_size_only_all_is_latency_and_no_bandwidth_is_told() -> None:
     assert link.largest_bytes == 1_000_000
 
 
-def test_two_sizes_nearly_alike_tell_no_bandwidth() -> None:
+def test_two_sizes_nearly_alike_show_no_bandwidth() -> None:
     link = LinkEstimate()
     link.add(1000, 1e-3)
     link.add(1001, 9e-3)
@@ -91,20 +91,20 @@ def test_nothing_is_known_before_the_first_collective() -> None:
     assert LinkEstimate().fit() is None
 
 
-def test_a_link_foretells_how_long_a_collective_takes() -> None:
+def test_a_link_predicts_how_long_a_collective_takes() -> None:
     link = Link(latency=1e-3, bandwidth=1e6, largest_bytes=100)
 
     assert link.seconds(500) == pytest.approx(1.5e-3)
 
 
-def test_without_a_bandwidth_nothing_is_foretold_far_above_the_sizes_seen() -> None:
+def test_without_a_bandwidth_nothing_is_predicted_far_above_the_measured_sizes() -> None:
     link = Link(latency=1e-3, bandwidth=None, largest_bytes=250)
 
     assert link.seconds(500) == pytest.approx(1e-3)
     assert link.seconds(501) is None
 
 
-def test_the_best_bandwidth_is_one_that_was_kept_up() -> None:
+def test_the_best_bandwidth_is_one_that_was_sustained() -> None:
     made = estimate(50e-6, 1e8)
 
     seen = []
@@ -116,7 +116,7 @@ def test_the_best_bandwidth_is_one_that_was_kept_up() -> None:
     assert seen[-1] == pytest.approx(1e8, rel=0.05)
 
 
-def test_noise_about_a_high_latency_is_no_best_bandwidth() -> None:
+def test_noise_around_a_high_latency_is_no_best_bandwidth() -> None:
     made = LinkEstimate()
     made.add(1000, 5e-3)
     made.add(1_000_000, 5.000001e-3)
@@ -127,7 +127,7 @@ def test_noise_about_a_high_latency_is_no_best_bandwidth() -> None:
     assert made.best_bandwidth is None
 
 
-def test_ever_new_sizes_push_out_the_oldest() -> None:
+def test_new_sizes_evict_the_oldest() -> None:
     made = LinkEstimate()
     made.add(1, 100.0)
     for size in range(1000, 1000 + MAX_SIZES * 1000, 1000):

@@ -1,4 +1,4 @@
-"""What a rank tells of its calls and what they have cost it, against sums done by hand."""
+"""What a rank reports of its calls and what they have cost it, against sums done by hand."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_exposed_and_causes_are_published_together(rank: AccountedRank) -> None:
     assert after == pytest.approx((10, 10))
 
 
-def test_what_gets_no_answer_in_time_is_counted_alone_and_as_unmatched(rank: AccountedRank) -> None:
+def test_a_call_without_a_result_in_time_is_local_only_and_unmatched(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
     rank.report()
     rank.clock.seconds += PATIENCE - 1
@@ -107,7 +107,7 @@ def test_what_gets_no_answer_in_time_is_counted_alone_and_as_unmatched(rank: Acc
     assert not rank.accounting.has_pending()
 
 
-def test_an_answer_that_comes_after_all_changes_nothing(rank: AccountedRank) -> None:
+def test_a_late_result_changes_nothing(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
     rank.report()
     rank.clock.seconds += PATIENCE
@@ -119,7 +119,7 @@ def test_an_answer_that_comes_after_all_changes_nothing(rank: AccountedRank) -> 
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == 0
 
 
-def test_without_patience_what_is_left_is_counted_and_is_no_failure(rank: AccountedRank) -> None:
+def test_without_patience_the_rest_is_counted_and_is_no_failure(rank: AccountedRank) -> None:
     rank.group.run(ms=10)
     rank.report()
 
@@ -129,7 +129,9 @@ def test_without_patience_what_is_left_is_counted_and_is_no_failure(rank: Accoun
     assert rank.accounting.unmatched == 0
 
 
-def test_an_answer_that_begins_later_leaves_the_calls_before_it_alone(rank: AccountedRank) -> None:
+def test_a_result_that_starts_later_makes_the_calls_before_it_local_only(
+    rank: AccountedRank,
+) -> None:
     for _ in range(3):
         rank.group.run(ms=10)
     rank.report()
@@ -157,7 +159,7 @@ def test_messages_wait_for_what_the_quickest_of_their_size_did_not_need(
     assert rank.value(communication.COMM_EXPOSED_SECONDS, "dp") == pytest.approx(125)
 
 
-def test_messages_of_ever_new_sizes_do_not_pile_up(rank: AccountedRank) -> None:
+def test_messages_of_ever_new_sizes_do_not_accumulate(rank: AccountedRank) -> None:
     for size in range(10 * MAX_MESSAGE_SIZES):
         rank.group.run("send", 1000 + size, 1)
     rank.report()
@@ -180,7 +182,7 @@ def test_a_rooted_call_waits_for_what_the_link_does_not_explain(rank: AccountedR
     assert rank.value(communication.COMM_WAIT_SECONDS, "dp") == pytest.approx(30, rel=0.01)
 
 
-def test_publishing_often_does_not_make_a_bandwidth_one_that_was_kept_up(
+def test_publishing_often_does_not_make_a_bandwidth_a_sustained_one(
     rank: AccountedRank,
 ) -> None:
     for size, milliseconds in ((1_000, 2), (1_000_000, 10)):
@@ -193,7 +195,7 @@ def test_publishing_often_does_not_make_a_bandwidth_one_that_was_kept_up(
     assert best == [0.0] * 5
 
 
-def test_a_group_of_one_tells_nothing_and_all_of_it_is_transfer() -> None:
+def test_a_group_of_one_reports_nothing_and_all_of_it_is_transfer() -> None:
     rank = AccountedRank(FakeGroup((0,)))
     rank.group.run(ms=3)
 
@@ -219,7 +221,7 @@ def test_two_backends_of_the_same_ranks_have_links_of_their_own() -> None:
     assert bandwidth == pytest.approx(1e11, rel=0.01)
 
 
-def test_calls_from_before_the_watch_are_not_told() -> None:
+def test_calls_from_before_the_watch_are_not_reported() -> None:
     group = FakeGroup((0, 1))
     group.run()
     sequence = CallSequence(group.rank_set, from_now=True)
@@ -237,7 +239,7 @@ def test_calls_from_before_the_watch_are_not_told() -> None:
     }
 
 
-def test_a_call_under_way_is_told_as_issued_and_later_with_its_duration() -> None:
+def test_a_call_in_flight_is_reported_as_issued_and_later_with_its_duration() -> None:
     group = FakeGroup((0, 1))
     sequence = CallSequence(group.rank_set, from_now=False)
     group.run(ms=1)
@@ -251,7 +253,7 @@ def test_a_call_under_way_is_told_as_issued_and_later_with_its_duration() -> Non
     assert (second.first_timed, second.durations.tolist()) == (2, [pytest.approx(0.005)])
 
 
-def test_a_call_that_was_not_timed_is_told_as_such(rank: AccountedRank) -> None:
+def test_a_call_that_was_not_timed_is_reported_as_such(rank: AccountedRank) -> None:
     call = rank.group.issue()
     call.timed = False
     call.settle()
@@ -291,7 +293,7 @@ def test_calls_lost_because_they_were_too_many_are_counted_and_numbers_stay_righ
     assert rank.accounting.unmatched == 1
 
 
-def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
+def test_durations_on_both_sides_of_a_gap_are_not_one_report() -> None:
     rank = AccountedRank(FakeGroup((0, 1)))
     open_call = rank.group.issue()
     rank.report()
@@ -307,7 +309,7 @@ def test_durations_on_both_sides_of_a_gap_are_not_told_as_one_stretch() -> None:
     assert (after.first_timed, len(after.durations)) == (6, RECENT_CALLS - 4)
 
 
-def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
+def test_a_call_that_never_settles_does_not_block_the_others() -> None:
     group = FakeGroup((0, 1))
     sequence = CallSequence(group.rank_set, from_now=False)
     group.issue()
@@ -323,7 +325,7 @@ def test_a_call_that_never_settles_does_not_pile_the_others_up() -> None:
     assert len(sequence._in_flight) == 0
 
 
-def test_ever_new_sizes_do_not_pile_up_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ever_new_sizes_do_not_accumulate_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_sequence, "MAX_SIGNATURES", 10)
     group = FakeGroup((0, 1))
     sequence = CallSequence(group.rank_set, from_now=False)

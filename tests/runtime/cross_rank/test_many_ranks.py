@@ -1,4 +1,4 @@
-"""A hundred and thirty ranks' exchanges in one process, over a real TCPStore: three blocks."""
+"""A hundred and thirty ranks' threads in one process, over a real TCPStore: three blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.distributed import PrefixStore, TCPStore
 
 from zerowatch.metrics.catalog import communication
 
-NUM_RANKS, SLOW, LATE, ASTRAY = 130, 101, 127, 77
+NUM_RANKS, SLOW, LATE, DIVERGED = 130, 101, 127, 77
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[ComparedRanks]:
-    """What all know after some exchanges in which one is slow, one late, and one goes astray."""
+    """The ranks after some exchanges in which one is slow, one late, and one diverges."""
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), False)
     client = PrefixStore("zerowatch", server.clone())
     crowd = ComparedRanks(0)
@@ -32,7 +32,7 @@ def crowd() -> Iterator[ComparedRanks]:
         for rank in crowd.all:
             rank.steps(forward=40.0 if rank.rank == SLOW else 10.0)
             rank.run(4.0 if rank.rank == LATE else 10.0)
-            rank.run(op="barrier" if (number, rank.rank) == (2, ASTRAY) else "all_reduce")
+            rank.run(op="barrier" if (number, rank.rank) == (2, DIVERGED) else "all_reduce")
         crowd.exchange()
     for rank in crowd.all:
         rank.phase_timer.seconds = 60.0
@@ -59,11 +59,11 @@ def test_each_rank_learns_its_own_score(crowd: ComparedRanks) -> None:
     assert {score for rank, score in enumerate(scores) if rank != SLOW} == {0.0}
 
 
-def test_the_one_that_went_astray_is_counted_by_all(crowd: ComparedRanks) -> None:
+def test_a_divergence_is_counted_by_all(crowd: ComparedRanks) -> None:
     assert values(crowd, communication.COLLECTIVE_MISMATCHES) == [1] * NUM_RANKS
 
 
-def test_nobody_fails_or_is_taken_for_silent(crowd: ComparedRanks) -> None:
+def test_no_rank_fails_or_counts_as_silent(crowd: ComparedRanks) -> None:
     ages = values(crowd, communication.PEER_HEARTBEAT_AGE)
 
     assert max(age or 0.0 for age in ages) <= 2 * INTERVAL_SECONDS
@@ -72,7 +72,7 @@ def test_nobody_fails_or_is_taken_for_silent(crowd: ComparedRanks) -> None:
         assert [rank.failures(reason) for rank in crowd.all] == [0] * NUM_RANKS
 
 
-def test_each_rank_that_stands_still_knows_where_all_others_are(crowd: ComparedRanks) -> None:
+def test_each_stuck_rank_has_the_heartbeats_of_all_others(crowd: ComparedRanks) -> None:
     for rank in crowd.all:
         peers = rank.thread.peers
         assert peers.keys() == set(range(NUM_RANKS))

@@ -1,4 +1,4 @@
-"""Reports and verdicts as they travel: what is packed is decoded again, and rubbish is refused."""
+"""Reports and results as they are sent: what is encoded decodes, and other text is rejected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(one: CallReport, other: CallReport) -> bool:
     )
 
 
-def test_a_report_reads_as_it_was_written() -> None:
+def test_a_report_decodes_as_it_was_encoded() -> None:
     chance = random.Random(3)
     for _ in range(100):
         original = RankReport(
@@ -84,7 +84,7 @@ def test_a_report_of_nothing_new_is_short() -> None:
     assert same(decode_report(text).calls["a group"], EMPTY_CALL_REPORT)
 
 
-def test_a_verdict_reads_as_it_was_written() -> None:
+def test_a_result_decodes_as_it_was_encoded() -> None:
     original = CompareResult(
         first_call=12,
         min_durations=np.array([0.5, np.nan, 0.25], np.float32),
@@ -104,7 +104,7 @@ def test_a_verdict_reads_as_it_was_written() -> None:
     )
 
 
-def test_a_verdict_of_nothing_reads_as_nothing() -> None:
+def test_an_empty_result_decodes_as_empty() -> None:
     decoded = decode_result(encode_result(EMPTY_RESULT))
 
     assert (
@@ -144,12 +144,12 @@ def test_a_verdict_of_nothing_reads_as_nothing() -> None:
         zlib.compress(b'{"first":1,"reference":null,"stragglers":[{}],"divergence":null}\n'),
     ],
 )
-def test_what_is_none_is_refused(unpack, text: bytes) -> None:
+def test_other_text_is_rejected(unpack, text: bytes) -> None:
     with pytest.raises(ValueError):
         unpack(text)
 
 
-def test_a_damaged_text_is_refused_or_still_one() -> None:
+def test_a_damaged_message_is_rejected_or_still_decodes() -> None:
     chance = random.Random(5)
     report = RankReport(calls={"g": some_calls(chance)}, step_times={1: STEP_TIMES})
     good = zlib.decompress(encode_report(report))
@@ -165,7 +165,7 @@ def test_a_damaged_text_is_refused_or_still_one() -> None:
     assert refused > 100
 
 
-def test_calls_that_do_not_belong_together_have_different_signatures() -> None:
+def test_calls_that_cannot_be_of_one_collective_have_different_signatures() -> None:
     original = {
         signature("all_reduce", "float32", 4),
         signature("all_reduce", "float32", 8),
@@ -176,7 +176,7 @@ def test_calls_that_do_not_belong_together_have_different_signatures() -> None:
     assert len(original) == 4
 
 
-def test_a_history_is_the_same_however_it_was_cut() -> None:
+def test_a_hash_is_the_same_however_the_calls_were_split() -> None:
     signatures = np.arange(10, dtype=np.uint32)
 
     at_once = SequenceHash(since=1, crc=0).extended(signatures)

@@ -28,7 +28,7 @@ def test_an_empty_piece_changes_nothing() -> None:
     assert values.between(3, 5).tolist() == [3, 4]
 
 
-def test_what_is_known_already_is_passed_over() -> None:
+def test_an_overlap_is_ignored() -> None:
     values = NumberedRange(3, piece(3, 4))
 
     joined = values.add(4, piece(99, 5))
@@ -37,7 +37,7 @@ def test_what_is_known_already_is_passed_over() -> None:
     assert values.between(3, 6).tolist() == [3, 4, 5]
 
 
-def test_a_piece_that_is_old_as_a_whole_is_passed_over() -> None:
+def test_a_piece_that_is_old_as_a_whole_is_ignored() -> None:
     values = NumberedRange(10, piece(10))
 
     assert values.add(1, piece(1, 2))
@@ -53,7 +53,7 @@ def test_after_a_gap_only_what_follows_is_left() -> None:
     assert (values.first, values.values.tolist()) == (6, [6, 7])
 
 
-def test_what_was_used_is_forgotten_once() -> None:
+def test_used_values_are_discarded_once() -> None:
     values = NumberedRange(3, piece(3, 4, 5))
 
     values.discard(5)
@@ -62,7 +62,7 @@ def test_what_was_used_is_forgotten_once() -> None:
     assert (values.first, values.values.tolist()) == (5, [5])
 
 
-def test_a_stretch_that_nobody_uses_does_not_grow_for_ever() -> None:
+def test_a_range_that_is_never_used_is_bounded() -> None:
     values = NumberedRange(0, piece())
     part = np.arange(MAX_PENDING_VALUES // 4, dtype=np.uint32)
 

@@ -1,4 +1,4 @@
-"""Reports of a group's members put together: who is ahead, silent, back again, or astray."""
+"""Merged reports of a rank set's members: which are ahead, silent, back again, or diverged."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_the_least_duration_of_each_call_is_found() -> None:
     assert (report.first_timed, report.durations.tolist()) == (1, [1.0, 0.5])
 
 
-def test_nothing_comes_of_it_until_all_have_reported() -> None:
+def test_there_is_no_result_until_all_have_reported() -> None:
     merger = merger_of(0, 1)
     merger.add(0, timed(1, 1.0), {})
 
     assert merger.drain() is None
 
 
-def test_what_was_taken_is_not_given_again() -> None:
+def test_a_result_is_returned_once() -> None:
     merger = merger_of(0, 1)
     for rank in (0, 1):
         merger.add(rank, timed(1, 1.0), {})
@@ -99,7 +99,7 @@ def test_a_call_that_one_member_could_not_time_is_compared_among_the_others() ->
     assert math.isnan(report.durations[1])
 
 
-def test_a_member_that_is_left_out_is_not_waited_for_and_may_come_back() -> None:
+def test_an_excluded_member_is_not_waited_for_and_may_come_back() -> None:
     merger = merger_of(0, 1, 2)
     for rank in (0, 1, 2):
         merger.add(rank, timed(1, 3.0), {})
@@ -120,7 +120,7 @@ def test_a_member_that_is_left_out_is_not_waited_for_and_may_come_back() -> None
     assert (together.first_timed, together.durations.tolist()) == (4, [1.0])
 
 
-def test_calls_that_one_member_lost_are_left_out_for_all() -> None:
+def test_calls_that_one_member_lost_are_skipped_for_all() -> None:
     merger = merger_of(0, 1)
     merger.add(0, timed(1, 1.0, 1.0, 1.0, 1.0), {})
     merger.add(1, timed(3, 0.5, 0.5), {})
@@ -131,7 +131,7 @@ def test_calls_that_one_member_lost_are_left_out_for_all() -> None:
     assert (report.first_timed, report.durations.tolist()) == (3, [0.5, 0.5])
 
 
-def test_a_member_that_skipped_a_call_while_left_out_is_found_by_its_history() -> None:
+def test_a_member_that_skipped_a_call_while_excluded_is_found_by_its_hash() -> None:
     merger = merger_of(0, 1, 2)
     for rank in (0, 1, 2):
         merger.add(rank, issued(1, 5, 6), {})
@@ -150,7 +150,7 @@ def test_a_member_that_skipped_a_call_while_left_out_is_found_by_its_history() -
     assert merger.divergence.diverged == (2,)
 
 
-def test_a_member_that_comes_back_having_done_the_same_has_not_diverged() -> None:
+def test_a_member_that_comes_back_with_the_same_calls_has_not_diverged() -> None:
     merger = merger_of(0, 1, 2)
     for rank in (0, 1, 2):
         merger.add(rank, issued(1, 5, 6), {})
@@ -170,7 +170,7 @@ def test_a_member_that_comes_back_having_done_the_same_has_not_diverged() -> Non
     assert report.prefix_hash == hash_of(5, 6, 7, 8)
 
 
-def test_after_a_gap_histories_that_agree_are_no_divergence() -> None:
+def test_after_a_gap_equal_hashes_are_no_divergence() -> None:
     merger = merger_of(0, 1)
     for rank in (0, 1):
         merger.add(rank, issued(1, 5), {})
@@ -185,7 +185,7 @@ def test_after_a_gap_histories_that_agree_are_no_divergence() -> None:
     assert (report.first_issued, report.signatures.tolist()) == (4, [8])
 
 
-def test_after_a_gap_one_of_three_that_claims_another_history_is_named() -> None:
+def test_after_a_gap_one_of_three_with_another_hash_is_named() -> None:
     merger = merger_of(0, 1, 2)
     merger.add(0, issued(4, 8, prefix_hash=hash_of(1, 2, 3)), {})
     merger.add(1, issued(4, 8, prefix_hash=hash_of(9, 9, 9)), {})
@@ -195,7 +195,7 @@ def test_after_a_gap_one_of_three_that_claims_another_history_is_named() -> None
     assert merger.divergence is not None and merger.divergence.diverged == (1,)
 
 
-def test_of_two_that_claim_different_histories_both_are_named() -> None:
+def test_of_two_with_different_hashes_both_are_named() -> None:
     merger = merger_of(0, 1)
     merger.add(0, issued(4, 8, prefix_hash=hash_of(1, 2, 3)), {})
     merger.add(1, issued(4, 8, prefix_hash=hash_of(9, 9, 9)), {})
@@ -204,7 +204,7 @@ def test_of_two_that_claim_different_histories_both_are_named() -> None:
     assert merger.divergence is not None and merger.divergence.diverged == (0, 1)
 
 
-def test_members_watched_from_different_calls_on_are_not_taken_for_astray() -> None:
+def test_members_monitored_from_different_calls_on_have_not_diverged() -> None:
     merger = merger_of(0, 1)
     merger.add(0, issued(1, 5, 6, 7), {})
     merger.add(1, issued(3, 7, prefix_hash=hash_of(since=3)), {})
@@ -221,7 +221,7 @@ def test_members_watched_from_different_calls_on_are_not_taken_for_astray() -> N
     assert second is not None and second.signatures.tolist() == [9]
 
 
-def test_a_member_that_lost_calls_claims_nothing() -> None:
+def test_a_member_that_lost_calls_has_no_hash() -> None:
     merger = merger_of(0, 1)
     merger.add(0, issued(1, 5, 6), {})
     merger.add(1, issued(2, 6, prefix_hash=None), {})
@@ -241,7 +241,7 @@ def test_a_block_that_differs_is_named_rank_by_rank() -> None:
     assert merger.divergence.issued == {0: "a", 1: "a", 2: "a", 3: "b", 4: "b"}
 
 
-def test_merged_reports_give_the_same_as_all_at_once() -> None:
+def test_merged_blocks_give_the_same_as_all_at_once() -> None:
     chance = np.random.default_rng(0)
     rows = chance.random((6, 50)).astype(np.float32)
     blocks = [merger_of(0, 1, 2), merger_of(3, 4, 5)]
@@ -284,7 +284,7 @@ def test_from_the_divergence_on_no_durations_are_compared_as_numbers_are_shifted
     assert (second.first_timed, np.isnan(second.durations).tolist()) == (5, [True, True])
 
 
-def test_a_member_astray_for_long_is_not_compared_in_the_calls_before_it_was_found_out() -> None:
+def test_calls_before_a_late_detected_divergence_are_not_compared() -> None:
     merger = merger_of(0, 1)
     for rank, before in ((0, (5, 6)), (1, (6, 7))):
         report = CallReport(
@@ -303,7 +303,7 @@ def test_a_member_astray_for_long_is_not_compared_in_the_calls_before_it_was_fou
     assert np.isnan(report.durations).tolist() == [True]
 
 
-def test_after_a_divergence_nothing_piles_up() -> None:
+def test_after_a_divergence_nothing_accumulates() -> None:
     merger = merger_of(0, 1)
     for rank in (0, 1):
         merger.add(rank, issued(1, rank), {0: "a", 1: "b"})
@@ -318,7 +318,7 @@ def test_after_a_divergence_nothing_piles_up() -> None:
     assert 11 not in merger.names
 
 
-def test_a_member_that_no_longer_gets_on_does_not_let_the_others_pile_up() -> None:
+def test_a_stuck_member_does_not_make_the_others_accumulate() -> None:
     merger = merger_of(0, 1)
     merger.add(1, timed(1, 1.0), {})
     part = np.ones(MAX_PENDING_VALUES // 2, np.float32)
@@ -339,7 +339,7 @@ def test_a_member_that_no_longer_gets_on_does_not_let_the_others_pile_up() -> No
     assert len(merger._members[0].timed.values) == MAX_PENDING_VALUES
 
 
-def test_a_member_whose_oldest_calls_were_too_many_to_keep_is_not_taken_for_astray() -> None:
+def test_a_member_whose_oldest_calls_were_discarded_has_not_diverged() -> None:
     merger = merger_of(0, 1)
     part = tuple(range(MAX_PENDING_VALUES // 2))
     for number in range(3):
@@ -352,7 +352,7 @@ def test_a_member_whose_oldest_calls_were_too_many_to_keep_is_not_taken_for_astr
     assert merger._members[0].issued.end == 1 + 3 * len(part)
 
 
-def test_names_of_ever_new_signatures_are_forgotten_but_not_those_yet_to_be_compared(
+def test_used_names_are_discarded_but_not_those_yet_to_be_compared(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr(report_merger, "MAX_NAMES", 10)

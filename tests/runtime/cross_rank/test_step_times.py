@@ -1,4 +1,4 @@
-"""A rank's pace over its last steps: medians, without blocking, eval, checkpoints and warm-up."""
+"""A rank's step times: medians, without blocking, eval, checkpoints and warm-up."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ def sampler() -> StepTimeSampler:
     return made
 
 
-def test_the_first_steps_are_passed_over(sampler: StepTimeSampler) -> None:
+def test_the_warm_up_steps_are_skipped(sampler: StepTimeSampler) -> None:
     assert sampler.drain() is None
 
 
-def test_a_pace_is_the_median_of_the_steps(sampler: StepTimeSampler) -> None:
+def test_step_times_are_medians_of_the_steps(sampler: StepTimeSampler) -> None:
     for forward in (10, 12, 500) * 3:
         sampler.add(by_phase(forward=forward, other=1), by_phase())
 
-    pace = sampler.drain()
+    step_times = sampler.drain()
 
-    assert pace is not None
-    assert pace.num_steps == 9
-    assert pace.step_seconds == pytest.approx(0.013)
-    assert dict(zip(COMPARED_PHASES, pace.busy_seconds, strict=True))["forward"] == pytest.approx(
-        0.012
-    )
-    assert pace.deviation_seconds[COMPARED_PHASES.index("forward")] == pytest.approx(0.002)
+    assert step_times is not None
+    assert step_times.num_steps == 9
+    assert step_times.step_seconds == pytest.approx(0.013)
+    assert dict(zip(COMPARED_PHASES, step_times.busy_seconds, strict=True))[
+        "forward"
+    ] == pytest.approx(0.012)
+    assert step_times.deviation_seconds[COMPARED_PHASES.index("forward")] == pytest.approx(0.002)
 
 
 def test_time_blocked_by_collectives_is_not_busy(sampler: StepTimeSampler) -> None:
     for _ in range(MIN_STEPS):
         sampler.add(by_phase(backward=10, optimizer=2), by_phase(backward=7, optimizer=3))
 
-    pace = sampler.drain()
+    step_times = sampler.drain()
 
-    assert pace is not None
-    assert pace.busy_seconds == pytest.approx((0.0, 0.0, 0.003, 0.0))
-    assert pace.step_seconds == pytest.approx(0.012)
+    assert step_times is not None
+    assert step_times.busy_seconds == pytest.approx((0.0, 0.0, 0.003, 0.0))
+    assert step_times.step_seconds == pytest.approx(0.012)
 
 
 def test_evaluation_and_checkpoints_are_no_part_of_a_step(sampler: StepTimeSampler) -> None:
     for _ in range(MIN_STEPS):
         sampler.add(by_phase(forward=5, eval=1000, checkpoint=500), by_phase())
 
-    pace = sampler.drain()
+    step_times = sampler.drain()
 
-    assert pace is not None and pace.step_seconds == pytest.approx(0.005)
+    assert step_times is not None and step_times.step_seconds == pytest.approx(0.005)
 
 
-def test_steps_are_told_once(sampler: StepTimeSampler) -> None:
+def test_steps_are_drained_once(sampler: StepTimeSampler) -> None:
     for _ in range(MIN_STEPS):
         sampler.add(by_phase(forward=5), by_phase())
     sampler.drain()
@@ -77,25 +77,25 @@ def test_steps_are_told_once(sampler: StepTimeSampler) -> None:
 
 
 def test_long_steps_are_kept_until_they_are_enough_for_a_median(sampler: StepTimeSampler) -> None:
-    told = []
+    drained = []
     for number in range(2 * MIN_STEPS):
         sampler.add(by_phase(forward=number), by_phase())
-        told.append(sampler.drain())
+        drained.append(sampler.drain())
 
-    assert [place for place, pace in enumerate(told) if pace] == [7, 15]
-    assert told[15] is not None and told[15].num_steps == MIN_STEPS
-    assert told[15].step_seconds == pytest.approx(0.0115)
+    assert [index for index, step_times in enumerate(drained) if step_times] == [7, 15]
+    assert drained[15] is not None and drained[15].num_steps == MIN_STEPS
+    assert drained[15].step_seconds == pytest.approx(0.0115)
 
 
 def test_of_very_many_steps_the_last_are_kept(sampler: StepTimeSampler) -> None:
     for milliseconds in range(2 * MAX_STEPS):
         sampler.add(by_phase(forward=milliseconds), by_phase())
 
-    pace = sampler.drain()
+    step_times = sampler.drain()
 
-    assert pace is not None
-    assert pace.num_steps == MAX_STEPS
-    assert pace.step_seconds == pytest.approx((1.5 * MAX_STEPS - 0.5) / 1000)
+    assert step_times is not None
+    assert step_times.num_steps == MAX_STEPS
+    assert step_times.step_seconds == pytest.approx((1.5 * MAX_STEPS - 0.5) / 1000)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_of_very_many_steps_the_last_are_kept(sampler: StepTimeSampler) -> None:
         (("other",), None),
     ],
 )
-def test_the_stages_of_a_pipeline_are_not_compared_in_pace(
+def test_the_step_times_of_pipeline_stages_are_not_compared(
     roles: tuple[str, ...], compared: str | None
 ) -> None:
     rank_sets = [FakeGroup((0, 1), role=role).rank_set for role in roles]

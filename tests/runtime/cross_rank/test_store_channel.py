@@ -1,4 +1,4 @@
-"""Two hundred ranks in blocks of 64 over one store, simulated: what each of them gets to know."""
+"""Two hundred ranks in blocks of 64 over one store, simulated: which results each of them gets."""
 
 from __future__ import annotations
 
@@ -85,49 +85,49 @@ class Ranks:
         self.channels[rank].post_report(report)
 
     def read(self, *silent: int) -> dict[int, list[CompareResult]]:
-        """Let all but some look, often enough for news to reach everybody."""
-        heard: dict[int, list[CompareResult]] = {rank: [] for rank in range(len(self.channels))}
+        """Let all ranks but some poll, often enough for results to reach every rank."""
+        received: dict[int, list[CompareResult]] = {rank: [] for rank in range(len(self.channels))}
         for _ in range(3):
             for rank, channel in enumerate(self.channels):
                 if rank not in silent:
                     results = channel.poll([self.rank_set], self.rank_set)
-                    heard[rank] += [result for _, result in results]
-        return heard
+                    received[rank] += [result for _, result in results]
+        return received
 
 
 def durations_in(results: list[CompareResult]) -> list[float]:
     return [seconds for result in results for seconds in result.min_durations.tolist()]
 
 
-def test_members_are_put_together_in_blocks_only_where_they_are_many() -> None:
+def test_only_many_members_are_merged_in_blocks() -> None:
     assert list(rank_blocks(range(200))) == [0, 64, 128, 192]
     assert [len(block) for block in rank_blocks(range(200)).values()] == [64, 64, 64, 8]
     assert list(rank_blocks((3, 5))) == [3, 5]
     assert len(rank_blocks(range(BLOCK_SIZE))) == BLOCK_SIZE
 
 
-def test_all_of_two_hundred_ranks_learn_the_least_durations() -> None:
+def test_all_of_two_hundred_ranks_get_the_least_durations() -> None:
     ranks = Ranks()
     for rank in range(NUM_RANKS):
         ranks.report(rank)
 
-    heard = ranks.read()
+    received = ranks.read()
 
     expected = ranks.durations.min(axis=0).tolist()
-    assert all(durations_in(results) == expected for results in heard.values())
+    assert all(durations_in(results) == expected for results in received.values())
     assert ranks.failures == []
 
 
-def test_one_rank_astray_among_two_hundred_is_named_to_all() -> None:
+def test_one_diverged_rank_among_two_hundred_is_named_to_all() -> None:
     ranks = Ranks()
     for rank in range(NUM_RANKS):
         ranks.report(rank, skipping=1 if rank == 77 else None)
 
-    heard = ranks.read()
+    received = ranks.read()
 
     named = {
         rank: [result.divergence.diverged for result in results if result.divergence]
-        for rank, results in heard.items()
+        for rank, results in received.items()
     }
     assert named == {rank: [(77,)] for rank in range(NUM_RANKS)}
 
@@ -138,21 +138,21 @@ def test_one_slow_rank_among_two_hundred_is_named_at_the_second_exchange() -> No
     for _ in range(2):
         for rank in range(NUM_RANKS):
             ranks.report(rank, forward=0.15 if rank == 130 else 0.1)
-        heard = ranks.read()
-        named.append({one.rank for result in heard[5] for one in result.stragglers})
+        received = ranks.read()
+        named.append({one.rank for result in received[5] for one in result.stragglers})
 
     assert named == [set(), {130}]
 
 
-def test_a_silent_rank_is_left_out_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_rank_is_excluded_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks()
     waiting, without = [], []
-    for heard in (waiting, waiting, waiting, without, without):
+    for received in (waiting, waiting, waiting, without, without):
         for rank in range(NUM_RANKS):
             if rank != 70:
                 ranks.report(rank)
         with caplog.at_level(logging.WARNING):
-            heard += ranks.read(70)[199]
+            received += ranks.read(70)[199]
         ranks.clock.seconds += PATIENCE * 0.4
 
     others = np.delete(ranks.durations, 70, axis=0).min(axis=0).tolist()
@@ -192,12 +192,12 @@ def test_a_rank_that_was_silent_takes_part_again() -> None:
             )
         )
         channel.post_report(RankReport(calls={ranks.rank_set.key: calls}))
-    heard = ranks.read()
+    received = ranks.read()
 
-    assert durations_in(heard[2]) == [0.5]
+    assert durations_in(received[2]) == [0.5]
 
 
-def test_nobody_is_taken_for_silent_while_there_is_nothing_to_tell() -> None:
+def test_no_rank_counts_as_silent_while_there_is_nothing_to_report() -> None:
     ranks = Ranks()
     for _ in range(20):
         ranks.clock.seconds += PATIENCE / 4
@@ -216,14 +216,14 @@ def test_the_first_rank_of_a_block_may_be_missing_with_all_its_block() -> None:
         for rank in range(NUM_RANKS):
             if rank not in silent:
                 ranks.report(rank)
-        heard = ranks.read(*silent)
+        received = ranks.read(*silent)
         ranks.clock.seconds += PATIENCE / 4
 
     assert ranks.failures == [0]
-    assert any(result.reference for result in heard[199])
+    assert any(result.reference for result in received[199])
 
 
-def test_what_nobody_can_read_is_counted_and_passed_over() -> None:
+def test_entries_that_cannot_be_decoded_are_counted_and_skipped() -> None:
     ranks = Ranks(2)
     ranks.store.set("report/1/0", b"rubbish")
     ranks.channels[1]._reports._next = 1
@@ -233,10 +233,10 @@ def test_what_nobody_can_read_is_counted_and_passed_over() -> None:
     for rank in (0, 1):
         ranks.report(rank)
 
-    heard = ranks.read()
+    received = ranks.read()
 
     assert ranks.failures == [0, 1]
-    assert durations_in(heard[0]) == ranks.durations.min(axis=0).tolist()
+    assert durations_in(received[0]) == ranks.durations.min(axis=0).tolist()
 
 
 def test_durations_of_one_rank_alone_are_no_comparison() -> None:
@@ -245,10 +245,10 @@ def test_durations_of_one_rank_alone_are_no_comparison() -> None:
     ranks.clock.seconds += PATIENCE + 1
     ranks.report(0)
 
-    heard = ranks.read(1)
+    received = ranks.read(1)
 
-    assert len(durations_in(heard[0])) == CALLS
-    assert np.isnan(durations_in(heard[0])).all()
+    assert len(durations_in(received[0])) == CALLS
+    assert np.isnan(durations_in(received[0])).all()
 
 
 def step_times(forward: float = 0.1) -> StepTimes:
@@ -260,7 +260,7 @@ def step_times(forward: float = 0.1) -> StepTimes:
     )
 
 
-def test_paces_are_compared_when_all_have_come_and_not_before() -> None:
+def test_step_times_are_compared_once_all_have_come() -> None:
     rank_set = RankSet((0, 1, 2))
     coordinator = Coordinator(rank_set, rank_blocks(rank_set.members))
     results = []
@@ -287,7 +287,7 @@ def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared
     compared = []
     for _ in range(MAX_MISSED_STEP_TIMES + 3):
         for rank in rank_set.members:
-            paces = {} if rank == 2 else {rank: step_times()}
+            by_rank = {} if rank == 2 else {rank: step_times()}
             calls = CallReport(
                 first_timed=1,
                 durations=np.empty(0, np.float32),
@@ -295,7 +295,7 @@ def test_a_rank_that_makes_no_steps_does_not_stop_the_others_from_being_compared
                 signatures=np.empty(0, np.uint32),
                 prefix_hash=None,
             )
-            coordinator.add(rank, RankReport(calls={rank_set.key: calls}, step_times=paces))
+            coordinator.add(rank, RankReport(calls={rank_set.key: calls}, step_times=by_rank))
         compared.append(coordinator.drain_result(compare_step_times=True) is not None)
 
     assert compared == [False] * MAX_MISSED_STEP_TIMES + [True] * 3

@@ -1,4 +1,4 @@
-"""Rows of entries in real c10d stores: in order, bounded, and never a wait."""
+"""Logs in real c10d stores: in order, bounded, and without blocking."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def entries(reader: StoreLogReader) -> list[bytes]:
     return list(reader.poll(PATIENCE))
 
 
-def test_texts_come_in_order_and_once(store: StoreConnection, clock: FakeClock) -> None:
+def test_entries_come_in_order_and_once(store: StoreConnection, clock: FakeClock) -> None:
     writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
     for entry in (b"one", b"", b"\x00\xff\n"):
         writer.append(entry)
@@ -56,13 +56,13 @@ def test_texts_come_in_order_and_once(store: StoreConnection, clock: FakeClock) 
     assert second == []
 
 
-def test_rows_do_not_mix(store: StoreConnection, clock: FakeClock) -> None:
+def test_logs_do_not_mix(store: StoreConnection, clock: FakeClock) -> None:
     StoreLogWriter(store, "row/1").append(b"mine")
 
     assert entries(StoreLogReader(store, "row/10")) == []
 
 
-def test_nothing_waits_for_what_is_not_there(store: StoreConnection, clock: FakeClock) -> None:
+def test_an_absent_entry_does_not_block(store: StoreConnection, clock: FakeClock) -> None:
     reader = StoreLogReader(store, "row")
     clock.seconds += 2 * PATIENCE
     began = time.monotonic()
@@ -85,7 +85,7 @@ def test_the_number_of_keys_stays_bounded(
     assert max(counts) == counts[MAX_ENTRIES] == counts[-1]
 
 
-def test_a_reader_that_was_away_too_long_goes_on_at_the_latest_text(
+def test_a_reader_that_paused_for_too_long_goes_on_at_the_latest_entry(
     store: StoreConnection, clock: FakeClock
 ) -> None:
     writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
@@ -98,7 +98,7 @@ def test_a_reader_that_was_away_too_long_goes_on_at_the_latest_text(
     assert entries(reader) == [str(2 * MAX_ENTRIES - 1).encode()]
 
 
-def test_for_the_latest_text_is_looked_only_now_and_then() -> None:
+def test_the_latest_entry_is_checked_only_once_per_patience() -> None:
     clock, store = FakeClock(), CountingStore()
     reader = StoreLogReader(connected(store, clock), "row")
     for _ in range(10):
@@ -143,23 +143,23 @@ def test_silence_does_not_count_while_the_store_could_not_be_reached(
     assert reader.silent_seconds() == 1
 
 
-def test_a_row_goes_on_where_the_store_failed_in_between() -> None:
+def test_a_log_goes_on_where_the_store_failed_in_between() -> None:
     failing = FailingStore()
     writer, reader = (
         StoreLogWriter(connected(failing), "row"),
         StoreLogReader(connected(failing), "row"),
     )
     writer.append(b"one")
-    heard = entries(reader)
+    found = entries(reader)
     for entry, refused in ((b"two", "row/1"), (b"three", "row/latest")):
         failing.refused = refused
         with pytest.raises(RuntimeError, match="gone"):
             writer.append(entry)
-    heard += entries(reader)
+    found += entries(reader)
     failing.refused = ""
     writer.append(b"four")
 
-    assert heard + entries(reader) == [b"one", b"three", b"four"]
+    assert found + entries(reader) == [b"one", b"three", b"four"]
 
 
 class FailingStore(HashStore):
@@ -171,7 +171,7 @@ class FailingStore(HashStore):
         super().set(key, value)  # type: ignore[arg-type]
 
 
-def test_silence_is_the_time_since_the_last_text(store: StoreConnection, clock: FakeClock) -> None:
+def test_silence_is_the_time_since_the_last_entry(store: StoreConnection, clock: FakeClock) -> None:
     writer, reader = StoreLogWriter(store, "row"), StoreLogReader(store, "row")
     clock.seconds += 3
     before = reader.silent_seconds()

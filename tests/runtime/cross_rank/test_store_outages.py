@@ -1,4 +1,4 @@
-"""The exchange while the store is away, not found yet, or elsewhere: ranks go on and meet again."""
+"""Cross-rank threads while the store fails, is not known yet, or has another namespace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outage:
 
     def connect(self) -> Store:
         if self.server is None:
-            raise RuntimeError("nobody there")
+            raise RuntimeError("no server")
         return PrefixStore("zerowatch", self.server.clone())
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class Outage:
         self.server = TCPStore("127.0.0.1", self.port, None, True, TIMEOUT, False)
 
 
-def test_a_store_that_fails_midway_leaves_each_rank_to_itself() -> None:
+def test_after_a_store_failure_costs_are_local_only() -> None:
     outage = Outage()
     ranks = outage.ranks
     for rank in ranks.all:
@@ -72,7 +72,7 @@ def test_a_store_that_fails_midway_leaves_each_rank_to_itself() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_ranks_are_compared_again_once_the_store_answers_again(
+def test_ranks_are_compared_again_once_the_store_responds_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     outage = Outage()
@@ -122,13 +122,13 @@ def test_a_rank_that_alone_lost_the_store_joins_the_others_later() -> None:
     assert ranks[0].failures("peer") == 0
 
 
-def test_a_store_that_stays_away_is_tried_less_and_less_often() -> None:
+def test_a_store_that_keeps_failing_is_tried_less_and_less_often() -> None:
     ranks = ComparedRanks(2)
     tried: list[float] = []
 
     def refuse() -> Store:
         tried.append(ranks.clock.seconds)
-        raise RuntimeError("nobody there")
+        raise RuntimeError("no server")
 
     ranks.all = [ComparedRank(0, ranks.clock, refuse, FakeGroup((0, 1))).connect()]
 
@@ -139,9 +139,11 @@ def test_a_store_that_stays_away_is_tried_less_and_less_often() -> None:
     assert set(pauses[5:]) == {MAX_RETRY_SECONDS}
 
 
-def test_ranks_that_meet_elsewhere_begin_anew_there() -> None:
+def test_ranks_start_over_in_a_new_namespace() -> None:
     ranks = ComparedRanks(2)
-    stores = {rank: HashStore() for rank in (0, 1)}  # rank 1 is in what an earlier life left
+    stores = {
+        rank: HashStore() for rank in (0, 1)
+    }  # rank 1 is in the namespace of an earlier restart
     ranks.all = [
         ComparedRank(
             rank,
@@ -167,7 +169,7 @@ def test_ranks_that_meet_elsewhere_begin_anew_there() -> None:
     assert [rank.failures("peer") for rank in ranks.all] == [0, 0]
 
 
-def test_what_was_issued_before_it_was_known_where_to_meet_is_compared() -> None:
+def test_calls_from_before_the_namespace_was_known_are_compared() -> None:
     ranks = ComparedRanks(2)
     stores: list[Store] = []
     ranks.all = [
@@ -185,7 +187,7 @@ def test_what_was_issued_before_it_was_known_where_to_meet_is_compared() -> None
     assert ranks[0].milliseconds(WAIT, "dp") == pytest.approx(6, abs=1e-4)
 
 
-def test_a_rank_that_does_not_know_where_the_others_meet_counts_alone_and_no_failures() -> None:
+def test_without_a_namespace_costs_are_local_only_and_no_failures() -> None:
     ranks = ComparedRanks(2)
     ranks.all = [ComparedRank(0, ranks.clock, lambda: None, FakeGroup((0, 1))).connect()]
     for _ in range(2 * PATIENCE_EXCHANGES):
@@ -200,7 +202,7 @@ def test_a_store_that_cannot_be_reached_is_counted_and_no_more() -> None:
     ranks = ComparedRanks(2)
 
     def refuse() -> Store:
-        raise RuntimeError("nobody there")
+        raise RuntimeError("no server")
 
     rank = ComparedRank(0, ranks.clock, refuse, FakeGroup((0, 1))).connect()
     rank.run(3)

@@ -1,4 +1,4 @@
-"""Who is slow, among few ranks and many, and nobody where there is only noise."""
+"""Which rank is slow, among few ranks and many, and none where there is only noise."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ STEP_SECONDS = 0.5
 BUSY = {"data": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05}
 
 
-def pace(*, noise: float = 0.0, chance: random.Random | None = None, **slower: float) -> StepTimes:
-    """A rank's pace over 20 steps, each with noise; `slower` says by how many seconds it is so."""
+def times_of(
+    *, noise: float = 0.0, chance: random.Random | None = None, **slower: float
+) -> StepTimes:
+    """Step times over 20 steps with noise; `slower` has the extra seconds by phase."""
     drawn = chance or random.Random(0)
     of_median = 1.253 * noise / math.sqrt(20)
     return StepTimes(
@@ -48,8 +50,8 @@ def update(detector: StragglerDetector, step_times: dict[int, StepTimes]) -> lis
 @pytest.mark.parametrize("phase", COMPARED_PHASES)
 def test_a_rank_that_is_slow_twice_in_a_row_is_named(num_ranks: int, phase: str) -> None:
     detector = StragglerDetector()
-    step_times = {rank: pace() for rank in range(num_ranks - 1)}
-    step_times[num_ranks - 1] = pace(**{phase: 0.05})
+    step_times = {rank: times_of() for rank in range(num_ranks - 1)}
+    step_times[num_ranks - 1] = times_of(**{phase: 0.05})
 
     first, second = update(detector, step_times), update(detector, step_times)
 
@@ -64,11 +66,13 @@ def test_a_rank_that_is_slow_twice_in_a_row_is_named(num_ranks: int, phase: str)
     ]
 
 
-def test_a_rank_that_was_quick_in_between_is_not_named() -> None:
+def test_a_rank_that_was_fast_in_between_is_not_named() -> None:
     detector = StragglerDetector()
-    slow = {0: pace(), 1: pace(forward=0.05)}
+    slow = {0: times_of(), 1: times_of(forward=0.05)}
 
-    found = [update(detector, step_times) for step_times in (slow, {0: pace(), 1: pace()}, slow)]
+    found = [
+        update(detector, step_times) for step_times in (slow, {0: times_of(), 1: times_of()}, slow)
+    ]
 
     assert found == [[], [], []]
 
@@ -76,36 +80,36 @@ def test_a_rank_that_was_quick_in_between_is_not_named() -> None:
 def test_slow_in_one_phase_and_then_in_another_is_not_twice_in_a_row() -> None:
     detector = StragglerDetector()
 
-    update(detector, {0: pace(), 1: pace(forward=0.05)})
+    update(detector, {0: times_of(), 1: times_of(forward=0.05)})
 
-    assert update(detector, {0: pace(), 1: pace(backward=0.05)}) == []
+    assert update(detector, {0: times_of(), 1: times_of(backward=0.05)}) == []
 
 
 def test_less_than_a_twentieth_of_a_step_is_not_slow() -> None:
     detector = StragglerDetector()
-    step_times = {rank: pace() for rank in range(4)} | {4: pace(forward=0.024)}
+    step_times = {rank: times_of() for rank in range(4)} | {4: times_of(forward=0.024)}
 
     assert [update(detector, step_times), update(detector, step_times)] == [[], []]
 
 
-def test_among_ranks_that_vary_much_one_must_stand_out_by_four_deviations() -> None:
+def test_among_ranks_that_vary_much_the_limit_is_four_deviations() -> None:
     detector = StragglerDetector()
     # Median absolute deviation 0.02 s, or 0.04 of a step: 0.16 of a step, 0.08 s, is the limit.
-    spread = {rank: pace(forward=0.02 * (rank % 3 - 1)) for rank in range(9)}
+    spread = {rank: times_of(forward=0.02 * (rank % 3 - 1)) for rank in range(9)}
 
     for slower, named in ((0.075, []), (0.085, [9])):
-        step_times = spread | {9: pace(forward=slower)}
+        step_times = spread | {9: times_of(forward=slower)}
         update(detector, step_times)
         assert [one.rank for one in update(detector, step_times)] == named
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 64])
-def test_noise_alone_names_nobody(num_ranks: int) -> None:
+def test_noise_alone_names_no_rank(num_ranks: int) -> None:
     chance = random.Random(11)
     detector = StragglerDetector()
 
     named = [
-        update(detector, {rank: pace(noise=0.02, chance=chance) for rank in range(num_ranks)})
+        update(detector, {rank: times_of(noise=0.02, chance=chance) for rank in range(num_ranks)})
         for _ in range(50)
     ]
 
@@ -137,7 +141,7 @@ class Simulated:
         """Let all make some steps, of which `slow` takes a tenth longer, and compare."""
         self._step(steps, slow)
         taken = enumerate(sampler.drain() for sampler in self._samplers)
-        step_times = {rank: pace for rank, pace in taken if pace is not None}
+        step_times = {rank: times for rank, times in taken if times is not None}
         return update(self._detector, step_times) if step_times else []
 
     def _step(self, steps: int, slow: int | None) -> None:
@@ -156,7 +160,7 @@ class Simulated:
         pytest.param(8, uneven_batches, 2, id="uneven"),
     ],
 )
-def test_where_each_exchange_holds_one_long_step_chance_names_nobody(
+def test_one_long_step_per_exchange_names_no_rank(
     num_ranks: int, noise: Callable[[random.Random], dict[str, float]], hours: float
 ) -> None:
     ranks = Simulated(num_ranks, noise)
@@ -175,53 +179,53 @@ def test_one_in_five_hundred_that_takes_a_tenth_longer_is_named_at_the_second_ex
     assert [[(one.rank, one.phase) for one in each] for each in named] == [[], [(300, "forward")]]
 
 
-def test_many_ranks_of_short_medians_must_stand_out_against_their_own_error_too() -> None:
+def test_of_many_ranks_with_short_medians_the_own_error_is_a_limit_too() -> None:
     chance = random.Random(3)
     detector = StragglerDetector()
 
     named = [
-        update(detector, {rank: pace(noise=0.1, chance=chance) for rank in range(256)})
+        update(detector, {rank: times_of(noise=0.1, chance=chance) for rank in range(256)})
         for _ in range(40)
     ]
 
     assert not any(named)
 
 
-def test_a_named_rank_stays_so_until_it_was_twice_below_half_of_the_limit() -> None:
+def test_a_straggler_stays_one_until_it_was_twice_below_half_of_the_limit() -> None:
     detector = StragglerDetector()
     named = []
     # The limit is 0.025 s, a twentieth of a step.
     for slower in (0.05, 0.05, 0.02, 0.02, 0.01, 0.02, 0.01, 0.01, 0.05, 0.05):
-        named.append(bool(update(detector, {0: pace(), 1: pace(forward=slower)})))
+        named.append(bool(update(detector, {0: times_of(), 1: times_of(forward=slower)})))
 
     assert named == [False, *[True] * 6, False, False, True]
 
 
-def test_a_named_rank_that_no_longer_takes_part_is_not_named() -> None:
+def test_a_straggler_that_no_longer_takes_part_is_not_named() -> None:
     detector = StragglerDetector()
-    slow = {rank: pace() for rank in range(3)} | {3: pace(forward=0.05)}
+    slow = {rank: times_of() for rank in range(3)} | {3: times_of(forward=0.05)}
     update(detector, slow)
     update(detector, slow)
 
-    assert update(detector, {rank: pace() for rank in range(3)}) == []
+    assert update(detector, {rank: times_of() for rank in range(3)}) == []
 
 
-def test_of_two_ranks_the_faster_one_is_the_measure() -> None:
-    reference = step_time_reference([pace(forward=0.05), pace(backward=0.03)])
+def test_of_two_ranks_the_faster_one_is_the_reference() -> None:
+    reference = step_time_reference([times_of(forward=0.05), times_of(backward=0.03)])
 
     assert reference is not None
     assert reference.busy_seconds == pytest.approx(tuple(BUSY.values()))
 
 
 def test_the_median_rank_has_no_score() -> None:
-    step_times = [pace(), pace(forward=0.05), pace(forward=0.1)]
+    step_times = [times_of(), times_of(forward=0.05), times_of(forward=0.1)]
     reference = step_time_reference(step_times)
 
     assert reference is not None
     assert [reference.scores(one)[1] for one in step_times] == pytest.approx([-0.1, 0.0, 0.1])
 
 
-def test_nothing_is_compared_where_nothing_was_done() -> None:
+def test_without_step_times_there_is_no_reference() -> None:
     idle = StepTimes(
         num_steps=1, step_seconds=0.0, busy_seconds=(0.0,) * 4, deviation_seconds=(0.0,) * 4
     )
@@ -230,7 +234,7 @@ def test_nothing_is_compared_where_nothing_was_done() -> None:
     assert step_time_reference([idle, idle]) is None
 
 
-def test_a_straggler_is_told_in_words() -> None:
-    told = Straggler(rank=3, phase="forward", seconds=0.0496, score=0.0992).message()
+def test_a_straggler_message_has_rank_phase_time_and_share() -> None:
+    message = Straggler(rank=3, phase="forward", seconds=0.0496, score=0.0992).message()
 
-    assert told == "rank 3 is slow in forward: 50 ms a step more than the others, 10 % of a step"
+    assert message == "rank 3 is slow in forward: 50 ms a step more than the others, 10 % of a step"

@@ -1,4 +1,4 @@
-"""What nobody can compare gets no cause, teaches nothing, and is still counted as exposed."""
+"""Calls that cannot be compared: without a cause, no part of the link, and still exposed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def published_causes(rank: AccountedRank) -> set[tuple[str, ...]]:
     return set(rank.recorder.snapshot().values.get(communication.COMM_CAUSE_SECONDS, {}))
 
 
-def test_after_a_divergence_calls_are_exposed_unmatched_and_teach_nothing(
+def test_after_a_divergence_calls_are_exposed_and_unmatched_and_do_not_change_the_link(
     rank: AccountedRank,
 ) -> None:
     measure_link(rank)
@@ -69,7 +69,7 @@ def test_after_a_divergence_calls_are_exposed_unmatched_and_teach_nothing(
     assert rank.value(BUS_BANDWIDTH, "all_reduce", "dp") == 0
 
 
-def test_a_verdict_in_which_the_ranks_part_is_counted_up_to_there(rank: AccountedRank) -> None:
+def test_a_result_with_a_divergence_is_counted_up_to_there(rank: AccountedRank) -> None:
     measure_link(rank)
     wait = rank.value(WAIT, "dp")
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_without_comparison_exposed_seconds_have_no_cause(rank: AccountedRank) -
     assert published_causes(rank) == set()
 
 
-def test_when_comparison_ends_causes_stand_still_and_exposed_seconds_go_on(
+def test_when_comparison_ends_causes_stop_and_exposed_seconds_go_on(
     rank: AccountedRank,
 ) -> None:
     measure_link(rank)
@@ -108,7 +108,7 @@ def test_when_comparison_ends_causes_stand_still_and_exposed_seconds_go_on(
     assert rank.causes() == causes
 
 
-def test_where_no_answer_comes_there_is_no_cause_until_one_comes(rank: AccountedRank) -> None:
+def test_without_a_result_there_is_no_cause_until_one_comes(rank: AccountedRank) -> None:
     rank.group.run(ms=9000)
     rank.report()
     rank.clock.seconds += PATIENCE
@@ -124,7 +124,7 @@ def test_where_no_answer_comes_there_is_no_cause_until_one_comes(rank: Accounted
     assert sum(rank.causes().values()) == pytest.approx(5)
 
 
-def test_a_rank_without_watched_peers_tells_no_cause(rank: AccountedRank) -> None:
+def test_a_rank_without_monitored_peers_has_no_causes(rank: AccountedRank) -> None:
     rank.group.run(ms=9000)
     rank.group.run("broadcast", ms=9000)
     rank.report()
@@ -135,7 +135,7 @@ def test_a_rank_without_watched_peers_tells_no_cause(rank: AccountedRank) -> Non
     assert published_causes(rank) == set()
 
 
-def test_a_group_of_one_has_causes_though_nobody_is_compared() -> None:
+def test_a_group_of_one_has_causes_without_comparison() -> None:
     rank = AccountedRank(FakeGroup((0,)))
     rank.is_compared = False
     rank.group.run(ms=3)
@@ -146,7 +146,7 @@ def test_a_group_of_one_has_causes_though_nobody_is_compared() -> None:
     )
 
 
-def test_a_barrier_counted_alone_is_latency_and_for_the_rest_imbalance(rank: AccountedRank) -> None:
+def test_a_local_only_barrier_is_latency_and_for_the_rest_imbalance(rank: AccountedRank) -> None:
     measure_link(rank)
     before = rank.causes()
     rank.group.run("barrier", 0, 900)
@@ -159,7 +159,7 @@ def test_a_barrier_counted_alone_is_latency_and_for_the_rest_imbalance(rank: Acc
     )
 
 
-def test_a_barrier_of_which_nothing_is_known_is_imbalance(rank: AccountedRank) -> None:
+def test_a_barrier_without_a_known_link_is_imbalance(rank: AccountedRank) -> None:
     rank.group.run("barrier", 0, 900)
     rank.report()
     rank.expire(0.0)
@@ -182,7 +182,7 @@ def test_a_slow_barrier_of_all_is_latency(rank: AccountedRank) -> None:
     )
 
 
-def test_a_call_far_larger_than_any_seen_is_no_imbalance_while_no_bandwidth_is_known(
+def test_a_call_far_larger_than_any_before_is_no_imbalance_without_a_bandwidth(
     rank: AccountedRank,
 ) -> None:
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_a_call_far_larger_than_any_seen_is_no_imbalance_while_no_bandwidth_is_k
     assert rank.causes()["imbalance"] == pytest.approx(0, abs=1e-4)
 
 
-def test_a_rooted_call_is_judged_by_the_calls_that_are_answered_with_it(
+def test_a_rooted_call_uses_the_link_from_the_same_result(
     rank: AccountedRank,
 ) -> None:
     rank.group.run("broadcast", 1000, 50)
@@ -227,7 +227,7 @@ def test_a_collective_without_a_number_is_no_message(rank: AccountedRank, op: st
     assert rank.value(BANDWIDTH, "dp") == bandwidth
 
 
-def test_an_all_to_all_teaches_nothing_as_members_may_give_different_sizes(
+def test_an_all_to_all_does_not_change_the_link_as_sizes_may_differ(
     rank: AccountedRank,
 ) -> None:
     measure_link(rank)
@@ -242,7 +242,7 @@ def test_an_all_to_all_teaches_nothing_as_members_may_give_different_sizes(
     assert rank.value(WAIT, "dp") == pytest.approx(20 * 18, rel=1e-3)
 
 
-def test_what_is_dropped_before_it_was_told_is_exposed_all_the_same(
+def test_calls_dropped_before_they_were_reported_are_still_exposed(
     rank: AccountedRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zerowatch.runtime.cross_rank.call_sequence.MAX_PENDING_VALUES", 10)
@@ -256,7 +256,7 @@ def test_what_is_dropped_before_it_was_told_is_exposed_all_the_same(
     assert rank.accounting.unmatched == 1
 
 
-def test_one_call_too_many_on_one_rank_ends_the_comparing_of_that_group_only() -> None:
+def test_one_extra_call_on_one_rank_ends_the_comparison_of_that_group_only() -> None:
     ranks = ComparedRanks(2)
     for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
         other = FakeGroup((0, 1), role="world")
@@ -281,7 +281,7 @@ def test_one_call_too_many_on_one_rank_ends_the_comparing_of_that_group_only() -
     assert ranks[1].milliseconds(LATENCY, "dp") == pytest.approx(4, rel=0.01)
 
 
-def test_more_calls_than_are_kept_are_compared_whole_as_each_look_takes_them() -> None:
+def test_more_calls_than_are_kept_are_all_compared_as_each_poll_reads_them() -> None:
     ranks = ComparedRanks(2)
     for rank in ranks.all:
         rank.groups[0].rank_set.recent = deque(maxlen=64)
@@ -299,7 +299,7 @@ def test_more_calls_than_are_kept_are_compared_whole_as_each_look_takes_them() -
     assert [rank.failures("unmatched") for rank in ranks.all] == [0, 0]
 
 
-def test_a_rank_that_compares_nothing_tells_no_cause() -> None:
+def test_a_rank_that_compares_nothing_has_no_causes() -> None:
     ranks = ComparedRanks(2)
     alone = ComparedRank(0, ranks.clock, None, FakeGroup((0, 1))).connect()
     ranks.all = [alone]

@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told to go on."""
+"""A clock that stands still until a test sets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups and their calls made by hand, as the tap would have noted them."""
+"""Process groups and their calls made by hand, as the instrumentation would record them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FakeGroup:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
     def issue(self, op: str = "all_reduce", size: int = 1000) -> CollectiveCall:
-        """Issue a call that is under way."""
+        """Issue a call that is in flight."""
         call = CollectiveCall(OPS.index(op), self, size, torch.float32, PHASES.index("backward"))
         if op not in POINT_TO_POINT:
             self.rank_set.issued += 1
