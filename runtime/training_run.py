@@ -23,8 +23,8 @@ from .trainer.metrics import TrainerMetrics
 from .trainer.window.micro_batches import Loss
 from .trainer.window.step_result import StepResult
 from .trainer.window_runner import WindowRunner, prepare_engine
-from .tuner.model_traits import warn_of_batch_statistics
-from .tuner.session import new_tuning, tuner_settings
+from .tuner.job_facts import warn_of_batch_statistics
+from .tuner.session import create_tuner_session, tuner_settings
 
 NumericsName = Literal["bitwise", "reassociation", "statistical", "unrestricted"]
 
@@ -124,8 +124,8 @@ class TrainingRun:
             self._checkpoints = CheckpointManager(holder, runner, self._data, group)
             holder.checkpoint_activations(activation_checkpointing)
             holder.compress(compression)
-            self._tuning = new_tuning(holder, runner, group, self._data)
-            undo.callback(self._tuning.close)
+            self._tuner = create_tuner_session(holder, runner, group, self._data)
+            undo.callback(self._tuner.close)
             self._undo = undo.pop_all()
 
     @property
@@ -194,7 +194,7 @@ class TrainingRun:
             >>> result.loss
             0.693
         """
-        self._tuning.before_window()
+        self._tuner.on_window_start()
         result = self._window_runner.train(batch)
         self._data.window_ended(
             step=self.engine.global_steps,
@@ -202,9 +202,9 @@ class TrainingRun:
             seconds=None if result.replays else self._window_runner.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        if not self._tuning.is_on_trial:  # else a restart of the run would begin with it
+        if not self._tuner.is_on_trial:  # else a restart of the run would begin with it
             self._checkpoints.window_ended()
-        self._tuning.window_ended(result)
+        self._tuner.on_window(result)
         return result
 
     def evaluate(self, batch: Any) -> float:
@@ -221,7 +221,7 @@ class TrainingRun:
             BatchError: A rank's share cannot be used, or all weights are 0; raised on all ranks.
             RuntimeError: Memory ran out; nothing is run again in smaller micro-batches.
         """
-        self._tuning.interrupted()
+        self._tuner.exclude_step_time()
         return self._window_runner.evaluate(batch)
 
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
@@ -252,9 +252,9 @@ class TrainingRun:
         """
         if num_samples < 1:
             raise BatchError(f"a micro-batch holds 1 sample or more, got {num_samples}")
-        self._tuning.settle()
+        self._tuner.stop_trial()
         self._window_runner.micro_batch_samples = num_samples
-        self._tuning.changed()
+        self._tuner.on_user_change()
 
     def compress(self, compression: str | None, *, asynchronous: bool = False) -> None:
         """Set the format of gradients on the wire from the next window on. Experimental.
@@ -315,7 +315,7 @@ class TrainingRun:
             CheckpointError: It cannot be written; raised on all ranks. Earlier checkpoints are
                 unchanged, and training may go on.
         """
-        self._tuning.settle()
+        self._tuner.stop_trial()
         return self._checkpoints.save(folder, client, keep)
 
     def load(self, folder: str | Path) -> Any:
@@ -333,9 +333,9 @@ class TrainingRun:
             CheckpointError: The checkpoint is damaged, or of another model or number of ranks.
             RebuildError: The engine that it was saved from cannot be built here.
         """
-        self._tuning.settle()
+        self._tuner.stop_trial()
         state = self._checkpoints.load(folder)
-        self._tuning.changed()
+        self._tuner.on_user_change()
         return None if state is None else state.client
 
     def on_window_abort(self, undo: Callable[[], None]) -> None:
@@ -353,10 +353,10 @@ class TrainingRun:
     @contextmanager
     def _user_change(self) -> Iterator[None]:
         """Stop the tuner's trial, if any, before a change by the caller in the block."""
-        self._tuning.settle()
+        self._tuner.stop_trial()
         yield
         self._window_runner.replay.planner.invalidate()
-        self._tuning.changed()
+        self._tuner.on_user_change()
 
 
 class _EngineFactory:

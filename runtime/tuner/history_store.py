@@ -1,4 +1,4 @@
-"""What is kept of a job that is tuned: under which name, and in which folder."""
+"""Opens the tuner's history of a job: its fingerprint, its folder, and this process's name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .policy.history_file import HistoryFile, job_fingerprint
 
 
 def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFile:
-    """Return what is kept of the job that a DeepSpeed engine runs on `world_size` ranks.
+    """Return the history of the job that a DeepSpeed engine runs on `world_size` ranks.
 
-    Its name is made of what must be the same for verdicts to hold in a later run.
+    The fingerprint covers what must be the same for verdicts to hold in a later run.
     """
     named = engine.module.named_parameters()
     key = job_fingerprint(
@@ -37,8 +37,8 @@ def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFil
 def _folder(settings: Settings) -> Path | None:
     if settings.tuner.history_dir is not None:
         return settings.tuner.history_dir
-    log = settings.run_log
-    return log.folder / ".tuner" if log.enabled else None
+    run_log = settings.run_log
+    return run_log.folder / ".tuner" if run_log.enabled else None
 
 
 def _process_name() -> str:
@@ -46,6 +46,6 @@ def _process_name() -> str:
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a process has ended; one of another host is taken to have, as in a new container."""
+    """Whether a process has ended; assumed of other hosts, e.g. after a restart in a container."""
     host, _, pid = name.rpartition("-")
     return host != socket.gethostname() or not Path("/proc", pid).exists()

@@ -1,17 +1,27 @@
-"""What the tuner must know of a live engine that stays as it is while the job runs."""
+"""Properties of a live engine and its model that are constant while the job runs."""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from .model_traits import model_traits
-from .policy.numerics import JobFacts
+from .policy.types import JobFacts, ModelTraits
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 3  # modules in a warning
+
+# DeepSpeed's, tutel's, megablocks', and those of transformers, such as MixtralSparseMoeBlock.
+_EXPERTS = re.compile(r"MoE|MOE|Moe(?![a-z])|Experts|TopKGate|SwitchTransformers")
 
 
 def job_facts(engine: Any) -> JobFacts:
-    """Read an engine whose ranks share nothing out but data and training state."""
+    """Return the properties of an engine whose ranks share only data and training state."""
     parameters = list(engine.module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradient_width = int(engine.communication_data_type.itemsize)
@@ -28,6 +38,55 @@ def job_facts(engine: Any) -> JobFacts:
     )
 
 
+def model_traits(model: torch.nn.Module, *, loss_decomposable: bool = True) -> ModelTraits:
+    """Return what a model's modules and their attributes show.
+
+    Code of a module beyond these is not inspected. Experts count with or without a capacity: most
+    have one, and the others add a loss over all tokens that they get.
+
+    Args:
+        model: The model.
+        loss_decomposable: Whether the loss of a batch is the weighted mean of its parts' losses.
+    """
+    modules = list(model.modules())
+    return ModelTraits(
+        dropout=any(_has_dropout(module) for module in modules),
+        batch_statistics=any(_is_batch_norm(module) for module in modules),
+        expert_capacity=any(_EXPERTS.search(type(module).__name__) for module in modules),
+        loss_decomposable=loss_decomposable,
+    )
+
+
+def warn_of_batch_statistics(model: torch.nn.Module) -> None:
+    """Warn of modules that normalise over the samples of a micro-batch."""
+    found = [name for name, module in model.named_modules() if _is_batch_norm(module)]
+    if found:
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        logger.warning(
+            "%s%s normalise over the samples of a micro-batch: the micro-batch size changes their "
+            "output, and a replayed window updates their running statistics twice. Use LayerNorm "
+            "or GroupNorm, or keep micro-batches as they are",
+            ", ".join(found[:MAX_NAMED]),
+            more,
+        )
+
+
 def _num_elements(parameter: Any) -> int:
-    """Count what a parameter has when ZeRO 3 has not shared it out."""
+    """Return the elements of a whole parameter, also where ZeRO 3 has partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _is_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def _has_dropout(module: torch.nn.Module) -> bool:
+    """Whether a module is a dropout layer, or has a dropout rate."""
+    return any(rate > 0 for rate in _rates(module))
+
+
+def _rates(module: torch.nn.Module) -> Iterator[float]:
+    is_dropout = "drop" in type(module).__name__.lower()
+    for name, value in vars(module).items():
+        if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+            yield value

@@ -1,4 +1,4 @@
-"""Rank 0's side of the tuner: its controller, kept from ever reaching into the training."""
+"""Rank 0's side of the tuner: runs the controller so that its errors never reach training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..common.fail_open import FailOpen
@@ -16,121 +16,151 @@ from .policy.types import Order, Outcome, StepTime
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0  # between two looks at kept windows, and for the stop file
+POLL_SECONDS = 1.0  # between two batches of windows, and two checks of the stop file
 
 T = TypeVar("T")
 
 
-class RankZeroTuner:
-    """Asks the controller, and goes back to what is known to be good should that fail.
+class StopFile:
+    """The file that pauses the tuner while it exists.
 
-    Code that runs once a window finds cold caches, and costs ten times what it would. So while
-    nothing is on trial, windows are kept and told about once a second.
+    Args:
+        path: As set by the user; None for `tuner.stop` in the run folder.
+        watch: Has the run folder, once the run has a name.
+    """
+
+    def __init__(self, path: Path | None, watch: Any) -> None:
+        self._path, self._watch = path, watch
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None without a run folder."""
+        folder = self._watch.run_folder
+        return self._path or (None if folder is None else folder / "tuner.stop")
+
+    def exists(self) -> bool | None:
+        """Whether it exists; None where the disk cannot tell."""
+        path = self.path
+        try:
+            return path is not None and path.exists()
+        except OSError:
+            return None
+
+
+class RankZeroTuner:
+    """Runs the controller; after its first error all ranks roll back to the known good values.
+
+    Code that runs once per window finds cold caches, and takes ten times as long. So without a
+    trial, windows are buffered and passed to the controller about once a second.
 
     Args:
         controller: Of the run.
-        fail_open: Drops the controller at its first exception.
-        stop_file: Returns the file that stops the tuner while it exists; None where there is none.
+        fail_open: Disables the controller at its first error.
+        stop_file: Pauses the tuner.
 
     Attributes:
-        meets_next: Whether all ranks are to meet after the next window.
-        is_on_trial: Whether the ranks work with something that may be taken back.
+        needs_exchange: Whether all ranks have to exchange an order after the next window.
+        is_on_trial: Whether the ranks use a configuration that is not known to be good.
     """
 
-    def __init__(
-        self, controller: Controller, fail_open: FailOpen, stop_file: Callable[[], Path | None]
-    ) -> None:
+    def __init__(self, controller: Controller, fail_open: FailOpen, stop_file: StopFile) -> None:
         self._controller, self._stop_file = controller, stop_file
         self._ask = fail_open.wrap("tuner", self._call)
-        self._in_use = controller.course.known_good
+        self._in_use = controller.configuration.known_good
         self._is_stopped = False
-        self._next_look = 0.0
-        self._kept: list[StepTime] = []
-        self.meets_next = self.is_on_trial = self._is_calm = False
+        self._next_poll = 0.0
+        self._buffered: list[StepTime] = []
+        self.needs_exchange = self.is_on_trial = self._accepts_batches = False
 
-    def window_ended(self, step: StepTime) -> None:
-        """Take a committed window."""
-        self._kept.append(step)
+    def on_window(self, step: StepTime) -> None:
+        """Handle a committed window."""
+        self._buffered.append(step)
         now = monotonic()
         is_urgent = step.replays or step.oom_risk >= OOM_RISK_HIGH
-        if self._is_calm and not is_urgent and now < self._next_look:
+        if self._accepts_batches and not is_urgent and now < self._next_poll:
             return
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._look_for_stop()
+        if now >= self._next_poll:
+            self._next_poll = now + POLL_SECONDS
+            self._poll_stop_file()
         self._flush()
 
-    def window_failed(self) -> None:
-        """Take a window that ended by an error."""
+    def on_window_failed(self) -> None:
+        """Handle a window that ended by an error."""
         self._flush()
-        self._ask(self._controller.window_failed)
+        self._ask(self._controller.on_window_failed)
 
-    def order(self, *, settle: bool = False) -> Order | None:
-        """Return what all ranks are to do now; to `settle`, nothing stays on trial."""
+    def next_order(self, *, stop_trial: bool = False) -> Order | None:
+        """Return the order for all ranks; with `stop_trial` one that ends what is on trial."""
         self._flush()
-        asked = self._controller.settle if settle else self._controller.course.order
-        found = self._ask(lambda: (asked(),))
+        ask = (
+            self._controller.pause_trial
+            if stop_trial
+            else self._controller.configuration.pending_order
+        )
+        answer = self._ask(lambda: (ask(),))
         self._sync_state()
-        if found is not None:
-            order: Order | None = found[0]
+        if answer is not None:
+            order: Order | None = answer[0]
             return order
         return self._rollback_order if self._needs_rollback else None
 
-    def carried_out(self, order: Order, outcome: Outcome) -> None:
-        """Take how an order ended."""
+    def on_outcome(self, order: Order, outcome: Outcome) -> None:
+        """Handle the end of an order."""
         if outcome.done:
             self._in_use = order.target
-        elif not order.checked:  # there is no way back
-            self._in_use = self._controller.course.known_good
-        self._ask(lambda: self._controller.carried_out(order, outcome))
+        elif not order.checked:  # a failed rollback is not repeated
+            self._in_use = self._controller.configuration.known_good
+        self._ask(lambda: self._controller.on_outcome(order, outcome))
         self._sync_state()
 
-    def changed(self) -> None:
-        """Take it that the user changed something."""
-        self._kept.clear()
-        self._ask(self._controller.changed)
-        self._in_use = self._controller.course.known_good
+    def on_user_change(self) -> None:
+        """Take the present values of the knobs as known to be good, as the user set them."""
+        self._buffered.clear()
+        self._ask(self._controller.on_user_change)
+        self._in_use = self._controller.configuration.known_good
         self._sync_state()
 
     def close(self) -> None:
-        """Take it that the run comes to its end."""
+        """Record that the run ends normally."""
         self._ask(self._controller.close)
 
     def _flush(self) -> None:
-        """Tell the controller of the windows that were kept."""
-        kept, self._kept = self._kept, []
-        for step in kept:
-            self._ask(partial(self._controller.window_ended, step))
+        """Pass the buffered windows to the controller."""
+        buffered, self._buffered = self._buffered, []
+        for step in buffered:
+            self._ask(partial(self._controller.on_window, step))
         self._sync_state()
 
     def _sync_state(self) -> None:
-        """Learn where the controller stands; where it failed, whether the job must be put back."""
-        seen = self._ask(lambda: (self._controller.meets_next, self._controller.course.is_on_trial))
-        self.meets_next, self.is_on_trial = seen or (self._needs_rollback, self._needs_rollback)
-        self._is_calm = self._controller.is_calm
+        """Copy the controller's state; after its first error only a rollback is left to do."""
+        state = self._ask(
+            lambda: (self._controller.needs_exchange, self._controller.configuration.is_on_trial)
+        )
+        needs_rollback = self._needs_rollback
+        self.needs_exchange, self.is_on_trial = state or (needs_rollback, needs_rollback)
+        self._accepts_batches = self._controller.accepts_batches
 
     @property
     def _needs_rollback(self) -> bool:
-        return self._in_use != self._controller.course.known_good
+        return self._in_use != self._controller.configuration.known_good
 
     @property
     def _rollback_order(self) -> Order:
-        return Order(
-            target=self._controller.course.known_good, why="the tuner itself failed", checked=False
-        )
+        known_good = self._controller.configuration.known_good
+        return Order(target=known_good, why="the tuner itself failed", checked=False)
 
     def _call(self, question: Callable[[], T]) -> T:
         return question()
 
-    def _look_for_stop(self) -> None:
-        path = self._stop_file()
-        try:
-            stopped = path is not None and path.exists()
-        except OSError:  # a disk that is gone says nothing
+    def _poll_stop_file(self) -> None:
+        exists = self._stop_file.exists()
+        if exists is None or exists == self._is_stopped:
             return
-        if stopped == self._is_stopped:
-            return
-        self._is_stopped = stopped
-        does = "stands still, nothing stays on trial" if stopped else "goes on"
-        logger.warning("%s: the tuner %s", path, does)
-        self._ask(self._controller.freeze if stopped else self._controller.thaw)
+        self._is_stopped = exists
+        path = self._stop_file.path
+        if exists:
+            logger.warning("tuner paused by stop file %s, trial rolled back", path)
+            self._ask(self._controller.freeze)
+        else:
+            logger.warning("tuner resumed, stop file %s is gone", path)
+            self._ask(self._controller.thaw)

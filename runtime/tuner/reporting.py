@@ -1,139 +1,182 @@
-"""Says what the tuner finds and decides: log, journal, metrics and traces. On rank 0 only."""
+"""Reports the tuner's diagnoses and decisions: log, decision log, metrics, traces. Rank 0 only."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from ...metrics.exporters.telemetry_data import Span, Value
+from ...metrics.catalog import tuner
+from ...metrics.exporters.telemetry_data import Span
+from ...metrics.exporters.telemetry_data import Value as SpanValue
 from ...metrics.recorder import Recorder
-from .metrics import TunerMetrics
-from .policy.decision import Decision, Mode, decide
+from ..instrumentation.watch_context import WatchContext
+from .policy.decision import Decision, Mode, make_decision
 from .policy.decision_log import DecisionLog
 from .policy.diagnose import MEMORY_IDLE
 from .policy.ds_patch import ds_patch
 from .policy.experiment import Conclusion
-from .policy.messages import sentence_of, symptom_words, trial_words
-from .policy.metrics_delta import MetricsDelta
+from .policy.messages import format_decision, format_symptom, format_trial
 from .policy.predict import num_micro_batches
 from .policy.proposals import TunerInput
-from .policy.types import Configuration, Proposal, Symptom
+from .policy.types import Configuration, Proposal, State, Symptom, Value
 
 logger = logging.getLogger(__name__)
 
+# Metric values are numbers: of a data type its bits, of other text 1, but 0 for "automatic".
+_NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
+
 
 class TunerReporter:
-    """What a controller tells, and an advisor. Only one of them speaks at a time.
+    """Listener of a controller, or of the advisor; only one of them uses it at a time.
 
     Args:
-        recorder: Gets the metrics.
-        folder: Returns the run folder, once it has one.
-        step: Returns the number of the last step.
-        world_size: Ranks of the job.
+        context: The watch of the engine.
         mode: Whether the tuner may act.
-        send: Sends a span to a collector; does nothing where there is none.
+        send: Sends a span to a collector; does nothing without one.
         clock: Unix seconds.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        context: WatchContext,
         *,
-        folder: Callable[[], Path | None],
-        step: Callable[[], int],
-        world_size: int,
         mode: Mode,
         send: Callable[[Span], object],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._figures = TunerMetrics(recorder)
-        self._decision_log = DecisionLog(folder)
-        self._step, self._clock = step, clock
-        self._world_size, self._mode = world_size, mode
-        self._send = send
+        self._context, self._mode = context, mode
+        self._send, self._clock = send, clock
+        self._metrics = TunerMetrics(context.recorder)
+        self._decision_log = DecisionLog()
         self._num_decisions = 0
-        self._told = {MEMORY_IDLE}  # which by itself is no reason to do anything
+        self._logged = {MEMORY_IDLE}  # by itself no reason to act
 
-    def state(self, name: str) -> None:
-        """Tell the state that the tuner is in now."""
-        self._figures.state(name)
+    def on_state(self, state: State) -> None:
+        """Publish a change of state."""
+        self._metrics.set_state(state)
 
-    def configured(self, configuration: Configuration) -> None:
-        """Tell what the job works with now."""
-        self._figures.configured(configuration)
+    def on_configuration(self, configuration: Configuration) -> None:
+        """Publish what the job uses."""
+        self._metrics.set_configuration(configuration)
 
-    def diagnosed(self, symptoms: Sequence[Symptom], _: MetricsDelta) -> None:
-        """Tell what holds the job back now; in the log what does so most, if it never did before.
+    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
+        """Publish the symptoms; log the first one when it is new. Advice logs its own symptom."""
+        self._metrics.set_symptoms(symptoms)
+        if self._mode == "auto" and symptoms and symptoms[0].name not in self._logged:
+            self._logged.add(symptoms[0].name)
+            logger.info(
+                "step %d: %s: searching for a change", self._step(), format_symptom(symptoms[0])
+            )
 
-        An advice says so itself.
-        """
-        self._figures.diagnosed(symptoms)
-        if self._mode == "auto" and symptoms and symptoms[0].name not in self._told:
-            self._told.add(symptoms[0].name)
-            words = symptom_words(symptoms[0])
-            logger.info("step %d: %s: looking for what helps", self._step(), words)
+    def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
+        """Log the start of a trial."""
+        logger.info("step %d: %s", self._step(), format_trial(proposal, configuration))
 
-    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
-        """Tell what goes on trial."""
-        logger.info("step %d: %s", self._step(), trial_words(proposal, configuration))
-
-    def concluded(self, conclusion: Conclusion) -> None:
-        """Tell what came of a proposal, or that it is advised."""
+    def on_concluded(self, conclusion: Conclusion) -> None:
+        """Report a decision or an advice."""
         self._num_decisions += 1
-        decision = decide(
+        decision = make_decision(
             conclusion,
             number=self._num_decisions,
             unix_seconds=self._clock(),
             step=self._step(),
-            world_size=self._world_size,
+            world_size=self._context.identity.world_size,
             mode=self._mode,
         )
-        sentence = sentence_of(decision)
-        logger.info("%s%s", sentence, _by_hand(decision, conclusion.situation))
-        self._decision_log.write(decision, conclusion)
-        self._figures.decided(decision)
-        self._figures.explored(decision.exploration_seconds)
-        self._send(span_of(decision, sentence, _seconds(conclusion)))
+        message = format_decision(decision)
+        logger.info("%s%s", message, _patch_below(decision, conclusion.inputs))
+        self._decision_log.write(self._context.folder(), decision, conclusion)
+        self._metrics.add_decision(decision)
+        self._send(decision_span(decision, message, _trial_seconds(conclusion)))
+
+    def _step(self) -> int:
+        return getattr(self._context.engine(), "global_steps", 0)
 
 
-def _by_hand(decision: Decision, situation: TunerInput) -> str:
-    """Write what to put into the ds config, below a line of the log."""
-    if decision.verdict != "advised":
-        return ""
-    now = situation.configuration
-    then = {**now, **{change.knob: change.after for change in decision.changes}}
-    before, after = (num_micro_batches(each, situation.samples_per_rank) for each in (now, then))
-    return f"\n{ds_patch(decision.changes, (before, after))}"
+class TunerMetrics:
+    """Publishes the metrics of the tuner; on rank 0 only, on any thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        with recorder.commit():  # at 0, so that the first decision counts as an increase
+            for verdict in tuner.TUNER_DECISIONS.labels[0].values:
+                recorder.add(tuner.TUNER_DECISIONS, 0, verdict)
+            recorder.add(tuner.TUNER_EXPLORATION_SECONDS, 0)
+
+    def set_state(self, current: State) -> None:
+        """Publish the state."""
+        with self._recorder.commit():
+            for state in tuner.TUNER_STATES:
+                self._recorder.set(tuner.TUNER_STATE, state == current, state)
+
+    def set_configuration(self, configuration: Configuration) -> None:
+        """Publish the values of the knobs."""
+        with self._recorder.commit():
+            for knob, value in configuration.items():
+                self._recorder.set(tuner.TUNER_KNOB_VALUE, to_number(value), knob)
+
+    def set_symptoms(self, symptoms: Sequence[Symptom]) -> None:
+        """Publish the symptoms; absent ones are 0."""
+        found = {symptom.name: symptom.ratio for symptom in symptoms}
+        with self._recorder.commit():
+            for name in tuner.SYMPTOMS:
+                self._recorder.set(tuner.TUNER_SYMPTOM, found.get(name, 0.0), name)
+
+    def add_decision(self, decision: Decision) -> None:
+        """Count a decision, its gain and its cost."""
+        with self._recorder.commit():
+            self._recorder.add(tuner.TUNER_DECISIONS, 1, decision.verdict)
+            if decision.gain is not None:
+                self._recorder.set(tuner.TUNER_GAIN, decision.gain, decision.knob)
+            if decision.lower is not None:
+                self._recorder.set(tuner.TUNER_GAIN_LOWER_BOUND, decision.lower, decision.knob)
+            self._recorder.add(tuner.TUNER_EXPLORATION_SECONDS, decision.exploration_seconds)
 
 
-def _seconds(conclusion: Conclusion) -> float:
-    """Return how long the windows of a trial took, those that said nothing left out."""
-    situation = conclusion.situation
-    samples = situation.samples_per_rank * situation.facts.world_size
-    return samples * sum(filter(None, conclusion.times))
+def to_number(value: Value) -> float:
+    """Return a knob's value as a number."""
+    if isinstance(value, str):
+        return float(_NUMBERS.get(value, 1))
+    return float(value or 0)
 
 
-def span_of(decision: Decision, sentence: str, seconds: float) -> Span:
-    """Write a decision as a span that lasts as long as its trial."""
-    known: dict[str, Value | None] = {
+def decision_span(decision: Decision, message: str, seconds: float) -> Span:
+    """Return a decision as a span that is as long as its trial."""
+    attributes: dict[str, SpanValue | None] = {
         "zerowatch.tuner.number": decision.number,
         "zerowatch.tuner.step": decision.step,
         "zerowatch.tuner.symptom": decision.symptom.name,
         "zerowatch.tuner.knob": decision.knob,
-        "zerowatch.tuner.numerics": decision.numerics.name.lower(),
+        "zerowatch.tuner.numerics": decision.numerics.setting,
         "zerowatch.tuner.verdict": decision.verdict,
         "zerowatch.tuner.reason": decision.reason,
         "zerowatch.tuner.predicted_gain": decision.predicted_gain,
         "zerowatch.tuner.gain": decision.gain,
         "zerowatch.tuner.gain_lower_bound": decision.lower,
-        "zerowatch.tuner.sentence": sentence,
+        "zerowatch.tuner.sentence": message,
     }
     end_ns = round(decision.unix_seconds * 1e9)
     return Span(
         name="tuner.decision",
         start_ns=end_ns - round(seconds * 1e9),
         end_ns=end_ns,
-        attributes={name: value for name, value in known.items() if value is not None},
+        attributes={name: value for name, value in attributes.items() if value is not None},
     )
+
+
+def _patch_below(decision: Decision, inputs: TunerInput) -> str:
+    """Return the lines below an advice in the log: the diff of the ds config."""
+    if decision.verdict != "advised":
+        return ""
+    now = inputs.configuration
+    then = {**now, **{change.knob: change.after for change in decision.changes}}
+    before, after = (num_micro_batches(each, inputs.samples_per_rank) for each in (now, then))
+    return f"\n{ds_patch(decision.changes, (before, after))}"
+
+
+def _trial_seconds(conclusion: Conclusion) -> float:
+    """Return the duration of the usable windows of a trial."""
+    inputs = conclusion.inputs
+    samples = inputs.samples_per_rank * inputs.facts.world_size
+    return samples * sum(filter(None, conclusion.times))

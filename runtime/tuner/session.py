@@ -1,13 +1,12 @@
-"""The auto-tuner of a TrainingRun: rank 0 decides, all ranks act at the same safe point."""
+"""The tuner of a TrainingRun: rank 0 decides, all ranks change their knobs between two windows."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
@@ -20,85 +19,130 @@ from ..trainer.window_runner import WindowRunner
 from .history_store import open_history
 from .job_facts import job_facts
 from .knobs.run_knobs import RunKnobs
-from .null_session import NullTunerSession
 from .policy.controller import Controller
+from .policy.diagnose import Thresholds
 from .policy.metrics_delta import CPU
-from .policy.numerics import numerics_named
 from .policy.options import TunerOptions
 from .policy.search_history import SearchHistory
-from .policy.transaction import exchange_order
-from .policy.types import Order, StepTime
-from .rank0 import RankZeroTuner
-from .reported_oom_risk import ReportedOomRisk
-from .thresholds import thresholds_of
+from .policy.types import Numerics, Order, StepTime
+from .rank0 import RankZeroTuner, StopFile
+from .transaction import exchange_order
 
 logger = logging.getLogger(__name__)
 
+STALE_SECONDS = 30.0
 
-class TunerSession(NullTunerSession):
-    """Lets a run be tuned; all ranks call its methods alike, rank 0 alone decides.
+
+class TunerSession(Protocol):
+    """The tuner of one run; all ranks call it alike."""
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether the last window was run with a configuration that may be rolled back."""
+
+    def on_window_start(self) -> None:
+        """Prepare for the next window."""
+
+    def on_window(self, result: StepResult) -> None:
+        """Handle a committed window."""
+
+    def stop_trial(self) -> None:
+        """Roll back what is on trial, e.g. before a checkpoint."""
+
+    def exclude_step_time(self) -> None:
+        """Record that something other than training falls into the next step's time."""
+
+    def on_user_change(self) -> None:
+        """Take the present configuration as known to be good, as the user set it."""
+
+    def close(self) -> None:
+        """Release the knobs. Safe to call twice."""
+
+
+class NullTunerSession:
+    """The session of a run that is not tuned, or not monitored."""
+
+    @property
+    def is_on_trial(self) -> bool:
+        """False."""
+        return False
+
+    def on_window_start(self) -> None:
+        """Do nothing."""
+
+    def on_window(self, result: StepResult) -> None:
+        """Do nothing."""
+
+    def stop_trial(self) -> None:
+        """Do nothing."""
+
+    def exclude_step_time(self) -> None:
+        """Do nothing."""
+
+    def on_user_change(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ActiveTunerSession:
+    """The session of a tuned run.
 
     Args:
-        changes: Holds the engine.
-        windows: Of the run.
+        engine_holder: Of the run.
+        window_runner: Of the run.
         host_group: Of the run.
-        sharing: Of the run.
+        data: Of the run.
         settings: All of them.
+
+    Attributes:
+        numerics: What the user allows.
     """
 
     def __init__(
         self,
-        changes: EngineHolder,
-        windows: WindowRunner,
+        engine_holder: EngineHolder,
+        window_runner: WindowRunner,
         host_group: HostGroup,
-        sharing: TrainingData,
+        data: TrainingData,
         settings: Settings,
     ) -> None:
+        self.numerics = Numerics.of_setting(settings.tuner.numerics)
+        self._engine_holder, self._window_runner = engine_holder, window_runner
         self._host_group, self._settings = host_group, settings
-        self._changes, self._windows = changes, windows
-        self._watch = changes.engine.watch
-        self._hands = RunKnobs(
-            changes,
-            windows,
-            host_group,
-            measured=windows.peak_history.measured,
-            largest_share=self._largest_share,
-            host_risk=lambda: self._host_risk,
-            checkpointed=windows.checkpointed,
-            sharing=sharing,
-        )
-        self._facts = job_facts(changes.engine)
-        self.numerics = numerics_named(settings.tuner.numerics)
-        self._lead: RankZeroTuner | None = None
-        self._make_lead = self._watch.fail_open.wrap("tuner", self._new_lead)
-        self._risk = ReportedOomRisk()
-        self._host_risk = 0.0
+        self._watch = engine_holder.engine.watch
+        self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
+        self._facts = job_facts(engine_holder.engine)
+        self._rank0: RankZeroTuner | None = None  # on other ranks it stays None
+        self._create_rank0 = self._watch.fail_open.wrap("tuner", self._new_rank0)
+        self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None
-        self._is_within = False  # a window, or one that did not come to its end
-        windows.notice_source = self._notice
-        self._watch.subscribe(self._take_record)
+        self._is_in_window = False  # or the last one did not end
+        window_runner.notice_source = self._notice
+        self._watch.subscribe(self._on_record)
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the last window was run with something that may be taken back."""
-        opened = self._windows.opened
+        """Whether the last window was run with a configuration that may be rolled back."""
+        opened = self._window_runner.opened
         return opened is not None and any(each.is_on_trial for each in opened.notices[:1])
 
-    def before_window(self) -> None:
-        """Take back what may have failed the last window, if that did not come to its end."""
-        if self._is_within:
-            self._window_failed()
-            if self.is_on_trial:  # it may be why, and the next window would fail too
-                self._exchange_order(settle=True)
-            self.interrupted()
-        self._is_within = True
+    def on_window_start(self) -> None:
+        """Roll back what may have failed the last window, if that did not end."""
+        if self._is_in_window:
+            self._on_window_failed()
+            if self.is_on_trial:  # it may be the cause, and the next window would fail too
+                self._exchange_order(stop_trial=True)
+            self.exclude_step_time()
+        self._is_in_window = True
 
-    def window_ended(self, result: StepResult) -> None:
-        """Take a committed window, and do what rank 0 wants done after it, if anything."""
-        self._hands.window_ended()
-        self._is_within = False
-        opened, now = self._windows.opened, perf_counter()
-        if opened is None or not opened.notices:  # it was closed
+    def on_window(self, result: StepResult) -> None:
+        """Handle a committed window, and apply rank 0's order, if there is one."""
+        self._knobs.on_window()
+        self._is_in_window = False
+        opened, now = self._window_runner.opened, perf_counter()
+        if opened is None or not opened.notices:  # this session is closed
             return
         if self._host_group.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
@@ -111,137 +155,162 @@ class TunerSession(NullTunerSession):
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
-            if self._lead is None:  # only now is it known what the job could work with
-                self._lead = self._make_lead()
-            if self._lead is not None:
-                self._lead.window_ended(step)
+            if self._rank0 is None:  # only now the options of all knobs are known
+                self._rank0 = self._create_rank0()
+            if self._rank0 is not None:
+                self._rank0.on_window(step)
         self._last_end = now
         if opened.notices[0].exchanges_order:
-            self._exchange_order(settle=False)
+            self._exchange_order(stop_trial=False)
 
-    def settle(self) -> None:
-        """Have nothing on trial, and nothing of what follows counted as a step's time."""
-        if self._is_within:
-            self._window_failed()
-        self._exchange_order(settle=True)
-        self.interrupted()
+    def stop_trial(self) -> None:
+        """Roll back what is on trial, and exclude what follows from step times."""
+        if self._is_in_window:
+            self._on_window_failed()
+        self._exchange_order(stop_trial=True)
+        self.exclude_step_time()
 
-    def interrupted(self) -> None:
-        """Take it that something other than training falls into the next step."""
+    def exclude_step_time(self) -> None:
+        """Record that something other than training falls into the next step's time."""
         self._last_end = None
 
-    def changed(self) -> None:
-        """Take it that the user changed what the run works with; that is good from then on."""
-        if self._lead is not None:
-            self._lead.changed()
-        self._risk.changed(now=self._changes.engine.global_steps)
-        self.interrupted()
+    def on_user_change(self) -> None:
+        """Take the present configuration as known to be good, as the user set it."""
+        if self._rank0 is not None:
+            self._rank0.on_user_change()
+        self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
+        self.exclude_step_time()
 
     def close(self) -> None:
-        """Give back what the hands hold. Safe to call twice."""
-        if self._lead is not None and not self._is_within:  # else it may be what ends the run
-            self._lead.close()
-        self._windows.notice_source = no_notice
-        self._hands.close()
+        """Release the knobs. Safe to call twice."""
+        if self._rank0 is not None and not self._is_in_window:  # else a trial may end the run
+            self._rank0.close()
+        self._window_runner.notice_source = no_notice
+        self._knobs.close()
 
     def _notice(self) -> RankNotice:
         """Return what this rank sends to all ranks at the start of a window."""
-        lead = self._lead
+        rank0, step = self._rank0, self._engine_holder.engine.global_steps
         return RankNotice(
-            exchanges_order=lead is not None and lead.meets_next,
-            oom_risk=self._risk.risk(now=self._changes.engine.global_steps, seconds=perf_counter()),
-            is_on_trial=lead is not None and lead.is_on_trial,
+            exchanges_order=rank0 is not None and rank0.needs_exchange,
+            oom_risk=self._oom_risk.current(now=step, seconds=perf_counter()),
+            is_on_trial=rank0 is not None and rank0.is_on_trial,
         )
 
-    def _exchange_order(self, *, settle: bool) -> None:
+    def _exchange_order(self, *, stop_trial: bool) -> None:
         order: Order | None = None
-        if self._lead is not None:
-            order = self._lead.order(settle=settle)
-        met = exchange_order(self._host_group, self._hands, order)
-        if met is not None:
-            self._risk.changed(now=self._changes.engine.global_steps)
-            if self._lead is not None:
-                self._lead.carried_out(*met)
+        if self._rank0 is not None:
+            order = self._rank0.next_order(stop_trial=stop_trial)
+        applied = exchange_order(self._host_group, self._knobs, order)
+        if applied is not None:
+            self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
+            if self._rank0 is not None:
+                self._rank0.on_outcome(*applied)
         self._last_end = perf_counter()
 
-    def _window_failed(self) -> None:
-        """Take it that the last window ended by an error, on all ranks, and not in its opening."""
-        self._is_within = False
-        if self._lead is not None and self._windows.opened is not None:
-            self._lead.window_failed()
+    def _on_window_failed(self) -> None:
+        """Handle a window that ended by an error, on all ranks, after it was opened."""
+        self._is_in_window = False
+        if self._rank0 is not None and self._window_runner.opened is not None:
+            self._rank0.on_window_failed()
 
-    def _new_lead(self) -> RankZeroTuner:
-        tuner = self._settings.tuner
-        memory = open_history(self._changes.engine, self._settings, self._facts.world_size)
+    def _new_rank0(self) -> RankZeroTuner:
+        settings = self._settings.tuner
+        history = open_history(self._engine_holder.engine, self._settings, self._facts.world_size)
         controller = Controller(
-            self._hands,
-            self._watch.snapshot,
-            lambda: self._facts,
+            self._knobs,
+            self._watch,
+            self._facts,
             TunerOptions(
-                acts=tuner.mode == "auto",
+                acts=settings.mode == "auto",
                 numerics=self.numerics,
-                allows_rebuild=tuner.rebuild,
-                min_gain=tuner.min_gain,
-                exploration_ratio=tuner.exploration_ratio,
-                observe_seconds=tuner.observe_seconds,
-                soak_steps=tuner.soak_steps,
-                total_steps=tuner.total_steps,
-                thresholds=thresholds_of(self._settings),
+                allows_rebuild=settings.rebuild,
+                min_gain=settings.min_gain,
+                exploration_ratio=settings.exploration_ratio,
+                observe_seconds=settings.observe_seconds,
+                cooldown_steps=settings.soak_steps,
+                total_steps=settings.total_steps,
+                thresholds=Thresholds.of_settings(self._settings),
             ),
-            self._watch.advisor.transfer_reporter(tuner.mode),
-            SearchHistory(memory.load(), memory.died_of(), memory),
+            self._watch.advisor.transfer_reporter(settings.mode),
+            SearchHistory(history.load(), history.load_crashed_trials(), history),
         )
         logger.info(
-            "the tuner is on: mode %s, numerics %s; it first looks after %g seconds of training",
-            tuner.mode,
-            tuner.numerics,
-            tuner.observe_seconds,
+            "tuner enabled: mode %s, numerics %s; first diagnosis after %g seconds of training",
+            settings.mode,
+            settings.numerics,
+            settings.observe_seconds,
         )
-        return RankZeroTuner(controller, self._watch.fail_open, self._stop_file)
+        stop_file = StopFile(settings.stop_file, self._watch)
+        return RankZeroTuner(controller, self._watch.fail_open, stop_file)
 
-    def _stop_file(self) -> Path | None:
-        folder = self._watch.run_folder
-        default = None if folder is None else folder / "tuner.stop"
-        return self._settings.tuner.stop_file or default
-
-    def _largest_share(self) -> int:
-        opened = self._windows.opened
-        return 0 if opened is None else max(opened.share.samples)
-
-    def _take_record(self, record: StepRecord) -> None:
-        """Learn this rank's risk, on the watch thread."""
+    def _on_record(self, record: StepRecord) -> None:
+        """Update this rank's OOM risk, on the watch thread."""
         risk = max(record.oom_risk_ratio.values(), default=0.0)
-        self._host_risk = record.oom_risk_ratio.get(CPU, 0.0)
-        self._risk.take(step=record.step, risk=risk, seconds=perf_counter())
+        self._knobs.host_oom_risk = record.oom_risk_ratio.get(CPU, 0.0)
+        self._oom_risk.update(step=record.step, risk=risk, seconds=perf_counter())
 
 
-def new_tuning(
-    changes: EngineHolder,
-    windows: WindowRunner,
+class ReportedOomRisk:
+    """The latest OOM risk of this rank, as far as it still holds; updated by the watch thread."""
+
+    def __init__(self) -> None:
+        self._step, self._risk, self._updated_at = 0, 0.0, 0.0
+        self._invalid_until = -1
+
+    def update(self, *, step: int, risk: float, seconds: float = 0.0) -> None:
+        """Set the risk of a step; ignored for steps before the last invalidation.
+
+        Args:
+            step: Number of the step.
+            risk: From 0 to 1.
+            seconds: Present time of a monotonic clock.
+        """
+        if step > self._invalid_until:
+            self._step, self._risk, self._updated_at = step, risk, seconds
+
+    def invalidate(self, *, now: int) -> None:
+        """Forget the risk, because memory is used differently after step `now`."""
+        self._invalid_until, self._risk = now, 0.0
+
+    def current(self, *, now: int, seconds: float) -> float:
+        """Return the risk after step `now`; 0 where it is no longer updated.
+
+        Args:
+            now: Number of the last step.
+            seconds: Present time of a monotonic clock.
+        """
+        is_stale = now - self._step > 1 and seconds - self._updated_at > STALE_SECONDS
+        return 0.0 if is_stale else self._risk
+
+
+def create_tuner_session(
+    engine_holder: EngineHolder,
+    window_runner: WindowRunner,
     host_group: HostGroup,
-    sharing: TrainingData,
-) -> NullTunerSession:
-    """Return the tuning of a run, as its settings have it: on all ranks alike or on none."""
-    watch = changes.engine.watch
-    own: TunerSession | None = None
+    data: TrainingData,
+) -> TunerSession:
+    """Return the session of a run as its settings ask for: active on all ranks or on none."""
+    watch = engine_holder.engine.watch
+    session: ActiveTunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
-        make = watch.fail_open.wrap("tuner", TunerSession)
-        own = make(changes, windows, host_group, sharing, watch.settings)
-    told = host_group.all_gather([-1 if own is None else own.numerics])
-    if own is None:
+        create = watch.fail_open.wrap("tuner", ActiveTunerSession)
+        session = create(engine_holder, window_runner, host_group, data, watch.settings)
+    numerics = host_group.all_gather([-1 if session is None else session.numerics])
+    if session is None:
         return NullTunerSession()
-    if (told != own.numerics).any():
-        logger.warning("not tuned: ranks differ in whether they are watched, or in tuner.numerics")
-        own.close()
+    if (numerics != session.numerics).any():
+        logger.warning("tuner disabled: ranks differ in tuner.numerics, or some are not monitored")
+        session.close()
         return NullTunerSession()
-    return own
+    return session
 
 
 def tuner_settings(
     settings: Mapping[str, Any] | None, mode: str | None, numerics: str | None
 ) -> dict[str, Any]:
-    """Return a caller's settings with what it asked of the tuner by name."""
+    """Return a caller's settings, updated by its tuner arguments."""
     given = dict(settings or {})
-    named = {"mode": mode, "numerics": numerics}
-    asked = {name: value for name, value in named.items() if value is not None}
-    return {**given, "tuner": {**given.get("tuner", {}), **asked}} if asked else given
+    arguments = {"mode": mode, "numerics": numerics}
+    tuner = {name: value for name, value in arguments.items() if value is not None}
+    return {**given, "tuner": {**given.get("tuner", {}), **tuner}} if tuner else given

@@ -16,7 +16,7 @@ import training
 import zerowatch
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.trainer.open_window import no_notice
-from zerowatch.runtime.tuner.null_session import NullTunerSession
+from zerowatch.runtime.tuner.session import NullTunerSession, TunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
@@ -87,22 +87,22 @@ class Job:
         """Return the longest time of any rank."""
         return self.run._host_group.all_max(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float, tuning: NullTunerSession, notices: Callable[[], Any]) -> Told:
+    def metered(self, seconds: float, session: TunerSession, notices: Callable[[], Any]) -> Told:
         """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
-        meter, kind = Meter(), cast(Any, type(tuning))
+        meter, kind = Meter(), cast(Any, type(session))
         runner = self.run._window_runner
-        own = self.run._tuning, runner.notice_source
-        self.run._tuning, runner.notice_source = tuning, meter.around(notices)
-        tuning.before_window = meter.around(tuning.before_window)
-        tuning.window_ended = meter.around(tuning.window_ended)
+        own = self.run._tuner, runner.notice_source
+        self.run._tuner, runner.notice_source = session, meter.around(notices)
+        session.on_window_start = meter.around(session.on_window_start)
+        session.on_window = meter.around(session.on_window)
         is_on_trial = kind.is_on_trial
         kind.is_on_trial = property(meter.around(is_on_trial.fget))
         num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
         meter.wall = meter.cpu = meter.dearest = 0.0
         took.around(self.steps)(num)
-        del tuning.before_window, tuning.window_ended
+        del session.on_window_start, session.on_window
         kind.is_on_trial = is_on_trial
-        self.run._tuning, runner.notice_source = own
+        self.run._tuner, runner.notice_source = own
         return {
             "steps": num,
             "seconds": took.wall,
@@ -113,18 +113,18 @@ class Job:
 
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
         """Return a step's mean seconds with the tuner and without it, pair by pair."""
-        tuning, runner = self.run._tuning, self.run._window_runner
-        arms = {"on": (tuning, runner.notice_source), "off": (NullTunerSession(), no_notice)}
+        session, runner = self.run._tuner, self.run._window_runner
+        arms = {"on": (session, runner.notice_source), "off": (NullTunerSession(), no_notice)}
         found = []
         for number in range(pairs):
             taken = {}
             for arm in ("on", "off") if number.bit_count() % 2 else ("off", "on"):
-                self.run._tuning, runner.notice_source = arms[arm]
-                tuning.interrupted()
+                self.run._tuner, runner.notice_source = arms[arm]
+                session.exclude_step_time()
                 self.steps(1)
                 taken[arm] = self.steps(block_steps)
             found.append((taken["on"], taken["off"]))
-        self.run._tuning, runner.notice_source = arms["on"]
+        self.run._tuner, runner.notice_source = arms["on"]
         return found
 
     def end(self) -> None:
@@ -149,12 +149,12 @@ def gathers(rounds: int) -> list[list[float]]:
 
 def empty_calls(times: int = 100_000) -> float:
     """Return the seconds that a window spends on a tuner that is off."""
-    untuned = NullTunerSession()
+    session = NullTunerSession()
     began = time.thread_time()
     for _ in range(times):
-        untuned.before_window()
+        session.on_window_start()
         no_notice()
-        untuned.window_ended(None)  # type: ignore[arg-type]
+        session.on_window(None)  # type: ignore[arg-type]
     return (time.thread_time() - began) / times
 
 
@@ -167,7 +167,7 @@ def main() -> None:
         job = Job(seconds, asked["observe_seconds"])
         notices = job.run._window_runner.notice_source
         found["steps"][str(seconds)] = {
-            "metered": job.metered(asked["seconds"], job.run._tuning, notices),
+            "metered": job.metered(asked["seconds"], job.run._tuner, notices),
             # What a meter costs where caches are cold; and a tuner that is off.
             "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), no_notice),
             "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),

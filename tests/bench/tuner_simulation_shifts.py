@@ -13,7 +13,7 @@ from table import Row
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from fakes.noisy_steps import USUAL, Noise, noisy_steps
 
-from zerowatch.runtime.tuner.policy.drift import Cusum
+from zerowatch.runtime.tuner.policy.step_time_observer import Cusum
 
 SEED = 72_000_000
 SHIFT_AT, SHIFT_STEPS, WATCHED_STEPS = 300, 150, 10_000

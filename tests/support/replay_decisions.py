@@ -11,13 +11,12 @@ import orjson
 from zerowatch.runtime.tuner.policy.decision import Change, Decision, changes_of
 from zerowatch.runtime.tuner.policy.decision_log import SCHEMA_VERSION
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, diagnose
-from zerowatch.runtime.tuner.policy.messages import changes_words, speed_words
+from zerowatch.runtime.tuner.policy.messages import format_changes, format_gain
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.numerics import JobFacts, ModelTraits
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
 from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
 from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan
-from zerowatch.runtime.tuner.policy.types import Numerics, Symptom
+from zerowatch.runtime.tuner.policy.types import JobFacts, ModelTraits, Numerics, Symptom
 
 # What a damaged line, or one of another version, raises as it is parsed.
 PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)
@@ -29,13 +28,13 @@ class RecordedDecision:
 
     Attributes:
         decision: The decision.
-        situation: The input that the change was proposed from.
+        inputs: What the change was proposed from.
         plan: The trial's plan; None where there was no trial.
         times: Seconds per sample of each window of the trial in order; None for unusable ones.
     """
 
     decision: Decision
-    situation: TunerInput
+    inputs: TunerInput
     plan: TrialPlan | None
     times: Sequence[float | None]
 
@@ -63,7 +62,7 @@ def parse_line(line: bytes) -> RecordedDecision:
     plan = data["plan"]
     return RecordedDecision(
         decision=_parse_decision(data),
-        situation=_parse_situation(data["situation"]),
+        inputs=_parse_inputs(data["situation"]),
         plan=None if plan is None else TrialPlan(**{**plan, "lead": tuple(plan["lead"])}),
         times=data["times"],
     )
@@ -92,7 +91,7 @@ def _parse_decision(data: Mapping[str, Any]) -> Decision:
     return Decision(**values)
 
 
-def _parse_situation(data: Mapping[str, Any]) -> TunerInput:
+def _parse_inputs(data: Mapping[str, Any]) -> TunerInput:
     facts = {**data["facts"], "traits": ModelTraits(**data["facts"]["traits"])}
     values = {
         **data,
@@ -107,7 +106,7 @@ def _parse_situation(data: Mapping[str, Any]) -> TunerInput:
 
 
 def _diagnosis(record: RecordedDecision) -> str | None:
-    then = [symptom.name for symptom in record.situation.symptoms]
+    then = [symptom.name for symptom in record.inputs.symptoms]
     now = [symptom.name for symptom in _symptoms(record)]
     if then == now:
         return None
@@ -116,11 +115,11 @@ def _diagnosis(record: RecordedDecision) -> str | None:
 
 def _proposal(record: RecordedDecision) -> str | None:
     """Return today's first proposal; None where the recorded one is among today's proposals."""
-    situation = replace(record.situation, symptoms=_symptoms(record))
-    proposed = [changes_of(situation.configuration, one.changes) for one in propose(situation)]
+    inputs = replace(record.inputs, symptoms=_symptoms(record))
+    proposed = [changes_of(inputs.configuration, one.changes) for one in propose(inputs)]
     if tuple(record.decision.changes) in proposed:
         return None
-    return changes_words(proposed[0]) if proposed else "nothing"
+    return format_changes(proposed[0]) if proposed else "nothing"
 
 
 def _verdict(record: RecordedDecision) -> str | None:
@@ -132,8 +131,8 @@ def _verdict(record: RecordedDecision) -> str | None:
         return "undecided"
     if found.verdict == decision.verdict:
         return None
-    return f"{found.verdict}: {found.reason} ({speed_words(found.gain)})"
+    return f"{found.verdict}: {found.reason} ({format_gain(found.gain)})"
 
 
 def _symptoms(record: RecordedDecision) -> Sequence[Symptom]:
-    return diagnose(record.situation.reading, record.situation.thresholds)
+    return diagnose(record.inputs.reading, record.inputs.thresholds)

@@ -1,1 +1,1 @@
-"""The knobs of a run that the tuner sets, all with an undo."""
+"""Setters of the tuner's knobs; every change has an undo."""

@@ -1,131 +1,461 @@
-"""The knobs of an engine whose loop is the script's own: to be read, and advised on."""
+"""Knobs of the engine in use: DeepSpeed's live settings, attachments, compression, Python's GC."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import gc
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ....errors import ZerowatchError
+from ...engine.compression.gradient_compressor import (
+    PLAIN,
+    GradientCompressor,
+    unsupported_reason,
+)
 from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing
-from ..policy.types import Configuration, Undo, Value
-from .candidate_sizes import micro_batch_sizes
-from .deepspeed_knobs import deepspeed_knobs
-from .gc_knob import GcKnob
-from .knob import ReadableKnob
-from .layout_knob import LAYOUT, ZeroLayoutKnob, ZeroLayouts
-from .readable_knobs import all_applied, read_options, read_values
+from ...engine.live_settings.choose_modules import ModuleSelector
+from ...engine.live_settings.knob import Knob
+from ...engine.live_settings.knobs import KNOBS
+from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
+from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
+from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving
+from ...trainer.oom_recovery.escalation import EngineChange
+from ..policy.registry import (
+    ACTIVATION_CHECKPOINTING,
+    ASYNCHRONOUS_REDUCTION,
+    GRADIENT_COMPRESSION,
+    OPTIMIZER_STATE_OFFLOAD,
+    PYTHON_GC,
+    SPECS,
+    KnobSpec,
+)
+from ..policy.types import Undo, Value
+from .knob import EngineSource, ReadableKnob, SwitchKnob, WritableKnob
 
-NOT_OURS = "the training loop is the script's own; only a TrainingRun turns knobs"
+logger = logging.getLogger(__name__)
+
+ZERO = "zero_optimization"
+_STAGE_3 = "stage3_"  # DeepSpeed accepts its keys with and without this prefix
+# Below a 64th of the model there are so many calls that latency dominates on any link.
+SMALLEST_PART = 64
 
 
-class EngineKnobs:
-    """Reads what a live engine is set to, and says what it could be set to.
+class DeepSpeedKnob(WritableKnob):
+    """A live setting of DeepSpeed; the engine may be another one after a rebuild.
 
     Args:
-        engine: DeepSpeed's; held weakly.
-        world_size: Ranks that share the training state out.
+        setting: Reads and sets it on an engine.
+        source: Has the engine.
     """
 
-    def __init__(self, engine: Any, world_size: int) -> None:
-        reference = weakref.ref(engine)
+    def __init__(self, setting: Knob, source: EngineSource) -> None:
+        self.spec = SPECS[setting.name]
+        self._setting, self._source = setting, source
+        # A change back undoes the last change instead of adding another patch, so that the
+        # alternations of a trial do not accumulate.
+        self._changes: list[tuple[Value, Undo]] = []
+        self._was_set_before = False
 
-        def found() -> Any:
-            alive = reference()
-            if alive is None:
-                raise ZerowatchError("the engine is gone")
-            return alive
-
-        layouts = ZeroLayouts(found, lambda: _config_of(found()), dict, world_size)
-        self._dials: list[ReadableKnob] = [
-            _MicroBatchKnob(found),
-            *deepspeed_knobs(found),
-            _CheckpointingKnob(found),
-            GcKnob(),
-            *(ZeroLayoutKnob(name, layouts) for name in LAYOUT),
-        ]
-        self._told: set[str] = set()
-
-    def values(self) -> Configuration:
-        """Return how this rank works now: every knob that an engine by itself has."""
-        return read_values(self._dials)
-
-    def options(self) -> Mapping[str, Sequence[Value]]:
-        """Return what each knob could be set to; one that is fixed is absent."""
-        return read_options(self._dials, self._told)
-
-    def unsupported_reason(self, _: Configuration) -> str:
-        """Refuse."""
-        return NOT_OURS
-
-    def apply(self, _: Configuration) -> Undo:
-        """Refuse.
-
-        Raises:
-            ZerowatchError: Always.
-        """
-        raise ZerowatchError(NOT_OURS)
-
-    def verify(self, target: Configuration) -> bool:
-        """Whether this rank works with that."""
-        return all_applied(self._dials, target)
-
-
-class _MicroBatchKnob:
-    """What the script's loader hands out at once, in a window of DeepSpeed's own."""
-
-    name = "micro_batch_samples"
-
-    def __init__(self, engine: Callable[[], Any]) -> None:
-        self._engine = engine
+    @property
+    def is_set(self) -> bool:
+        """Whether its value was set here, on this engine or on a previous one."""
+        return self._was_set_before or bool(self._changes)
 
     def unsupported_reason(self) -> str | None:
-        return None
+        """Return why the engine does not have the setting."""
+        return self._setting.unsupported_reason(self._source.engine)
 
-    def get(self) -> int:
-        return int(self._engine().train_micro_batch_size_per_gpu())
+    def get(self) -> Value:
+        """Return the engine's value."""
+        return self._setting.get(self._source.engine)
 
     def options(self) -> Sequence[Value]:
-        """Return the sizes that cut a window evenly, which DeepSpeed asks for."""
-        now = self.get()
-        window = now * int(self._engine().gradient_accumulation_steps())
-        return [size for size in micro_batch_sizes(window, now) if window % size == 0]
+        """Return both positions of a switch, or the sizes that differ in effect."""
+        if self._setting.minimum is None:
+            return (False, True)
+        elements = total_elements(self._source.engine.module.parameters())
+        with_zero = self._setting.minimum == 0
+        return powers_of_two(elements, int(self.get() or 0), with_zero=with_zero)
+
+    def set(self, value: Value) -> Undo:
+        """Set it; the undo does nothing if the setting is gone by then."""
+        before = self.get()
+        self._set(value)
+
+        def undo() -> None:
+            if self.unsupported_reason() is None:
+                self._set(before)
+
+        return undo
 
     def is_applied(self, value: Value) -> bool:
-        return value == self.get()
+        """Whether the engine and its buffers match the value."""
+        return isinstance(value, int) and self._setting.is_applied(self._source.engine, value)
 
-    def memory_bytes(self, _: Value) -> int | None:
-        return None
+    def memory_bytes(self, value: Value) -> int | None:
+        """Return the bytes that buffers of this value need more."""
+        if not isinstance(value, int):
+            return None
+        return self._setting.memory_bytes(self._source.engine, value)
+
+    def on_engine_replaced(self) -> None:
+        """Apply the ds config's value to a new engine, if it was set here.
+
+        DeepSpeed does so by itself, except for settings without a key at stage 0.
+        """
+        self._was_set_before = self.is_set
+        self._changes.clear()
+        value = value_in_config(self.spec, self._source.config)
+        if not self.is_set or value is None or self.unsupported_reason() is not None:
+            return
+        try:
+            self._set(value)
+        except (RuntimeError, MemoryError, ZerowatchError) as error:
+            logger.warning("%s is not %r on the new engine: %s", self.name, value, error)
+
+    def _set(self, value: Value) -> None:
+        if self._changes and self._changes[-1][0] == value:
+            self._changes.pop()[1]()
+        before = self.get()
+        if before == value:
+            return
+        if not isinstance(value, int):
+            raise ZerowatchError(f"{self.name} cannot be set to {value!r}")
+        self._changes.append((before, self._setting.apply(self._source.engine, value)))
 
 
-class _CheckpointingKnob:
-    """Whether a model that has a switch of its own checkpoints activations."""
+def deepspeed_knobs(source: EngineSource) -> list[DeepSpeedKnob]:
+    """Return the knobs of all live settings that the registry has."""
+    return [DeepSpeedKnob(setting, source) for setting in KNOBS if setting.name in SPECS]
 
-    name = "activation_checkpointing"
 
-    def __init__(self, engine: Callable[[], Any]) -> None:
-        self._engine = engine
+def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int, ...]:
+    """Return powers of two from a part of the total up to all of it, and the value in use.
+
+    Args:
+        total: Elements at most used at once; larger values have the same effect.
+        now: The value in use.
+        with_zero: Whether 0 is useful, too.
+    """
+    top = 1 << max(0, total - 1).bit_length()
+    parts = [1 << power for power in range(SMALLEST_PART.bit_length())]
+    sizes = {now, *(top // part for part in parts if top // part >= 1)}
+    return tuple(sorted(sizes | {0} if with_zero else sizes))
+
+
+def with_value(config: Mapping[str, Any], spec: KnobSpec, value: Value) -> dict[str, Any]:
+    """Return a copy of a ds config with a knob's value; None removes its key."""
+    copy = dict(config)
+    block = copy
+    *path, key = _key_path(spec, config)
+    for each in path:
+        below = block.get(each)
+        block[each] = dict(below) if isinstance(below, Mapping) else {}
+        block = block[each]
+    if value is None:
+        block.pop(key, None)
+    else:
+        block[key] = value
+    return copy
+
+
+def value_in_config(spec: KnobSpec, config: Mapping[str, Any]) -> Value:
+    """Return a knob's value in a ds config; None if it has none."""
+    found: Any = config
+    for key in _key_path(spec, config):
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found if isinstance(found, bool | int) else None
+
+
+def _key_path(spec: KnobSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
+    path = spec.ds_key or (spec.name,)
+    block, key = config.get(path[0]), path[-1]
+    short = key.removeprefix(_STAGE_3)
+    if isinstance(block, Mapping) and short in block and key not in block:
+        return (*path[:-1], short)
+    return path
+
+
+class AttachmentKnob(SwitchKnob):
+    """A switch for one attachment of an engine; a rebuild attaches it again.
+
+    Args:
+        spec: The knob's data.
+        engine_holder: Holder of the engine.
+        change: The key of the attachment in the engine holder.
+        attachment: What is attached.
+    """
+
+    def __init__(
+        self,
+        spec: KnobSpec,
+        engine_holder: EngineHolder,
+        change: EngineChange,
+        attachment: MemorySaving,
+    ) -> None:
+        self.spec = spec
+        self._engine_holder, self._change, self._attachment = engine_holder, change, attachment
 
     def unsupported_reason(self) -> str | None:
-        return ActivationCheckpointing().unsupported_reason(self._engine())
+        """Return why it cannot be attached; None where it is on."""
+        if self.get():
+            return None
+        return self._attachment.unsupported_reason(self._engine_holder.engine)
 
     def get(self) -> bool:
-        return False  # where it is on it is not available
+        """Return whether it is on."""
+        return self._engine_holder.attached(self._change) is not None
+
+    def _switch(self, *, on: bool) -> Undo:
+        before = self._engine_holder.attached(self._change)
+        if on != (before is not None):
+            self._engine_holder.attach(self._change, self._attachment if on else None)
+        return lambda: self._restore(before)
+
+    def _restore(self, before: Attachment | None) -> None:
+        if self._engine_holder.attached(self._change) is not before:
+            self._engine_holder.attach(self._change, before)
+
+
+def attachment_knobs(
+    engine_holder: EngineHolder, checkpointed: ModuleSelector
+) -> list[AttachmentKnob]:
+    """Return the knobs of activation checkpointing, of these modules, and of optimizer states."""
+    return [
+        AttachmentKnob(
+            ACTIVATION_CHECKPOINTING,
+            engine_holder,
+            EngineChange.ACTIVATION_CHECKPOINTING,
+            ActivationCheckpointing(checkpointed),
+        ),
+        AttachmentKnob(
+            OPTIMIZER_STATE_OFFLOAD,
+            engine_holder,
+            EngineChange.OPTIMIZER_STATE_OFFLOAD,
+            OptimizerStateOffload(),
+        ),
+    ]
+
+
+class EngineCheckpointingKnob(SwitchKnob):
+    """Activation checkpointing of a script's own model; can only be advised, not set."""
+
+    spec = ACTIVATION_CHECKPOINTING
+
+    def __init__(self, source: EngineSource) -> None:
+        self._source = source
+
+    def unsupported_reason(self) -> str | None:
+        """Return why it cannot be switched on, such as that it is on."""
+        return ActivationCheckpointing().unsupported_reason(self._source.engine)
+
+    def get(self) -> bool:
+        """Return False: where it is on, the knob is not available."""
+        return False
+
+    def _switch(self, *, on: bool) -> Undo:
+        raise ZerowatchError(f"{self.name} cannot be set: the training loop is the script's own")
+
+
+def restore_attachments(engine_holder: EngineHolder) -> Undo:
+    """Return the undo that attaches what is attached now.
+
+    An engine in between may not support an attachment, and drops it.
+    """
+    compressor = engine_holder.compressor
+    changes = (EngineChange.ACTIVATION_CHECKPOINTING, EngineChange.OPTIMIZER_STATE_OFFLOAD)
+    attachments = {change: engine_holder.attached(change) for change in changes}
+
+    def undo() -> None:
+        for change, attachment in attachments.items():
+            if engine_holder.attached(change) is not attachment:
+                engine_holder.attach(change, attachment)
+        if engine_holder.compressor is not compressor:
+            engine_holder.set_compressor(compressor)
+
+    return undo
+
+
+COMPRESSIONS = ("bf16", "int8", "fp8")
+_WITH_ERROR_FEEDBACK = frozenset({"int8", "fp8"})
+_RESIDUAL_BYTES = 8  # per parameter, on every rank; see engine/compression/error_feedback.py
+_SINGLE_RANK = "a single rank sends nothing"
+
+
+class CompressorConfig(NamedTuple):
+    """The values of the two knobs that one compressor implements."""
+
+    kind: Value
+    asynchronous: Value
+
+
+NO_COMPRESSOR = CompressorConfig(None, False)
+
+
+def compressor_config(compressor: GradientCompressor | None) -> CompressorConfig:
+    """Return the configuration of a compressor."""
+    if compressor is None:
+        return NO_COMPRESSOR
+    kind = None if compressor.kind == PLAIN else compressor.kind
+    return CompressorConfig(kind, compressor.asynchronous)
+
+
+def detach_compressor(engine_holder: EngineHolder) -> Undo:
+    """Detach the compressor, so that settings that it depends on can change."""
+    compressor = engine_holder.compressor
+    engine_holder.set_compressor(None)
+    return lambda: engine_holder.set_compressor(compressor)
+
+
+def set_compressor(
+    engine_holder: EngineHolder, config: CompressorConfig, previous: GradientCompressor | None
+) -> Undo:
+    """Compress gradients as configured: by the previous compressor if it has that configuration.
+
+    Raises:
+        ValueError: This engine's gradients are not accessible; the compressor is unchanged.
+    """
+    before = engine_holder.compressor
+    if config == compressor_config(previous):
+        engine_holder.set_compressor(previous)  # it still has residuals to send
+    else:
+        kind = None if config.kind is None else str(config.kind)
+        engine_holder.compress(kind, asynchronous=bool(config.asynchronous))
+    return lambda: engine_holder.set_compressor(before)
+
+
+class CompressionKnob(ReadableKnob):
+    """Data type of gradients on the wire; set by `set_compressor`."""
+
+    spec = GRADIENT_COMPRESSION
+
+    def __init__(self, engine_holder: EngineHolder, world_size: int) -> None:
+        self._engine_holder, self._world_size = engine_holder, world_size
+
+    def unsupported_reason(self) -> str | None:
+        """Return why gradients cannot be compressed."""
+        if self._engine_holder.compressor is not None:
+            return None
+        if self._world_size == 1:
+            return _SINGLE_RANK
+        return unsupported_reason(self._engine_holder.engine, asynchronous=False)
+
+    def get(self) -> Value:
+        """Return the data type, None without compression."""
+        return compressor_config(self._engine_holder.compressor).kind
 
     def options(self) -> Sequence[Value]:
-        return (False, True)
+        """Return all data types, and the one in use if it is another."""
+        now = self.get()
+        return (None, *COMPRESSIONS, *([now] if now not in (None, *COMPRESSIONS) else []))
 
-    def is_applied(self, value: Value) -> bool:
-        return value is False
+    def memory_bytes(self, value: Value) -> int:
+        """Return the change in bytes of residuals."""
+        elements = total_elements(self._engine_holder.engine.module.parameters())
+        more = (value in _WITH_ERROR_FEEDBACK) - (self.get() in _WITH_ERROR_FEEDBACK)
+        return more * _RESIDUAL_BYTES * elements
 
-    def memory_bytes(self, _: Value) -> int | None:
-        return None
+
+class AsyncReductionKnob(ReadableKnob):
+    """Whether ZeRO 1 and 2 reduce gradients during backward; set by `set_compressor`."""
+
+    spec = ASYNCHRONOUS_REDUCTION
+
+    def __init__(self, engine_holder: EngineHolder, world_size: int) -> None:
+        self._engine_holder, self._world_size = engine_holder, world_size
+
+    def unsupported_reason(self) -> str | None:
+        """Return why gradients cannot be reduced asynchronously."""
+        if self._world_size == 1:
+            return _SINGLE_RANK
+        if zero_1_2_optimizer(self._engine_holder.engine) is None:
+            return "only ZeRO 1 and 2 reduce buckets that can be waited for later"
+        return unsupported_reason(self._engine_holder.engine, asynchronous=False)
+
+    def get(self) -> Value:
+        """Return whether they are."""
+        return compressor_config(self._engine_holder.compressor).asynchronous
+
+    def options(self) -> Sequence[Value]:
+        """Return both, or False only where another setting prevents it, such as overlap_comm."""
+        engine = self._engine_holder.engine
+        is_possible = self.get() or unsupported_reason(engine, asynchronous=True) is None
+        return (False, True) if is_possible else (False,)
 
 
-def _config_of(engine: Any) -> Mapping[str, Any]:
-    """Return the ds config as it was given."""
-    given = engine.config
-    if isinstance(given, Mapping):
-        return given
-    read: Mapping[str, Any] = engine._config._param_dict
-    return read
+AUTOMATIC, BETWEEN_STEPS = "automatic", "between_steps"
+FULL_EVERY_WINDOWS = 100  # collections of all generations; of the youngest after every window
+_YOUNG, _ALL = 1, 2  # generations
+
+
+class GcKnob(WritableKnob):
+    """When Python collects garbage: automatically, or between two windows.
+
+    Between windows: existing objects are frozen, automatic collection is disabled, and each window
+    is followed by a collection.
+    """
+
+    spec = PYTHON_GC
+
+    def __init__(self) -> None:
+        self._is_ours = self._froze = self._was_enabled = self._has_collected = False
+        self._windows = 0
+
+    def unsupported_reason(self) -> str | None:
+        """Return why it cannot be set: the script disabled the collector."""
+        return None if self._is_ours or gc.isenabled() else "the script has disabled it"
+
+    def get(self) -> str:
+        """Return the value in use."""
+        return BETWEEN_STEPS if self._is_ours and not gc.isenabled() else AUTOMATIC
+
+    def options(self) -> Sequence[Value]:
+        """Return both."""
+        return (AUTOMATIC, BETWEEN_STEPS)
+
+    def set(self, value: Value) -> Undo:
+        """Set it.
+
+        Raises:
+            ZerowatchError: There is no such value.
+        """
+        if value not in self.options():
+            raise ZerowatchError(f"{self.name} cannot be set to {value!r}")
+        before = self.get()
+        self._set(value == BETWEEN_STEPS)
+        return lambda: self._set(before == BETWEEN_STEPS)
+
+    def memory_bytes(self, value: Value) -> int:
+        """Return 0: the garbage of a window is small."""
+        return 0
+
+    def on_window(self) -> None:
+        """Collect the garbage of a window, if set to."""
+        if not self._is_ours:
+            return
+        self._windows += 1
+        gc.collect(_YOUNG if self._windows % FULL_EVERY_WINDOWS else _ALL)
+
+    def close(self) -> None:
+        """Restore automatic collection. Safe to call twice."""
+        self._set(False)
+
+    def _set(self, is_ours: bool) -> None:
+        if is_ours == self._is_ours:
+            return
+        self._is_ours = is_ours
+        if is_ours:
+            gc.collect(_YOUNG if self._has_collected else _ALL)  # a trial comes here repeatedly
+            self._has_collected = True
+            self._was_enabled, self._froze = gc.isenabled(), gc.get_freeze_count() == 0
+            gc.disable()
+            if self._froze:
+                gc.freeze()
+            return
+        if self._froze:  # otherwise objects that the script froze would be unfrozen
+            gc.unfreeze()
+        if self._was_enabled:
+            gc.enable()

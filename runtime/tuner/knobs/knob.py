@@ -1,44 +1,150 @@
-"""What the hands on one knob can do; every rank moves them alike, between two windows."""
+"""Base classes of the setters of one knob on one rank, and the set of all knobs of a job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from ..policy.types import Undo, Value
+from ....errors import ZerowatchError
+from ..policy.registry import KnobSpec
+from ..policy.types import Configuration, Undo, Value
+
+logger = logging.getLogger(__name__)
 
 
-class ReadableKnob(Protocol):
-    """One knob on this rank, to be read.
+class EngineSource(Protocol):
+    """Has the engine in use; after a rebuild it is another one."""
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The engine's ds config."""
+
+
+class ReadableKnob(ABC):
+    """One knob on this rank, read-only.
 
     Attributes:
-        name: As in `tuner/registry.py`.
+        spec: The knob's data.
     """
 
-    name: str
+    spec: KnobSpec
+
+    @property
+    def name(self) -> str:
+        """The knob's name."""
+        return self.spec.name
 
     def unsupported_reason(self) -> str | None:
-        """Say why this job has no such knob as it runs now; None where it has."""
+        """Return why this job does not have the knob at present; None if it has."""
+        return None
 
+    @abstractmethod
     def get(self) -> Value:
-        """Return its value now."""
+        """Return the value in use."""
 
+    @abstractmethod
     def options(self) -> Sequence[Value]:
-        """Return what it could be set to from here, in order, the present value included."""
+        """Return the possible values in order, including the one in use."""
 
     def is_applied(self, value: Value) -> bool:
-        """Whether the job really works with this value."""
+        """Whether the job really uses this value."""
+        return value == self.get()
 
     def memory_bytes(self, value: Value) -> int | None:
-        """Return what this value needs more than the present one, less if negative, if known."""
+        """Return the bytes that a value needs more than the one in use; None if unknown."""
+        return None
 
 
-class WritableKnob(ReadableKnob, Protocol):
-    """One that is turned by itself."""
+class WritableKnob(ReadableKnob):
+    """One knob on this rank that is set independently of others."""
 
-    def turn(self, value: Value) -> Undo:
-        """Set it, and return what puts back what was there.
+    @abstractmethod
+    def set(self, value: Value) -> Undo:
+        """Set the value on this rank, and return the undo.
+
+        Every rank sets it alike, between two windows. One rank may fail, so nothing is agreed here.
 
         Raises:
             ZerowatchError: Nothing was changed.
         """
+
+
+class SwitchKnob(WritableKnob):
+    """A knob that is on or off."""
+
+    def options(self) -> Sequence[Value]:
+        """Return both."""
+        return (False, True)
+
+    def set(self, value: Value) -> Undo:
+        """Switch it, and return the undo.
+
+        Raises:
+            ZerowatchError: It is not a switch position, or cannot be switched.
+        """
+        if not isinstance(value, bool):
+            raise ZerowatchError(f"{self.name} is True or False, got {value!r}")
+        return self._switch(on=value)
+
+    @abstractmethod
+    def _switch(self, *, on: bool) -> Undo: ...
+
+
+class KnobSet:
+    """All knobs of a job on this rank."""
+
+    def __init__(self, knobs: Sequence[ReadableKnob]) -> None:
+        self._by_name = {knob.name: knob for knob in knobs}
+        self._logged: set[str] = set()
+
+    def values(self) -> Configuration:
+        """Return the value of each available knob."""
+        return {knob.name: knob.get() for knob in self._available()}
+
+    def options(self) -> Mapping[str, Sequence[Value]]:
+        """Return the values of each knob that has several; log once why others do not."""
+        found: dict[str, Sequence[Value]] = {}
+        for name, knob in self._by_name.items():
+            reason = knob.unsupported_reason()
+            options = () if reason is not None else tuple(knob.options())
+            if len(options) > 1:
+                found[name] = options
+            elif name not in self._logged:
+                self._logged.add(name)
+                logger.info("%s is not tuned: %s", name, reason or "it has only one value here")
+        return found
+
+    def unsupported_reason(self, target: Configuration) -> str | None:
+        """Return why a target has an unknown knob, or changes only unavailable ones; else None."""
+        unknown = target.keys() - self._by_name.keys()
+        if unknown:
+            return f"there is no knob {', '.join(sorted(unknown))}"
+        reasons = {name: self._by_name[name].unsupported_reason() for name in target}
+        missing = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+        present = [self._by_name[name] for name, reason in reasons.items() if reason is None]
+        if missing and all(knob.is_applied(target[knob.name]) for knob in present):
+            return missing[0]
+        return None
+
+    def all_applied(self, target: Configuration) -> bool:
+        """Whether all available knobs of a target have its values."""
+        return all(name in self._by_name for name in target) and all(
+            knob.is_applied(target[knob.name]) for knob in self._available() if knob.name in target
+        )
+
+    def memory_bytes(self, target: Configuration) -> int:
+        """Return the bytes that a target needs more, as far as known."""
+        return sum(
+            knob.memory_bytes(target[knob.name]) or 0
+            for knob in self._available()
+            if knob.name in target
+        )
+
+    def _available(self) -> Iterator[ReadableKnob]:
+        return (knob for knob in self._by_name.values() if knob.unsupported_reason() is None)

@@ -13,43 +13,43 @@ from ...trainer.oom_recovery.sizing import (
     largest_fitting,
     length_bucket,
 )
+from ..policy.registry import SPECS
 from ..policy.types import Configuration
 
-# Of the limit: a change that is wrong about its need costs more than one that is not made.
+# Of the limit: running out of memory costs more than a change that is not made.
 USED_RATIO = 0.92
-_RECENT = 20
-ON_HOST = ("optimizer_sleep", "offload_optimizer", "offload_param")
+_RECENT_PEAKS = 20
 
 
 def exceeds_free(measured: MemoryMeasurements, *, extra_bytes: int, length: int) -> str | None:
-    """Say so if a change needs more than is free beside the highest of the last peaks.
+    """Return a reason if a change needs more than the highest recent peak leaves free; else None.
 
     Args:
         measured: This rank's peaks, and its limit.
-        extra_bytes: What the change needs; 0 or less is always there.
+        extra_bytes: What the change needs.
         length: Of the longest batch so far.
     """
-    peaks = same_length_bucket(measured.peaks, length)[-_RECENT:]
+    peaks = same_length_bucket(measured.peaks, length)[-_RECENT_PEAKS:]
     if measured.limit_bytes is None or not peaks or extra_bytes <= 0:
         return None
     peak = max(each.peak_bytes for each in peaks)
     free = USED_RATIO * measured.limit_bytes - peak
     if extra_bytes <= free:
         return None
-    return f"it needs {format_bytes(extra_bytes)} more, and {format_bytes(max(0, free))} are free"
+    return f"{format_bytes(extra_bytes)} more needed, {format_bytes(max(0, free))} free"
 
 
 def exceeds_fit(
     measured: MemoryMeasurements, *, samples: int, extra_bytes: int, length: int, bound: int
 ) -> str | None:
-    """Say so if micro-batches of that size would not fit, as peaks of two sizes or more tell.
+    """Return a reason if peaks show that micro-batches of that size do not fit; else None.
 
     Args:
         measured: This rank's peaks, and its limit.
         samples: Of a micro-batch on this rank.
-        extra_bytes: What else of the change needs memory.
+        extra_bytes: What else the change needs.
         length: Of the longest batch so far.
-        bound: What a micro-batch of this length may hold, as errors have shown.
+        bound: Samples of that length that have not run out of memory.
     """
     if samples > bound:
         return f"micro-batches of more than {bound} ran out of memory before"
@@ -59,23 +59,25 @@ def exceeds_fit(
     fitting = largest_fitting(same_length_bucket(measured.peaks, length), usable / SAFETY_RATIO)
     if fitting is None or samples <= fitting:
         return None
-    return f"micro-batches of {samples} are likely to run out of memory, {fitting} would fit"
+    return f"micro-batches of {samples} are likely to run out of memory, {fitting} fit"
 
 
 def exceeds_host(now: Configuration, target: Configuration, host_risk: float) -> str | None:
-    """Say so if a change would move to the host what that has no memory for.
+    """Return a reason if a change moves state to a host that is short of memory; else None.
 
     Args:
-        now: What is in use.
-        target: What would be.
-        host_risk: That the host's memory runs out, as it is.
+        now: The configuration in use.
+        target: The configuration to change to.
+        host_risk: Probability that the host runs out of memory soon.
     """
-    moves = any(target.get(knob) and not now.get(knob) for knob in ON_HOST)
+    moves = any(
+        value and not now.get(name) and SPECS[name].moves_to_host for name, value in target.items()
+    )
     if not moves or host_risk < OOM_RISK_HIGH:
         return None
-    return f"the host is short of memory itself, at a risk of {host_risk:.0%}"
+    return f"the host itself may run out of memory, with probability {host_risk:.0%}"
 
 
 def same_length_bucket(peaks: Sequence[PeakSample], length: int) -> list[PeakSample]:
-    """Return the peaks of batches about as long."""
+    """Return the peaks of batches of similar length."""
     return [peak for peak in peaks if length_bucket(peak.length) == length_bucket(length)]

@@ -1,8 +1,7 @@
-"""The hands of a `TrainingRun`: every knob of it, turned together between two windows."""
+"""The knobs of a TrainingRun, set together between two windows; every change has an undo."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,245 +9,234 @@ from typing import Any
 from ....errors import ZerowatchError
 from ...common.all_or_none import CollectiveAttempt
 from ...common.host_group import HostCollectives
-from ...common.training_config import training_config
 from ...common.undo import UndoStack
-from ...engine.live_settings.choose_modules import ModuleSelector
 from ...trainer.data.data_source import TrainingData
 from ...trainer.engine_holder import EngineHolder
-from ...trainer.oom_recovery.sizing import MemoryMeasurements
+from ...trainer.oom_recovery.replay import OomReplay
+from ...trainer.oom_recovery.sizing import GuardSchedule, MicroBatchLimits
 from ...trainer.window_runner import WindowRunner
+from ..policy.registry import MICRO_BATCH_SAMPLES, SPECS
 from ..policy.types import Configuration, Undo, Value
-from .attachment_knob import checkpointing_knob, optimizer_offload_knob
-from .attachments import restore_attachments
-from .compression_knobs import (
+from .data_knobs import data_knobs, largest_share
+from .engine_knobs import (
+    NO_COMPRESSOR,
     AsyncReductionKnob,
-    CodecConfig,
     CompressionKnob,
-    codec_config,
-    detach_codec,
-    set_codec,
+    CompressorConfig,
+    GcKnob,
+    attachment_knobs,
+    compressor_config,
+    deepspeed_knobs,
+    detach_compressor,
+    restore_attachments,
+    set_compressor,
+    value_in_config,
+    with_value,
 )
-from .deepspeed_knobs import configured, deepspeed_knobs, with_knob
-from .gc_knob import GcKnob
-from .global_batch_knob import GlobalBatchKnob
-from .knob import ReadableKnob, WritableKnob
-from .layout_knob import LAYOUT, ZeroLayoutKnob, ZeroLayouts
-from .load_balance_knob import LoadBalanceKnob
+from .knob import KnobSet, ReadableKnob, WritableKnob
+from .layout_knobs import ZeroLayouts, layout_knobs
 from .memory_check import exceeds_fit, exceeds_free, exceeds_host
-from .micro_batch_knob import MicroBatchKnob
-from .plan_cache import PlanCache
-from .readable_knobs import all_applied, read_options, read_values, unknown_or_missing
 
-logger = logging.getLogger(__name__)
-
-Turn = Callable[[], Undo]
+Change = Callable[[], Undo]
 
 
 class RunKnobs:
-    """Turns the knobs of one run; every rank has its own, and calls it alike.
+    """Reads and sets all knobs of one run on this rank; all ranks call it alike.
 
     Args:
-        changes: Holds the run's engine.
-        windows: Of the run.
+        engine_holder: Of the run.
+        window_runner: Of the run.
         host_group: Of the run.
-        measured: Returns what this rank knows of its memory.
-        largest_share: Returns the samples of the largest share of any rank in the last window, the
-            same on all ranks; 0 before the first.
-        host_risk: Returns the risk that this host's memory runs out.
-        checkpointed: What activation checkpointing is laid on; None for the model's own switch or
-            its repeated block.
-        sharing: Of the run; None leaves its data alone.
+        data: Of the run; None to leave its data alone.
+
+    Attributes:
+        host_oom_risk: Probability that this host runs out of memory soon, 0 to 1; to be updated.
     """
 
     def __init__(
         self,
-        changes: EngineHolder,
-        windows: WindowRunner,
+        engine_holder: EngineHolder,
+        window_runner: WindowRunner,
         host_group: HostCollectives,
-        *,
-        measured: Callable[[], MemoryMeasurements],
-        largest_share: Callable[[], int],
-        host_risk: Callable[[], float] = lambda: 0.0,
-        checkpointed: ModuleSelector = None,
-        sharing: TrainingData | None = None,
+        data: TrainingData | None = None,
     ) -> None:
-        self._changes, self._windows, self._host_group = changes, windows, host_group
-        self._measured, self._largest_share = measured, largest_share
-        self._host_risk = host_risk
-        self._layouts = ZeroLayouts(
-            lambda: changes.engine, lambda: changes.config, training_config, host_group.world_size
-        )
-        self._garbage = GcKnob()
-        self._live = deepspeed_knobs(lambda: changes.engine)
-        data: list[WritableKnob] = (
-            [] if sharing is None else [LoadBalanceKnob(sharing), GlobalBatchKnob(sharing)]
-        )
+        self.host_oom_risk = 0.0
+        self._engine_holder, self._window_runner = engine_holder, window_runner
+        self._host_group = host_group
+        world_size = host_group.world_size
+        self._layouts = ZeroLayouts(engine_holder, world_size, is_training_run=True)
+        self._gc = GcKnob()
+        self._live = deepspeed_knobs(engine_holder)
+        micro_batch, *others = data_knobs(window_runner, data)
         self._others: list[WritableKnob] = [
-            checkpointing_knob(changes, checkpointed),
-            optimizer_offload_knob(changes),
-            MicroBatchKnob(windows, largest_share),
-            self._garbage,
-            *data,
+            *attachment_knobs(engine_holder, window_runner.checkpointed),
+            micro_batch,
+            self._gc,
+            *others,
         ]
-        self._codec: list[ReadableKnob] = [
-            CompressionKnob(changes, host_group.world_size),
-            AsyncReductionKnob(changes, host_group.world_size),
+        self._compression: list[ReadableKnob] = [
+            CompressionKnob(engine_holder, world_size),
+            AsyncReductionKnob(engine_holder, world_size),
         ]
-        layout = [ZeroLayoutKnob(name, self._layouts) for name in LAYOUT]
-        self._dials: list[ReadableKnob] = [*self._live, *self._others, *self._codec, *layout]
-        self._known = PlanCache(lambda: windows.replay.planner)
-        self._told: set[str] = set()
-        self._given = changes.config
-        self._left: frozenset[str] = frozenset()
-        changes.on_engine_replaced.append(self._follow)
+        self._knobs = KnobSet(
+            [*self._live, *self._others, *self._compression, *layout_knobs(self._layouts)]
+        )
+        self._plan_cache = PlanCache(window_runner.replay)
+        self._initial_config = engine_holder.config
+        self._not_verified: frozenset[str] = frozenset()
+        engine_holder.on_engine_replaced.append(self._on_engine_replaced)
 
     def values(self) -> Configuration:
-        """Return how this rank works now: every knob that this job has."""
-        return read_values(self._dials)
+        """Return the current value of every knob that this job has."""
+        return self._knobs.values()
 
     def options(self) -> Mapping[str, Sequence[Value]]:
-        """Return what each knob could be set to here; one that is fixed is absent."""
-        return read_options(self._dials, self._told)
+        """Return the possible values of each knob; fixed knobs are absent."""
+        return self._knobs.options()
 
     def unsupported_reason(self, target: Configuration) -> str | None:
-        """Say why this rank should not work with that, such as its memory; None if it may."""
-        reason = unknown_or_missing(self._dials, target) or exceeds_host(
-            self.values(), target, self._host_risk()
+        """Return why this rank should not use a configuration, e.g. its memory; else None."""
+        reason = self._knobs.unsupported_reason(target) or exceeds_host(
+            self.values(), target, self.host_oom_risk
         )
         if reason is not None:
             return reason
-        layout = None
-        if self._layouts.changed(target) is not None:
+        layout_bytes = None
+        if self._layouts.changed_config(target) is not None:
             reason = self._layouts.unsupported_reason(target)
-            layout = self._layouts.memory_bytes(target)
-        return reason or self._out_of_memory(target, layout or 0)
+            layout_bytes = self._layouts.memory_bytes(target)
+        return reason or self._exceeds_memory(target, layout_bytes or 0)
 
     def apply(self, target: Configuration) -> Undo:
-        """Turn what differs, and return what puts back exactly what was there.
+        """Set what differs, and return what restores exactly the values before.
 
-        Knobs that the engine does not have, or not any more after a rebuild, are left alone. Where
-        the engine has to be another, all ranks succeed or none does.
+        Knobs that the engine does not have, or no longer has after a rebuild, are ignored. A
+        rebuild succeeds on all ranks or on none.
 
         Raises:
             ZerowatchError: Nothing was changed.
         """
         before = self.values()
-        config = self._layouts.changed(target)
-        undos = UndoStack()
-        self._left = frozenset()
+        config = self._layouts.changed_config(target)
+        undo = UndoStack()
+        self._not_verified = frozenset()
         if config is None:
-            undos.do(self._turns(target))
+            undo.do(self._changes(target))
         else:
-            self._left = self._untouched(target, before)
-            rest = {name: target[name] for name in target.keys() - self._left}
-            self._rebuild(config, rest, undos)
-        undos.add(self._known.move(before, self.values()))
-        return undos
+            self._not_verified = self._unchanged_live(target, before)
+            rest = {name: target[name] for name in target.keys() - self._not_verified}
+            self._rebuild(config, rest, undo)
+        undo.add(self._plan_cache.switch(before, self.values()))
+        return undo
 
     def verify(self, target: Configuration) -> bool:
-        """Whether this rank really works with that."""
-        meant = {name: target[name] for name in target.keys() - self._left}
-        return all_applied(self._dials, meant)
+        """Whether this rank uses that configuration, read back from the engine."""
+        checked = {name: target[name] for name in target.keys() - self._not_verified}
+        return self._knobs.all_applied(checked)
 
-    def window_ended(self) -> None:
-        """Do what is to be done between two windows; cheap."""
-        self._garbage.window_ended()
+    def on_window(self) -> None:
+        """Do the work between two windows, such as garbage collection; cheap."""
+        self._gc.on_window()
 
     def close(self) -> None:
-        """Leave Python's garbage to itself again. Safe to call twice."""
-        self._garbage.close()
+        """Restore Python's garbage collection. Safe to call twice."""
+        self._gc.close()
 
-    def _untouched(self, target: Configuration, now: Configuration) -> frozenset[str]:
-        """Return the live knobs that only come along, of which the ds config says what they are.
+    def _unchanged_live(self, target: Configuration, now: Configuration) -> frozenset[str]:
+        """Return live settings that were never set here; a rebuild takes them from the ds config.
 
-        Stage 0 works as if its bucket held 500 million elements. Under another stage it would.
+        At stage 0 the bucket size reads as 500 million elements. At other stages it would be used.
         """
         return frozenset(
-            hand.name
-            for hand in self._live
-            if not hand.is_ours and hand.name in target and target[hand.name] == now.get(hand.name)
+            knob.name
+            for knob in self._live
+            if not knob.is_set and knob.name in target and target[knob.name] == now.get(knob.name)
         )
 
-    def _rebuild(self, config: Mapping[str, Any], target: Configuration, undos: UndoStack) -> None:
-        """Have another engine, and turn the rest on it; on all ranks or on none."""
-        changes = self._changes
+    def _rebuild(self, config: Mapping[str, Any], target: Configuration, undo: UndoStack) -> None:
+        """Rebuild the engine and set the other knobs on it; on all ranks or on none."""
+        engine_holder = self._engine_holder
         with CollectiveAttempt(self._host_group) as ready:
-            changes.reload_optimizer_states()  # where memory may run out on one rank alone
+            engine_holder.reload_optimizer_states()  # memory may run out on one rank alone
         if ready.error is not None:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
-        undos.add(restore_attachments(changes))
-        before = changes.config
-        changes.rebuild_as(config)
-        undos.add(partial(changes.rebuild_as, before))
+        undo.add(restore_attachments(engine_holder))
+        before = engine_holder.config
+        engine_holder.rebuild_as(config)
+        undo.add(partial(engine_holder.rebuild_as, before))
         with CollectiveAttempt(self._host_group) as rest:
-            undos.do(self._turns(target))
+            undo.do(self._changes(target))
         if rest.error is not None:
-            undos()
-            raise ZerowatchError(f"the engine was rebuilt back: {rest.error}")
+            undo()
+            raise ZerowatchError(f"rebuild rolled back: {rest.error}")
 
-    def _turns(self, target: Configuration) -> Iterator[Turn]:
-        """Yield what is to be done on this engine, in order; each when the one before is done."""
-        codec = self._changes.compressor
+    def _changes(self, target: Configuration) -> Iterator[Change]:
+        """Yield the changes of this engine in order, each once the previous one is done."""
+        compressor = self._engine_holder.compressor
         if any(self._differing(self._live, target)):
-            if codec is not None:
-                yield partial(detach_codec, self._changes)
-            for hand, value in self._differing(self._live, target):  # one may bring another back
-                yield partial(hand.turn, value)
-            yield self._write
-        form = self._form(target, codec_config(codec))
-        if form != codec_config(self._changes.compressor):
-            yield partial(set_codec, self._changes, form, codec)
-        for other, value in self._differing(self._others, target):
-            yield partial(other.turn, value)
+            if compressor is not None:
+                yield partial(detach_compressor, self._engine_holder)
+            for live, value in self._differing(self._live, target):  # one may enable another
+                yield partial(live.set, value)
+            yield self._update_config
+        config = self._compressor_config(target, compressor_config(compressor))
+        if config != compressor_config(self._engine_holder.compressor):
+            yield partial(set_compressor, self._engine_holder, config, compressor)
+        for knob, value in self._differing(self._others, target):
+            yield partial(knob.set, value)
 
     def _differing(
-        self, hands: Sequence[WritableKnob], target: Configuration
+        self, knobs: Sequence[WritableKnob], target: Configuration
     ) -> Iterator[tuple[WritableKnob, Value]]:
-        for hand in hands:
-            is_meant = hand.name in target and hand.unsupported_reason() is None
-            if is_meant and target[hand.name] != hand.get():
-                yield hand, target[hand.name]
+        for knob in knobs:
+            is_available = knob.name in target and knob.unsupported_reason() is None
+            if is_available and target[knob.name] != knob.get():
+                yield knob, target[knob.name]
 
-    def _form(self, target: Configuration, before: CodecConfig) -> CodecConfig:
-        """Return how gradients shall travel: as before, if the target does not say."""
+    def _compressor_config(
+        self, target: Configuration, before: CompressorConfig
+    ) -> CompressorConfig:
+        """Return the compressor's configuration of a target; as before where it has none."""
         wanted = [
-            target.get(dial.name, was) if dial.unsupported_reason() is None else plain
-            for dial, was, plain in zip(self._codec, before, CodecConfig(None, False), strict=True)
+            target.get(knob.name, now) if knob.unsupported_reason() is None else without
+            for knob, now, without in zip(self._compression, before, NO_COMPRESSOR, strict=True)
         ]
-        return CodecConfig(*wanted)
+        return CompressorConfig(*wanted)
 
-    def _write(self) -> Undo:
-        """Let the ds config say what live knobs were turned to, so that a rebuild keeps it.
+    def _update_config(self) -> Undo:
+        """Write the live settings to the ds config, so that a rebuild keeps them.
 
-        Of the engine's own its collectives are planned.
+        The engine's own copy is what its collectives are estimated from.
         """
-        changes = self._changes
-        before = changes.config
-        for hand in self._live:
-            if hand.unsupported_reason() is None:
-                value = hand.get() if hand.is_ours else configured(hand.name, self._given)
-                changes.config = with_knob(changes.config, hand.name, value)
-        changes.engine.config = changes.config
+        engine_holder = self._engine_holder
+        before = engine_holder.config
+        for knob in self._live:
+            if knob.unsupported_reason() is None:
+                initial = value_in_config(knob.spec, self._initial_config)
+                value = knob.get() if knob.is_set else initial
+                engine_holder.config = with_value(engine_holder.config, knob.spec, value)
+        engine_holder.engine.config = engine_holder.config
 
         def undo() -> None:
-            changes.config = changes.engine.config = before
+            engine_holder.config = engine_holder.engine.config = before
 
         return undo
 
-    def _follow(self) -> None:
-        self._layouts.forget()
-        for hand in self._live:
-            hand.follow(self._changes.config)
+    def _on_engine_replaced(self) -> None:
+        self._layouts.on_engine_replaced()
+        for knob in self._live:
+            knob.on_engine_replaced()
 
-    def _out_of_memory(self, target: Configuration, extra_bytes: int) -> str | None:
-        planner, measured = self._windows.replay.planner, self._measured()
+    def _exceeds_memory(self, target: Configuration, layout_bytes: int) -> str | None:
+        planner = self._window_runner.replay.planner
+        measured = self._window_runner.peak_history.measured()
         longest = planner.guard_schedule.longest
-        extra_bytes += sum(self._needs(target))
+        extra_bytes = layout_bytes + self._knobs.memory_bytes(target)
         reason = exceeds_free(measured, extra_bytes=extra_bytes, length=longest)
-        share = self._largest_share()
-        now = self._windows.micro_batch_samples
-        asked = target.get(MicroBatchKnob.name, now)
-        samples = asked if isinstance(asked, int) else now
+        share = largest_share(self._window_runner)
+        now = self._window_runner.micro_batch_samples
+        wanted = target.get(MICRO_BATCH_SAMPLES.name, now)
+        samples = wanted if isinstance(wanted, int) else now
         if reason is not None or min(samples, share) <= min(now, share):
             return reason
         return exceeds_fit(
@@ -259,8 +247,45 @@ class RunKnobs:
             bound=planner.limits.bound(longest),
         )
 
-    def _needs(self, target: Configuration) -> Iterator[int]:
-        """Yield what each change needs more on the present engine, as far as that is known."""
-        for dial in self._dials:
-            if dial.name in target and dial.unsupported_reason() is None:
-                yield dial.memory_bytes(target[dial.name]) or 0
+
+class PlanCache:
+    """Micro-batch limits by configuration, the same on all ranks.
+
+    A trial alternates between configurations. If each switch invalidated the limits, collectives
+    would be guarded in every block, and the guard's cost would be measured.
+
+    Args:
+        replay: Has the planner of micro-batches.
+    """
+
+    MAX_CONFIGURATIONS = 64
+
+    def __init__(self, replay: OomReplay) -> None:
+        self._replay = replay
+        self._plans: dict[tuple[object, ...], tuple[MicroBatchLimits, GuardSchedule]] = {}
+
+    def switch(self, before: Configuration, now: Configuration) -> Undo:
+        """Replace the limits of one configuration by those of another."""
+        planner = self._replay.planner
+        plan = planner.limits, planner.guard_schedule
+        left, entered = _plan_key(before), _plan_key(now)
+        if left != entered:
+            self._plans.pop(left, None)  # the last one left is dropped last
+            self._plans[left] = plan
+            if entered in self._plans:
+                planner.limits, planner.guard_schedule = self._plans[entered]
+            else:
+                planner.invalidate()
+            for key in list(self._plans)[: -self.MAX_CONFIGURATIONS]:
+                del self._plans[key]
+
+        def undo() -> None:
+            planner.limits, planner.guard_schedule = plan
+
+        return undo
+
+
+def _plan_key(configuration: Configuration) -> tuple[object, ...]:
+    return tuple(
+        sorted(item for item in configuration.items() if not SPECS[item[0]].memory_neutral)
+    )

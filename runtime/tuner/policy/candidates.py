@@ -1,131 +1,119 @@
-"""Which values of a knob to try next, and what has to change along with it. Pure."""
+"""Which values of a knob to try next, and which other knobs have to change with it. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from .numerics import JobFacts
-from .registry import Trigger
-from .types import Configuration, Value
-
-STEP = 4  # of sizes; half of it moves the time of a step by less than a trial can tell
-_BATCH_STEP = 2
+from .registry import REDUCE_BUCKET_SIZE, SPECS, ZERO_STAGE, KnobSpec, Trigger
+from .types import Configuration, JobFacts, Value
 
 
 def candidate_values(
-    knob: str,
+    spec: KnobSpec,
     trigger: Trigger,
     configuration: Configuration,
     options: Sequence[Value],
     facts: JobFacts,
     samples_per_rank: int,
 ) -> list[Value]:
-    """Return the values of a knob that a symptom wants, the most promising first.
+    """Return the values of a knob to try against a symptom, the most promising first.
 
     Args:
-        knob: Its name.
-        trigger: What the symptom wants of it.
-        configuration: The whole one in use.
-        options: What the knob could be set to here.
-        facts: Of the job.
-        samples_per_rank: Of a window.
+        spec: The knob.
+        trigger: How the symptom asks to change it.
+        configuration: The complete one in use.
+        options: What the knob can be set to in this job.
+        facts: The job's.
+        samples_per_rank: In a window.
     """
-    now = configuration[knob]
+    now = configuration[spec.name]
     if isinstance(trigger, tuple):
         return [value for value in trigger if value != now]
     numbers = sorted(value for value in options if isinstance(value, int))
     if not isinstance(now, int):
         return []
-    most = _saturation(knob, facts)
-    up = [] if trigger == "down" else _larger(knob, now, numbers, most, samples_per_rank)
-    down = [] if trigger == "up" else _smaller(knob, now, numbers, most)
-    if trigger == "down" and knob == "reduce_bucket_size" and now > most:
-        # It is reserved whole, so one that just holds all gradients gives back without a price.
-        down = [*[number for number in reversed(numbers) if number <= most][:1]]
+    limit = spec.saturation_size(facts)
+    up = [] if trigger == "down" else _larger(spec, now, numbers, limit, samples_per_rank)
+    down = [] if trigger == "up" else _smaller(spec, now, numbers, limit)
+    if trigger == "down" and spec.buffer_is_preallocated and now > limit:
+        # The smallest buffer that still holds everything frees memory at no cost in time.
+        down = [*[number for number in reversed(numbers) if number <= limit][:1]]
     return [*up, *down]
 
 
 def with_partners(configuration: Configuration, changes: Configuration) -> dict[str, Value]:
-    """Return changes with those added without which they make no sense.
+    """Return changes with those of other knobs that they need.
 
-    One that makes none at the stage that it leads to is turned off itself.
+    Knobs without effect in the resulting configuration are switched off.
     """
-    whole = dict(changes)
-    if changes.get("offload_param") and configuration.get("zero_stage") in (0, 1, 2):
-        whole["zero_stage"] = 3
-    target = {**configuration, **whole}
-    stage = target.get("zero_stage")
-    off = {
-        "offload_param": stage != 3,
-        "offload_optimizer": stage == 0,
-        "asynchronous_reduction": stage not in (1, 2),
-        "optimizer_sleep": stage == 0 or bool(target.get("offload_optimizer")),
-    }
-    return {**whole, **{knob: False for knob, ends in off.items() if ends and target.get(knob)}}
+    result = dict(changes)
+    for name, value in changes.items():
+        stage = SPECS[name].brings_zero_stage
+        if value and stage is not None and configuration.get(ZERO_STAGE.name) in range(stage):
+            result[ZERO_STAGE.name] = stage
+    target = {**configuration, **result}
+    useless = {name: False for name, value in target.items() if value and _is_useless(name, target)}
+    return {**result, **useless}
 
 
 def in_several_buckets(
     configuration: Configuration, changes: Configuration, options: Sequence[Value], facts: JobFacts
 ) -> dict[str, Value]:
-    """Return changes with a smaller bucket, where they need several to overlap anything.
-
-    What is reduced in one bucket leaves when backward has ended.
+    """Return changes with a smaller bucket where they need several buckets to have an effect.
 
     Args:
-        configuration: The whole one in use.
+        configuration: The complete one in use.
         changes: Of one knob.
-        options: What the bucket could be set to here.
-        facts: Of the job.
+        options: What the bucket size can be set to in this job.
+        facts: The job's.
     """
-    bucket, most = configuration.get("reduce_bucket_size"), facts.num_gradients
-    overlaps = changes.get("asynchronous_reduction") or changes.get("overlap_comm")
-    if not overlaps or not isinstance(bucket, int) or bucket <= most / 2:
+    bucket, limit = configuration.get(REDUCE_BUCKET_SIZE.name), facts.num_gradients
+    needs_several = any(
+        value and SPECS[name].needs_several_buckets for name, value in changes.items()
+    )
+    if not needs_several or not isinstance(bucket, int) or bucket <= limit / 2:
         return dict(changes)
-    smaller = [size for size in options if isinstance(size, int) and size <= most / STEP]
-    return {**changes, "reduce_bucket_size": max(smaller)} if smaller else dict(changes)
+    largest = limit / REDUCE_BUCKET_SIZE.step_factor
+    smaller = [size for size in options if isinstance(size, int) and size <= largest]
+    return {**changes, REDUCE_BUCKET_SIZE.name: max(smaller)} if smaller else dict(changes)
+
+
+def _is_useless(name: str, target: Configuration) -> bool:
+    spec = SPECS[name]
+    if spec.excluded_by is not None and target.get(spec.excluded_by):
+        return True
+    return spec.zero_stages is not None and target.get(ZERO_STAGE.name) not in spec.zero_stages
 
 
 def _larger(
-    knob: str, now: int, numbers: Sequence[int], most: float, samples_per_rank: int
+    spec: KnobSpec, now: int, numbers: Sequence[int], limit: float, samples_per_rank: int
 ) -> list[Value]:
     larger = [number for number in numbers if number > now]
-    if knob == "micro_batch_samples":
+    if spec.stepping == "micro_batches":
         return [*_fewer_micro_batches(now, larger, samples_per_rank)]
-    if knob == "zero_stage":
+    if spec.stepping == "all":
         return [*larger]
-    if not larger or now >= most:
+    if not larger or now >= limit:
         return []
-    step = _BATCH_STEP if knob == "batch_samples" else STEP
-    target = min(step * now, most)
+    target = min(spec.step_factor * now, limit)
     return [next((number for number in larger if number >= target), larger[-1])]
 
 
 def _fewer_micro_batches(now: int, larger: Sequence[int], samples: int) -> list[int]:
-    """Return the largest micro-batch first; of those that make as many pieces, the smallest."""
-    best: dict[int, int] = {}
+    """Return the largest size first; of sizes with equal numbers of micro-batches the smallest."""
+    sizes: dict[int, int] = {}
     for size in larger:
-        best.setdefault(math.ceil(samples / size), size)
-    pieces_now = math.ceil(samples / now)
-    return [size for pieces, size in sorted(best.items()) if pieces < pieces_now]
+        sizes.setdefault(math.ceil(samples / size), size)
+    count_now = math.ceil(samples / now)
+    return [size for count, size in sorted(sizes.items()) if count < count_now]
 
 
-def _smaller(knob: str, now: int, numbers: Sequence[int], most: float) -> list[Value]:
+def _smaller(spec: KnobSpec, now: int, numbers: Sequence[int], limit: float) -> list[Value]:
     smaller = [number for number in reversed(numbers) if number < now]
-    if knob == "zero_stage":
+    if spec.stepping == "all":
         return [*smaller]
-    target = now / 2 if knob == "micro_batch_samples" else min(now, most) / STEP
-    enough = [number for number in smaller if number <= target] or smaller[:1]
-    return [*enough] if knob == "micro_batch_samples" else [*enough[:1]]
-
-
-def _saturation(knob: str, facts: JobFacts) -> float:
-    """Return the size above which a larger one is the same."""
-    parameters = facts.num_parameters
-    return {
-        "reduce_bucket_size": facts.num_gradients,
-        "max_reuse_distance": 2 * parameters,
-        "prefetch_bucket_size": parameters,
-        "max_live_parameters": parameters,
-        "param_persistence_threshold": parameters,
-    }.get(knob, math.inf)
+    if spec.stepping == "micro_batches":
+        return [*([number for number in smaller if number <= now / 2] or smaller[:1])]
+    enough = [number for number in smaller if number <= min(now, limit) / spec.step_factor]
+    return [*(enough or smaller)[:1]]

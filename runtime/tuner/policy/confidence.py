@@ -1,10 +1,10 @@
-"""How far the mean of a few noisy differences can be trusted, however often one looks at it.
+"""Confidence bounds of the mean of a few noisy differences.
 
-Blocks that a disturbance hit are outliers, so that the mean is winsorised; its error is the one
-that Tukey and McLaughlin give for that. Over 20,000 simulated trials without effect, of the noise
-in `tests/bench/tuner_simulation.py`, Student's quantiles then hold to 7 % down to a level of 0.001,
-whereas the plain error of the winsorised values is two fifths too small. From 8 values on: of
-fewer, too few would be left, and there outliers widen the plain error, which is the safe side.
+Disturbed blocks are outliers, so the mean is winsorized, with the standard error of Tukey and
+McLaughlin. In 20,000 simulated trials without effect (noise of `tests/bench/tuner_simulation.py`)
+Student's quantiles hold to 7 % down to a level of 0.001; the plain error of the winsorized values
+is two fifths too small. Fewer than 8 values are not winsorized: too few would be left, and outliers
+then widen the plain error, which is conservative.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from functools import lru_cache
 from math import atan, cos, inf, pi, sin, sqrt
 from statistics import fmean, stdev
 
-WINSORISED_FROM, ONE_OF = 8, 8
-# Keeps differences that are equal by chance, or by a coarse clock, from looking certain.
-LEAST_ERROR = 1e-4
+WINSORIZED_FROM, WINSORIZED_SHARE = 8, 8  # values needed; one of so many at each end
+MIN_ERROR = 1e-4  # for differences that are equal by chance or by a coarse clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean with its standard error, and the degrees of freedom behind that."""
+    """A mean with its standard error and degrees of freedom."""
 
     mean: float
     error: float
     freedom: int
 
     def lower(self, level: float) -> float:
-        """Return what the true mean is below with a probability of `level`."""
+        """Return the bound that the true mean is below with a probability of `level`."""
         return self.mean - student_quantile(1 - level, self.freedom) * self.error
 
     def upper(self, level: float) -> float:
-        """Return what the true mean is above with a probability of `level`."""
+        """Return the bound that the true mean is above with a probability of `level`."""
         return self.mean + student_quantile(1 - level, self.freedom) * self.error
 
 
 def winsorized_mean(differences: Sequence[float]) -> Estimate:
-    """Return the winsorised mean of at least two differences."""
+    """Return the winsorized mean of at least two differences."""
     num = len(differences)
-    cut = num // ONE_OF if num >= WINSORISED_FROM else 0
+    cut = num // WINSORIZED_SHARE if num >= WINSORIZED_FROM else 0
     ordered = sorted(differences)
     least, most = ordered[cut], ordered[-1 - cut]
     values = [min(max(value, least), most) for value in ordered]
     kept = num - 2 * cut
     error = stdev(values) / sqrt(num) * (num - 1) / (kept - 1)
-    return Estimate(mean=fmean(values), error=error + LEAST_ERROR, freedom=kept - 1)
+    return Estimate(mean=fmean(values), error=error + MIN_ERROR, freedom=kept - 1)
 
 
 @lru_cache(maxsize=256)
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return which value Student's t stays below with that probability, from 0.5 on."""
+    """Return the quantile of Student's t for a probability of 0.5 or more."""
     low, high = 0.0, 1.0
     while student_probability(high, freedom) < probability:
         low, high = high, high * 2
@@ -67,7 +66,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def student_probability(value: float, freedom: int) -> float:
-    """Return with which probability Student's t is below; Abramowitz and Stegun, 26.7.3 and 4."""
+    """Return the distribution function of Student's t; Abramowitz and Stegun, 26.7.3 and 4."""
     angle = atan(value / sqrt(freedom))
     odd = freedom % 2
     term = cos(angle) if odd else 1.0

@@ -1,81 +1,137 @@
-"""Where a job stands, and where it is to go: three configurations."""
+"""The configurations of a job: in use, wanted, and known to be good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
-from .types import Configuration, KnobSetter, Order
+from .experiment import Conclusion
+from .options import TunerListener
+from .search import Search
+from .types import Configuration, KnobSetter, Order, Verdict
 
 
 class ConfigurationState:
-    """Of one run.
+    """Tracks three configurations of one job; each is complete.
 
     Args:
-        hands: Rank 0's; asked only.
-        tell: Called with what the job works with, whenever that changes.
+        knobs: Rank 0's; only read.
+        listener: Gets what the job uses, at each change.
 
     Attributes:
-        known_good: What the job works with when nothing is on trial.
-        in_use: What it works with now.
-        wanted: What it is to work with.
+        known_good: What the job uses without a trial.
+        in_use: What it uses now.
+        wanted: What it is to use.
         why: Half a sentence for people.
     """
 
-    def __init__(self, hands: KnobSetter, tell: Callable[[Configuration], object]) -> None:
-        self._hands, self._tell = hands, tell
+    def __init__(self, knobs: KnobSetter, listener: TunerListener) -> None:
+        self._knobs, self._listener = knobs, listener
         self.why = ""
         self.known_good: Configuration
         self.in_use: Configuration
         self.wanted: Configuration
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Take what the hands work with for what is good."""
-        self.known_good = self.in_use = self.wanted = dict(self._hands.values())
-        self._tell(self.in_use)
+    def reset(self) -> None:
+        """Take the present values of the knobs as known to be good."""
+        self.known_good = self.in_use = self.wanted = dict(self._knobs.values())
+        self._listener.on_configuration(self.in_use)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the job works with what is wanted."""
+    def is_settled(self) -> bool:
+        """Whether the job uses what is wanted."""
         return self.wanted == self.in_use
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether the job works with something else than what is known to be good."""
+        """Whether the job uses something not known to be good."""
         return self.in_use != self.known_good
 
-    def arrive(self, target: Configuration) -> None:
-        """Take it that the job works with this now."""
-        self.in_use = target
-        self._tell(target)
+    def request(self, wanted: Configuration, why: str) -> None:
+        """Ask for a configuration."""
+        self.wanted, self.why = wanted, why
 
-    def follow(self) -> None:
-        """Take for good what others changed, such as what was given up as memory ran out."""
-        now = self._hands.values()
+    def pending_order(self) -> Order | None:
+        """Return the order that leads to what is wanted; None if it is in use."""
+        if self.is_settled:
+            return None
+        return Order(target=self.wanted, why=self.why, checked=self.wanted != self.known_good)
+
+    def on_applied(self, target: Configuration) -> None:
+        """Record that the job uses a configuration now."""
+        self.in_use = target
+        self._listener.on_configuration(target)
+
+    def adopt_external(self) -> None:
+        """Keep values that others changed, such as memory savings after an out-of-memory error."""
         changed = {
             knob: value
-            for knob, value in now.items()
+            for knob, value in self._knobs.values().items()
             if knob not in self.in_use or self.in_use[knob] != value
         }
         if changed:
             self.known_good = {**self.known_good, **changed}
             self.wanted = {**self.wanted, **changed}
-            self.arrive({**self.in_use, **changed})
+            self.on_applied({**self.in_use, **changed})
 
-    def order(self) -> Order | None:
-        """Return what all ranks are to do, if anything."""
-        if self.is_there:
-            return None
-        return Order(target=self.wanted, why=self.why, checked=self.wanted != self.known_good)
+    def commit(self) -> None:
+        """Take what is in use as known to be good.
 
-    def set(self, wanted: Configuration, why: str) -> None:
-        """Have the job go there."""
-        self.wanted, self.why = wanted, why
-
-    def stay(self) -> None:
-        """Take what is in use for good.
-
-        Another engine may have other knobs; those that are gone are kept for the way back.
+        A rebuilt engine may have other knobs; values of knobs that are gone are kept for a
+        rollback.
         """
-        self.in_use = self.wanted = {**self.in_use, **self._hands.values()}
+        self.in_use = self.wanted = {**self.in_use, **self._knobs.values()}
         self.known_good = self.in_use
+
+
+class PendingAccept:
+    """An accepted configuration, from the verdict until all ranks use it. One at a time.
+
+    Args:
+        configuration: The job's.
+        search: Gets the result.
+        listener: Gets the conclusion.
+    """
+
+    def __init__(
+        self, configuration: ConfigurationState, search: Search, listener: TunerListener
+    ) -> None:
+        self._configuration, self._search, self._listener = configuration, search, listener
+        self._conclusion: Conclusion | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a configuration is accepted and not yet committed."""
+        return self._conclusion is not None
+
+    def start(self, conclusion: Conclusion) -> None:
+        """Ask for the accepted configuration."""
+        self._conclusion = conclusion
+        self._configuration.request(conclusion.target, conclusion.proposal.why)
+
+    def complete(self) -> bool:
+        """Commit the configuration if the job uses it; return whether it does."""
+        conclusion = self._conclusion
+        if conclusion is None or not self._configuration.is_settled:
+            return False
+        self._conclusion = None
+        self._configuration.commit()
+        self._search.on_accepted(conclusion, self._configuration.known_good)
+        self._listener.on_concluded(conclusion)
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Conclude that the configuration could not be set."""
+        if self._conclusion is not None:
+            self._search.on_failed(self._conclusion.proposal.changes)
+            self._drop("rejected", f"it could not be set: {reason}")
+
+    def abandon(self) -> None:
+        """Conclude that something else interrupted the switch."""
+        self._drop("rolled_back", "interrupted before it was in use")
+
+    def _drop(self, verdict: Verdict, reason: str) -> None:
+        if self._conclusion is not None:
+            dropped = replace(self._conclusion, verdict=verdict, reason=reason)
+            self._conclusion = None
+            self._listener.on_concluded(dropped)

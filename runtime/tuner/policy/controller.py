@@ -1,299 +1,420 @@
-"""Decides what to change, and whether it stays: a machine of states that rank 0 runs.
+"""The tuner's state machine, run by rank 0: decides what to change, and whether it stays.
 
-It never acts. It is told how each window went, and says whether the ranks are to meet after the
-next one, and what all are to work with then. Pure but for the snapshots it asks for.
+It changes nothing itself. After each window it updates its state; `needs_exchange` says whether the
+ranks have to exchange an order after the next one, and `configuration` has the order. Pure but for
+the metrics that it reads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
 
-from ....metrics.snapshot import Snapshot
-from .configuration_state import ConfigurationState
+from ....metrics.thresholds import OOM_RISK_HIGH
+from .configuration_state import ConfigurationState, PendingAccept
+from .diagnose import MEMORY_PRESSURE
 from .experiment import Conclusion, Experiment
-from .loss_guard import LossGuard
-from .memory_relief import MemoryRelief
 from .metrics_delta import MetricsDelta
-from .numerics import JobFacts
 from .options import TunerListener, TunerOptions
-from .pending_accept import PendingAccept
 from .proposals import TunerInput
-from .search import Search, is_short_of_memory
+from .search import Search
 from .search_history import SearchHistory
-from .step_time_observer import StepTimeObserver
-from .types import KnobSetter, Order, Outcome, StepTime
+from .step_time_observer import NORMAL, MetricsSource, StepTimeObserver
+from .types import (
+    Configuration,
+    JobFacts,
+    KnobSetter,
+    Numerics,
+    Order,
+    Outcome,
+    Proposal,
+    State,
+    StepTime,
+)
 
 logger = logging.getLogger(__name__)
 
 WARMUP_STEPS = 5
 SETTLE_STEPS = 2  # after a change that did not stay
-MOST_FAILURES = 2  # changes that could not be made or ran out of memory; after that, hands off
-OFF = ("frozen", "safe_mode")  # states in which nothing is tried
+MAX_FAILURES = 2  # failed changes, after which nothing more is tried
+RELIEF_STEPS = 5  # after freeing memory, until the forecast includes it
+
+# From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
+# may follow wherever nothing is on trial.
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.WARMUP: frozenset({State.OBSERVE, State.ACCEPT}),
+    State.OBSERVE: frozenset({State.PROPOSE, State.ACCEPT, State.SAFE_MODE, State.FROZEN}),
+    State.PROPOSE: frozenset({State.PREFLIGHT, State.OBSERVE}),
+    State.PREFLIGHT: frozenset({State.APPLIED, State.ROLLBACK, State.OBSERVE}),
+    State.APPLIED: frozenset({State.TRIAL, State.ROLLBACK, State.OBSERVE}),
+    State.TRIAL: frozenset({State.ACCEPT, State.ROLLBACK, State.OBSERVE}),
+    State.ACCEPT: frozenset({State.COOLDOWN}),
+    State.ROLLBACK: frozenset({State.OBSERVE}),
+    State.COOLDOWN: frozenset({State.OBSERVE, State.ACCEPT}),
+    State.SAFE_MODE: frozenset({State.FROZEN}),
+    State.FROZEN: frozenset({State.OBSERVE, State.SAFE_MODE}),
+}
+_INACTIVE = (State.FROZEN, State.SAFE_MODE)  # nothing is tried
 
 
 class Controller:
-    """One for a run, on rank 0.
+    """The tuner of one run.
 
     Args:
-        hands: Rank 0's; asked, and never used to change anything.
-        snapshot: Copies rank 0's metrics.
-        facts: Returns those of the job.
-        rules: The user's.
-        listener: Who is told.
-        known: What earlier runs of this job found out.
+        knobs: Rank 0's; only read.
+        metrics: Rank 0's.
+        facts: The job's.
+        options: The user's.
+        listener: Gets the events.
+        history: Of earlier runs of this job.
 
     Attributes:
-        course: What the job works with, and is to work with.
-        state: One of TUNER_STATES.
+        configuration: What the job uses, and is to use.
+        state: One of the keys of TRANSITIONS.
     """
 
     def __init__(
         self,
-        hands: KnobSetter,
-        snapshot: Callable[[], Snapshot],
-        facts: Callable[[], JobFacts],
-        rules: TunerOptions,
+        knobs: KnobSetter,
+        metrics: MetricsSource,
+        facts: JobFacts,
+        options: TunerOptions,
         listener: TunerListener,
-        known: SearchHistory | None = None,
+        history: SearchHistory | None = None,
     ) -> None:
-        self._rules, self._listener, self._known = rules, listener, known or SearchHistory()
-        self._search = Search(hands, facts, rules, self._known)
-        self._observer = StepTimeObserver(snapshot, rules.observe_seconds)
-        self._relief = MemoryRelief(self._search, rules)
-        self._sentinel, self.course = LossGuard(), ConfigurationState(hands, listener.configured)
+        self._options, self._listener = options, listener
+        self._history = history or SearchHistory()
+        self._search = Search(knobs, facts, options, self._history)
+        self._observer = StepTimeObserver(metrics, options.observe_seconds)
+        self._memory_relief = MemoryRelief(self._search, options)
+        self._loss_guard = LossGuard()
+        self.configuration = ConfigurationState(knobs, listener)
         self._experiment: Experiment | None = None
-        self._adoption = PendingAccept(self.course, self._search, listener)
-        self._situation: TunerInput | None = None  # from which more may be tried
+        self._pending_accept = PendingAccept(self.configuration, self._search, listener)
+        self._inputs: TunerInput | None = None  # of the last proposals, from which more may follow
         self._num_failures, self._step_seconds = 0, 1.0
-        self._quiet, self._rest = 0, WARMUP_STEPS  # windows: of no use; until anything is done
-        self.state = ""
-        self._enter("warmup")
+        self._num_settling = 0  # windows to skip
+        self._num_idle = WARMUP_STEPS  # windows until something is tried
+        self.state = State.WARMUP
+        listener.on_state(self.state)
 
     @property
-    def is_calm(self) -> bool:
-        """Whether windows may be told of some time later, several at once."""
-        return self._experiment is None and self.course.is_there
+    def accepts_batches(self) -> bool:
+        """Whether windows may be passed later, several at once."""
+        return self._experiment is None and self.configuration.is_settled
 
     @property
-    def meets_next(self) -> bool:
-        """Whether all ranks are to meet after the next window."""
+    def needs_exchange(self) -> bool:
+        """Whether all ranks have to exchange an order after the next window."""
         experiment = self._experiment
-        return not self.course.is_there or (experiment is not None and experiment.meets_next)
+        return not self.configuration.is_settled or (
+            experiment is not None and experiment.needs_exchange
+        )
 
-    def carried_out(self, order: Order, outcome: Outcome) -> None:
-        """Take how an order ended."""
-        self._search.switched(self.course.in_use, order.target, outcome.seconds)
+    def on_outcome(self, order: Order, outcome: Outcome) -> None:
+        """Handle the end of an order."""
+        self._search.on_switched(self.configuration.in_use, order.target, outcome.seconds)
         if self._experiment is not None:
             self._experiment.cost_seconds += outcome.seconds
         if outcome.done:
-            self.course.arrive(order.target)
-            if self.state == "preflight":
-                self._enter("applied")
-            self._adopt_if_in_use()
+            self.configuration.on_applied(order.target)
+            if self.state is State.PREFLIGHT:
+                self._enter(State.APPLIED)
+            self._complete_accept()
             return
-        self.course.wanted = self.course.in_use
+        self.configuration.wanted = self.configuration.in_use
         if self._experiment is not None:
-            self._drop(f"it could not be set: {outcome.reason}", failed=not outcome.refused)
+            self._abort_trial(f"it could not be set: {outcome.reason}", failed=not outcome.refused)
         else:
-            self._adoption.fail(outcome.reason)
+            self._pending_accept.fail(outcome.reason)
         if not outcome.undone or not order.checked:
-            self._make_safe(outcome.reason)
-            self.course.stay()
+            self._enter_safe_mode(outcome.reason)
+            self.configuration.commit()
 
-    def window_ended(self, step: StepTime) -> None:
-        """Take a committed window."""
+    def on_window(self, step: StepTime) -> None:
+        """Handle a committed window."""
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
         if step.replays:
-            self.course.follow()  # what was given up for memory stays given up
-        if self.state != "frozen" and self._relief.is_due(step):
-            self._relieve(step)
+            self.configuration.adopt_external()  # memory savings of the recovery are kept
+        if self.state is not State.FROZEN and self._memory_relief.is_due(step):
+            self._free_memory(step)
         elif self._experiment is not None:
-            self._go_on(self._experiment, step)
-        elif self.course.is_there:
-            self._sentinel.learn(step.loss)
-            self._look(step)
+            self._continue_trial(self._experiment, step)
+        elif self.configuration.is_settled:
+            self._loss_guard.add(step.loss)
+            self._observe(step)
 
-    def window_failed(self) -> None:
-        """Take a window that ended by an error; what was on trial in it is taken back."""
-        if self.course.is_on_trial:
-            self._drop("a window with it ended by an error")
-        self.course.follow()
+    def on_window_failed(self) -> None:
+        """Handle a window that ended by an error: roll back what was on trial in it."""
+        if self.configuration.is_on_trial:
+            self._abort_trial("a window with it ended by an error")
+        self.configuration.adopt_external()
 
-    def settle(self) -> Order | None:
-        """Return what all are to do so that nothing is on trial for now, as for a save."""
+    def pause_trial(self) -> Order | None:
+        """Return the order after which nothing is on trial for now, e.g. for a checkpoint."""
         if self._experiment is not None:
             self._experiment.pause()
-        if not self._adoption.is_due:  # what is to stay is no trial, and is set now
-            self.course.wanted = self.course.known_good
-        return self.course.order()
+        if not self._pending_accept.is_pending:  # an accepted configuration is set now
+            self.configuration.wanted = self.configuration.known_good
+        return self.configuration.pending_order()
 
-    def changed(self) -> None:
-        """Take what the hands work with now, as the user changed it, for what is good."""
-        self._leave()
-        self.course.begin()
-        self._watch_anew()
+    def on_user_change(self) -> None:
+        """Take the present values of the knobs as known to be good, as the user set them."""
+        self._discard_trial()
+        self.configuration.reset()
+        self._restart_observation()
 
     def freeze(self) -> None:
-        """Change nothing more until `thaw`; what is on trial is taken back."""
-        if self.state != "frozen":
-            self._leave()
-            self._enter("frozen")
+        """Change nothing until `thaw`; roll back what is on trial."""
+        if self.state is not State.FROZEN:
+            self._discard_trial()
+            self._enter(State.FROZEN)
 
     def thaw(self) -> None:
-        """Go on, with a new look at the job."""
-        if self.state == "frozen":
-            self._enter("safe_mode" if self._num_failures >= MOST_FAILURES else "observe")
-            self._watch_anew()
+        """Continue, with a new diagnosis."""
+        if self.state is State.FROZEN:
+            has_failed = self._num_failures >= MAX_FAILURES
+            self._enter(State.SAFE_MODE if has_failed else State.OBSERVE)
+            self._restart_observation()
 
     def close(self) -> None:
-        """Take it that the run comes to its end: what is on trial is not to blame."""
-        self._known.ends()
+        """Record that the run ends normally: not because of what is on trial."""
+        self._history.on_trial_end()
 
-    def _enter(self, state: str) -> None:
-        if state != self.state:
-            self.state = state
-            self._listener.state(state)
-
-    def _watch_anew(self) -> None:
-        """Look at the job as if for the first time, if anything may be tried."""
-        self._situation = None
-        self._observer.begin()
-        if self.state not in OFF:
-            self._enter("observe")
-
-    def _begin_anew(self, speed: str) -> None:
-        """Search again, for steps have become other than they were."""
-        self._known.on_speed_shift(speed)
-        self._rest = 0
-        self._watch_anew()
-
-    def _look(self, step: StepTime) -> None:
-        """Take a window in which nothing is on trial."""
-        if self._quiet:
-            self._quiet -= 1
+    def _enter(self, state: State) -> None:
+        if state is self.state:
             return
-        self._rest = max(0, self._rest - 1)
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"the tuner cannot go from {self.state} to {state}")
+        self.state = state
+        self._listener.on_state(state)
+
+    def _restart_observation(self) -> None:
+        """Observe the job from the start, if anything may be tried."""
+        self._inputs = None
+        self._observer.reset()
+        if self.state not in _INACTIVE:
+            self._enter(State.OBSERVE)
+
+    def _on_speed_shift(self, speed: str) -> None:
+        """Search again, because step times have changed."""
+        self._history.on_speed_shift(speed)
+        self._num_idle = 0
+        self._restart_observation()
+
+    def _observe(self, step: StepTime) -> None:
+        """Handle a window with nothing on trial."""
+        if self._num_settling:
+            self._num_settling -= 1
+            return
+        self._num_idle = max(0, self._num_idle - 1)
         reading = self._observer.add(step)
         if self._observer.shift is not None:
-            self._begin_anew(self._observer.shift)
-        elif self._rest or self.state in OFF:
+            self._on_speed_shift(self._observer.shift)
+        elif self._num_idle or self.state in _INACTIVE:
             return
-        elif self.state != "observe":  # it has warmed up, or soaked
-            self._watch_anew()
-        elif self._situation is not None:  # that of the last trial, which changed nothing
-            self._try_next(self._situation, step)
+        elif self.state is not State.OBSERVE:  # warm-up or cooldown is over
+            self._restart_observation()
+        elif self._inputs is not None:  # of the last trial, which changed nothing
+            self._try_next(self._inputs, step)
         elif reading is not None:
             self._diagnose(reading, step)
 
     def _diagnose(self, reading: MetricsDelta, step: StepTime) -> None:
-        situation = self._search.situation(reading, step, self.course.known_good)
-        self._listener.diagnosed(situation.symptoms, reading)
-        if not self._rules.acts:
-            for experiment in self._search.advice(situation):
-                self._listener.concluded(experiment.concluded("advised", experiment.proposal.why))
-        elif not is_short_of_memory(situation):
-            self._try_next(situation, step)
+        inputs = self._search.inputs(reading, step, self.configuration.known_good)
+        self._listener.on_diagnosis(inputs.symptoms)
+        if not self._options.acts:
+            for experiment in self._search.advice(inputs):
+                self._listener.on_concluded(
+                    experiment.concluded("advised", experiment.proposal.why)
+                )
+        elif inputs.symptom(MEMORY_PRESSURE) is None:  # MemoryRelief acts on that
+            self._try_next(inputs, step)
 
-    def _try_next(self, situation: TunerInput, step: StepTime) -> None:
-        """Put the most promising proposal on trial, if there is any."""
-        usual = self._observer.baseline
-        if usual is None:
+    def _try_next(self, inputs: TunerInput, step: StepTime) -> None:
+        """Start a trial of the most promising proposal that this rank does not refuse."""
+        baseline = self._observer.baseline
+        if baseline is None:
             return
-        self._enter("propose")
-        for experiment, unsupported_reason in self._search.experiments(situation, step, usual):
-            self._enter("preflight")
+        self._enter(State.PROPOSE)
+        for experiment, reason in self._search.experiments(inputs, step, baseline):
+            self._enter(State.PROPOSE)  # again, after a refused one
+            self._enter(State.PREFLIGHT)
             self._experiment = experiment
-            if unsupported_reason is None:
-                self._known.begins(experiment.proposal.changes)
-                self._listener.tries(experiment.proposal, experiment.before)
-                self.course.set(experiment.wanted, experiment.proposal.why)
+            if reason is None:
+                self._history.on_trial_start(experiment.proposal.changes)
+                self._listener.on_trial(experiment.proposal, experiment.before)
+                self.configuration.request(experiment.wanted, experiment.proposal.why)
                 return
-            self._drop(unsupported_reason)
-        self._situation = None
-        self._enter("observe")
+            self._abort_trial(reason)
+        self._inputs = None
+        self._enter(State.OBSERVE)
 
-    def _go_on(self, experiment: Experiment, step: StepTime) -> None:
-        """Take a window of a trial."""
-        if experiment.is_held_up:
-            self._drop("too few windows in a row could be measured")
-        elif self.course.in_use != experiment.wanted:  # it paused
-            self.course.wanted = experiment.wanted
+    def _continue_trial(self, experiment: Experiment, step: StepTime) -> None:
+        """Handle a window of a trial."""
+        if experiment.is_stalled:
+            self._abort_trial("too few consecutive windows could be measured")
+        elif self.configuration.in_use != experiment.wanted:  # it was paused
+            self.configuration.wanted = experiment.wanted
         else:
             self._search.budget.spend(experiment.add(step, self._observer.baseline))
-            self._weigh(experiment, step)
+            self._judge(experiment, step)
 
-    def _weigh(self, experiment: Experiment, step: StepTime) -> None:
-        trouble = self._sentinel.check(experiment.proposal, step)
-        if trouble is not None and self.course.is_on_trial:
-            self._drop(trouble, failed=True)
-        elif experiment.is_overtaken:
-            self._leave()
-            self._begin_anew("other")
+    def _judge(self, experiment: Experiment, step: StepTime) -> None:
+        problem = self._loss_guard.check(experiment.proposal, step)
+        if problem is not None and self.configuration.is_on_trial:
+            self._abort_trial(problem, failed=True)
+        elif experiment.is_invalidated:
+            self._discard_trial()
+            self._on_speed_shift("other")
         else:
-            self._enter("trial" if self.state == "applied" else self.state)
-            self.course.wanted, judgement = experiment.wanted, experiment.judgement
+            if self.state is State.APPLIED:
+                self._enter(State.TRIAL)
+            self.configuration.wanted, judgement = experiment.wanted, experiment.judgement
             if judgement is not None:
-                end = self._adopt if judgement.verdict == "accepted" else self._conclude
+                end = self._accept if judgement.verdict == "accepted" else self._reject
                 end(experiment.concluded(judgement.verdict, judgement.reason))
 
-    def _drop(self, reason: str, *, failed: bool = False) -> None:
-        """End a trial that could not be made, or must not go on."""
+    def _abort_trial(self, reason: str, *, failed: bool = False) -> None:
+        """End a trial that could not be started, or must not continue."""
         if self._experiment is None:
             return
-        dropped = self._experiment.dropped(reason, in_use=self.course.in_use)
-        self._conclude(dropped, is_proved=failed)
+        conclusion = self._experiment.aborted(reason, in_use=self.configuration.in_use)
+        if failed:
+            self._reject(conclusion)
+        else:
+            self._history.mark_failed(conclusion.proposal.changes)
+            self._roll_back(conclusion)
         self._num_failures += failed
-        if self._num_failures >= MOST_FAILURES:
-            self._make_safe(f"{self._num_failures} changes failed, the last as {reason}")
+        if self._num_failures >= MAX_FAILURES:
+            self._enter_safe_mode(f"{self._num_failures} changes failed, the last one: {reason}")
 
-    def _leave(self) -> None:
+    def _reject(self, conclusion: Conclusion) -> None:
+        """End a trial by a verdict against the change."""
+        self._history.reject(conclusion.proposal.changes)
+        self._roll_back(conclusion)
+
+    def _roll_back(self, conclusion: Conclusion) -> None:
+        self._enter(State.ROLLBACK)
+        self._listener.on_concluded(conclusion)
+        self._discard_trial()
+        self._inputs = conclusion.inputs
+
+    def _discard_trial(self) -> None:
         """End what is on trial without a verdict; it may be tried again."""
-        self._observer.interrupted()
-        self._known.ends()
-        self._search.num_fruitless += self._experiment is not None and self._experiment.has_begun
-        self._adoption.leave()
-        self._experiment = self._situation = None
-        self.course.wanted, self._quiet = self.course.known_good, SETTLE_STEPS
-        if self.state not in OFF:
-            self._enter("observe")
+        self._observer.interrupt()
+        self._history.on_trial_end()
+        self._search.num_fruitless += self._experiment is not None and self._experiment.has_started
+        self._pending_accept.abandon()
+        self._experiment = self._inputs = None
+        self.configuration.wanted = self.configuration.known_good
+        self._num_settling = SETTLE_STEPS
+        if self.state not in _INACTIVE:
+            self._enter(State.OBSERVE)
 
-    def _conclude(self, conclusion: Conclusion, *, is_proved: bool = True) -> None:
-        """End a trial that changes nothing."""
-        self._enter("rollback")
-        (self._known.reject if is_proved else self._known.mark_failed)(conclusion.proposal.changes)
-        self._listener.concluded(conclusion)
-        self._leave()
-        self._situation = conclusion.situation
-
-    def _adopt(self, conclusion: Conclusion) -> None:
-        """Let a configuration be the one in use, as soon as all ranks work with it."""
+    def _accept(self, conclusion: Conclusion) -> None:
+        """Commit a configuration as soon as all ranks use it."""
         self._experiment = None
-        self._adoption.begin(conclusion)
-        self._adopt_if_in_use()
+        self._pending_accept.start(conclusion)
+        self._complete_accept()
 
-    def _adopt_if_in_use(self) -> None:
-        if not self._adoption.end():
+    def _complete_accept(self) -> None:
+        if not self._pending_accept.complete():
             return
-        self._rest = self._rules.soak(self._step_seconds)
-        self._observer.begin()
-        if self.state != "safe_mode":
-            self._enter("accept")
-            self._enter("cooldown")
+        self._num_idle = self._options.cooldown(self._step_seconds)
+        self._observer.reset()
+        if self.state is not State.SAFE_MODE:
+            self._enter(State.ACCEPT)
+            self._enter(State.COOLDOWN)
 
-    def _relieve(self, step: StepTime) -> None:
-        """Give something up for memory; what is on trial first."""
-        if self._experiment is not None or self._adoption.is_due:
-            if self.state in ("applied", "trial"):  # it may be what takes the memory
-                self._drop(f"the risk of running out of memory is {step.oom_risk:.0%}")
-            self._leave()
-        elif (found := self._relief.find(step, self.course.known_good)) is not None:
-            self._adopt(found)
+    def _free_memory(self, step: StepTime) -> None:
+        """Act on a risk of running out of memory: first roll back what is on trial."""
+        if self._experiment is not None or self._pending_accept.is_pending:
+            if self.state in (State.APPLIED, State.TRIAL):  # it may be the cause
+                self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
+            self._discard_trial()
+            return
+        conclusion = self._memory_relief.find(step, self.configuration.known_good)
+        if conclusion is not None:
+            self._accept(conclusion)
 
-    def _make_safe(self, reason: str) -> None:
-        """Try nothing more; only running out of memory is still acted on."""
-        self._leave()
-        logger.warning("the tuner tries nothing more in this run: %s", reason)
-        self._num_failures = MOST_FAILURES
-        self._enter("frozen" if self.state == "frozen" else "safe_mode")
+    def _enter_safe_mode(self, reason: str) -> None:
+        """Try nothing more in this run; only act on a risk of running out of memory."""
+        self._discard_trial()
+        logger.warning("tuner in safe mode, nothing more is tried in this run: %s", reason)
+        self._num_failures = MAX_FAILURES
+        if self.state is not State.FROZEN:
+            self._enter(State.SAFE_MODE)
+
+
+class MemoryRelief:
+    """Selects what frees memory before it runs out; applied at once, without a trial.
+
+    Args:
+        search: Finds possible changes.
+        options: The user's.
+    """
+
+    def __init__(self, search: Search, options: TunerOptions) -> None:
+        self._search, self._options = search, options
+        self._num_waiting = 0
+
+    def is_due(self, step: StepTime) -> bool:
+        """Whether a window shows a high risk of running out of memory, and the tuner may act."""
+        self._num_waiting = max(0, self._num_waiting - 1)
+        is_due = self._options.acts and not self._num_waiting and step.oom_risk >= OOM_RISK_HIGH
+        if is_due:
+            self._num_waiting = RELIEF_STEPS
+        return is_due
+
+    def find(self, step: StepTime, configuration: Configuration) -> Conclusion | None:
+        """Return the change to make; None if nothing is left.
+
+        Args:
+            step: The window that shows the risk.
+            configuration: The one that it was run with.
+        """
+        inputs = self._search.emergency_inputs(step, configuration)
+        experiment = next(self._search.memory_savings(inputs), None)
+        if experiment is None:
+            logger.warning(
+                "OOM risk is %.0f %%, and no memory saving is left to apply", 100 * step.oom_risk
+            )
+            self._num_waiting = self._options.cooldown_steps
+            return None
+        reason = f"the risk of running out of memory was {step.oom_risk:.0%}"
+        return experiment.concluded("accepted", reason)
+
+
+class LossGuard:
+    """Detects a loss that leaves its recent range after a change of rounding."""
+
+    WINDOWS, MIN_WINDOWS = 50, 10
+    MAX_DEVIATIONS = 6.0  # standard deviations
+    MIN_SPREAD = 0.01  # of the loss, so that a constant loss has no outliers
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=self.WINDOWS)
+
+    def add(self, loss: float | None) -> None:
+        """Add the loss of a window without a trial."""
+        if loss is not None:
+            self._losses.append(loss)
+
+    def check(self, proposal: Proposal, step: StepTime) -> str | None:
+        """Return why a change must be rolled back after a window with it; None if it may stay."""
+        if step.replays:
+            return "memory ran out"
+        if proposal.numerics >= Numerics.STATISTICAL and self._is_too_high(step.loss):
+            return f"the loss went up to {step.loss:.4g}"
+        return None
+
+    def _is_too_high(self, loss: float | None) -> bool:
+        if loss is None or len(self._losses) < self.MIN_WINDOWS:
+            return False
+        middle = median(self._losses)
+        spread = NORMAL * median(abs(each - middle) for each in self._losses)
+        return loss - middle > self.MAX_DEVIATIONS * max(spread, self.MIN_SPREAD * abs(middle))

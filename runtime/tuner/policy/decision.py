@@ -1,4 +1,4 @@
-"""What the tuner decided, as plain data for people and for the disk."""
+"""A decision of the tuner as plain data, for the log and for `decisions.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Mode = Literal["advise", "auto"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One knob, as it was and as it was to be."""
+    """Value of one knob before and after."""
 
     knob: str
     before: Value
@@ -30,23 +30,23 @@ class Decision:
 
     Attributes:
         number: Of the decision in this run, from 1.
-        unix_seconds: When it was made.
+        unix_seconds: Time of the decision.
         step: The last step before it.
-        symptom: What it was for.
-        changes: What was to differ.
-        numerics: The least that allows it.
-        predicted_gain: Of throughput, 0.5 for half as much again; None where nothing told.
-        gain: As measured, likewise; None where it was not tried.
-        lower: What it gained at least, by the interval of its measurement.
-        upper: And at most.
-        pairs: Pairs of blocks of steps it was measured on.
-        steps: Steps that the trial took.
-        exploration_seconds: What the trial and its changes took beyond training as before.
-        verdict: What came of it.
+        symptom: The symptom it was for.
+        changes: The proposed changes.
+        numerics: The strictest numerics that allow it.
+        predicted_gain: Of throughput, 0.5 for half as much again; None if unknown.
+        gain: Measured gain, likewise; None where it was not tried.
+        lower: Lower bound of the gain.
+        upper: Upper bound of the gain.
+        pairs: Compared pairs of blocks of steps.
+        steps: Steps of the trial.
+        exploration_seconds: What the trial and its switches cost in training time.
+        verdict: The verdict.
         reason: Half a sentence for people.
-        context: The surroundings in which it holds: link, lengths, ranks.
+        context: In which it holds: link, sample length, ranks.
         world_size: Ranks of the job.
-        mode: Whether the tuner could act.
+        mode: Whether the tuner may act.
     """
 
     number: int
@@ -70,12 +70,12 @@ class Decision:
 
     @property
     def knob(self) -> str:
-        """The knob that was turned, or "several"."""
+        """The changed knob, or "several"."""
         return self.changes[0].knob if len(self.changes) == 1 else SEVERAL
 
 
 def changes_of(configuration: Configuration, changes: Configuration) -> tuple[Change, ...]:
-    """List what a proposal would have differ from the configuration in use, by knob."""
+    """Return the values that differ from the configuration in use, by knob."""
     return tuple(
         Change(knob=knob, before=configuration.get(knob), after=value)
         for knob, value in changes.items()
@@ -83,7 +83,7 @@ def changes_of(configuration: Configuration, changes: Configuration) -> tuple[Ch
     )
 
 
-def decide(
+def make_decision(
     conclusion: Conclusion,
     *,
     number: int,
@@ -92,14 +92,14 @@ def decide(
     world_size: int,
     mode: Mode,
 ) -> Decision:
-    """Write down what came of a proposal."""
-    proposal, situation, found = conclusion.proposal, conclusion.situation, conclusion.judgement
+    """Return the decision that a conclusion amounts to."""
+    proposal, inputs, found = conclusion.proposal, conclusion.inputs, conclusion.judgement
     return Decision(
         number=number,
         unix_seconds=unix_seconds,
         step=step,
         symptom=proposal.symptom,
-        changes=changes_of(situation.configuration, proposal.changes),
+        changes=changes_of(inputs.configuration, proposal.changes),
         numerics=proposal.numerics,
         predicted_gain=proposal.predicted_gain,
         gain=None if found is None else found.gain,
@@ -110,7 +110,7 @@ def decide(
         exploration_seconds=conclusion.cost_seconds,
         verdict=conclusion.verdict,
         reason=conclusion.reason,
-        context=situation.context or context_of(situation.reading),
+        context=inputs.context or context_of(inputs.reading),
         world_size=world_size,
         mode=mode,
     )

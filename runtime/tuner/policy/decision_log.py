@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -25,21 +24,21 @@ SCHEMA_VERSION = 1
 class DecisionLog:
     """Appends decisions to `decisions.jsonl` in the run folder. Disk errors never raise.
 
-    Args:
-        folder: Returns the run folder; None before the run has a name, and where no run folder is
-            written.
-
     Attributes:
         lost: Decisions that could not be written.
     """
 
-    def __init__(self, folder: Callable[[], Path | None]) -> None:
+    def __init__(self) -> None:
         self.lost = 0
-        self._folder = folder
 
-    def write(self, decision: Decision, conclusion: Conclusion) -> None:
-        """Append a decision and its inputs as one line."""
-        folder = self._folder()
+    def write(self, folder: Path | None, decision: Decision, conclusion: Conclusion) -> None:
+        """Append a decision and its inputs as one line.
+
+        Args:
+            folder: The run folder; None before the run has a name, and where none is written.
+            decision: The decision.
+            conclusion: Its inputs.
+        """
         if folder is None:
             self.lost += 1
             return
@@ -60,12 +59,12 @@ class DecisionLog:
 def decision_line(decision: Decision, conclusion: Conclusion) -> bytes:
     """Serialize a decision and its inputs as one JSON line, newline included."""
     values: dict[str, object] = {one.name: getattr(decision, one.name) for one in fields(decision)}
-    values["numerics"] = decision.numerics.name.lower()
+    values["numerics"] = decision.numerics.setting
     line = {
         "schema": SCHEMA_VERSION,
         "knob": decision.knob,
         **values,
-        "situation": conclusion.situation,
+        "situation": conclusion.inputs,
         "plan": conclusion.plan,
         "times": conclusion.times,
     }

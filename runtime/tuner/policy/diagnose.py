@@ -1,4 +1,4 @@
-"""What holds a job back, from one rank's reading. Pure."""
+"""Diagnoses what slows a job down, from the metrics of one rank. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from ....metrics import thresholds as start
 from ....metrics.catalog.labels import CAUSE
+from ....metrics.settings import Settings
 from .metrics_delta import MetricsDelta, known_values
 from .types import Symptom
 
-LEAST_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
-_WELL_AWAY = 0.75  # octaves; half of one is where rounding changes
+MIN_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
+_CONTEXT_HYSTERESIS = 0.75  # octaves; rounding alone changes at half of one
 _COMPUTE = ("forward", "backward", "optimizer")
 MEMORY_PRESSURE, MEMORY_IDLE = "memory_pressure", "memory_idle"
 COMM_SYMPTOMS = tuple(f"comm_{cause}" for cause in CAUSE.values)
@@ -21,19 +22,19 @@ COMM_SYMPTOMS = tuple(f"comm_{cause}" for cause in CAUSE.values)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From which value on something is a problem; ratios as in a Reading.
+    """Values from which on a metric is a symptom; ratios as in a MetricsDelta.
 
     Attributes:
-        comm_ratio_high: Of waiting for collectives, all causes together.
-        device_utilization_low: Below it the device waits for something else.
-        data_ratio_high: Of loading data.
-        host_ratio_high: Of time that neither device, nor link, nor data account for.
+        comm_ratio_high: Waiting for collectives, all causes together.
+        device_utilization_low: Below it the device is idle.
+        data_ratio_high: Loading data.
+        host_ratio_high: Time that neither device, nor link, nor data account for.
         oom_risk_high: Probability of running out of memory.
         headroom_low: Share of the limit below which memory is short.
-        headroom_idle: Share of the limit above which memory could buy speed.
-        straggler_score_high: Of a step that this rank is slower than the median one.
-        imbalance_ratio_high: Of waiting for later ranks.
-        coverage_low: Below it what is known of communication is no evidence.
+        headroom_idle: Share of the limit above which memory can be traded for speed.
+        straggler_score_high: Share of a step that this rank is slower than the median rank.
+        imbalance_ratio_high: Waiting for slower ranks.
+        coverage_low: Below it the figures of communication are not used.
     """
 
     comm_ratio_high: float = start.COMM_RATIO_HIGH
@@ -47,6 +48,14 @@ class Thresholds:
     imbalance_ratio_high: float = start.IMBALANCE_RATIO_HIGH
     coverage_low: float = start.COMM_COVERAGE_LOW
 
+    @classmethod
+    def of_settings(cls, settings: Settings) -> Thresholds:
+        """Return the thresholds as the user set them."""
+        return cls(
+            comm_ratio_high=settings.tuner.comm_ratio_high,
+            device_utilization_low=settings.tuner.device_utilization_low,
+        )
+
 
 DEFAULT_THRESHOLDS = Thresholds()
 
@@ -54,9 +63,9 @@ DEFAULT_THRESHOLDS = Thresholds()
 def diagnose(
     reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> tuple[Symptom, ...]:
-    """Return what holds the job back, first what may end it, then by share of the time.
+    """Return the symptoms: memory pressure first, then by share of time, idle memory last.
 
-    What the metrics do not tell is no symptom; a stale reading has none at all.
+    A missing metric is no symptom; a stale reading has none.
     """
     found = [
         *_memory(reading, thresholds),
@@ -72,7 +81,7 @@ def diagnose(
 def exposed_ratio(
     reading: MetricsDelta, thresholds: Thresholds = DEFAULT_THRESHOLDS
 ) -> float | None:
-    """Return the share of waiting for collectives; None where that is not to be believed."""
+    """Return the share of waiting for collectives; None where it is unknown or unreliable."""
     if reading.world_size == 1:
         return 0.0
     if reading.coverage is None or reading.coverage < thresholds.coverage_low:
@@ -81,14 +90,14 @@ def exposed_ratio(
 
 
 def context_of(reading: MetricsDelta, near: MetricsDelta | None = None) -> str:
-    """Name the surroundings in which a verdict holds, coarsely enough to come back to.
+    """Name the context in which a verdict holds, coarsely enough to recur.
 
     Figures are rounded to powers of two.
 
     Args:
-        reading: Of the surroundings.
-        near: An earlier one, whose figures hold until the new ones are well away from them, so that
-            the name does not go to and fro.
+        reading: Metrics of the context.
+        near: An earlier reading. Its figures are kept until the new ones are well away from them,
+            so that the name does not alternate.
     """
     before = near or reading
     link = _octave(reading.link_bandwidth, before.link_bandwidth)
@@ -97,8 +106,8 @@ def context_of(reading: MetricsDelta, near: MetricsDelta | None = None) -> str:
     return f"link 2^{link} B/s, samples of 2^{length} tokens, {ranks} ranks"
 
 
-def contexts_beside(context: str) -> Sequence[str]:
-    """Return the names of surroundings that are the same but for a link half or twice as fast."""
+def adjacent_contexts(context: str) -> Sequence[str]:
+    """Return the names of contexts that differ only in a link half or twice as fast."""
     known = re.match(r"(link 2\^)(-?\d+)(.*)", context)
     if known is None:
         return ()
@@ -109,14 +118,14 @@ def contexts_beside(context: str) -> Sequence[str]:
 def _octave(value: float | None, near: float | None) -> str:
     if not value or value < 0:
         return "?"
-    if near and near > 0 and abs(math.log2(value) - round(math.log2(near))) < _WELL_AWAY:
+    if near and near > 0 and abs(math.log2(value) - round(math.log2(near))) < _CONTEXT_HYSTERESIS:
         return str(round(math.log2(near)))
     return str(round(math.log2(value)))
 
 
 def _rank(symptom: Symptom) -> tuple[int, float]:
-    place = {MEMORY_PRESSURE: 0, MEMORY_IDLE: 2}.get(symptom.name, 1)
-    return place, -symptom.ratio
+    group = {MEMORY_PRESSURE: 0, MEMORY_IDLE: 2}.get(symptom.name, 1)
+    return group, -symptom.ratio
 
 
 def _memory(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
@@ -139,7 +148,7 @@ def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Sy
     if exposed is None or exposed <= thresholds.comm_ratio_high:
         return
     for cause, ratio in reading.cause_ratios.items():
-        if ratio >= LEAST_CAUSE_RATIO:
+        if ratio >= MIN_CAUSE_RATIO:
             evidence = known_values(
                 {
                     "comm_exposed_ratio": exposed,
@@ -157,17 +166,16 @@ def _communication(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Sy
 def _device(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     busy = _busy_ratio(reading, thresholds)
     if busy is not None and busy < thresholds.device_utilization_low:
-        # Of a CPU it is the training thread's computing, and no such metric.
         name = "computing_ratio" if reading.on_cpu else "device_utilization_ratio"
         evidence = {name: busy}
         yield Symptom(name="device_idle", ratio=1 - busy, evidence=evidence)
 
 
 def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
-    """Return the busy share of the device that trains.
+    """Return the busy share of the training device.
 
-    How many of its cores a process keeps busy says little on a CPU: that is as many as its
-    threads. There it is the share of time in which the training thread computes.
+    On a CPU: the share of time in which the training thread computes. The number of busy cores says
+    little there, it follows the number of threads.
     """
     if not reading.on_cpu:
         return reading.device_utilization
@@ -175,11 +183,11 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     if exposed is None or "backward" not in reading.phase_ratios:
         return None
     computing = sum(reading.phase_ratios.get(phase, 0.0) for phase in _COMPUTE)
-    return computing  # waiting for collectives in it has symptoms of its own
+    return computing  # includes waiting for collectives, which has its own symptoms
 
 
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    """Tell of a job that waits for Python; on a CPU only what is outside all phases shows it."""
+    """Find a job that waits for Python; on a CPU only time outside all phases shows it."""
     exposed = exposed_ratio(reading, thresholds)
     if exposed is None or exposed > thresholds.comm_ratio_high:
         return
@@ -207,7 +215,7 @@ def _data(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 
 
 def _straggler(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    """Tell of a slow rank: this one by its score, another by how long this one waits for it."""
+    """Find a slow rank: this one by its score, another by the time that this one waits for it."""
     score = reading.straggler_score
     waits = None
     if exposed_ratio(reading, thresholds) is not None:

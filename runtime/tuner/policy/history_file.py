@@ -1,4 +1,4 @@
-"""What was found out about a job, kept for its next run: a JSON file for each job."""
+"""The search history on disk: one JSON file per job, read by its next run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .types import Configuration, Value
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-MAX_CONTEXTS = 16  # of one job; the oldest make room
-TRIAL = ".trial.json"  # ends the name of a file that says what is on trial in some process
+MAX_CONTEXTS = 16  # of one job; the oldest are dropped
+TRIAL_SUFFIX = ".trial.json"  # of a file with what is on trial in some process
 
 T = TypeVar("T")
 
@@ -28,10 +28,10 @@ Denied = frozenset[tuple[str, Value]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryEntry:
-    """What a job came to in one context.
+    """Results of a job in one context.
 
     Attributes:
-        configuration: The whole one that proved best; empty if none did.
+        configuration: The best one, complete; empty if none is known.
         denied: Knobs with values that did not help, or did harm.
     """
 
@@ -40,25 +40,25 @@ class HistoryEntry:
 
 
 def is_within(changes: Configuration, configuration: Configuration) -> bool:
-    """Whether a configuration has all these values."""
+    """Whether a configuration has all values of the changes."""
     return all(
         knob in configuration and configuration[knob] == value for knob, value in changes.items()
     )
 
 
 def job_fingerprint(facts: Mapping[str, object]) -> str:
-    """Return a short name of a job: the same for equal facts, such as shapes, ranks, versions."""
+    """Return a short name of a job: equal for equal facts, such as shapes, ranks, versions."""
     text = orjson.dumps(facts, option=orjson.OPT_SORT_KEYS, default=str)
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 class HistoryFile:
-    """What is kept of one job. A disk that fails costs what is remembered, and never the run.
+    """The history of one job. Disk errors lose the history and never raise.
 
     Args:
-        folder: Where; None to remember nothing.
-        key: Names the job.
-        owner: Names this process among all that may run that job, in a file's name.
+        folder: Of the files; None for no history.
+        key: Fingerprint of the job.
+        owner: Name of this process among all that may run the job, as a part of a file's name.
         is_gone: Whether the process of such a name has ended.
     """
 
@@ -68,30 +68,30 @@ class HistoryFile:
         self._folder, self._key, self._owner, self._is_gone = folder, key, owner, is_gone
 
     def load(self) -> Mapping[str, HistoryEntry]:
-        """Return what is known of the job, by context; nothing where the file is damaged."""
-        return self._read(f"{self._key}.json", _remembered) or {}
+        """Return the results by context; none if the file is missing or damaged."""
+        return self._read(f"{self._key}.json", _parse_entries) or {}
 
-    def died_of(self) -> Sequence[Configuration]:
-        """Return what was on trial in runs that ended with it; each is told once."""
+    def load_crashed_trials(self) -> Sequence[Configuration]:
+        """Return what was on trial when other runs crashed, and delete their files."""
         found: list[Configuration] = []
-        for path in self._folder.glob(f"{self._key}.*{TRIAL}") if self._folder else ():
-            owner = path.name[len(self._key) + 1 : -len(TRIAL)]
+        for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
+            owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
             if owner == self._owner or self._is_gone(owner):
-                if changes := self._read(path.name, _on_trial):
+                if changes := self._read(path.name, _parse_trial):
                     found.append(changes)
                 with suppress(OSError):
                     path.unlink()
         return found
 
-    def remember(self, context: str, remembered: HistoryEntry) -> None:
-        """Keep what the job came to in one context, in the place of what was known of it."""
-        known = {name: each for name, each in self.load().items() if name != context}
-        known[context] = remembered
-        self._write(f"{self._key}.json", _text(dict(list(known.items())[-MAX_CONTEXTS:])))
+    def save(self, context: str, entry: HistoryEntry) -> None:
+        """Replace the results of a context."""
+        entries = {name: each for name, each in self.load().items() if name != context}
+        entries[context] = entry
+        self._write(f"{self._key}.json", _text(dict(list(entries.items())[-MAX_CONTEXTS:])))
 
-    def on_trial(self, changes: Configuration) -> None:
-        """Keep what is on trial; nothing if that is empty."""
-        name = f"{self._key}.{self._owner}{TRIAL}"
+    def save_trial(self, changes: Configuration) -> None:
+        """Record what is on trial; delete the record if that is empty."""
+        name = f"{self._key}.{self._owner}{TRIAL_SUFFIX}"
         if changes:
             self._write(name, _json({"schema": SCHEMA_VERSION, "on_trial": changes}))
         elif self._folder is not None:
@@ -105,10 +105,10 @@ class HistoryFile:
         try:
             atomic_write(path, text)
         except OSError as error:
-            logger.warning("cannot remember this job for its next run in %s: %s", path, error)
+            logger.warning("cannot write the tuner's history %s: %s", path, error)
 
     def _read(self, name: str, parse: Callable[[Any], T]) -> T | None:
-        """Return what is in a file; None if there is none, or it is damaged."""
+        """Return the parsed content of a file; None if it is missing or damaged."""
         if self._folder is None:
             return None
         path = self._folder / name
@@ -121,33 +121,33 @@ class HistoryFile:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             kind = type(error).__name__
-            logger.warning("what %s remembers is left out: %s: %s", path, kind, error)
+            logger.warning("tuner history %s is ignored: %s: %s", path, kind, error)
             return None
 
 
 def _text(contexts: Mapping[str, HistoryEntry]) -> str:
-    told = {
+    plain = {
         name: {"configuration": each.configuration, "denied": sorted(each.denied, key=repr)}
         for name, each in contexts.items()
     }
-    return _json({"schema": SCHEMA_VERSION, "contexts": told})
+    return _json({"schema": SCHEMA_VERSION, "contexts": plain})
 
 
 def _json(data: object) -> str:
     return orjson.dumps(data, option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
-def _remembered(data: Any) -> dict[str, HistoryEntry]:
+def _parse_entries(data: Any) -> dict[str, HistoryEntry]:
     return {
         str(name): HistoryEntry(
-            configuration=_configuration(told["configuration"]),
-            denied=frozenset((str(knob), _value(each)) for knob, each in told["denied"]),
+            configuration=_configuration(entry["configuration"]),
+            denied=frozenset((str(knob), _value(each)) for knob, each in entry["denied"]),
         )
-        for name, told in data["contexts"].items()
+        for name, entry in data["contexts"].items()
     }
 
 
-def _on_trial(data: Any) -> Configuration:
+def _parse_trial(data: Any) -> Configuration:
     return _configuration(data["on_trial"])
 
 

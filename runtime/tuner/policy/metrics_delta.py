@@ -1,7 +1,7 @@
-"""What the metrics of one rank say of a stretch of training: two snapshots, one Reading. Pure.
+"""Metrics of one rank over an interval of training: the difference of two snapshots. Pure.
 
-Communication that training waited for is known some five to seven seconds after it, so a stretch
-that follows a change closely still holds some of what was before.
+Exposed communication is published five to seven seconds late. An interval right after a change
+therefore contains some of the time before it.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _WORLD_SIZE = training.RUN_INFO.label_names.index("world_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsDelta:
-    """One rank's stretch of training. None where a metric is missing, which is never 0.
+    """One rank's metrics over an interval of training; None where a metric is missing.
 
-    Ratios are shares of training time, evaluation and checkpoints left out, unless said otherwise.
+    Ratios are shares of training time without evaluation and checkpoints, unless stated otherwise.
 
     Attributes:
-        stale: The watch did not renew its values in between: nothing else is known then.
-        seconds: Training time of the stretch.
+        stale: The metrics were not updated in the interval; nothing else is known then.
+        seconds: Training time of the interval.
         steps: Optimizer steps in it.
         phase_ratios: By phase, those that occurred.
         exposed_ratio: Waiting for collectives.
-        comm_ratio: Collectives under way, hidden ones included.
+        comm_ratio: Collectives in flight, hidden ones included.
         cause_ratios: Of waiting for compared collectives, by cause.
-        coverage: Collectives recorded over those issued, the lower of both ends.
+        coverage: Recorded over issued collectives, the lower of both ends.
         step_wire_bytes: Bytes that this rank sent in a step.
         step_calls: Collectives in a step.
-        link_bandwidth: Bytes a second on the group that sends most.
-        link_latency: Seconds of the least collective there.
-        on_cpu: Whether there is no device but the CPU; None if no device is known.
-        device_utilization: Busy share of the device that trains, of wall time.
-        headroom_ratio: Of the memory limit, on the device that has least left.
-        device_headroom_ratio: Likewise of the device that trains.
+        link_bandwidth: Bytes per second in the group that sends most.
+        link_latency: Seconds of the smallest collective there.
+        on_cpu: Whether the CPU is the only device; None if no device is known.
+        device_utilization: Busy share of the training device, of wall time.
+        headroom_ratio: Free share of the memory limit, on the device with the least.
+        device_headroom_ratio: The same of the training device.
         oom_risk: The highest of any device.
         straggler_score: Of this rank's slowest phase.
-        offload_ratio: In code that offloads.
-        tokens_per_sample: Mean over the stretch.
+        offload_ratio: Time in code that offloads.
+        tokens_per_sample: Mean over the interval.
         world_size: Ranks of the job.
     """
 
@@ -74,42 +74,44 @@ class MetricsDelta:
 
 
 def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
-    """Return what happened between two snapshots of one rank.
+    """Return the metrics between two snapshots of one rank.
 
-    Exposed communication is told every few seconds only, so a stretch should have some 20 s.
+    Exposed communication is published every few seconds, so take at least 20 s.
     """
-    stretch = _Stretch(before=before, after=after)
-    renewed = [one.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
-    if None in renewed or renewed[0] == renewed[1]:
+    interval = _Interval(before=before, after=after)
+    updated = [one.value(overhead.WATCH_LAST_UPDATE_TIMESTAMP) for one in (before, after)]
+    if None in updated or updated[0] == updated[1]:
         return MetricsDelta(stale=True)
-    phases = {phase: stretch.grown(training.PHASE_SECONDS, phase) for phase in PHASES}
+    phases = {phase: interval.increase(training.PHASE_SECONDS, phase) for phase in PHASES}
     counted = known_values({phase: phases[phase] for phase in PHASES if phase not in NOT_TRAINING})
     seconds = sum(counted.values())
     reading = MetricsDelta(
         seconds=seconds or None,
-        steps=stretch.grown(training.STEPS),
-        phase_ratios=known_values(
-            {phase: _ratio(each, seconds) for phase, each in counted.items()}
+        steps=interval.increase(training.STEPS),
+        phase_ratios=known_values({phase: _ratio(each, seconds) for phase, each in counted.items()}),
+        offload_ratio=_ratio(interval.total_increase(memory.OFFLOAD_SECONDS), seconds),
+        tokens_per_sample=_ratio(
+            interval.increase(training.TOKENS), interval.increase(training.SAMPLES)
         ),
-        offload_ratio=_ratio(stretch.grown_in_all(memory.OFFLOAD_SECONDS), seconds),
-        tokens_per_sample=_ratio(stretch.grown(training.TOKENS), stretch.grown(training.SAMPLES)),
         world_size=_world_size(after),
     )
-    return _with_device(_with_communication(reading, stretch), stretch)
+    return _with_device(_with_communication(reading, interval), interval)
 
 
-def _with_communication(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
-    exposed = stretch.grown_in_all(communication.COMM_EXPOSED_SECONDS)
-    comm = stretch.grown_in_all(communication.COMM_SECONDS)
+def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
+    exposed = interval.total_increase(communication.COMM_EXPOSED_SECONDS)
+    comm = interval.total_increase(communication.COMM_SECONDS)
     if exposed == 0 and comm:
-        exposed = None  # no exchange fell into the stretch, or their thread is dead
+        exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
     causes = {
-        cause: None if exposed is None else stretch.grown(communication.COMM_CAUSE_SECONDS, cause)
+        cause: None
+        if exposed is None
+        else interval.increase(communication.COMM_CAUSE_SECONDS, cause)
         for cause in CAUSE.values
     }
-    wire_bytes = stretch.grown_in_all(communication.COLLECTIVE_WIRE_BYTES)
-    calls = stretch.grown_in_all(communication.COLLECTIVE_CALLS)
-    group = stretch.busiest_group()
+    wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES)
+    calls = interval.total_increase(communication.COLLECTIVE_CALLS)
+    group = interval.busiest_group()
     return replace(
         reading,
         exposed_ratio=_ratio(exposed, reading.seconds),
@@ -117,19 +119,19 @@ def _with_communication(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelt
         cause_ratios=known_values(
             {name: _ratio(each, reading.seconds) for name, each in causes.items()}
         ),
-        coverage=stretch.lower(communication.COMM_COVERAGE_RATIO),
+        coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),
         step_calls=_ratio(calls, reading.steps),
-        link_bandwidth=stretch.after.value(communication.COMM_LINK_BANDWIDTH, group),
-        link_latency=stretch.after.value(communication.COMM_LINK_LATENCY, group),
+        link_bandwidth=interval.after.value(communication.COMM_LINK_BANDWIDTH, group),
+        link_latency=interval.after.value(communication.COMM_LINK_LATENCY, group),
     )
 
 
-def _with_device(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
-    after = stretch.after
+def _with_device(reading: MetricsDelta, interval: _Interval) -> MetricsDelta:
+    after = interval.after
     named = sorted(after.values.get(devices.DEVICE_UTILIZATION, {}))
     names = [label[0] for label in named]
-    # A rank that has a GPU shows its CPU too.
+    # A rank with a GPU has a series for its CPU, too.
     device = next((name for name in names if name != CPU), CPU if CPU in names else None)
     headrooms = _headroom_ratios(after)
     scores = [after.value(communication.STRAGGLER_SCORE, phase) for phase in COMPARED_PHASES]
@@ -137,7 +139,7 @@ def _with_device(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
     return replace(
         reading,
         on_cpu=None if device is None else device == CPU,
-        device_utilization=stretch.mean(devices.DEVICE_UTILIZATION, device or ""),
+        device_utilization=interval.mean(devices.DEVICE_UTILIZATION, device or ""),
         headroom_ratio=min(headrooms.values(), default=None),
         device_headroom_ratio=headrooms.get(device or ""),
         oom_risk=max(risks.values(), default=None),
@@ -146,38 +148,38 @@ def _with_device(reading: MetricsDelta, stretch: _Stretch) -> MetricsDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
+class _Interval:
     """Two snapshots of one rank, the earlier first."""
 
     before: Snapshot
     after: Snapshot
 
-    def grown(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return by how much a counter grew; None if it is not there or began anew."""
+    def increase(self, spec: MetricSpec, *labels: str) -> float | None:
+        """Return the increase of a counter; None if it is missing or was reset."""
         end = self.after.value(spec, *labels)
-        grown = -1.0 if end is None else end - (self.before.value(spec, *labels) or 0.0)
-        return grown if grown >= 0 else None
+        increase = -1.0 if end is None else end - (self.before.value(spec, *labels) or 0.0)
+        return increase if increase >= 0 else None
 
-    def grown_in_all(self, spec: MetricSpec) -> float | None:
-        """Return by how much a counter grew over all its series."""
-        parts = [self.grown(spec, *labels) for labels in self.after.values.get(spec, {})]
+    def total_increase(self, spec: MetricSpec) -> float | None:
+        """Return the increase of a counter, summed over its series."""
+        parts = [self.increase(spec, *labels) for labels in self.after.values.get(spec, {})]
         known = [part for part in parts if part is not None]
         return sum(known) if known else None
 
     def busiest_group(self) -> str:
-        """Return the group that sent most; nothing where none did."""
+        """Return the group that sent most bytes; "" if none sent any."""
         sent: dict[str, float] = {}
         spec = communication.COLLECTIVE_WIRE_BYTES
         for op, group in self.after.values.get(spec, {}):
-            sent[group] = sent.get(group, 0.0) + (self.grown(spec, op, group) or 0.0)
+            sent[group] = sent.get(group, 0.0) + (self.increase(spec, op, group) or 0.0)
         return max(sent, key=lambda group: sent[group], default="")
 
     def lower(self, spec: MetricSpec) -> float | None:
-        """Return a gauge's lower value of both ends; None if it has none at the later end."""
+        """Return the lower of a gauge's values at both ends; None if it has none at the end."""
         return min(self._both(spec), default=None)
 
     def mean(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return the mean of a gauge over both ends; None if it has none at the later end."""
+        """Return the mean of a gauge's values at both ends; None if it has none at the end."""
         both = self._both(spec, *labels)
         return fmean(both) if both else None
 
@@ -197,8 +199,8 @@ def _headroom_ratios(snapshot: Snapshot) -> dict[str, float]:
 
 
 def _world_size(snapshot: Snapshot) -> int | None:
-    facts = next(iter(snapshot.values.get(training.RUN_INFO, {})), None)
-    text = facts[_WORLD_SIZE] if facts else ""
+    labels = next(iter(snapshot.values.get(training.RUN_INFO, {})), None)
+    text = labels[_WORLD_SIZE] if labels else ""
     return int(text) if text.isdigit() else None
 
 

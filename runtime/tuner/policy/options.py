@@ -1,4 +1,4 @@
-"""What the user lets the tuner do, and who is told of what it does."""
+"""What the user allows the tuner, and the listener of its events."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Protocol
 
 from .diagnose import Thresholds
 from .experiment import Conclusion
-from .metrics_delta import MetricsDelta
-from .types import Configuration, Numerics, Proposal, Symptom
+from .types import Configuration, Numerics, Proposal, State, Symptom
 
-LEAST_SOAK_STEPS = 5
+MIN_COOLDOWN_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerOptions:
-    """What the user lets the tuner do.
+    """What the user allows the tuner.
 
     Attributes:
-        numerics: What may happen to the numbers.
-        acts: Whether it changes anything, or only says what it would change.
+        numerics: How a change may affect the numbers.
+        acts: Whether it changes anything; otherwise it only advises.
         allows_rebuild: Whether the engine may be rebuilt.
         min_gain: Least gain of throughput worth a change.
-        exploration_ratio: Most of the training time that trials may cost.
-        soak_steps: Steps after an accepted change in which nothing else is tried.
-        soak_seconds: And seconds; the shorter of both holds.
-        observe_seconds: Of training that a diagnosis is made from.
-        total_steps: That the training will have; None if not known.
-        thresholds: From when on something is a symptom.
+        exploration_ratio: Largest share of the training time that trials may cost.
+        cooldown_steps: Steps after an accepted change without a trial.
+        cooldown_seconds: The same in seconds; the shorter of both applies.
+        observe_seconds: Training time that a diagnosis is made from.
+        total_steps: Of the training; None if unknown.
+        thresholds: Of the diagnosis.
     """
 
     numerics: Numerics
@@ -36,32 +35,32 @@ class TunerOptions:
     allows_rebuild: bool = True
     min_gain: float = 0.01
     exploration_ratio: float = 0.05
-    soak_steps: int = 200
-    soak_seconds: float = 10.0
+    cooldown_steps: int = 200
+    cooldown_seconds: float = 10.0
     observe_seconds: float = 20.0
     total_steps: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 
-    def soak(self, step_seconds: float) -> int:
-        """Return how many windows of that length nothing else is tried for."""
-        steps = round(self.soak_seconds / max(step_seconds, 1e-9))
-        return min(self.soak_steps, max(LEAST_SOAK_STEPS, steps))
+    def cooldown(self, step_seconds: float) -> int:
+        """Return the windows of that length without a trial after an accepted change."""
+        steps = round(self.cooldown_seconds / max(step_seconds, 1e-9))
+        return min(self.cooldown_steps, max(MIN_COOLDOWN_STEPS, steps))
 
 
 class TunerListener(Protocol):
-    """Who is told."""
+    """Gets the events of a controller."""
 
-    def state(self, name: str) -> None:
-        """Take the state that the tuner is in now, one of TUNER_STATES."""
+    def on_state(self, state: State) -> None:
+        """Handle a change of state."""
 
-    def configured(self, configuration: Configuration) -> None:
-        """Take what the job works with now."""
+    def on_configuration(self, configuration: Configuration) -> None:
+        """Handle a change of what the job uses."""
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
-        """Take what was found."""
+    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
+        """Handle a diagnosis."""
 
-    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
-        """Take what goes on trial, and what the job works with else."""
+    def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
+        """Handle the start of a trial of a proposal against the configuration in use."""
 
-    def concluded(self, conclusion: Conclusion) -> None:
-        """Take what came of a proposal."""
+    def on_concluded(self, conclusion: Conclusion) -> None:
+        """Handle the end of a proposal."""

@@ -1,7 +1,7 @@
-"""What a configuration puts on the wire in closed form, and what a change of it may gain. Pure.
+"""Traffic of a configuration in closed form, and the gain that a change of it predicts. Pure.
 
-Bytes and calls follow DeepSpeed 0.19.8 with rings, as runtime/estimator works them out to the
-byte from a model's shape; here only sizes are known, enough to choose what to try first.
+Bytes and calls follow DeepSpeed 0.19.8 with ring algorithms. runtime/estimator computes them to the
+byte from a model's shape; here only total sizes are known, enough to rank proposals.
 """
 
 from __future__ import annotations
@@ -11,14 +11,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .metrics_delta import MetricsDelta
-from .numerics import JobFacts
-from .types import Configuration
+from .registry import (
+    ASYNCHRONOUS_REDUCTION,
+    BATCH_SAMPLES,
+    GRADIENT_COMPRESSION,
+    MAX_REUSE_DISTANCE,
+    MICRO_BATCH_SAMPLES,
+    MULTI_RANK_BUCKET_ALLREDUCE,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    PREFETCH_BUCKET_SIZE,
+    REDUCE_BUCKET_SIZE,
+    REDUCE_SCATTER,
+    ZERO_STAGE,
+    KnobSpec,
+)
+from .types import Configuration, JobFacts
 
-_ENGINE_BUCKET = 500_000_000  # elements; what stage 0 takes, whatever the configuration says
-_SEGMENT_BYTES = 1 << 20  # gloo cuts a reduce into pieces of this
-# Compressed, a value takes its code, and in blocks of 256 an fp32 scale.
+_STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
+_SEGMENT_BYTES = 1 << 20  # of a reduce by gloo
+# Bytes of a compressed value: its code, and an fp32 scale per block of 256 values.
 _CODE_BYTES = {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
-_PIECE_VALUES = 256 * 1024  # of a rank's values that the codec sends in one message over gloo
+_CHUNK_VALUES = 256 * 1024  # of a rank that compression sends in one message over gloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,43 +50,43 @@ def predicted_gain(
     samples_per_rank: int,
     reading: MetricsDelta,
 ) -> float | None:
-    """Return what a change gains of throughput; None where the reading or a stage is not known.
+    """Return the predicted gain of throughput; None without a ZeRO stage or without causes.
 
-    Waiting for bandwidth and redundancy grows with the bytes, waiting for latency with the calls;
-    the rest stays, so what a codec costs the host is not in it. Where bytes grow, those that were
-    hidden may show: they are taken to.
+    Waiting for bandwidth and redundancy scales with the bytes, waiting for latency with the calls;
+    the rest stays, so the host time of compression is not included. Where bytes increase, hidden
+    communication is assumed to become exposed.
 
     Args:
-        now: The whole configuration that the reading is of.
-        then: The whole other one.
-        facts: Of the job.
-        samples_per_rank: Of a window, at present.
-        reading: Whose figures of communication can be believed.
+        now: The complete configuration that the reading belongs to.
+        then: The complete configuration to predict.
+        facts: The job's.
+        samples_per_rank: In a window now.
+        reading: Metrics whose communication figures are reliable.
     """
-    grown = _batch(then) / _batch(now)
+    batch_ratio = _number(then, BATCH_SAMPLES, 1) / _number(now, BATCH_SAMPLES, 1)
     before = traffic_of(now, facts, samples_per_rank)
-    after = traffic_of(then, facts, round(samples_per_rank * grown))
-    offloading = _offloading(now, then, reading)
+    after = traffic_of(then, facts, round(samples_per_rank * batch_ratio))
+    offloading = _offloading_saved(now, then, reading)
     causes = reading.cause_ratios
     if before is None or after is None or not (causes or offloading):
         return None
     moving = causes.get("bandwidth", 0.0) + causes.get("redundancy", 0.0)
     latency = causes.get("latency", 0.0)
     bytes_ratio = _quotient(after.wire_bytes, before.wire_bytes)
-    moved = moving * min(bytes_ratio, 1.0)
+    moving_then = moving * min(bytes_ratio, 1.0)
     if bytes_ratio > 1:
-        moved = moving + (bytes_ratio - 1) * max(moving, reading.comm_ratio or 0.0)
-    moved -= _hidden(now, then, facts, reading, moved)
-    called = latency * _quotient(after.calls, before.calls)
+        moving_then = moving + (bytes_ratio - 1) * max(moving, reading.comm_ratio or 0.0)
+    moving_then -= _hidden(now, then, facts, reading, moving_then)
+    latency_then = latency * _quotient(after.calls, before.calls)
     rest = max(0.0, 1.0 - moving - latency - offloading)
-    return grown / max(rest * grown + moved + called, 1e-3) - 1
+    return batch_ratio / max(rest * batch_ratio + moving_then + latency_then, 1e-3) - 1
 
 
 def traffic_of(
     configuration: Configuration, facts: JobFacts, samples_per_rank: int
 ) -> Traffic | None:
-    """Return what a step of so many samples sends; None where the configuration lacks a stage."""
-    stage = configuration.get("zero_stage")
+    """Return what a rank sends in a step; None where the configuration has no ZeRO stage."""
+    stage = configuration.get(ZERO_STAGE.name)
     if stage is None:
         return None
     step = _StepTraffic(configuration=configuration, facts=facts)
@@ -83,8 +97,8 @@ def traffic_of(
 
 
 def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> int:
-    """Return in how many pieces a window of so many samples is cut."""
-    size = _number(configuration, "micro_batch_samples", samples_per_rank)
+    """Return the number of micro-batches of a window of so many samples."""
+    size = _number(configuration, MICRO_BATCH_SAMPLES, samples_per_rank)
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
@@ -95,6 +109,7 @@ class _StepTraffic:
 
     @property
     def share(self) -> float:
+        """Share of a payload that is sent to other ranks."""
         return (self.facts.world_size - 1) / self.facts.world_size
 
     @property
@@ -104,16 +119,17 @@ class _StepTraffic:
 
     @property
     def bucket(self) -> int:
-        return max(1, _number(self.configuration, "reduce_bucket_size", _ENGINE_BUCKET))
+        """Elements of a bucket."""
+        return max(1, _number(self.configuration, REDUCE_BUCKET_SIZE, _STAGE_0_BUCKET))
 
     def parts(self, stage: int, micro_batches: int) -> Iterator[Traffic]:
-        """Yield what is sent for gradients, for parameters, and to clip and to skip."""
-        yield Traffic(wire_bytes=0.0, calls=1)  # the gradients' norm
+        """Yield the traffic of the gradient norm, of gradients and of parameters."""
+        yield Traffic(wire_bytes=0.0, calls=1)
         if stage == 0:
-            yield self._summed_for_all(_ENGINE_BUCKET)
+            yield self._all_reduced(_STAGE_0_BUCKET)
             return
         reductions = micro_batches if stage > 1 else 1
-        reduction = self._scattered() if stage == 3 else self._to_owners()
+        reduction = self._reduced_at_stage_3() if stage == 3 else self._reduced_at_stages_1_and_2()
         yield Traffic(
             wire_bytes=reductions * reduction.wire_bytes, calls=reductions * reduction.calls
         )
@@ -121,109 +137,106 @@ class _StepTraffic:
         if stage < 3:
             yield Traffic(wire_bytes=gathered, calls=1)
             return
-        passes = micro_batches * self._gathers()
-        yield Traffic(wire_bytes=passes * gathered, calls=passes * self._fetches())
+        passes = micro_batches * self._gathers_per_micro_batch()
+        yield Traffic(wire_bytes=passes * gathered, calls=passes * self._calls_per_gather())
 
-    def _to_owners(self) -> Traffic:
-        """Return one reduction of all gradients by ZeRO 1 or 2."""
-        ranks, scatters = self.facts.world_size, self._is_on("reduce_scatter")
-        together = self._is_on("use_multi_rank_bucket_allreduce")
+    def _reduced_at_stages_1_and_2(self) -> Traffic:
+        """Return the traffic of one reduction of all gradients by ZeRO 1 or 2."""
+        ranks, scatters = self.facts.world_size, self._is_on(REDUCE_SCATTER)
+        multi_rank = self._is_on(MULTI_RANK_BUCKET_ALLREDUCE)
         if self._code_bytes() is not None:
-            # A bucket goes straight to its owners where no rank owns most of it.
-            spread = together and self.bucket >= self.gradients / 2
-            straight = scatters and (ranks == 2 or spread)
-            return self._compressed(self.bucket, shots=1 if straight else 2)
-        if together or not scatters:
-            return self._summed_for_all(self.bucket)
+            # A bucket is sent directly to its owners where no rank owns most of it.
+            is_spread = multi_rank and self.bucket >= self.gradients / 2
+            is_direct = scatters and (ranks == 2 or is_spread)
+            return self._compressed(self.bucket, phases=1 if is_direct else 2)
+        if multi_rank or not scatters:
+            return self._all_reduced(self.bucket)
         calls = math.ceil(self.gradients / self.bucket) + ranks - 1
         payload = self.facts.gradient_bytes
         return Traffic(wire_bytes=payload * self._reduce_factor(payload / calls), calls=calls)
 
-    def _scattered(self) -> Traffic:
-        """Return one reduction of all gradients by ZeRO 3."""
+    def _reduced_at_stage_3(self) -> Traffic:
+        """Return the traffic of one reduction of all gradients by ZeRO 3."""
         if self._code_bytes() is not None:
-            return self._compressed(self.bucket, shots=1)
-        scatters = self._is_on("reduce_scatter") and self.facts.backend != "gloo"
-        whole = self._summed_for_all(self.bucket)
+            return self._compressed(self.bucket, phases=1)
+        scatters = self._is_on(REDUCE_SCATTER) and self.facts.backend != "gloo"
+        whole = self._all_reduced(self.bucket)
         return Traffic(wire_bytes=whole.wire_bytes / (1 + scatters), calls=whole.calls)
 
-    def _summed_for_all(self, bucket: int) -> Traffic:
+    def _all_reduced(self, bucket: int) -> Traffic:
         if self._code_bytes() is not None:
-            return self._compressed(bucket, shots=2)
+            return self._compressed(bucket, phases=2)
         return Traffic(
             wire_bytes=2 * self.share * self.facts.gradient_bytes,
             calls=math.ceil(self.gradients / bucket),
         )
 
-    def _compressed(self, bucket: int, shots: int) -> Traffic:
-        pieces = 1
+    def _compressed(self, bucket: int, phases: int) -> Traffic:
+        chunks = 1
         if self.facts.backend == "gloo":
-            own = min(bucket, self.gradients) / self.facts.world_size
-            pieces = math.ceil(own / _PIECE_VALUES)
+            own_values = min(bucket, self.gradients) / self.facts.world_size
+            chunks = math.ceil(own_values / _CHUNK_VALUES)
         return Traffic(
-            wire_bytes=shots * self.share * self.gradients * (self._code_bytes() or 0.0),
-            calls=shots * pieces * math.ceil(self.gradients / bucket),
+            wire_bytes=phases * self.share * self.gradients * (self._code_bytes() or 0.0),
+            calls=phases * chunks * math.ceil(self.gradients / bucket),
         )
 
-    def _gathers(self) -> float:
+    def _gathers_per_micro_batch(self) -> float:
         """Return how often a micro-batch of ZeRO 3 gathers all parameters.
 
-        Once in forward and once in backward, but for those that backward uses again so soon that
-        they stay: the last of forward are the first of backward.
+        Once in forward and once in backward, except those within the reuse distance: the last of
+        forward are the first of backward.
         """
-        distance = _number(self.configuration, "max_reuse_distance", 1_000_000_000)
+        distance = _number(self.configuration, MAX_REUSE_DISTANCE, 1_000_000_000)
         return 2 - min(1.0, distance / max(1.0, 2 * self.facts.num_parameters))
 
-    def _fetches(self) -> int:
-        """Return into how many calls one gathering of all parameters is cut, at least."""
-        ahead = max(1, _number(self.configuration, "prefetch_bucket_size", 50_000_000))
-        return min(self.facts.num_tensors, math.ceil(self.facts.num_parameters / ahead))
+    def _calls_per_gather(self) -> int:
+        """Return the least number of calls that gather all parameters once."""
+        bucket = max(1, _number(self.configuration, PREFETCH_BUCKET_SIZE, 50_000_000))
+        return min(self.facts.num_tensors, math.ceil(self.facts.num_parameters / bucket))
 
     def _reduce_factor(self, payload_bytes: float) -> float:
-        """Return bytes on the wire over payload of a reduce to one rank, on average over ranks."""
+        """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
         ranks = self.facts.world_size
         if self.facts.backend != "gloo":
             return self.share
-        # gloo/reduce.cc: all but two segments go round the ring, then each part to the root.
+        # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.
         needed = max(math.ceil(payload_bytes / _SEGMENT_BYTES), 2 * ranks)
         segments = math.ceil(needed / ranks) * ranks
         return 1 - 2 / segments + (ranks - 1) / ranks**2
 
     def _code_bytes(self) -> float | None:
-        return _CODE_BYTES.get(str(self.configuration.get("gradient_compression")))
+        return _CODE_BYTES.get(str(self.configuration.get(GRADIENT_COMPRESSION.name)))
 
-    def _is_on(self, knob: str) -> bool:
-        return bool(self.configuration.get(knob, True))
+    def _is_on(self, knob: KnobSpec) -> bool:
+        return bool(self.configuration.get(knob.name, True))
 
 
-def _offloading(now: Configuration, then: Configuration, reading: MetricsDelta) -> float:
-    """Return the share of time in offloading that a change does away with."""
-    knobs = ("offload_optimizer", "offload_param")
+def _offloading_saved(now: Configuration, then: Configuration, reading: MetricsDelta) -> float:
+    """Return the share of time in offloading that a change removes."""
+    knobs = (OFFLOAD_OPTIMIZER.name, OFFLOAD_PARAM.name)
     ends = any(now.get(knob) for knob in knobs) and not any(then.get(knob) for knob in knobs)
     return (reading.offload_ratio or 0.0) if ends else 0.0
 
 
 def _hidden(
-    now: Configuration, then: Configuration, facts: JobFacts, reading: MetricsDelta, moved: float
+    now: Configuration, then: Configuration, facts: JobFacts, reading: MetricsDelta, moving: float
 ) -> float:
-    """Return the share of time for which bytes will travel while backward computes.
+    """Return the share of time that asynchronous reduction will hide behind backward.
 
-    At ZeRO 2; ZeRO 1 reduces after backward. The last bucket has nothing to hide behind.
+    At ZeRO 2 only; ZeRO 1 reduces after backward. Nothing hides the last bucket.
     """
-    begins = then.get("asynchronous_reduction") and not now.get("asynchronous_reduction")
-    if not begins or then.get("zero_stage") != 2:
+    knob = ASYNCHRONOUS_REDUCTION.name
+    begins = then.get(knob) and not now.get(knob)
+    if not begins or then.get(ZERO_STAGE.name) != 2:
         return 0.0
-    buckets = math.ceil(facts.num_gradients / _number(then, "reduce_bucket_size", _ENGINE_BUCKET))
+    buckets = math.ceil(facts.num_gradients / _number(then, REDUCE_BUCKET_SIZE, _STAGE_0_BUCKET))
     computing = reading.phase_ratios.get("backward", 0.0) - (reading.exposed_ratio or 0.0)
-    return min(moved, max(0.0, computing)) * (1 - 1 / buckets)
+    return min(moving, max(0.0, computing)) * (1 - 1 / buckets)
 
 
-def _batch(configuration: Configuration) -> int:
-    return _number(configuration, "batch_samples", 1)
-
-
-def _number(configuration: Configuration, knob: str, default: int) -> int:
-    value = configuration.get(knob)
+def _number(configuration: Configuration, knob: KnobSpec, default: int) -> int:
+    value = configuration.get(knob.name)
     return value if isinstance(value, int) else default
 
 

@@ -1,7 +1,7 @@
-"""What to try, in which order, against what holds a job back. Pure.
+"""Which changes to try against the symptoms, and in which order. Pure.
 
-Nothing is proposed that the numerics forbids, that cannot be set here, or that has failed in these
-surroundings before.
+Nothing is proposed that the numerics setting forbids, that cannot be set in this job, or that was
+rejected in this context before.
 """
 
 from __future__ import annotations
@@ -20,39 +20,45 @@ from .diagnose import (
     exposed_ratio,
 )
 from .metrics_delta import MetricsDelta
-from .numerics import SUM_KNOBS, JobFacts, required_numerics_of_all
 from .predict import predicted_gain
-from .registry import KNOBS, SPECS, KnobSpec, Trigger
-from .types import Configuration, Numerics, Proposal, Symptom, Value
+from .registry import (
+    GRADIENT_COMPRESSION,
+    KNOBS,
+    REDUCE_BUCKET_SIZE,
+    SPECS,
+    KnobSpec,
+    Trigger,
+    required_numerics,
+)
+from .types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 
-LEAST_GAIN = 0.01  # below it no trial could tell it from chance
-LEAST_REBUILD_GAIN = 0.05  # a rebuild cannot be tried in turns, and may go wrong
-_WORTH_A_REBUILD = 1.15  # times what a live change is predicted to gain
-_ALIKE = 0.02  # predictions that differ by less are as good as each other
-_SURE_LOSS = -0.15  # more than overlapping and the like, which nobody predicts, may make up for
-_BACK_RATIO = 0.5  # of what is too much waiting; so that nothing goes to and fro
-# Against communication these do what is predicted, and nothing else.
-_PREDICTED = frozenset(("zero_stage", "gradient_compression", "batch_samples"))
+MIN_GAIN = 0.01  # a trial cannot tell a smaller gain from noise
+MIN_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail
+_REBUILD_FACTOR = 1.15  # a rebuild must be predicted to be that much faster than a live change
+_EQUAL_GAINS = 0.02  # predictions that differ by less rank equal
+_CERTAIN_LOSS = -0.15  # more than effects that are not predicted, such as overlap, may make up for
+HISTORY_REASON = "the best configuration in this context before"
+_HYSTERESIS = 0.5  # of the threshold of waiting, so that compression is not switched back and forth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerInput:
-    """All that proposals are made of.
+    """Everything that proposals are derived from.
 
     Attributes:
-        configuration: What the job works with, and is known to work; whole.
-        options: What each knob could be set to here.
-        facts: Of the job.
+        configuration: The complete one in use, known to work.
+        options: What each knob can be set to in this job.
+        facts: The job's.
         numerics: What the user allows.
         allows_rebuild: Whether the engine may be rebuilt.
-        symptoms: What holds the job back, in their order.
-        reading: What they were told from.
-        samples_per_rank: Of a window.
-        denied: Knobs and values that did not help in these surroundings, those that were in use
-            before something better was found included.
-        remembered: A whole configuration that was the best in these surroundings.
+        symptoms: The diagnosis, most urgent first.
+        reading: The metrics that the diagnosis is made from.
+        samples_per_rank: In a window.
+        denied: Knobs with values that did not help in this context, including those that were in
+            use before something better was found.
+        remembered: The complete configuration that was best in this context; None if unknown.
         thresholds: Of the diagnosis.
-        context: The surroundings; "" if nobody has named them.
+        context: Name of the context; "" if unknown.
     """
 
     configuration: Configuration
@@ -69,200 +75,200 @@ class TunerInput:
     context: str = ""
 
     def symptom(self, name: str) -> Symptom | None:
-        """Return the symptom of a name, if it is there."""
+        """Return the symptom of that name, if it was found."""
         return next((one for one in self.symptoms if one.name == name), None)
 
 
-def propose(situation: TunerInput) -> list[Proposal]:
-    """Return what to try, the best first.
+def propose(inputs: TunerInput) -> list[Proposal]:
+    """Return what to try, the most promising first.
 
-    While memory is short there is nothing but what gives some back, and that needs no gain.
-    Otherwise: what was best here before; what is predicted to gain; what only a trial can tell; and
-    what is not needed any longer.
+    Under memory pressure: only what frees memory, one proposal per knob; it need not gain.
+    Otherwise: the best configuration of the history; what is predicted to gain; what only a trial
+    can tell; and what is no longer needed.
     """
-    pressure = situation.symptom(MEMORY_PRESSURE)
+    pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:
-        return _first_of_each(_for_symptom(situation, pressure))
+        return _first_per_knob(_for_symptom(inputs, pressure))
     found = [
         proposal
-        for symptom in _in_their_order(situation)
-        for proposal in _worth_trying(_for_symptom(situation, symptom))
+        for symptom in _actionable_symptoms(inputs)
+        for proposal in _worth_trying(_for_symptom(inputs, symptom))
     ]
-    return _dedupe(
-        [*_from_history(situation), *sorted(found, key=_priority), *relaxations(situation)]
-    )
+    return _dedupe([*_from_history(inputs), *sorted(found, key=_priority), *relaxations(inputs)])
 
 
-def relaxations(situation: TunerInput) -> list[Proposal]:
-    """Return what takes back a costly change whose reason is gone; it need not gain anything."""
-    return [*_drop_compression(situation), *_spend_memory(situation)]
+def relaxations(inputs: TunerInput) -> list[Proposal]:
+    """Return what undoes a costly change whose reason is gone, and what spends idle memory."""
+    return [*_drop_compression(inputs), *_spend_memory(inputs)]
 
 
-def _in_their_order(situation: TunerInput) -> Iterator[Symptom]:
-    """Yield the symptoms that may be acted on; memory to spare only to help against another."""
-    others = [one for one in situation.symptoms if one.name != MEMORY_IDLE]
-    return iter(situation.symptoms if others else ())
+def _actionable_symptoms(inputs: TunerInput) -> Iterator[Symptom]:
+    """Yield the symptoms to act on; idle memory only together with another one."""
+    others = [one for one in inputs.symptoms if one.name != MEMORY_IDLE]
+    return iter(inputs.symptoms if others else ())
 
 
-def _for_symptom(situation: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
-    """Yield what may help against a symptom, in the registry's order."""
+def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
+    """Yield what may help against a symptom, in the order of KNOBS."""
     for spec in KNOBS:
         trigger = spec.triggers.get(symptom.name)
-        if trigger is None or spec.name not in situation.configuration:
+        if trigger is None or spec.name not in inputs.configuration:
             continue
-        if spec.device_only and situation.reading.on_cpu:
+        if spec.device_only and inputs.reading.on_cpu:
             continue
-        for value in _untried(situation, spec, trigger):
+        for value in _untried_values(inputs, spec, trigger):
             changes = in_several_buckets(
-                situation.configuration,
+                inputs.configuration,
                 {spec.name: value},
-                situation.options.get("reduce_bucket_size", ()),
-                situation.facts,
+                inputs.options.get(REDUCE_BUCKET_SIZE.name, ()),
+                inputs.facts,
             )
-            proposal = _proposal(situation, changes, symptom, spec.what)
+            proposal = _proposal(inputs, changes, symptom, spec.description)
             if proposal is not None:
                 yield proposal
 
 
-def _from_history(situation: TunerInput) -> Iterator[Proposal]:
-    """Yield the way to what was the best here before, as one change.
+def _from_history(inputs: TunerInput) -> Iterator[Proposal]:
+    """Yield the change to the best configuration of this context, as one proposal.
 
-    That was measured here, or lived with: nothing need be foretold of what can be tried in turns.
+    It was measured before, so a live one is tried whatever is predicted.
     """
     changes = {
         knob: value
-        for knob, value in (situation.remembered or {}).items()
-        if knob in situation.configuration
-        and value != situation.configuration[knob]
-        and value in situation.options.get(knob, ())
+        for knob, value in (inputs.remembered or {}).items()
+        if knob in inputs.configuration
+        and value != inputs.configuration[knob]
+        and value in inputs.options.get(knob, ())
     }
     if not changes:
         return
-    symptom = next(iter(situation.symptoms), None) or _waiting(situation)
-    proposal = _proposal(situation, changes, symptom, "what was the best in such surroundings")
+    symptom = next(iter(inputs.symptoms), None) or _bandwidth_symptom(inputs)
+    proposal = _proposal(inputs, changes, symptom, HISTORY_REASON)
     if proposal is None:
         return
     if proposal.tier == "live":
         proposal = replace(proposal, predicted_gain=None)
-    yield replace(proposal, relaxes=changes == {"gradient_compression": None})
+    yield replace(proposal, relaxes=changes == {GRADIENT_COMPRESSION.name: None})
 
 
-def _drop_compression(situation: TunerInput) -> Iterator[Proposal]:
-    """Yield gradients as they are, if waiting for them would stay short."""
-    knob = "gradient_compression"
-    waits = exposed_ratio(situation.reading, situation.thresholds)
-    if waits is None or situation.configuration.get(knob) is None:
+def _drop_compression(inputs: TunerInput) -> Iterator[Proposal]:
+    """Yield uncompressed gradients, if waiting for them is predicted to stay short."""
+    knob = GRADIENT_COMPRESSION.name
+    waits = exposed_ratio(inputs.reading, inputs.thresholds)
+    if waits is None or inputs.configuration.get(knob) is None:
         return
-    if (knob, None) in situation.denied or None not in situation.options.get(knob, ()):
+    if (knob, None) in inputs.denied or None not in inputs.options.get(knob, ()):
         return
-    symptom = _waiting(situation)
-    why = f"waiting for communication takes {waits:.0%} of the time, so nothing need be compressed"
-    proposal = _proposal(situation, {knob: None}, symptom, why)
+    symptom = _bandwidth_symptom(inputs)
+    why = f"waiting for communication takes {waits:.0%} of the time, no compression is needed"
+    proposal = _proposal(inputs, {knob: None}, symptom, why)
     if proposal is None or proposal.predicted_gain is None:
         return
-    longer = 1 / (1 + proposal.predicted_gain)  # of the time that a step takes now
-    waits_then = (waits + longer - 1) / longer
-    if waits_then <= _BACK_RATIO * situation.thresholds.comm_ratio_high:
+    slowdown = 1 / (1 + proposal.predicted_gain)
+    waits_then = (waits + slowdown - 1) / slowdown
+    if waits_then <= _HYSTERESIS * inputs.thresholds.comm_ratio_high:
         yield replace(proposal, relaxes=True)
 
 
-def _spend_memory(situation: TunerInput) -> Iterator[Proposal]:
+def _spend_memory(inputs: TunerInput) -> Iterator[Proposal]:
     """Yield what takes memory and saves time."""
-    idle = situation.symptom(MEMORY_IDLE)
-    if idle is not None and situation.symptom(MEMORY_PRESSURE) is None:
-        yield from _worth_trying(_for_symptom(situation, idle))
+    idle = inputs.symptom(MEMORY_IDLE)
+    if idle is not None and inputs.symptom(MEMORY_PRESSURE) is None:
+        yield from _worth_trying(_for_symptom(inputs, idle))
 
 
 def _proposal(
-    situation: TunerInput, changes: Configuration, symptom: Symptom, why: str
+    inputs: TunerInput, changes: Configuration, symptom: Symptom, why: str
 ) -> Proposal | None:
-    """Return a proposal; None if it cannot be set here, or is not allowed."""
-    whole = with_partners(situation.configuration, changes)
+    """Return a proposal with the partners of its changes; None if not possible or not allowed."""
+    whole = with_partners(inputs.configuration, changes)
     if any(whole[knob] != value for knob, value in changes.items()):
         return None
-    options = situation.options
+    options = inputs.options
     if any(
         value not in options.get(knob, ()) or not SPECS[knob].has(value)
         for knob, value in whole.items()
     ):
         return None
-    changes = whole
-    numerics = required_numerics_of_all(changes, situation.facts)
-    rebuilds = any(SPECS[knob].tier == "rebuild" for knob in changes)
-    if numerics is None:
+    numerics = _required_numerics(inputs, whole)
+    if numerics is None or numerics > inputs.numerics:
         return None
-    if situation.configuration.get("gradient_compression") and SUM_KNOBS & changes.keys():
-        numerics = max(numerics, Numerics.REASSOCIATION)  # buckets say what is rounded together
-    if numerics > situation.numerics:
-        return None
-    if rebuilds and not situation.allows_rebuild:
+    rebuilds = any(SPECS[knob].tier == "rebuild" for knob in whole)
+    if rebuilds and not inputs.allows_rebuild:
         return None
     return Proposal(
-        changes=changes,
+        changes=whole,
         symptom=symptom,
         tier="rebuild" if rebuilds else "live",
         numerics=numerics,
-        predicted_gain=_gain(situation, changes),
+        predicted_gain=_gain(inputs, whole),
         why=why,
     )
 
 
-def _untried(situation: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
+def _required_numerics(inputs: TunerInput, changes: Configuration) -> Numerics | None:
+    numerics = required_numerics(changes, inputs.facts)
+    reorders_sums = any(SPECS[knob].reorders_sums for knob in changes)
+    if numerics is None or not reorders_sums:
+        return numerics
+    if inputs.configuration.get(GRADIENT_COMPRESSION.name):
+        return max(numerics, Numerics.REASSOCIATION)  # buckets decide what is rounded together
+    return numerics
+
+
+def _untried_values(inputs: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
     values = candidate_values(
-        spec.name,
+        spec,
         trigger,
-        situation.configuration,
-        situation.options.get(spec.name, ()),
-        situation.facts,
-        situation.samples_per_rank,
+        inputs.configuration,
+        inputs.options.get(spec.name, ()),
+        inputs.facts,
+        inputs.samples_per_rank,
     )
-    return [value for value in values if (spec.name, value) not in situation.denied]
+    return [value for value in values if (spec.name, value) not in inputs.denied]
 
 
-def _gain(situation: TunerInput, changes: Configuration) -> float | None:
-    """Return what a change gains, as far as that can be worked out."""
-    reading = situation.reading
-    if exposed_ratio(reading, situation.thresholds) is None:
+def _gain(inputs: TunerInput, changes: Configuration) -> float | None:
+    """Return the predicted gain of a change, as far as it can be computed."""
+    reading = inputs.reading
+    if exposed_ratio(reading, inputs.thresholds) is None:
         reading = replace(reading, cause_ratios={})
     return predicted_gain(
-        situation.configuration,
-        {**situation.configuration, **changes},
-        situation.facts,
-        situation.samples_per_rank,
+        inputs.configuration,
+        {**inputs.configuration, **changes},
+        inputs.facts,
+        inputs.samples_per_rank,
         reading,
     )
 
 
 def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
-    """Yield proposals that are worth a trial, those of which too little is foretold with nothing.
+    """Yield proposals that are worth a trial; small predictions are dropped from live ones.
 
-    What is foretold of most knobs is a part of what they do.
+    Most knobs have effects beyond the predicted ones, so a small prediction is no reason against.
     """
     for proposal in proposals:
         gain = proposal.predicted_gain
-        tells_all = not _PREDICTED.isdisjoint(proposal.changes)
-        least = LEAST_REBUILD_GAIN if proposal.tier == "rebuild" else LEAST_GAIN
+        is_complete = any(SPECS[knob].fully_predicted for knob in proposal.changes)
+        least = MIN_REBUILD_GAIN if proposal.tier == "rebuild" else MIN_GAIN
         if gain is not None and gain >= least:
             yield proposal
         elif proposal.tier == "rebuild" or (
-            tells_all and gain is not None and proposal.symptom.name in COMM_SYMPTOMS
+            is_complete and gain is not None and proposal.symptom.name in COMM_SYMPTOMS
         ):
             continue
-        elif gain is None or gain > _SURE_LOSS:
+        elif gain is None or gain > _CERTAIN_LOSS:
             yield replace(proposal, predicted_gain=None)
 
 
 def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
-    """Return by what proposals are sorted: gain, then cost and safety; the rest as they come.
-
-    A rebuild has to be worth more than what can be done without: it takes memory and time.
-    """
+    """Return the sort key: gain, then cost and safety. Unpredicted ones keep the order of KNOBS."""
     gain = proposal.predicted_gain
-    if gain is None:  # in the registry's order
+    if gain is None:
         return 0.0, proposal.tier == "rebuild", Numerics.BITWISE
     if proposal.tier == "rebuild":
-        gain = (1 + gain) / _WORTH_A_REBUILD - 1
-    return -1.0 - math.floor(gain / _ALIKE), proposal.tier == "rebuild", proposal.numerics
+        gain = (1 + gain) / _REBUILD_FACTOR - 1
+    return -1.0 - math.floor(gain / _EQUAL_GAINS), proposal.tier == "rebuild", proposal.numerics
 
 
 def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:
@@ -273,7 +279,7 @@ def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:
     return [*firsts.values()]
 
 
-def _first_of_each(proposals: Iterable[Proposal]) -> list[Proposal]:
+def _first_per_knob(proposals: Iterable[Proposal]) -> list[Proposal]:
     """Return the first proposal for each knob."""
     firsts: dict[str, Proposal] = {}
     for proposal in proposals:
@@ -281,10 +287,10 @@ def _first_of_each(proposals: Iterable[Proposal]) -> list[Proposal]:
     return [*firsts.values()]
 
 
-def _waiting(situation: TunerInput) -> Symptom:
-    """Return how much bandwidth holds the job back, however little."""
-    reading = situation.reading
-    waits = exposed_ratio(reading, situation.thresholds)
+def _bandwidth_symptom(inputs: TunerInput) -> Symptom:
+    """Return the share of waiting for bandwidth as a symptom, however small it is."""
+    reading = inputs.reading
+    waits = exposed_ratio(reading, inputs.thresholds)
     return Symptom(
         name="comm_bandwidth",
         ratio=reading.cause_ratios.get("bandwidth", 0.0),

@@ -1,139 +1,186 @@
-"""Finds what to try next, and whether trying it is worth its price."""
+"""Selects what to try next, and whether a trial is worth its cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
-from .budget import ExplorationBudget, pays_back
 from .diagnose import MEMORY_PRESSURE, diagnose
 from .experiment import Conclusion, Experiment
 from .metrics_delta import MetricsDelta
-from .numerics import JobFacts
 from .options import TunerOptions
 from .proposals import TunerInput, propose
 from .registry import SPECS
 from .search_history import SearchHistory
 from .step_time_observer import Baseline
 from .trial_plan import TrialPlan, plan_trial
-from .types import Configuration, KnobSetter, Proposal, StepTime, Symptom, Value
+from .types import Configuration, JobFacts, KnobSetter, Proposal, StepTime, Symptom, Value
 
-UNPREDICTED_GAIN = 0.03  # what a change is hoped to bring of which nothing is foretold
-MOST_RELAXED_LOSS = 0.02  # that training may be slower without what is no longer needed
-FEARED_LOSS = 0.15  # of the windows run with it, what a change may cost before it is taken back
+UNPREDICTED_GAIN = 0.03  # assumed of a change without a prediction
+MAX_RELAXED_LOSS = 0.02  # of speed, for undoing a measure that is no longer needed
+ASSUMED_LOSS = 0.15  # of the windows run with a change, until it is rolled back
+EXPLORATION_RATIO = 0.05
+GRANT_SECONDS = 600.0  # lets a young run, where a gain pays longest, start trials at once
+
+
+class ExplorationBudget:
+    """Accounts what trials cost: a share of the training time so far, plus a grant.
+
+    Attributes:
+        spent_seconds: Training time spent so far.
+    """
+
+    def __init__(
+        self, ratio: float = EXPLORATION_RATIO, *, grant_seconds: float = GRANT_SECONDS
+    ) -> None:
+        self.spent_seconds = 0.0
+        self._ratio = ratio
+        self._grant_seconds = grant_seconds
+        self._elapsed_seconds = 0.0
+
+    @property
+    def left_seconds(self) -> float:
+        """What may still be spent; negative where trials cost more than expected."""
+        allowed = self._ratio * (self._elapsed_seconds + self._grant_seconds)
+        return allowed - self.spent_seconds
+
+    def elapse(self, seconds: float) -> None:
+        """Add training time, within trials as well."""
+        self._elapsed_seconds += seconds
+
+    def spend(self, seconds: float) -> None:
+        """Charge a pause, or what a step on trial took longer; faster steps earn nothing."""
+        self.spent_seconds += max(0.0, seconds)
+
+    def allows(self, expected_cost_seconds: float) -> bool:
+        """Whether a trial of that expected cost fits in."""
+        return expected_cost_seconds <= self.left_seconds
+
+
+def pays_back(expected_gain: float, remaining_seconds: float | None, cost_seconds: float) -> bool:
+    """Whether a gain of throughput is expected to save more time than its trial costs.
+
+    Args:
+        expected_gain: 0.5 for half as much again.
+        remaining_seconds: Of training at today's speed; None, unknown, counts as infinite.
+        cost_seconds: Of the trial.
+    """
+    remaining = inf if remaining_seconds is None else remaining_seconds - cost_seconds
+    return expected_gain > 0 and remaining * expected_gain / (1 + expected_gain) > cost_seconds
 
 
 class Search:
-    """Makes experiments of what the metrics say.
+    """Turns metrics into experiments.
 
     Args:
-        hands: Rank 0's; asked only.
-        facts: Returns those of the job.
-        rules: The user's.
-        known: What was found out so far.
+        knobs: Rank 0's; only read.
+        facts: The job's.
+        options: The user's.
+        history: Of the search so far.
 
     Attributes:
-        budget: Of what trials may cost.
-        num_fruitless: Trials so far that accepted nothing.
-        rebuild_seconds: What another engine takes, as far as is known.
+        budget: For trials.
+        num_fruitless: Trials so far without an accepted change.
+        rebuild_seconds: Duration of the last rebuild; 0 before the first.
     """
 
     def __init__(
         self,
-        hands: KnobSetter,
-        facts: Callable[[], JobFacts],
-        rules: TunerOptions,
-        known: SearchHistory,
+        knobs: KnobSetter,
+        facts: JobFacts,
+        options: TunerOptions,
+        history: SearchHistory,
     ) -> None:
-        self.budget = ExplorationBudget(rules.exploration_ratio)
+        self.budget = ExplorationBudget(options.exploration_ratio)
         self.num_fruitless = 0
         self.rebuild_seconds = 0.0
-        self._said: list[Configuration] = []
-        # In an emergency it is no reason that a value was slower; only that it could not be set.
+        self._advised: list[Configuration] = []
+        # Under memory pressure a value may be slower; only failures exclude it.
         self._failed: set[tuple[str, Value]] = set()
-        self._hands, self._facts, self._rules, self._known = hands, facts, rules, known
+        self._knobs, self._facts, self._options, self._history = knobs, facts, options, history
 
-    def situation(
+    def inputs(
         self, reading: MetricsDelta, step: StepTime, configuration: Configuration
     ) -> TunerInput:
-        """Return what a stretch of training says of the job.
+        """Return the input of proposals after an interval of training.
 
         Args:
-            reading: Of the stretch.
+            reading: Metrics of the interval.
             step: Its last window.
-            configuration: What it was run with.
+            configuration: The one that it was run with.
         """
         if not reading.stale:
-            self._known.look_around(reading, configuration)
-        symptoms = diagnose(reading, self._rules.thresholds)
-        return self._of(reading, symptoms, step, configuration)
+            self._history.enter_context(reading, configuration)
+        symptoms = diagnose(reading, self._options.thresholds)
+        return self._inputs(reading, symptoms, step, configuration)
 
-    def emergency(self, step: StepTime, configuration: Configuration) -> TunerInput:
-        """Return the situation of a job some rank of which is about to run out of memory."""
+    def emergency_inputs(self, step: StepTime, configuration: Configuration) -> TunerInput:
+        """Return the input of proposals where some rank is about to run out of memory."""
         symptom = Symptom(
             name=MEMORY_PRESSURE, ratio=step.oom_risk, evidence={"oom_risk_ratio": step.oom_risk}
         )
         reading = MetricsDelta(oom_risk=step.oom_risk)
-        found = self._of(reading, (symptom,), step, configuration)
-        return replace(found, denied=frozenset(self._failed))
+        inputs = self._inputs(reading, (symptom,), step, configuration)
+        return replace(inputs, denied=frozenset(self._failed))
 
-    def reliefs(self, situation: TunerInput) -> Iterator[Experiment]:
-        """Yield what would give memory back, and is possible here; it is not tried, but done."""
-        for proposal in propose(situation):
-            experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
-            if self._hands.unsupported_reason(experiment.after) is None:
+    def memory_savings(self, inputs: TunerInput) -> Iterator[Experiment]:
+        """Yield possible changes that free memory; they are applied without a trial."""
+        for proposal in propose(inputs):
+            experiment = Experiment(proposal, inputs, self._plan(proposal, 1.0))
+            if self._knobs.unsupported_reason(experiment.after) is None:
                 yield experiment
 
-    def advice(self, situation: TunerInput) -> Iterator[Experiment]:
-        """Yield what would be tried first, if that was not said before and is possible here."""
-        for proposal in propose(situation):
-            experiment = Experiment(proposal, situation, self._plan(proposal, 1.0))
-            if self._hands.unsupported_reason(experiment.after) is None:
-                if proposal.changes not in self._said:
-                    self._said.append(proposal.changes)
+    def advice(self, inputs: TunerInput) -> Iterator[Experiment]:
+        """Yield the first possible proposal, unless it was advised before."""
+        for proposal in propose(inputs):
+            experiment = Experiment(proposal, inputs, self._plan(proposal, 1.0))
+            if self._knobs.unsupported_reason(experiment.after) is None:
+                if proposal.changes not in self._advised:
+                    self._advised.append(proposal.changes)
                     yield experiment
                 return
 
     def experiments(
-        self, situation: TunerInput, step: StepTime, usual: Baseline
+        self, inputs: TunerInput, step: StepTime, baseline: Baseline
     ) -> Iterator[tuple[Experiment, str | None]]:
-        """Yield what to try, the most promising first, with why this rank would not.
+        """Yield what to try, the most promising first, each with why this rank refuses it.
 
         Args:
-            situation: Of the job.
+            inputs: Of the proposals.
             step: The last window.
-            usual: What steps take now.
+            baseline: Present step times.
         """
-        step_seconds = usual.seconds_per_sample * step.samples
-        now = replace(situation, denied=self._known.denied, remembered=self._known.best)
+        step_seconds = baseline.seconds_per_sample * step.samples
+        now = replace(inputs, denied=self._history.denied, remembered=self._history.best)
         for proposal in propose(now):
-            plan = self._plan(proposal, step_seconds, usual)
+            plan = self._plan(proposal, step_seconds, baseline)
             if self._is_worth_it(proposal, plan, step_seconds, step.number):
-                experiment = Experiment(proposal, situation, plan)
-                yield experiment, self._hands.unsupported_reason(experiment.after)
+                experiment = Experiment(proposal, inputs, plan)
+                yield experiment, self._knobs.unsupported_reason(experiment.after)
 
-    def switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
-        """Take what it took to go from one configuration to another."""
+    def on_switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
+        """Record the duration of a switch between two configurations."""
         self.budget.spend(seconds)
         changed = (knob for knob, value in after.items() if before.get(knob, value) != value)
         if any(knob in SPECS and SPECS[knob].tier == "rebuild" for knob in changed):
             self.rebuild_seconds = seconds
 
-    def failed(self, changes: Configuration) -> None:
-        """Take it that a change could not be made; of several knobs the first is at it."""
-        self._known.reject(changes)
+    def on_failed(self, changes: Configuration) -> None:
+        """Record that a change could not be made; of several knobs the first one is blamed."""
+        self._history.reject(changes)
         self._failed.add(next(iter(changes.items())))
 
-    def adopted(self, conclusion: Conclusion, configuration: Configuration) -> None:
-        """Take it that a proposal was adopted, and is a part of this configuration."""
-        before, changes = conclusion.situation.configuration, conclusion.proposal.changes
+    def on_accepted(self, conclusion: Conclusion, configuration: Configuration) -> None:
+        """Record that a proposal was accepted and is a part of this configuration."""
+        before, changes = conclusion.inputs.configuration, conclusion.proposal.changes
         old = {knob: before[knob] for knob in changes if knob in before}
         if conclusion.judgement is not None:
-            self._known.found(configuration, instead_of=old)
-        else:  # it was not compared with what was before
-            self._known.gave_up(old)
+            self._history.accept(configuration, instead_of=old)
+        else:  # not compared with the configuration before
+            self._history.on_memory_relief(old)
 
-    def _of(
+    def _inputs(
         self,
         reading: MetricsDelta,
         symptoms: tuple[Symptom, ...],
@@ -142,21 +189,21 @@ class Search:
     ) -> TunerInput:
         return TunerInput(
             configuration=configuration,
-            options=self._hands.options(),
-            facts=self._facts(),
-            numerics=self._rules.numerics,
-            allows_rebuild=self._rules.allows_rebuild,
+            options=self._knobs.options(),
+            facts=self._facts,
+            numerics=self._options.numerics,
+            allows_rebuild=self._options.allows_rebuild,
             symptoms=symptoms,
             reading=reading,
-            samples_per_rank=-(-step.samples // self._facts().world_size),
-            denied=self._known.denied,
-            remembered=self._known.best,
-            context=self._known.context,
-            thresholds=self._rules.thresholds,
+            samples_per_rank=-(-step.samples // self._facts.world_size),
+            denied=self._history.denied,
+            remembered=self._history.best,
+            context=self._history.context,
+            thresholds=self._options.thresholds,
         )
 
     def _plan(
-        self, proposal: Proposal, step_seconds: float, usual: Baseline | None = None
+        self, proposal: Proposal, step_seconds: float, baseline: Baseline | None = None
     ) -> TrialPlan:
         plan = plan_trial(
             step_seconds,
@@ -164,34 +211,29 @@ class Search:
             tier=proposal.tier,
             settle_steps=max(SPECS[knob].settle_steps for knob in proposal.changes),
         )
-        least = max(plan.min_gain, self._rules.min_gain)
+        min_gain = max(plan.min_gain, self._options.min_gain)
         if proposal.relaxes:
-            least = -2 * MOST_RELAXED_LOSS  # a trial asks the lower bound for half of it
-        if usual is None:
-            return replace(plan, min_gain=least)
-        lead = tuple(usual.lead[-plan.block_steps :])
+            min_gain = -2 * MAX_RELAXED_LOSS  # a trial asks the lower bound for half of it
+        if baseline is None:
+            return replace(plan, min_gain=min_gain)
+        lead = tuple(baseline.recent[-plan.block_steps :])
         is_block = len(lead) == plan.block_steps
-        return replace(plan, min_gain=least, noise=usual.noise, lead=lead if is_block else ())
+        return replace(plan, min_gain=min_gain, noise=baseline.noise, lead=lead if is_block else ())
 
     def _is_worth_it(
         self, proposal: Proposal, plan: TrialPlan, step_seconds: float, number: int
     ) -> bool:
-        """Whether what a trial is feared to cost may be spent, and comes back."""
+        """Whether the budget allows the assumed cost of a trial, and a gain pays it back."""
         num_windows = 2 * (plan.block_steps + plan.settle_steps)
-        cost = FEARED_LOSS * num_windows * step_seconds
+        cost = ASSUMED_LOSS * num_windows * step_seconds
         if proposal.tier == "rebuild":
-            cost += 2 * self.rebuild_seconds  # there, and maybe back
+            cost += 2 * self.rebuild_seconds  # there, and possibly back
         remaining: float | None = None
-        if self._rules.total_steps is not None:
-            left = self._rules.total_steps - number
-            if left <= num_windows:  # it would not come to a verdict
+        if self._options.total_steps is not None:
+            left = self._options.total_steps - number
+            if left <= num_windows:  # too few for a verdict
                 return False
             remaining = left * step_seconds
         gain = proposal.predicted_gain or UNPREDICTED_GAIN
         is_free = proposal.relaxes and proposal.tier == "live"
         return (is_free or pays_back(gain, remaining, cost)) and self.budget.allows(cost)
-
-
-def is_short_of_memory(situation: TunerInput) -> bool:
-    """Whether trials lack room; what is done about it waits for a risk, as `MemoryRelief`."""
-    return situation.symptom(MEMORY_PRESSURE) is not None

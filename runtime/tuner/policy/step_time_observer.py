@@ -1,106 +1,162 @@
-"""Watches steps between trials: what they say of the job, and whether their speed has shifted."""
+"""Observes step times between trials: a baseline, shifts of speed, and intervals of metrics."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
 from ....metrics.snapshot import Snapshot
-from .drift import Cusum
 from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 RECENT_STEPS = 20
-FAR, CLEAR_OF_NOISE = log(1.3), 5.0  # of a step's time, in logs; and in standard deviations
-NORMAL = 1.4826  # of a normal distribution, standard deviations in a median deviation
+# An outlier is beyond both: a log ratio, and so many standard deviations.
+OUTLIER_LOG_RATIO, OUTLIER_DEVIATIONS = log(1.3), 5.0
+NORMAL = 1.4826  # standard deviations per median absolute deviation of a normal distribution
+
+Shift = Literal["slower", "faster"]
+
+
+class MetricsSource(Protocol):
+    """Has the metrics of this rank."""
+
+    def snapshot(self) -> Snapshot:
+        """Copy them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """What steps took before something was tried.
+    """Step times before a trial.
 
     Attributes:
         seconds_per_sample: The median.
-        noise: Standard deviation of its log, as if it were normal.
-        lead: Of the last steps in a row, the last one last.
+        noise: Standard deviation of its log, assuming a normal distribution.
+        recent: Seconds per sample of the latest consecutive steps, the last one last.
     """
 
     seconds_per_sample: float
     noise: float
-    lead: Sequence[float]
+    recent: Sequence[float]
 
-    def is_far_from(self, seconds_per_sample: float) -> bool:
-        """Whether a step stands out from these."""
+    def is_outlier(self, seconds_per_sample: float) -> bool:
+        """Whether a step's time is far from the median."""
         off = abs(log(seconds_per_sample / self.seconds_per_sample))
-        return off > max(FAR, CLEAR_OF_NOISE * self.noise)
+        return off > max(OUTLIER_LOG_RATIO, OUTLIER_DEVIATIONS * self.noise)
 
 
 class StepTimeObserver:
-    """Takes each window; gives a reading of the metrics once a stretch is long enough.
+    """Collects windows without a trial; returns metrics once an interval is long enough.
 
     Args:
-        snapshot: Copies this rank's metrics.
-        seconds: Of a stretch, at least.
+        metrics: This rank's.
+        min_seconds: Least length of an interval.
 
     Attributes:
-        shift: Whether the job has become "slower" or "faster" since `begin`; None while it has not.
+        shift: Whether steps have become "slower" or "faster" since `reset`; None if neither.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot], seconds: float) -> None:
-        self._snapshot, self._least_seconds = snapshot, seconds
+    def __init__(self, metrics: MetricsSource, min_seconds: float) -> None:
+        self._metrics, self._min_seconds = metrics, min_seconds
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self.begin()
+        self.reset()
 
     @property
     def baseline(self) -> Baseline | None:
-        """What recent steps took; None before the first."""
+        """Times of recent steps; None before the first."""
         if not self._recent:
             return None
         middle = median(self._recent)
         noise = NORMAL * median(abs(log(each / middle)) for each in self._recent)
-        lead = list(self._recent)[len(self._recent) - self._num_in_a_row :]
-        return Baseline(seconds_per_sample=middle, noise=noise, lead=lead)
+        recent = list(self._recent)[len(self._recent) - self._num_consecutive :]
+        return Baseline(seconds_per_sample=middle, noise=noise, recent=recent)
 
-    def begin(self) -> None:
-        """Begin anew, as after a change."""
+    def reset(self) -> None:
+        """Forget all steps, as after a change."""
         self._recent.clear()
-        self._num_in_a_row = 0
-        self.shift: Literal["slower", "faster"] | None = None
+        self._num_consecutive = 0
+        self.shift: Shift | None = None
         self._cusum = Cusum()
-        self.begin_stretch()
+        self._start_interval()
 
-    def interrupted(self) -> None:
-        """Take it that other windows come between, which are not told here."""
-        self._num_in_a_row = 0
-
-    def begin_stretch(self) -> None:
-        """Begin another stretch; the speed is still compared with what it was before."""
+    def _start_interval(self) -> None:
         self._before: Snapshot | None = None
         self._steps, self._seconds = 0, 0.0
 
+    def interrupt(self) -> None:
+        """Record that other windows come in between, which are not passed to `add`."""
+        self._num_consecutive = 0
+
     def add(self, step: StepTime) -> MetricsDelta | None:
-        """Take a window; return what the metrics say of the stretch, once it is long enough."""
+        """Add a window; return the metrics of the interval once it is long enough."""
         if not step.usable or not step.samples:
-            self._num_in_a_row = 0
+            self._num_consecutive = 0
             return None
         seconds_per_sample = step.seconds / step.samples
         self._recent.append(seconds_per_sample)
-        self._num_in_a_row = min(self._num_in_a_row + 1, len(self._recent))
+        self._num_consecutive = min(self._num_consecutive + 1, len(self._recent))
         shift = self._cusum.add(log(seconds_per_sample))
         if shift is not None:
             self.shift = shift
         if self._before is None:
-            self._before = self._snapshot()
+            self._before = self._metrics.snapshot()
             return None
         self._steps += 1
         self._seconds += step.seconds
-        if self._steps < LEAST_STEPS or self._seconds < self._least_seconds:
+        if self._steps < MIN_STEPS or self._seconds < self._min_seconds:
             return None
-        before, after = self._before, self._snapshot()
-        self.begin_stretch()
+        before, after = self._before, self._metrics.snapshot()
+        self._start_interval()
         return metrics_between(before, after)
+
+
+# The constants of the detector were swept on simulated steps (`tests/bench/tuner_simulation.py`).
+# How well the baseline is known counts more than the deviation of one step: a baseline of 20 steps
+# has ten times the false alarms of one that continues to grow. Noise that is correlated from step
+# to step, as theirs, sums up about six times as fast as independent noise.
+MIN_BASELINE_STEPS, MAX_BASELINE_STEPS = 20, 200
+# Half the smallest shift to detect, and the sum of deviations beyond it that is an alarm.
+ALLOWANCE, ALARM = 0.025, 0.5
+SUSPICION = 0.1  # a sum above which the baseline stops growing, not to include the shift itself
+USUAL_NOISE = 0.04  # of the log of a step's time; steps of noisier machines are weighted less
+MAX_DEVIATION = 0.15  # of a single step, so that spikes alone are no shift
+
+
+class Cusum:
+    """Detects lasting shifts of speed: a cumulative sum of deviations from a baseline median."""
+
+    def __init__(self) -> None:
+        self._baseline: list[float] = []  # sorted
+        self._slower = self._faster = 0.0
+        self._scale = 1.0
+
+    def add(self, log_seconds: float) -> Shift | None:
+        """Add the log of a step's seconds, or seconds per sample; return the shift detected."""
+        num = len(self._baseline)
+        if num >= MIN_BASELINE_STEPS:
+            deviation = (log_seconds - self._baseline[num // 2]) * self._scale
+            deviation = min(max(deviation, -MAX_DEVIATION), MAX_DEVIATION)
+            self._slower = max(0.0, self._slower + deviation - ALLOWANCE)
+            self._faster = max(0.0, self._faster - deviation - ALLOWANCE)
+        highest = max(self._slower, self._faster)
+        if highest >= ALARM:
+            shift: Shift = "slower" if self._slower == highest else "faster"
+            self._baseline.clear()
+            self._slower = self._faster = 0.0
+            return shift
+        if num < MAX_BASELINE_STEPS and highest < SUSPICION:
+            insort(self._baseline, log_seconds)
+            if len(self._baseline) == MIN_BASELINE_STEPS:
+                self._scale = min(1.0, USUAL_NOISE / max(self._spread, 1e-9))
+        return None
+
+    @property
+    def _spread(self) -> float:
+        """Half the range of the middle 68 % of the baseline: one standard deviation, if normal."""
+        num = len(self._baseline)
+        return (self._baseline[num * 84 // 100] - self._baseline[num * 16 // 100]) / 2

@@ -1,7 +1,7 @@
-"""Finds out whether a change helps: both settings take turns, and paired blocks are compared.
+"""Sequential A/B test: both configurations take turns in blocks, and paired blocks are compared.
 
-Knows neither what is changed nor how. A block's time is its lower median, which spikes do not
-move; a pair's difference is the log of A's over B's, so that it is positive where B is faster.
+Independent of what is changed. A block's time is its lower median, which spikes do not move. A
+pair's difference is the log of A's time over B's, so it is positive where B is faster.
 """
 
 from __future__ import annotations
@@ -13,36 +13,34 @@ from statistics import fmean, median_low
 from typing import Literal
 
 from .confidence import winsorized_mean
-from .trial_order import Arm, arm_sequence
-from .trial_plan import TrialPlan
+from .trial_plan import Arm, TrialPlan, arm_sequence
 
-# Harm ends a trial: two pairs whose logs are beyond the first, or so many steps of B in a block
-# whose logs all were beyond A's slowest by the second; two may both be spikes.
+# Harm ends a trial early: two pairs slower by HARM, or RUNAWAY_STEPS consecutive steps of B that
+# are all slower than A's slowest by RUNAWAY; two steps may both be spikes.
 HARM, RUNAWAY, RUNAWAY_STEPS = log(1.15), log(1.5), 3
-# And all of it beyond so many standard deviations of a step before the trial.
-CLEAR_OF_NOISE = 4.0
+# Both must also exceed so many standard deviations of a step before the trial.
+NOISE_DEVIATIONS = 4.0
 HARM_GAIN = -0.01
-# A trial that is interrupted within the same block so often, or of which so many windows in a row
-# say nothing, would go on for ever.
-MOST_PAUSES, MOST_UNUSABLE = 3, 50
-# Of the upper bound, once it is too low. Giving up wrongly costs a gain, not harm; so simulated,
-# a knob without effect is left in half the steps that a level of 0.02 takes, and one more of 100
-# gains of 3 % is missed.
-FUTILE_LEVEL = 0.1
+# Pauses within one block, and consecutive unusable windows, after which a trial is given up.
+MAX_PAUSES, MAX_UNUSABLE = 3, 50
+# Level of the upper bound for giving up. Giving up wrongly costs a gain, not harm. In simulation, a
+# knob without effect takes half the steps of a level of 0.02, and one more of 100 gains of 3 % is
+# missed.
+FUTILITY_LEVEL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a trial found.
+    """Result of a trial.
 
     Attributes:
-        verdict: Rolled back where B does harm, rejected where it does not help enough.
-        gain: Throughput of B over A, less 1; the mean of all pairs, never the best.
-        lower: The gain's bound, as strict as acceptance is; of an early end the bound by which
-            each single step of A and B would have it.
-        upper: The other bound.
-        pairs: Compared blocks.
-        steps: Windows that the trial took.
+        verdict: Rolled back where B does harm, rejected where its gain is too small or uncertain.
+        gain: Throughput of B over A, minus 1; the mean of all pairs.
+        lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
+            favourable single steps of A and B.
+        upper: Upper bound of the gain.
+        pairs: Compared pairs of blocks.
+        steps: Windows of the trial.
         reason: Half a sentence for people.
     """
 
@@ -57,7 +55,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pair:
-    """Seconds per sample of the steps of a block of A and one of B."""
+    """Seconds per sample of the steps of a block of A and of a block of B."""
 
     a: Sequence[float]
     b: Sequence[float]
@@ -68,7 +66,7 @@ class _Pair:
 
     @property
     def least(self) -> float:
-        """What B's slowest step gains over A's fastest."""
+        """Log gain of B's slowest step over A's fastest."""
         return log(min(self.a) / max(self.b))
 
     @property
@@ -77,11 +75,11 @@ class _Pair:
 
 
 class Trial:
-    """Says which setting the next window is run with, and judges as soon as it can.
+    """Chooses the configuration of the next window, and judges as soon as the data allow.
 
     Attributes:
-        arm: What the next window is to be run with; after the verdict, what ran last.
-        verdict: None while it goes on.
+        arm: Configuration of the next window; after the verdict, of the last one.
+        verdict: None while the trial runs.
     """
 
     def __init__(self, plan: TrialPlan) -> None:
@@ -89,10 +87,10 @@ class Trial:
         self._plan = plan
         self._order = arm_sequence(starts_with=plan.starts_with, few_switches=plan.few_switches)
         self.arm: Arm = next(self._order)
-        # A has been running; B was only just switched to.
+        # A is in use already; B has to settle.
         self._unsettled = plan.settle_steps if self.arm == "B" else 0
         self._block: list[float] = []  # seconds per sample of the steps of the current block
-        self._last: dict[Arm, Sequence[float]] = {}  # the latest whole block of each arm
+        self._last: dict[Arm, Sequence[float]] = {}  # the latest complete block of each arm
         self._pairs: list[_Pair] = []
         self._first_of_pair = True
         self._steps = 0
@@ -102,17 +100,17 @@ class Trial:
             self._end_block()
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether it does not get on any more."""
-        return self._pauses >= MOST_PAUSES or self._unusable >= MOST_UNUSABLE
+    def is_stalled(self) -> bool:
+        """Whether it is interrupted too often to come to a verdict."""
+        return self._pauses >= MAX_PAUSES or self._unusable >= MAX_UNUSABLE
 
     @property
     def is_settling(self) -> bool:
-        """Whether the next window is dropped, as one right after a change."""
+        """Whether the next window is ignored, because it follows a switch."""
         return self._unsettled > 0
 
     @property
-    def meets_next(self) -> bool:
+    def may_end_block(self) -> bool:
         """Whether the next window, if usable, ends a block."""
         if self.verdict or self._unsettled:
             return False
@@ -120,13 +118,13 @@ class Trial:
         return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
 
     def pause(self) -> None:
-        """Begin the block under way anew, as something else came between."""
+        """Discard the current block, because something else comes in between."""
         self._block = []
         self._unsettled = self._plan.settle_steps
         self._pauses += 1
 
     def add(self, seconds_per_sample: float | None) -> None:
-        """Take in the next window's time; None, or none above 0, is one that does not count."""
+        """Add the next window's time; None and values of 0 or less are unusable."""
         if self.verdict:
             return
         self._steps += 1
@@ -139,21 +137,21 @@ class Trial:
         self._unusable = 0
         self._block.append(seconds_per_sample)
         if len(self._block) >= RUNAWAY_STEPS and self._is_runaway():
-            self._end_at_once()
+            self._stop_runaway()
         elif len(self._block) >= self._plan.block_steps:
             self._end_block()
 
     def _is_runaway(self) -> bool:
-        """Whether all steps of this block are so slow that it need not be finished."""
+        """Whether all steps of this block of B are far slower than the last block of A."""
         if self.arm == "A" or "A" not in self._last or not self._block:
             return False
         return log(min(self._block) / max(self._last["A"])) > self._noise_margin(RUNAWAY)
 
     def _noise_margin(self, ratio: float) -> float:
-        """Return the log of a ratio, or what stands out from the noise, if that is more."""
-        return max(ratio, CLEAR_OF_NOISE * self._plan.noise)
+        """Return the larger one of a log ratio and of what exceeds the noise."""
+        return max(ratio, NOISE_DEVIATIONS * self._plan.noise)
 
-    def _end_at_once(self) -> None:
+    def _stop_runaway(self) -> None:
         pair = _Pair(a=self._last["A"], b=self._block)
         self._pairs.append(pair)
         self._judge_by_steps("rolled_back", [pair], "far slower from its first steps on")
@@ -164,23 +162,23 @@ class Trial:
         self._pauses = 0
         if not self._first_of_pair:
             self._pairs.append(_Pair(a=self._last["A"], b=self._last["B"]))
-            self._look()
+            self._judge_pairs()
         self._first_of_pair = not self._first_of_pair
         if self.verdict is None:
             before, self.arm = self.arm, next(self._order)
             self._unsettled = self._plan.settle_steps if self.arm != before else 0
 
-    def _look(self) -> None:
+    def _judge_pairs(self) -> None:
         slower = [pair for pair in self._pairs if pair.difference < -self._noise_margin(HARM)]
         if len(slower) > 1:
             self._judge_by_steps("rolled_back", slower, "two blocks were far slower")
-        elif overwhelming := self._early_accept():
-            self._judge_by_steps("accepted", overwhelming, "each step was far faster")
+        elif convincing := self._early_accept():
+            self._judge_by_steps("accepted", convincing, "each step was far faster")
         elif len(self._pairs) >= self._plan.first_look:
             self._judge_by_bounds()
 
     def _early_accept(self) -> Sequence[_Pair]:
-        """Return the pairs that need no statistics, if there are any."""
+        """Return the pairs that are convincing without statistics, if there are any."""
         plan = self._plan
         if len(self._pairs) > 1:
             needed, last = plan.overwhelming, self._pairs[-2:]
@@ -195,7 +193,7 @@ class Trial:
         plan = self._plan
         found = winsorized_mean([pair.difference for pair in self._pairs])
         lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
-        highest = found.upper(FUTILE_LEVEL)
+        highest = found.upper(FUTILITY_LEVEL)
         verdict: Literal["accepted", "rejected", "rolled_back"] = "rejected"
         if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"
@@ -204,7 +202,7 @@ class Trial:
         elif highest < log1p(plan.min_gain):
             reason = "its upper bound is below the least gain"
         elif len(self._pairs) >= plan.max_pairs:
-            reason = "no answer in so many pairs"
+            reason = "inconclusive after the maximum of pairs"
         else:
             return
         self._judge(verdict, found.mean, (lower, upper), reason)

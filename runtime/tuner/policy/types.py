@@ -1,15 +1,15 @@
-"""The words that the tuner's parts share. Plain data."""
+"""Plain data that the tuner's parts share, and the interfaces between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
 from typing import Literal, Protocol
 
-# A knob's setting; None stands for "not used", as of a form of compression.
+# A knob's setting; None means "not used", e.g. no gradient compression.
 Value = bool | int | str | None
-# By knob. Whole ones name every knob that this job has.
+# Values by knob name. A complete one has every knob of the job.
 Configuration = Mapping[str, Value]
 Undo = Callable[[], None]
 
@@ -18,22 +18,102 @@ Verdict = Literal["accepted", "rolled_back", "rejected", "advised"]
 
 
 class Numerics(IntEnum):
-    """What a change may do to the numbers; each allows what those before it allow."""
+    """How a change may affect the numbers; each value allows what those before it allow."""
 
     BITWISE = 0
     REASSOCIATION = 1  # sums in another order
-    STATISTICAL = 2  # other roundings, the same expectation
-    UNRESTRICTED = 3  # another batch, another learning rate
+    STATISTICAL = 2  # other rounding, the same expectation
+    UNRESTRICTED = 3  # another batch size, another learning rate
+
+    @classmethod
+    def of_setting(cls, text: str) -> Numerics:
+        """Return the value of a setting's text, such as "bitwise"."""
+        return cls[text.upper()]
+
+    @property
+    def setting(self) -> str:
+        """The text in settings and in decisions."""
+        return self.name.lower()
+
+
+class State(StrEnum):
+    """States of the controller; the values are labels of `zerowatch_tuner_state`."""
+
+    WARMUP = "warmup"
+    OBSERVE = "observe"  # measuring before the next diagnosis
+    PROPOSE = "propose"
+    PREFLIGHT = "preflight"  # all ranks check their memory, then switch
+    APPLIED = "applied"  # the change is in use on all ranks
+    TRIAL = "trial"  # old and new configuration take turns
+    ACCEPT = "accept"
+    ROLLBACK = "rollback"
+    COOLDOWN = "cooldown"  # after an accepted change
+    SAFE_MODE = "safe_mode"  # changes failed; only OOM risk is acted on
+    FROZEN = "frozen"  # the stop file exists
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTraits:
+    """Properties of a model that make a split batch differ from the whole batch.
+
+    Attributes:
+        dropout: It draws random numbers, so other micro-batches get other masks.
+        batch_statistics: It normalises over the samples of a micro-batch.
+        expert_capacity: Its experts take a limited number of tokens of a micro-batch and drop the
+            rest.
+        loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. It is not
+            where samples are compared with each other. Only the user can tell.
+    """
+
+    dropout: bool = False
+    batch_statistics: bool = False
+    expert_capacity: bool = False
+    loss_decomposable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """Properties of a job that are constant while it runs.
+
+    Attributes:
+        world_size: Data-parallel ranks.
+        backend: Of the gradients' process group: "gloo" or "nccl".
+        gradient_bytes: Of all gradients, in the type that DeepSpeed sends them in.
+        parameter_bytes: Of all parameters, likewise.
+        gradient_width: Bytes of a gradient element on the wire.
+        parameter_width: Bytes of a parameter element on the wire.
+        num_tensors: Parameter tensors of the model.
+        traits: Of the model.
+    """
+
+    world_size: int
+    backend: str
+    gradient_bytes: int
+    parameter_bytes: int
+    gradient_width: int = 4
+    parameter_width: int = 4
+    num_tensors: int = 1
+    traits: ModelTraits = field(default_factory=ModelTraits)
+
+    @property
+    def num_gradients(self) -> float:
+        """Elements of all gradients."""
+        return self.gradient_bytes / self.gradient_width
+
+    @property
+    def num_parameters(self) -> float:
+        """Elements of all parameters."""
+        return self.parameter_bytes / self.parameter_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """Something that holds the job back.
+    """One thing that slows the job down or endangers it.
 
     Attributes:
         name: One of SYMPTOMS in `metrics/catalog/tuner.py`.
-        ratio: Its share, such as of training time; what the thresholds are about.
-        evidence: The figures that it was told from, by a short name with its unit.
+        ratio: The value that the threshold is about, such as a share of training time.
+        evidence: The figures it was derived from, by short name with unit.
     """
 
     name: str
@@ -46,14 +126,14 @@ class Proposal:
     """One change that may help.
 
     Attributes:
-        changes: What differs from the configuration in use; one knob, or several where a whole
-            configuration is remembered.
-        symptom: What it is for.
-        tier: Whether the engine has to be rebuilt for it.
-        numerics: The least that allows it.
-        predicted_gain: Of throughput, 0.5 for half as much again; None where nothing tells.
+        changes: Values that differ from the configuration in use. One knob with its partners, or
+            several where a whole configuration is restored from the history.
+        symptom: The symptom it is for.
+        tier: Whether the engine has to be rebuilt.
+        numerics: The strictest numerics that allow it.
+        predicted_gain: Of throughput, 0.5 for half as much again; None if unknown.
         why: Half a sentence for people.
-        relaxes: Whether it takes back what is no longer needed, so that it need not gain anything.
+        relaxes: Whether it undoes a measure that is no longer needed, so that it need not gain.
     """
 
     changes: Configuration
@@ -67,17 +147,17 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What the controller learns of each window.
+    """What the controller gets for each window.
 
     Attributes:
         number: Of the step.
-        seconds: Wall time from the end of the window before, waiting for data included.
+        seconds: Wall time since the end of the previous window, data loading included.
         samples: Over all ranks.
         usable: False where something other than training fell into it: a checkpoint, an
-            evaluation, a change, a window that was run again.
+            evaluation, a change, a replayed window.
         oom_risk: The highest of any rank, 0 to 1.
         replays: Attempts at it that ran out of memory.
-        loss: Mean over all ranks; None where it is not known or not finite.
+        loss: Mean over all ranks; None where unknown or not finite.
     """
 
     number: int
@@ -91,12 +171,12 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What all ranks are to do at one safe point: to work with this configuration.
+    """A configuration that all ranks are to switch to between two windows.
 
     Attributes:
-        target: The whole of it.
+        target: The complete configuration.
         why: Half a sentence for people.
-        checked: Whether memory is looked at first; not on the way back to what worked before.
+        checked: Whether each rank first checks its memory; not when rolling back.
     """
 
     target: Configuration
@@ -106,15 +186,15 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an order ended, the same on all ranks.
+    """How an order ended; the same on all ranks.
 
     Attributes:
-        done: Whether all ranks work with the target; else all work as before.
-        reason: Why not; the first rank's that failed.
-        seconds: How long training stood still.
-        refused: Whether a rank would not, such as for its memory, before anything was touched.
-        undone: Whether, where it failed, all ranks really are as before. If not, nobody may
-            change anything more.
+        done: Whether all ranks use the target; otherwise all use what they used before.
+        reason: Why not, by the first rank that failed.
+        seconds: How long training was paused.
+        refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
+        undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing
+            may be changed any more.
     """
 
     done: bool
@@ -125,23 +205,23 @@ class Outcome:
 
 
 class KnobSetter(Protocol):
-    """What turns the knobs of a job, on each rank. Between two windows only."""
+    """Reads and sets the knobs of a job on one rank, between two windows only."""
 
     def values(self) -> Configuration:
-        """Return how this rank works now: every knob that this job has."""
+        """Return the current value of every knob that this job has."""
 
     def options(self) -> Mapping[str, Sequence[Value]]:
-        """Return what each knob could be set to here, in order; a knob that is gone is absent."""
+        """Return the possible values of each knob in order; fixed knobs are absent."""
 
     def unsupported_reason(self, target: Configuration) -> str | None:
-        """Say why this rank should not work with that, such as its memory; None if it may."""
+        """Return why this rank should not use a configuration, e.g. its memory; else None."""
 
     def apply(self, target: Configuration) -> Undo:
-        """Turn what differs, and return what puts back exactly what was there.
+        """Set what differs, and return what restores exactly the values before.
 
         Raises:
             ZerowatchError: Nothing was changed.
         """
 
     def verify(self, target: Configuration) -> bool:
-        """Whether this rank really works with that."""
+        """Whether this rank uses that configuration, read back from the engine."""

@@ -8,12 +8,14 @@ import pytest
 from fakes.tuner_decisions import SLOW_LINK, conclusion
 from replay_decisions import ReplayDifference, judge_again, parse_line, replay
 
-from zerowatch.runtime.tuner.policy.decision import decide
+from zerowatch.runtime.tuner.policy.decision import make_decision
 from zerowatch.runtime.tuner.policy.decision_log import decision_line
 
 
 def decided(found, number=1):
-    return decide(found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto")
+    return make_decision(
+        found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto"
+    )
 
 
 def record_of(found, **others):
@@ -51,7 +53,7 @@ def test_other_symptoms_are_a_difference():
     record = record_of(conclusion())
     quiet = replace(SLOW_LINK, exposed_ratio=0.05, cause_ratios={})
 
-    found = replay(replace(record, situation=replace(record.situation, reading=quiet)))
+    found = replay(replace(record, inputs=replace(record.inputs, reading=quiet)))
 
     assert found.diagnosis.startswith("found ")
     assert "comm_bandwidth" in found.diagnosis.partition(" instead of ")[2]
@@ -62,7 +64,7 @@ def test_another_proposal_is_a_difference():
     record = record_of(conclusion())
     denied = frozenset({("micro_batch_samples", 16)})
 
-    found = replay(replace(record, situation=replace(record.situation, denied=denied)))
+    found = replay(replace(record, inputs=replace(record.inputs, denied=denied)))
 
     assert found.proposal == "micro_batch_samples 4 -> 8"
 

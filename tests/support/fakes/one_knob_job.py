@@ -8,14 +8,14 @@ from zerowatch.metrics.catalog import overhead, training
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
-from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.numerics import JobFacts
 from zerowatch.runtime.tuner.policy.options import TunerOptions
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
+    JobFacts,
     Numerics,
     Outcome,
     Proposal,
+    State,
     StepTime,
     Symptom,
     Undo,
@@ -29,7 +29,7 @@ OTHER_RATIO = 0.3  # of a step, in no phase: what the knob helps against
 
 
 class OneKnobJob:
-    """Plays the hands, the metrics and the listener of a controller.
+    """Is the knobs, the metrics and the listener of a controller.
 
     Args:
         gain: Of throughput, with the knob at its new value.
@@ -53,9 +53,9 @@ class OneKnobJob:
         self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "1", "1"
         )
-        rules = TunerOptions(numerics=Numerics.BITWISE, observe_seconds=observe_seconds)
+        options = TunerOptions(numerics=Numerics.BITWISE, observe_seconds=observe_seconds)
         facts = JobFacts(world_size=1, backend="gloo", gradient_bytes=1, parameter_bytes=1)
-        self.controller = Controller(self, self._recorder.snapshot, lambda: facts, rules, self)
+        self.controller = Controller(self, self._recorder, facts, options, self)
 
     @property
     def works_with_new(self) -> bool:
@@ -64,14 +64,14 @@ class OneKnobJob:
     def run(self, noise: Sequence[float]) -> None:
         """Train a step for each factor of its time."""
         for factor in noise:
-            meets = self.controller.meets_next
+            exchanges = self.controller.needs_exchange
             usual = factor * self._step_seconds
             self._train(usual / (1 + self._gain) if self.works_with_new else usual)
-            order = self.controller.course.order() if meets else None
+            order = self.controller.configuration.pending_order() if exchanges else None
             if order is not None:
                 self.apply(order.target)
                 self.seconds += SWITCH_SECONDS
-                self.controller.carried_out(order, Outcome(done=True, seconds=SWITCH_SECONDS))
+                self.controller.on_outcome(order, Outcome(done=True, seconds=SWITCH_SECONDS))
 
     def _train(self, seconds: float) -> None:
         self.seconds += seconds
@@ -81,7 +81,7 @@ class OneKnobJob:
         self._recorder.add(training.STEPS, 1)
         self._recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
         step = StepTime(number=self.num_steps, seconds=seconds, samples=SAMPLES)
-        self.controller.window_ended(step)
+        self.controller.on_window(step)
 
     def values(self) -> Configuration:
         return {KNOB: self._value}
@@ -99,19 +99,19 @@ class OneKnobJob:
     def verify(self, target: Configuration) -> bool:
         return target[KNOB] == self._value
 
-    def state(self, name: str) -> None:
+    def on_state(self, state: State) -> None:
         pass
 
-    def configured(self, configuration: Configuration) -> None:
+    def on_configuration(self, configuration: Configuration) -> None:
         pass
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
+    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
         pass
 
-    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
+    def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
-    def concluded(self, conclusion: Conclusion) -> None:
+    def on_concluded(self, conclusion: Conclusion) -> None:
         self.conclusions.append(conclusion)
         if conclusion.verdict == "accepted" and self.accepted_after is None:
             self.accepted_after = self.num_steps

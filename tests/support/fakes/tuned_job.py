@@ -9,16 +9,16 @@ from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
 from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
-from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.numerics import JobFacts
 from zerowatch.runtime.tuner.policy.options import TunerOptions
 from zerowatch.runtime.tuner.policy.search_history import SearchHistory
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
+    JobFacts,
     Numerics,
     Order,
     Outcome,
     Proposal,
+    State,
     StepTime,
     Symptom,
     Undo,
@@ -46,20 +46,20 @@ class Job:
 
     Attributes:
         now: What the ranks work with.
-        states, conclusions: What the controller told.
-        kept, trials: And what it remembers, by surroundings; and what is on trial.
+        states, conclusions: Events of the controller.
+        kept, trials: The stored history by context; what is recorded as on trial.
         coverage, oom_risk, replays, loss: Of the next windows.
-        is_watched: Whether metrics are renewed.
-        is_usable: Whether windows say how long a step takes.
-        pace, saving: By which all windows take longer, and those with larger micro-batches less.
-        answer: How orders end.
+        is_watched: Whether metrics are updated.
+        is_usable: Whether step times are usable.
+        pace, saving: Factors of the time of all windows, and of those with larger micro-batches.
+        answer: Returns the outcome of an order.
     """
 
     def __init__(
         self, *, acts: bool = True, after: Job | None = None, total_steps: int | None = None
     ) -> None:
         self.now = dict(START)
-        self.states: list[str] = []
+        self.states: list[State] = []
         self.conclusions: list[Conclusion] = []
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
@@ -72,23 +72,21 @@ class Job:
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
         )
         facts = JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8)
-        rules = TunerOptions(
+        options = TunerOptions(
             numerics=Numerics.STATISTICAL,
             acts=acts,
             observe_seconds=4.0,
-            soak_steps=5,
+            cooldown_steps=5,
             total_steps=total_steps,
         )
-        known = SearchHistory(self.kept, after.trials if after else (), self)
-        self.controller = Controller(
-            self, self._recorder.snapshot, lambda: facts, rules, self, known
-        )
+        history = SearchHistory(self.kept, after.trials if after else (), self)
+        self.controller = Controller(self, self._recorder, facts, options, self, history)
 
     def run(self, num_steps: int, until: Callable[[], bool] = lambda: False) -> None:
         for _ in range(num_steps):
-            meets = self.controller.meets_next
+            exchanges = self.controller.needs_exchange
             self._train()
-            order = self.controller.course.order() if meets else None
+            order = self.controller.configuration.pending_order() if exchanges else None
             if order is not None:
                 self.carry_out(order)
             if until():
@@ -98,7 +96,7 @@ class Job:
         outcome = self.answer(order)
         if outcome.done:
             self.now = {**self.now, **order.target}
-        self.controller.carried_out(order, outcome)
+        self.controller.on_outcome(order, outcome)
 
     def until_trial(self) -> None:
         """Train until something else than at the start is in use."""
@@ -111,18 +109,18 @@ class Job:
         seconds = (
             self.pace * STEP_SECONDS * faster * (4 / 3 if self.now["gradient_compression"] else 1.0)
         )
-        add, put = self._recorder.add, self._recorder.set
+        add, set_ = self._recorder.add, self._recorder.set
         add(training.PHASE_SECONDS, seconds, "backward")
         add(training.STEPS, 1)
         add(communication.COMM_SECONDS, WAITS * seconds, "dp")
         add(communication.COMM_EXPOSED_SECONDS, WAITS * seconds, "dp")
         add(communication.COMM_CAUSE_SECONDS, WAITS * seconds, "bandwidth")
         add(communication.COLLECTIVE_WIRE_BYTES, 10**8, "all_reduce", "dp")
-        put(communication.COMM_COVERAGE_RATIO, self.coverage)
-        put(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")
+        set_(communication.COMM_COVERAGE_RATIO, self.coverage)
+        set_(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")
         if self.is_watched:
-            put(overhead.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
-        self.controller.window_ended(
+            set_(overhead.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
+        self.controller.on_window(
             StepTime(
                 number=self._steps,
                 seconds=seconds,
@@ -134,10 +132,10 @@ class Job:
             )
         )
 
-    def remember(self, context: str, remembered: HistoryEntry) -> None:
-        self.kept[context] = remembered
+    def save(self, context: str, entry: HistoryEntry) -> None:
+        self.kept[context] = entry
 
-    def on_trial(self, changes: Configuration) -> None:
+    def save_trial(self, changes: Configuration) -> None:
         self.trials = [changes] if changes else []
 
     def values(self) -> Configuration:
@@ -155,17 +153,17 @@ class Job:
     def verify(self, target: Configuration) -> bool:
         raise NotImplementedError
 
-    def state(self, name: str) -> None:
-        self.states.append(name)
+    def on_state(self, state: State) -> None:
+        self.states.append(state)
 
-    def configured(self, configuration: Configuration) -> None:
+    def on_configuration(self, configuration: Configuration) -> None:
         pass
 
-    def diagnosed(self, symptoms: Sequence[Symptom], reading: MetricsDelta, /) -> None:
+    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
         pass
 
-    def tries(self, proposal: Proposal, configuration: Configuration) -> None:
+    def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
-    def concluded(self, conclusion: Conclusion) -> None:
+    def on_concluded(self, conclusion: Conclusion) -> None:
         self.conclusions.append(conclusion)

@@ -10,11 +10,10 @@ from zerowatch.runtime.tuner.policy.decision import Change, Decision
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.numerics import JobFacts
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
 from zerowatch.runtime.tuner.policy.trial import Trial
 from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
-from zerowatch.runtime.tuner.policy.types import Numerics, Symptom
+from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, Symptom
 
 SLOW_LINK = MetricsDelta(
     seconds=30.0,
@@ -47,7 +46,7 @@ OPTIONS = {
 }
 
 
-def situation(**changes: Any) -> TunerInput:
+def tuner_input(**changes: Any) -> TunerInput:
     """Return a job whose window is 16 samples a rank, in 4 micro-batches."""
     usual = TunerInput(
         configuration=CONFIGURATION,
@@ -65,12 +64,10 @@ def situation(**changes: Any) -> TunerInput:
 
 def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion:
     """Try what is proposed first, from 0.07 seconds a sample; None for advice without a trial."""
-    where = situation(**changes)
-    proposal = propose(where)[0]
+    inputs = tuner_input(**changes)
+    proposal = propose(inputs)[0]
     if seconds_after is None:
-        return Conclusion(
-            proposal=proposal, situation=where, verdict="advised", reason=proposal.why
-        )
+        return Conclusion(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why)
     plan = plan_trial(2.0, number=1, tier=proposal.tier, settle_steps=2)
     trial, times = Trial(plan), []
     while trial.verdict is None:
@@ -79,7 +76,7 @@ def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion
         trial.add(times[-1])
     return Conclusion(
         proposal=proposal,
-        situation=where,
+        inputs=inputs,
         verdict=trial.verdict.verdict,
         reason=trial.verdict.reason,
         judgement=trial.verdict,

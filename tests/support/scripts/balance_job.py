@@ -108,7 +108,7 @@ def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
 def by_turns(stage: int, folder: Path) -> dict[str, Any]:
     """Turn it on, change one's mind, turn it off, and go on in another run from a save."""
     run = make(stage, slow=True, balance=False)
-    hands = run._tuning._hands
+    hands = run._tuner._knobs
     told = {"without loader": "balance" in hands.options()}
     batches = batches_of(run, num_workers=1)
     told["options"] = hands.options()["balance"]
@@ -139,7 +139,7 @@ def gathered(model: torch.nn.Module) -> list[float]:
 def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
     """Double the batch and go back, with a save between; then do the same by hand."""
     run = make(stage, slow=False, balance=False)
-    hands = run._tuning._hands
+    hands = run._tuner._knobs
     batches = batches_of(run, num_workers=1)
     told = {"options": hands.options()["batch_samples"]}
     seen = go_on(run, batches, 3)
@@ -153,10 +153,10 @@ def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
     again.load(folder / "larger")
     batches = batches_of(again, num_workers=0)
     seen += go_on(again, batches, 2)
-    told["loaded"] = again._tuning._hands.values()["batch_samples"]
+    told["loaded"] = again._tuner._knobs.values()["batch_samples"]
     again.rebuild({"zero_optimization": {"stage": 2}})
     seen += go_on(again, batches, 2)
-    again._tuning._hands.apply({"batch_samples": BATCH})
+    again._tuner._knobs.apply({"batch_samples": BATCH})
     seen += go_on(again, batches, 3)
     undo()  # of a run that has ended: nothing comes of it
     rate = again.engine.basic_optimizer.param_groups[0]["lr"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tuned_training import Run, Told, Trained, batch_of, be_quick, make
+from tuned_training import Results, Run, Trained, batch_of, be_quick, make
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
@@ -29,27 +29,27 @@ class Compared:
     """Cases whose numbers are all those of one run without a tuner, which is trained last."""
 
     def __init__(self) -> None:
-        self._cases: list[tuple[Told, Trained]] = []
+        self._cases: list[tuple[Results, Trained]] = []
 
-    def end(self, trained: Trained, told: Told) -> Told:
-        """End a case; whether it is the `same` is told as soon as that is known."""
-        told |= trained.end()
-        self._cases.append((told, trained))
-        return told
+    def end(self, trained: Trained, results: Results) -> Results:
+        """End a case; whether it is the `same` is results as soon as that is known."""
+        results |= trained.end()
+        self._cases.append((results, trained))
+        return results
 
-    def with_untuned(self, plain: Trained) -> Told:
+    def with_untuned(self, plain: Trained) -> Results:
         """Train without a tuner as long as the longest case, and compare each, bit for bit."""
         plain.steps(max(each.run.steps for _, each in self._cases))
-        for told, each in self._cases:
+        for results, each in self._cases:
             last = each.run.steps
             first = last - len(each.losses)
             same = torch.equal(each.weights[-1], plain.weights[last - 1])
-            told["same"] = same and each.losses == plain.losses[first:last]
+            results["same"] = same and each.losses == plain.losses[first:last]
         wrote = plain.run.watch.run_folder is not None and any(plain.decisions())
         return {"wrote decisions": wrote, **plain.end()}
 
 
-def saved(folder: Path, compared: Compared) -> Told:
+def saved(folder: Path, compared: Compared) -> Results:
     """Save in the middle of a trial, go on, and take the save up in another run."""
     trained = Trained(make(folder / "saved", tuner="auto", numerics="bitwise"))
     began = trained.until_trial()
@@ -57,33 +57,33 @@ def saved(folder: Path, compared: Compared) -> Told:
     after = trained.now()
     saved_at = trained.run.steps
     trained.until_decided()
-    told = {"began": began, "after save": after, "saved at": saved_at}
-    told = compared.end(trained, told)
+    results = {"began": began, "after save": after, "saved at": saved_at}
+    results = compared.end(trained, results)
     again = Trained(make(folder / "again", tuner="auto", numerics="bitwise"))
     again.run.load(folder / "saves")
     again.steps(STILL)
-    told["again"] = compared.end(again, {})
-    return told
+    results["again"] = compared.end(again, {})
+    return results
 
 
-def stopped(folder: Path, compared: Compared) -> Told:
+def stopped(folder: Path, compared: Compared) -> Results:
     """Stop the tuner by its file; let it go on; then let the watch thread die."""
     trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
-    told: Told = {"began": trained.until_trial()}
+    results: Results = {"began": trained.until_trial()}
     put_stop_file(trained, there=True)
     trained.steps(2)
-    told["frozen"] = trained.now()
+    results["frozen"] = trained.now()
     trained.steps(STILL)
-    told["still frozen"] = trained.now()
+    results["still frozen"] = trained.now()
     put_stop_file(trained, there=False)
-    told["began again"] = trained.until_trial()
+    results["began again"] = trained.until_trial()
     put_stop_file(trained, there=True)
     trained.steps(2)
     trained.run.watch._thread.stop()
     put_stop_file(trained, there=False)
-    told["blind"] = trained.now()
+    results["blind"] = trained.now()
     trained.steps(STILL)
-    return compared.end(trained, told | {"still blind": trained.now()})
+    return compared.end(trained, results | {"still blind": trained.now()})
 
 
 def put_stop_file(trained: Trained, *, there: bool) -> None:
@@ -92,31 +92,31 @@ def put_stop_file(trained: Trained, *, there: bool) -> None:
         file.touch() if there else file.unlink()
 
 
-def failing(folder: Path, compared: Compared) -> Told:
+def failing(folder: Path, compared: Compared) -> Results:
     """Have calls nobody records; then let a window fail in a trial, and the tuner in another."""
     trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
     for _ in range(STILL):
         dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
         trained.step()
-    told = {"uncovered": trained.now(), "began": trained.until_trial()}
-    spoil(trained, told)
+    results = {"uncovered": trained.now(), "began": trained.until_trial()}
+    spoil(trained, results)
     trained.step()
-    told["after it"] = trained.now()
+    results["after it"] = trained.now()
     trained.until_trial()
-    spoil(trained, told)
+    spoil(trained, results)
     trained.run.set_micro_batch(trained.run.micro_batch_samples)
-    told["after a call"] = trained.now()
+    results["after a call"] = trained.now()
     trained.until_trial()
-    told["on trial"] = trained.now()["values"]
+    results["on trial"] = trained.now()["values"]
     if dist.get_rank() == 0:
-        trained.run._tuning._lead._controller._go_on = fail
+        trained.run._tuner._rank0._controller._continue_trial = fail
     trained.steps(5)
-    return compared.end(trained, told | {"failed": trained.now()})
+    return compared.end(trained, results | {"failed": trained.now()})
 
 
-def spoil(trained: Trained, told: Told) -> None:
+def spoil(trained: Trained, results: Results) -> None:
     """Train on what is no number."""
-    told.setdefault("spoiled", []).append(trained.now()["values"])
+    results.setdefault("spoiled", []).append(trained.now()["values"])
     with suppress(NonFiniteLossError):
         trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
 
@@ -125,28 +125,28 @@ def fail(*_: Any) -> None:
     raise RuntimeError("as if the controller had a mistake")
 
 
-def bitwise(folder: Path) -> Told:
+def bitwise(folder: Path) -> Results:
     """Run all cases of two ranks."""
     compared = Compared()
-    told = {
+    results = {
         "saved": saved(folder, compared),
         "stopped": stopped(folder / "stopped", compared),
         "failing": failing(folder / "failing", compared),
     }
-    return told | {"off": compared.with_untuned(Trained(make(folder / "off", tuner="off")))}
+    return results | {"off": compared.with_untuned(Trained(make(folder / "off", tuner="off")))}
 
 
-def reassociation(folder: Path) -> Told:
+def reassociation(folder: Path) -> Results:
     """Compare how far a tuned run and one with another bucket size are from the plain one."""
     tuned = Trained(make(folder / "auto", tuner="auto", numerics="reassociation"))
     tuned.until_decided()
-    told = {"tuned": tuned.end()}
+    results = {"tuned": tuned.end()}
     plain = trained_alike(make(folder / "off", tuner="off"), tuned)
     other = trained_alike(make(folder / "bucket", tuner="off", bucket=OTHER_BUCKET), tuned)
     expected = plain.weights[-1]
     for name, trained in (("tuned apart", tuned), ("bucket apart", other)):
-        told[name] = float((trained.weights[-1] - expected).abs().max())
-    return told
+        results[name] = float((trained.weights[-1] - expected).abs().max())
+    return results
 
 
 def trained_alike(run: Run, tuned: Trained) -> Trained:
@@ -161,8 +161,8 @@ def main(folder: Path, numerics: str) -> None:
     torch.set_num_threads(1)
     join()
     be_quick()
-    told = {"bitwise": bitwise, "reassociation": reassociation}[numerics](folder)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    results = {"bitwise": bitwise, "reassociation": reassociation}[numerics](folder)
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -40,14 +40,14 @@ SETTINGS = {
     },
 }
 
-Told = dict[str, Any]
+Results = dict[str, Any]
 Run = zerowatch.TrainingRun
 
 
 def be_quick() -> None:
     """Make the tuner hasty, its metrics fresh, and have it try knobs only that touch numbers."""
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
-    rank0.LOOK_SECONDS = 0.0
+    rank0.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
     plan_of, least_gains = Search._plan, cycle((-0.9, 0.01))
 
@@ -102,13 +102,13 @@ class Trained:
         self.run = run
         self.losses: list[float] = []
         self.weights: list[torch.Tensor] = []
-        self.worked_with: list[Told] = []
+        self.worked_with: list[Results] = []
 
     def step(self) -> None:
         self.losses.append(self.run.train_batch(batch_of(self.run.steps)).loss)
         self.weights.append(weights(self.run))
-        hands = getattr(self.run._tuning, "_hands", None)
-        values = {} if hands is None else dict(hands.values())
+        knobs = getattr(self.run._tuner, "_knobs", None)
+        values = {} if knobs is None else dict(knobs.values())
         if values not in self.worked_with:
             self.worked_with.append(values)
 
@@ -133,29 +133,29 @@ class Trained:
 
     def is_on_trial(self) -> bool:
         """Whether rank 0 has the run work with what is not known to be good."""
-        lead = self.run._tuning._lead
-        return lead is not None and lead._needs_rollback
+        rank0 = self.run._tuner._rank0
+        return rank0 is not None and rank0._needs_rollback
 
     def agreed(self, question: Callable[[], bool]) -> bool:
         return bool(self.run._host_group.all_max(int(question())))
 
-    def decisions(self) -> list[Told]:
+    def decisions(self) -> list[Results]:
         path = self.run.watch.run_folder
         file = path / "decisions.jsonl" if path else None
         lines = file.read_text().splitlines() if file and file.exists() else []
         return [json.loads(line) for line in lines]
 
-    def now(self) -> Told:
+    def now(self) -> Results:
         """Tell how this rank works, and what rank 0 thinks of it."""
-        hands, lead = self.run._tuning._hands, self.run._tuning._lead
+        knobs, rank0 = self.run._tuner._knobs, self.run._tuner._rank0
         return {
-            "values": dict(hands.values()),
-            "good": dict(lead._controller.course.known_good) if lead else None,
-            "state": lead._controller.state if lead else None,
+            "values": dict(knobs.values()),
+            "good": dict(rank0._controller.configuration.known_good) if rank0 else None,
+            "state": rank0._controller.state if rank0 else None,
             "decisions": len(self.decisions()),
         }
 
-    def end(self) -> Told:
+    def end(self) -> Results:
         decisions = self.decisions()
         self.run.close()
         snapshot = self.run.watch.snapshot()

@@ -1,4 +1,4 @@
-"""Orders that go wrong on the last rank; tells what all ranks worked with after each.
+"""Orders that fail on the last rank; reports the values of all ranks after each.
 
 `tuner_faults_job.py FOLDER STAGES DEATH`: the matrix at these stages, such as 0,2,3, and at last
 the last rank dies at DEATH: "apply", "verify" or "rebuilt". The others write what became of them.
@@ -20,19 +20,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tuner_hands import end, hands_of, make_run, train, untouched, weights
+from tuner_knobs import end, knobs_of, make_run, train, untouched, weights
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
-from zerowatch.runtime.tuner.policy.transaction import exchange_order
 from zerowatch.runtime.tuner.policy.types import Order
+from zerowatch.runtime.tuner.transaction import exchange_order
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
-Told = dict[str, Any]
+Results = dict[str, Any]
 Fault = Callable[[Any, RunKnobs], Any]  # to a patch that is on while the ranks meet
 
 
@@ -41,36 +41,36 @@ def fails(error: BaseException) -> Callable[..., Any]:
     return mock.Mock(side_effect=error)
 
 
-# The garbage collector is turned last: all else is done by then.
+# The garbage collection knob is set last, after all others.
 FAULTS: dict[str, tuple[Fault, bool]] = {
     "refused": (
-        lambda run, hands: patch(hands, "unsupported_reason", lambda target: "no room"),
+        lambda run, knobs: patch(knobs, "unsupported_reason", lambda target: "no room"),
         False,
     ),
-    "apply fails": (lambda run, hands: patch(hands, "apply", fails(ZerowatchError("no"))), False),
+    "apply fails": (lambda run, knobs: patch(knobs, "apply", fails(ZerowatchError("no"))), False),
     "out of memory half way": (
-        lambda run, hands: patch(hands._garbage, "turn", fails(RuntimeError(OUT_OF_MEMORY))),
+        lambda run, knobs: patch(knobs._gc, "set", fails(RuntimeError(OUT_OF_MEMORY))),
         False,
     ),
     "an attribute is gone": (
-        lambda run, hands: patch(hands._garbage, "turn", fails(AttributeError("gone"))),
+        lambda run, knobs: patch(knobs._gc, "set", fails(AttributeError("gone"))),
         False,
     ),
-    "verify disagrees": (lambda run, hands: patch(hands, "verify", lambda target: False), False),
+    "verify disagrees": (lambda run, knobs: patch(knobs, "verify", lambda target: False), False),
     "values cannot be read": (
-        lambda run, hands: patch(hands, "values", mock.Mock(side_effect=once_failing(hands))),
+        lambda run, knobs: patch(knobs, "values", mock.Mock(side_effect=once_failing(knobs))),
         False,
     ),
     "no engine to be had": (
-        lambda run, hands: patch(run._engine_holder, "_make_engine", once_no_engine(run)),
+        lambda run, knobs: patch(run._engine_holder, "_make_engine", once_no_engine(run)),
         True,
     ),
     "out of memory after a rebuild": (
-        lambda run, hands: patch(hands._garbage, "turn", fails(RuntimeError(OUT_OF_MEMORY))),
+        lambda run, knobs: patch(knobs._gc, "set", fails(RuntimeError(OUT_OF_MEMORY))),
         True,
     ),
     "verify disagrees after a rebuild": (
-        lambda run, hands: patch(hands, "verify", lambda target: False),
+        lambda run, knobs: patch(knobs, "verify", lambda target: False),
         True,
     ),
 }
@@ -87,9 +87,9 @@ def patch(owner: Any, name: str, value: Any) -> Any:
     return mock.patch.object(owner, name, value)
 
 
-def once_failing(hands: RunKnobs) -> Callable[[], Any]:
+def once_failing(knobs: RunKnobs) -> Callable[[], Any]:
     """Return `values` that fails the first time."""
-    calls, values = [], hands.values
+    calls, values = [], knobs.values
 
     def read() -> Any:
         calls.append(1)
@@ -113,9 +113,9 @@ def once_no_engine(run: Any) -> Callable[..., Any]:
     return made
 
 
-def target_of(hands: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
+def target_of(knobs: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
     """Return a configuration that differs in each kind of knob."""
-    now = dict(hands.values())
+    now = dict(knobs.values())
     stage = {0: 2, 1: 3, 2: 3, 3: 1}[now["zero_stage"]] if rebuild else now["zero_stage"]
     return {
         **now,
@@ -129,94 +129,94 @@ def target_of(hands: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
     }
 
 
-def state(run: Any, hands: RunKnobs) -> Told:
+def state(run: Any, knobs: RunKnobs) -> Results:
     """Return what must be as before after an order that failed."""
     planner = run._window_runner.replay.planner
     return {
-        "values": dict(hands.values()),
+        "values": dict(knobs.values()),
         "config": json.dumps(run.config, sort_keys=True),
         "plans": repr((planner.limits, planner.guard_schedule)),
     }
 
 
-def matrix(stage: int) -> Told:
+def matrix(stage: int) -> Results:
     """Have each fault on the last rank, and train on after it."""
     run = make_run(stage)
-    hands = hands_of(run)
+    knobs = knobs_of(run)
     train(run)
-    told: Told = {}
+    results: Results = {}
     for name, (fault, rebuild) in FAULTS.items():
         if dist.get_world_size() > 2 and name not in ON_THREE_RANKS:
             continue
-        before = state(run, hands)
-        order = Order(target=target_of(hands, rebuild=rebuild), why=name)
+        before = state(run, knobs)
+        order = Order(target=target_of(knobs, rebuild=rebuild), why=name)
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
-                patches.enter_context(fault(run, hands))
-            met = exchange_order(run._host_group, hands, order)
-        assert met is not None
-        told[name] = {
-            "done": met[1].done,
-            "reason": met[1].reason,
-            "undone": met[1].undone,
-            "same": state(run, hands) == before,
-            "values": dict(hands.values()),
+                patches.enter_context(fault(run, knobs))
+            exchanged = exchange_order(run._host_group, knobs, order)
+        assert exchanged is not None
+        results[name] = {
+            "done": exchanged[1].done,
+            "reason": exchanged[1].reason,
+            "undone": exchanged[1].undone,
+            "same": state(run, knobs) == before,
+            "values": dict(knobs.values()),
         }
         train(run)
-    windows, came_out = run.steps, weights(run)
-    hands.close()
+    windows, final = run.steps, weights(run)
+    knobs.close()
     end(run)
-    told["bitwise"] = torch.equal(came_out, untouched(stage, windows))
-    return told
+    results["bitwise"] = torch.equal(final, untouched(stage, windows))
+    return results
 
 
-def death(stage: int, when: str) -> Told:
+def death(stage: int, when: str) -> Results:
     """Have the last rank die within a transaction; the others write how they ended."""
     run = make_run(stage)
-    hands = hands_of(run)
+    knobs = knobs_of(run)
     train(run)
     if dist.get_rank() == dist.get_world_size() - 1:
-        die_at(hands, when)
-    before = state(run, hands)
+        die_at(knobs, when)
+    before = state(run, knobs)
     began = time.monotonic()
-    order = Order(target=target_of(hands, rebuild=when == "rebuilt"), why="a death")
+    order = Order(target=target_of(knobs, rebuild=when == "rebuilt"), why="a death")
     try:
-        met = exchange_order(run._host_group, hands, order)
-        raised = f"none: {met}"
+        exchanged = exchange_order(run._host_group, knobs, order)
+        raised = f"none: {exchanged}"
     except RuntimeError as error:
         raised = type(error).__name__
     return {
         "raised": raised,
         "seconds": time.monotonic() - began,
-        "same": state(run, hands) == before,
-        "values": dict(hands.values()),
+        "same": state(run, knobs) == before,
+        "values": dict(knobs.values()),
         "before": before["values"],
     }
 
 
-def die_at(hands: RunKnobs, when: str) -> None:
+def die_at(knobs: RunKnobs, when: str) -> None:
     """Leave without a word: before apply's vote, or before verify's."""
-    apply = hands.apply
+    apply = knobs.apply
 
     def apply_and_die(target: Any) -> Any:
         apply(target)
         os._exit(9)
 
     if when == "verify":
-        hands.verify = lambda target: os._exit(9)
+        knobs.verify = lambda target: os._exit(9)
     else:
-        hands.apply = apply_and_die
+        knobs.apply = apply_and_die
 
 
 def main(folder: Path, stages: str, when: str) -> None:
     """Run the matrix, and end by a death."""
     join()
     gc.freeze()  # else each rebuild would look through all that was imported
-    told: Told = {f"stage {stage}": matrix(int(stage)) for stage in stages.split(",")}
+    results: Results = {f"stage {stage}": matrix(int(stage)) for stage in stages.split(",")}
     file = folder / f"rank-{dist.get_rank()}.json"
-    file.write_text(json.dumps(told))
-    told["death"] = death(int(stages[-1]), when)
-    file.write_text(json.dumps(told))
+    file.write_text(json.dumps(results))
+    results["death"] = death(int(stages[-1]), when)
+    file.write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # no farewell: the other end is gone
 

@@ -101,7 +101,7 @@ def change_settings(lines: list[str]) -> dict:
 
     train_more(WARM_UP_STEPS)
     time.sleep(1.2)
-    run._tuning._hands.apply(
+    run._tuner._knobs.apply(
         {"reduce_bucket_size": WIDTH * WIDTH, "use_multi_rank_bucket_allreduce": False}
     )
     train_until_planned()

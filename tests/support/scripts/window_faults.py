@@ -127,7 +127,7 @@ def batch_statistics() -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zerowatch.runtime.tuner.model_traits").addHandler(handler)
+    logging.getLogger("zerowatch.runtime.tuner.job_facts").addHandler(handler)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     run = zerowatch.TrainingRun(
         model,

@@ -1,0 +1,164 @@
+"""Knobs of the data: micro-batch size, global batch size, load balance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....errors import BatchError, ZerowatchError
+from ...trainer.data.data_source import TrainingData
+from ...trainer.window_runner import WindowRunner
+from ..policy.registry import BALANCE, BATCH_SAMPLES, MICRO_BATCH_SAMPLES
+from ..policy.types import Undo, Value
+from .knob import EngineSource, ReadableKnob, SwitchKnob, WritableKnob
+
+
+def data_knobs(window_runner: WindowRunner, data: TrainingData | None) -> list[WritableKnob]:
+    """Return the data knobs of a TrainingRun; without `data` that of the micro-batch only."""
+    micro_batch = MicroBatchKnob(window_runner)
+    return [micro_batch, *([] if data is None else [LoadBalanceKnob(data), GlobalBatchKnob(data)])]
+
+
+class MicroBatchKnob(WritableKnob):
+    """Samples of a micro-batch, as of `TrainingRun.set_micro_batch`; the global batch stays."""
+
+    spec = MICRO_BATCH_SAMPLES
+
+    def __init__(self, window_runner: WindowRunner) -> None:
+        self._window_runner = window_runner
+
+    def unsupported_reason(self) -> str | None:
+        """Return why the size is fixed: one size for all ranks would undo the user's sizes."""
+        opened = self._window_runner.opened
+        if opened is not None and len(set(opened.share.wanted)) > 1:
+            return "ranks were given different sizes"
+        return None
+
+    def get(self) -> int:
+        """Return the requested samples; after out-of-memory errors fewer are used."""
+        return self._window_runner.micro_batch_samples
+
+    def options(self) -> Sequence[Value]:
+        """Return the sizes that split the largest share into 1, 2, 4 and so on."""
+        return micro_batch_sizes(largest_share(self._window_runner), self.get())
+
+    def set(self, value: Value) -> Undo:
+        """Set it.
+
+        Raises:
+            BatchError: The value is not a size.
+        """
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BatchError(f"a micro-batch holds 1 sample or more, got {value!r}")
+        before, self._window_runner.micro_batch_samples = self.get(), value
+
+        def undo() -> None:
+            self._window_runner.micro_batch_samples = before
+
+        return undo
+
+
+class EngineMicroBatchKnob(ReadableKnob):
+    """Samples of a micro-batch of a script's own loader, within DeepSpeed's accumulation window."""
+
+    spec = MICRO_BATCH_SAMPLES
+
+    def __init__(self, source: EngineSource) -> None:
+        self._source = source
+
+    def get(self) -> int:
+        """Return the engine's value."""
+        return int(self._source.engine.train_micro_batch_size_per_gpu())
+
+    def options(self) -> Sequence[Value]:
+        """Return the sizes that split a window evenly, as DeepSpeed requires."""
+        now = self.get()
+        window = now * int(self._source.engine.gradient_accumulation_steps())
+        return [size for size in micro_batch_sizes(window, now) if window % size == 0]
+
+
+class LoadBalanceKnob(SwitchKnob):
+    """Whether samples are distributed by the ranks' measured speeds.
+
+    No sample is lost or repeated. The shares change a window later, after prefetched batches.
+    """
+
+    spec = BALANCE
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def unsupported_reason(self) -> str | None:
+        """Return why shares are always even in this job."""
+        return self._data.always_even()
+
+    def get(self) -> bool:
+        """Return whether shares follow the speeds."""
+        return self._data.balances
+
+    def _switch(self, *, on: bool) -> Undo:
+        before, self._data.balances = self._data.balances, on
+
+        def undo() -> None:
+            self._data.balances = before
+
+        return undo
+
+
+class GlobalBatchKnob(WritableKnob):
+    """Samples of the global batch of the run's loader; the learning rate is scaled with it.
+
+    No sample is lost or repeated. The size changes a window later, after prefetched batches.
+    """
+
+    spec = BATCH_SAMPLES
+
+    def __init__(self, data: TrainingData) -> None:
+        self._data = data
+
+    def unsupported_reason(self) -> str | None:
+        """Return why the size is fixed in this job."""
+        return self._data.unsupported_resize_reason()
+
+    def get(self) -> int:
+        """Return the requested size."""
+        return self._data.batch_samples
+
+    def options(self) -> Sequence[Value]:
+        """Return multiples of the initial size."""
+        return self._data.batch_sizes()
+
+    def set(self, value: Value) -> Undo:
+        """Set it.
+
+        Raises:
+            ZerowatchError: The value is none of the options.
+        """
+        if not isinstance(value, int) or value not in self.options():
+            raise ZerowatchError(f"{self.name} is one of {list(self.options())}, got {value!r}")
+        before, self._data.batch_samples = self._data.batch_samples, value
+
+        def undo() -> None:
+            self._data.batch_samples = before
+
+        return undo
+
+
+def largest_share(window_runner: WindowRunner) -> int:
+    """Return the samples of the largest share of any rank in the last window; 0 before it."""
+    opened = window_runner.opened
+    return 0 if opened is None else max(opened.share.samples)
+
+
+def micro_batch_sizes(share: int, now: int) -> tuple[int, ...]:
+    """Return the sizes that split a share into 1, 2, 4 and so on micro-batches, ascending.
+
+    Args:
+        share: Samples of the largest share of any rank; 0 if unknown.
+        now: The size in use; may be larger than the share.
+    """
+    sizes = {now}
+    count = 1
+    while count < 2 * share:
+        sizes.add(-(-share // count))
+        count *= 2
+    return tuple(sorted(size for size in sizes if size <= max(now, share)))

@@ -1,0 +1,168 @@
+"""Applies an order on all ranks or on none; after any failure every rank rolls back.
+
+Each phase that a rank may fail at ends in a vote: no rank continues where another one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+from ...errors import ZerowatchError
+from ..common.host_group import HostCollectives
+from ..common.undo import FAILURES
+from .policy.types import Configuration, KnobSetter, Order, Outcome, Undo
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+REASON_BYTES = 300  # of the reason that a rank sends to the others
+_OF_PEER = "another rank"  # is in the reason of a rank that failed because another one did
+
+
+def exchange_order(
+    host_group: HostCollectives, knobs: KnobSetter, order: Order | None, clock: Clock = perf_counter
+) -> tuple[Order, Outcome] | None:
+    """Apply rank 0's order on all ranks; each calls this between the same two windows.
+
+    Args:
+        host_group: Of all ranks.
+        knobs: This rank's.
+        order: Rank 0's, if it has one; that of other ranks is ignored.
+        clock: Seconds.
+
+    Returns:
+        The order and its outcome; None if there was no order.
+
+    Raises:
+        RuntimeError: Another rank is gone. This rank is as before, unless that took the others.
+    """
+    text = host_group.broadcast_text(_to_json(order) if host_group.rank == 0 else "")
+    received = _from_json(text)
+    if received is None:
+        return None
+    return received, apply_order(received, knobs, host_group, clock)
+
+
+def apply_order(
+    order: Order, knobs: KnobSetter, host_group: HostCollectives, clock: Clock = perf_counter
+) -> Outcome:
+    """Apply an order on all ranks, or leave all as they were; see `exchange_order`."""
+    began = clock()
+    transaction = _RankTransaction(order, knobs)
+    try:
+        reason = _run(transaction, host_group)
+        if reason is None:
+            return Outcome(done=True, seconds=clock() - began)
+        transaction.undo()
+        undone = not host_group.all_max(int(not transaction.is_as_before))
+    except (RuntimeError, ZerowatchError):
+        transaction.undo()
+        raise
+    if not undone:
+        logger.error("rollback incomplete after: %s", reason)
+    return Outcome(done=False, reason=reason, seconds=clock() - began, undone=undone)
+
+
+class _RankTransaction:
+    """One rank's part. Nothing is raised; `problem` has what failed."""
+
+    def __init__(self, order: Order, knobs: KnobSetter) -> None:
+        self.problem: str | None = None
+        self._order, self._knobs = order, knobs
+        self._before: Configuration | None = None
+        self._undo: Undo | None = None
+        self._undo_failed = False
+
+    def check(self) -> None:
+        """Check whether this rank supports the order."""
+
+        def check() -> None:
+            self._before = dict(self._knobs.values())
+            if self._order.checked:
+                self.problem = self._knobs.unsupported_reason(self._order.target)
+
+        self._attempt("check", check)
+
+    def apply(self) -> None:
+        """Set the knobs."""
+
+        def apply() -> None:
+            self._undo = self._knobs.apply(self._order.target)
+
+        self._attempt("apply", apply)
+
+    def verify(self) -> None:
+        """Read the knobs back."""
+
+        def verify() -> None:
+            if not self._knobs.verify(self._order.target):
+                self.problem = "the values read back are not those set"
+
+        self._attempt("verify", verify)
+
+    def undo(self) -> None:
+        """Restore the values before, at the first call."""
+        undo, self._undo = self._undo, None
+        if undo is None:
+            return
+        try:
+            undo()
+        except FAILURES as error:
+            self._undo_failed = True
+            logger.error("undo failed: %s", _message(error))
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether this rank has the values that it had before the order."""
+        try:
+            same = self._before is None or dict(self._knobs.values()) == self._before
+        except FAILURES as error:
+            logger.error("knobs cannot be read: %s", _message(error))
+            return False
+        return same and not self._undo_failed
+
+    def _attempt(self, phase: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except FAILURES as error:
+            self.problem = _message(error)
+        if self.problem is not None:
+            logger.warning("%s: %s failed: %s", self._order.why, phase, self.problem)
+
+
+def _run(transaction: _RankTransaction, host_group: HostCollectives) -> str | None:
+    """Run the phases until one fails on some rank; return the reason, None if none failed."""
+    for phase in (transaction.check, transaction.apply, transaction.verify):
+        phase()
+        if host_group.all_max(int(transaction.problem is not None)):
+            return _gather_reason(transaction.problem or "", host_group)
+    return None
+
+
+def _gather_reason(own: str, host_group: HostCollectives) -> str:
+    """Return the first rank's reason, preferably one that is not the failure of a peer."""
+    own = own.encode()[:REASON_BYTES].decode(errors="ignore")
+    reasons = host_group.all_gather_text(own, REASON_BYTES)
+    given = [f"rank {rank}: {each.strip()}" for rank, each in enumerate(reasons) if each.strip()]
+    own_faults = [each for each in given if _OF_PEER not in each]
+    return next(iter([*own_faults, *given]), "a rank gave no reason")
+
+
+def _message(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ZerowatchError) else f"{type(error).__name__}: {text}"
+
+
+def _to_json(order: Order | None) -> str:
+    if order is None:
+        return json.dumps(None)
+    return json.dumps({"target": dict(order.target), "why": order.why, "checked": order.checked})
+
+
+def _from_json(text: str) -> Order | None:
+    plain = json.loads(text)
+    return None if plain is None else Order(**plain)

@@ -1,0 +1,346 @@
+"""What the tuner does when a change fails, memory gets short, or somebody comes between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fakes.tuned_job import DONE, START, Job
+
+from zerowatch.runtime.tuner.policy.proposals import HISTORY_REASON
+from zerowatch.runtime.tuner.policy.types import Outcome, Value
+
+
+def tried(job: Job) -> list[Mapping[str, Value]]:
+    return [dict(conclusion.proposal.changes) for conclusion in job.conclusions]
+
+
+def test_what_helps_is_kept_and_what_does_not_is_taken_back() -> None:
+    job = Job()
+
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8}
+    verdicts = {conclusion.verdict for conclusion in job.conclusions}
+    assert verdicts == {"accepted", "rolled_back"}
+    assert job.controller.state == "observe"
+
+
+def test_states_come_in_their_order() -> None:
+    job = Job()
+
+    job.run(300, until=lambda: "cooldown" in job.states)
+
+    accepted = job.states.index("accept")
+    assert job.states[0] == "warmup"
+    assert job.states[accepted - 4 : accepted + 2] == [
+        "propose", "preflight", "applied", "trial", "accept", "cooldown",
+    ]  # fmt: skip
+
+
+def test_what_was_best_here_before_is_tried_first() -> None:
+    job = Job()
+    job.run(300)
+    ((context, kept),) = job.kept.items()
+    best = {**kept.configuration, "activation_checkpointing": True}
+
+    job.kept[context] = replace(kept, configuration=best)
+    later = Job(after=job)
+    later.run(100, until=lambda: bool(later.conclusions))
+
+    assert tried(later)[0] == {"micro_batch_samples": 8, "activation_checkpointing": True}
+    assert later.conclusions[0].verdict == "accepted"
+
+
+def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> None:
+    job = Job()
+    job.until_trial()
+
+    later = Job(after=job)
+    later.run(300)
+
+    assert job.trials == [{"micro_batch_samples": 8}]
+    assert {"micro_batch_samples": 8} not in tried(later)
+    assert "an earlier run crashed in a trial of micro_batch_samples=8" in caplog.text
+
+
+def test_what_was_best_is_not_tried_by_the_next_job_either_if_one_died_of_it() -> None:
+    first = Job()
+    first.run(300)
+    second = Job(after=first)
+    second.until_trial()
+
+    third = Job(after=second)
+    third.run(300)
+
+    assert {"micro_batch_samples": 8} not in tried(third)
+    assert [kept.configuration for kept in third.kept.values()] == [
+        kept.configuration for kept in first.kept.values()
+    ], "a run that measured nothing of it forgets nothing"
+
+
+def test_a_run_that_ends_in_a_trial_did_not_die_of_it() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.close()
+
+    assert not job.trials
+
+
+def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
+    job = Job(total_steps=20)
+
+    job.run(20)
+
+    assert not job.trials and not job.conclusions
+
+
+def test_what_was_on_trial_as_a_window_failed_is_taken_back_and_left() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.on_window_failed()
+    order = job.controller.pause_trial()
+    assert order is not None
+    job.carry_out(order)
+    assert job.now == START and not job.trials
+    job.run(300)
+
+    assert tried(job).count({"micro_batch_samples": 8}) == 1
+    assert job.conclusions[0].reason == "a window with it ended by an error"
+    denied = {each for kept in job.kept.values() for each in kept.denied}
+    assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
+
+
+def test_what_was_given_up_in_a_window_that_failed_for_another_reason_stays_given_up() -> None:
+    job = Job()
+    job.until_trial()
+    job.now["activation_checkpointing"] = True
+
+    job.controller.on_window_failed()
+
+    order = job.controller.pause_trial()
+    assert order is not None
+    assert order.target == {**START, "activation_checkpointing": True}
+
+
+def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
+    job = Job()
+    job.saving = 1.1
+
+    job.run(300, until=lambda: bool(job.conclusions))
+
+    (kept,) = job.kept.values()
+    assert not kept.configuration and not job.trials
+    assert kept.denied == {("micro_batch_samples", 8)}
+
+
+def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
+    job = Job()
+    job.answer = lambda order: (
+        DONE if order.target["micro_batch_samples"] == 4 else Outcome(done=False, refused=True)
+    )
+
+    job.run(300)
+
+    assert tried(job).count({"micro_batch_samples": 8}) == 1
+    assert job.now == START
+    assert job.controller.state == "observe"
+
+
+def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
+    job = Job()
+    job.answer = lambda _: Outcome(done=False, reason="rank 1: no")
+
+    job.run(300)
+
+    assert len(job.conclusions) == 2
+    assert job.controller.state == "safe_mode"
+    assert job.controller.configuration.pending_order() is None
+
+
+def test_ranks_that_could_not_be_put_back_are_left_alone_for_good() -> None:
+    job = Job()
+    job.answer = lambda _: Outcome(done=False, reason="rank 1: no", undone=False)
+
+    job.run(100)
+
+    assert len(job.conclusions) == 1
+    assert job.controller.state == "safe_mode"
+    assert not job.controller.needs_exchange
+
+
+def test_a_way_back_that_fails_is_not_asked_for_for_ever() -> None:
+    job = Job()
+    job.answer = lambda order: DONE if order.checked else Outcome(done=False, reason="stuck")
+
+    job.run(200)
+
+    assert job.controller.state == "safe_mode"
+    assert not job.controller.needs_exchange
+
+
+def test_a_change_with_which_memory_ran_out_is_taken_back() -> None:
+    job = Job()
+    job.until_trial()
+    job.replays = 1
+
+    job.run(3)
+
+    assert job.conclusions[0].reason == "memory ran out"
+    assert job.conclusions[0].verdict == "rolled_back"
+    assert job.now == START
+
+
+def test_a_loss_that_leaps_under_other_roundings_takes_them_back() -> None:
+    job = Job()
+    job.run(300, until=lambda: job.now["gradient_compression"] == "int8")
+    job.loss = 2.0
+
+    job.run(1)
+
+    assert "the loss went up" in job.conclusions[-1].reason
+
+
+def test_a_save_finds_nothing_on_trial() -> None:
+    job = Job()
+    job.until_trial()
+
+    order = job.controller.pause_trial()
+
+    assert order is not None and order.target == START
+    job.carry_out(order)
+    assert job.controller.pause_trial() is None
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8, "what was left was tried again"
+
+
+def test_a_stopped_tuner_goes_back_and_stands_still_until_it_goes_on() -> None:
+    job = Job()
+    job.until_trial()
+
+    job.controller.freeze()
+    job.run(100)
+    assert job.now == START
+    assert job.controller.state == "frozen"
+
+    job.controller.thaw()
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8
+
+
+def test_memory_about_to_run_out_is_acted_on_at_once_and_without_a_trial() -> None:
+    job = Job()
+    job.oom_risk = 0.6
+
+    job.run(3, until=lambda: job.now != START)
+
+    assert job.conclusions[0].judgement is None
+    assert job.conclusions[0].verdict == "accepted"
+    assert job.now["activation_checkpointing"] or job.now["micro_batch_samples"] != 4
+
+
+def test_on_trial_it_is_the_trial_that_is_given_up_for_memory() -> None:
+    job = Job()
+    job.until_trial()
+    job.oom_risk = 0.6
+
+    job.run(2, until=lambda: job.now == START)
+
+    assert job.now == START
+
+
+def test_a_tuner_that_may_only_advise_says_each_thing_once_and_never_meets() -> None:
+    job = Job(acts=False)
+    job.oom_risk = 0.6
+
+    job.run(200, until=lambda: job.controller.needs_exchange)
+
+    assert not job.controller.needs_exchange
+    assert [conclusion.verdict for conclusion in job.conclusions] == ["advised"]
+
+
+def test_metrics_that_stand_still_are_no_reason_for_anything() -> None:
+    job = Job()
+    job.is_watched = False
+
+    job.run(200)
+
+    assert not job.conclusions
+
+
+def test_communication_that_was_not_all_seen_is_no_reason_for_anything() -> None:
+    job = Job()
+    job.coverage = 0.9
+
+    job.run(200)
+
+    assert not job.conclusions
+
+
+def test_what_the_user_changes_is_good_from_then_on() -> None:
+    job = Job()
+    job.until_trial()
+    job.now = {**START, "activation_checkpointing": True}
+
+    job.controller.on_user_change()
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> None:
+    job = Job()
+    job.saving = 1.0  # nothing is to be had here
+    job.run(300)
+    job.pace, job.saving = 4.0, 0.5
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8
+    num_before, job.pace = len(job.conclusions), 1.0
+
+    job.run(300)
+
+    first = job.conclusions[num_before]
+    assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
+    assert first.proposal.why == HISTORY_REASON
+    assert first.verdict == "rolled_back"
+    assert job.now["micro_batch_samples"] == 8
+    job.run(1500)
+    tries = [one.proposal.changes for one in job.conclusions[num_before:]]
+    assert tries.count(first.proposal.changes) == 1
+
+
+def test_what_was_given_up_as_memory_ran_out_is_not_taken_back_by_a_trial() -> None:
+    job = Job()
+    job.run(8)
+    job.now["activation_checkpointing"] = True  # by a rank that found no other way
+    job.replays = 1
+    job.run(1)
+    job.replays = 0
+
+    job.run(300)
+
+    assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
+
+
+def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
+    job = Job()
+    job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
+    job.run(300)
+
+    assert all(not kept.denied for kept in job.kept.values())
+
+
+def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:
+    job = Job()
+    job.saving = 0.98
+    job.until_trial()
+    job.run(30, until=lambda: job.now == START)
+    job.pace, told = 3.0, len(job.states)
+
+    job.run(24, until=lambda: len(job.states) > told)
+
+    assert job.states[told:] == ["observe"]
+    assert not job.conclusions, "that was no verdict"
+    assert not job.controller.configuration.is_on_trial

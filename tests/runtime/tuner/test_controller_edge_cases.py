@@ -1,0 +1,288 @@
+"""Unlucky moments for a tuner: saves, stop files, memory pressure, missing measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from fakes.ranks import on_ranks
+from fakes.tuned_job import DONE, START, Job
+
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.tuner import session
+from zerowatch.runtime.tuner.knobs.data_knobs import MicroBatchKnob
+from zerowatch.runtime.tuner.policy.diagnose import diagnose
+from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
+from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
+from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, Order, Outcome
+from zerowatch.runtime.tuner.rank0 import RankZeroTuner, StopFile
+from zerowatch.runtime.tuner.session import ReportedOomRisk
+from zerowatch.runtime.tuner.transaction import apply_order
+
+
+def test_what_was_given_up_for_memory_just_before_a_save_is_given_up_then() -> None:
+    job = Job()
+    job.oom_risk = 0.6
+    job.run(1)
+    job.oom_risk = 0.0
+
+    order = job.controller.pause_trial()
+
+    assert order is not None
+    job.carry_out(order)
+    assert job.conclusions[0].verdict == "accepted"
+    job.run(60, until=lambda: job.controller.state == "applied")
+    assert job.controller.configuration.known_good == order.target, (
+        "what is on trial is not good yet"
+    )
+
+
+def test_a_stopped_tuner_gives_nothing_up_for_memory_even_where_it_is_in_safe_mode() -> None:
+    job = Job()
+    job.answer = lambda _: Outcome(done=False, reason="rank 1: no")
+    job.run(300)
+    assert job.controller.state == "safe_mode"
+    job.answer = lambda _: DONE
+
+    job.controller.freeze()
+    job.oom_risk = 0.9
+    job.run(50)
+    assert job.now == START
+
+    job.oom_risk = 0.0
+    job.controller.thaw()
+    job.run(300)
+    assert job.controller.state == "safe_mode"
+    assert job.now == START
+
+
+def test_a_way_back_that_fails_leaves_a_stopped_tuner_stopped() -> None:
+    job = Job()
+    job.until_trial()
+    job.controller.freeze()
+    job.answer = lambda _: Outcome(done=False, reason="stuck")
+
+    job.run(5)
+
+    assert job.controller.state == "frozen"
+    job.controller.thaw()
+    assert job.controller.state == "safe_mode"
+
+
+def test_a_change_on_trial_as_memory_gets_short_is_not_tried_again_and_again() -> None:
+    job = Job()
+
+    for _ in range(400):
+        job.oom_risk = 0.6 if job.now["micro_batch_samples"] == 8 else 0.0
+        job.run(1)
+
+    tries = [one for one in job.conclusions if one.proposal.changes == {"micro_batch_samples": 8}]
+    assert len(tries) == 1
+    assert job.now["micro_batch_samples"] == 4
+
+
+def test_what_was_too_slow_may_still_save_memory() -> None:
+    job = Job()
+    job.run(300)
+    assert job.now["micro_batch_samples"] == 8, "after which 4 is denied, as slower"
+    job.now = {**job.now, "activation_checkpointing": True}
+    job.controller.on_user_change()
+    job.oom_risk = 0.6
+
+    job.run(5, until=lambda: job.now["micro_batch_samples"] == 4)
+
+    assert job.now["micro_batch_samples"] == 4
+
+
+def test_what_was_the_best_but_took_too_much_memory_is_not_gone_back_to() -> None:
+    job = Job()
+    job.run(300)
+    job.now = {**job.now, "activation_checkpointing": True}
+    job.controller.on_user_change()
+
+    for _ in range(400):
+        job.oom_risk = 0.6 if job.now["micro_batch_samples"] == 8 else 0.0
+        job.run(1)
+
+    reliefs = [one for one in job.conclusions if "risk of running out" in one.reason]
+    assert len(reliefs) == 1
+    assert job.now["micro_batch_samples"] == 4
+
+
+def test_a_relief_that_cannot_be_had_is_asked_for_once() -> None:
+    job = Job()
+    job.answer = lambda _: Outcome(done=False, refused=True)
+    job.oom_risk = 0.6
+    asked = []
+
+    for _ in range(100):
+        if job.controller.needs_exchange:
+            asked.append(job.controller.configuration.pending_order())
+        job.run(1)
+
+    targets = [order.target for order in asked if order is not None]
+    assert all(targets.count(each) == 1 for each in targets)
+
+
+def test_a_trial_that_saves_interrupt_all_the_time_is_given_up() -> None:
+    job = Job()
+    switches = 0
+    for _ in range(100):
+        before = job.now
+        job.run(3)
+        switches += job.now != before
+        order = job.controller.pause_trial()
+        if order is not None:
+            job.carry_out(order)
+
+    assert job.now == START
+    assert switches < 20, "each may be a rebuild"
+    assert all(one.verdict != "accepted" for one in job.conclusions)
+
+
+def test_a_trial_none_of_whose_windows_can_be_measured_is_given_up() -> None:
+    job = Job()
+    job.until_trial()
+    job.is_usable = False
+
+    job.run(100)
+
+    assert job.now == START
+    assert job.conclusions[0].verdict == "rolled_back"
+
+
+def test_it_is_told_that_something_is_on_trial() -> None:
+    job = Job()
+    assert not job.controller.configuration.is_on_trial
+    job.until_trial()
+    assert job.controller.configuration.is_on_trial
+
+    job.run(300)
+
+    assert job.now != START
+    assert not job.controller.configuration.is_on_trial
+
+
+def test_a_stop_file_that_cannot_be_read_does_not_end_training(tmp_path: Path) -> None:
+    stop_file = StopFile(tmp_path / ("long" * 100), SimpleNamespace(run_folder=tmp_path))
+    rank0 = RankZeroTuner(Job().controller, FailOpen(), stop_file)
+
+    rank0._poll_stop_file()
+
+    assert stop_file.exists() is None
+    assert not rank0.needs_exchange
+
+
+def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
+    reading = MetricsDelta(
+        exposed_ratio=0.6,
+        comm_ratio=0.6,
+        cause_ratios={"bandwidth": 0.3, "latency": 0.3},
+        coverage=1.0,
+        world_size=2,
+    )
+    return TunerInput(
+        configuration={"reduce_bucket_size": 1 << 16, "gradient_compression": kind},
+        options={
+            "reduce_bucket_size": (1 << 16, 1 << 20),
+            "gradient_compression": (None, "int8"),
+        },
+        facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8),
+        numerics=numerics,
+        allows_rebuild=True,
+        symptoms=diagnose(reading),
+        reading=reading,
+        samples_per_rank=8,
+    )
+
+
+def test_blocks_that_are_rounded_together_stay_where_every_bit_must() -> None:
+    """Their borders go with the buckets'."""
+    assert propose(compressed(None, Numerics.BITWISE))
+    assert not propose(compressed("int8", Numerics.BITWISE))
+    assert propose(compressed("int8", Numerics.REASSOCIATION))
+
+
+def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
+    def rank(host_group: Any) -> Outcome:
+        hands = SimpleNamespace(
+            values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
+        )
+        return apply_order(Order(target={}, why="test"), cast(Any, hands), host_group)
+
+    for outcome in on_ranks(2, rank):
+        assert not outcome.done
+        assert outcome.reason
+
+
+def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
+    windows: Any = SimpleNamespace(micro_batch_samples=4, opened=None)
+    knob = MicroBatchKnob(windows)
+    assert knob.unsupported_reason() is None
+
+    windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 4]))
+    assert knob.unsupported_reason() is None
+    windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 2]))
+    assert knob.unsupported_reason() is not None
+
+
+def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:
+    reported = ReportedOomRisk()
+    reported.update(step=7, risk=0.9)
+    assert reported.current(now=7, seconds=0.0) == 0.9
+
+    reported.invalidate(now=8)
+
+    assert reported.current(now=8, seconds=0.0) == 0.0
+    reported.update(step=8, risk=0.8)
+    assert reported.current(now=9, seconds=0.0) == 0.0
+    reported.update(step=9, risk=0.7)
+    assert reported.current(now=9, seconds=0.0) == 0.7
+
+
+def test_a_risk_that_nobody_renews_counts_no_more() -> None:
+    reported = ReportedOomRisk()
+    reported.update(step=7, risk=0.9, seconds=100.0)
+
+    assert reported.current(now=8, seconds=10_000.0) == 0.9, "one long step"
+    assert reported.current(now=60, seconds=101.0) == 0.9, "steps of milliseconds"
+    assert reported.current(now=60, seconds=200.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("watched", "numerics", "tuned"),
+    [
+        ((True, True), ("bitwise", "bitwise"), True),
+        ((True, False), ("bitwise", "bitwise"), False),
+        ((True, True), ("bitwise", "reassociation"), False),
+    ],
+)
+def test_all_ranks_are_tuned_or_none(
+    watched: tuple[bool, bool],
+    numerics: tuple[str, str],
+    tuned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Made:
+        def __init__(self, *parts: Any) -> None:
+            self.numerics = Numerics.of_setting(parts[-1].tuner.numerics)
+
+        def close(self) -> None:
+            pass
+
+    def rank(host_group: Any) -> bool:
+        tuner = SimpleNamespace(mode="auto", numerics=numerics[host_group.rank])
+        watch = SimpleNamespace(
+            is_open=watched[host_group.rank],
+            settings=SimpleNamespace(tuner=tuner),
+            fail_open=SimpleNamespace(wrap=lambda _, body: body),
+        )
+        changes: Any = SimpleNamespace(engine=SimpleNamespace(watch=watch))
+        parts: Any = None
+        return isinstance(session.create_tuner_session(changes, parts, host_group, parts), Made)
+
+    monkeypatch.setattr(session, "ActiveTunerSession", Made)
+
+    assert on_ranks(2, rank) == [tuned, tuned]

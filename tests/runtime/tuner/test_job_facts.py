@@ -1,0 +1,77 @@
+"""Traits of a model from its modules."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from torch import nn
+
+from zerowatch.runtime.tuner.job_facts import model_traits, warn_of_batch_statistics
+from zerowatch.runtime.tuner.policy.types import ModelTraits
+
+
+class MixtralSparseMoeBlock(nn.Module):
+    """Named as transformers names it."""
+
+
+class Attention(nn.Module):
+    """Drops by a function, not by a layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention_dropout = dropout
+
+
+class DropPath(nn.Module):
+    """Named as timm names it."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+
+@pytest.mark.parametrize(
+    ("module", "traits"),
+    [
+        (nn.Linear(2, 2), ModelTraits()),
+        (nn.Dropout(0.0), ModelTraits()),
+        (nn.Dropout(0.1), ModelTraits(dropout=True)),
+        (Attention(0.0), ModelTraits()),
+        (Attention(0.1), ModelTraits(dropout=True)),
+        (DropPath(0.2), ModelTraits(dropout=True)),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), ModelTraits(dropout=True)),
+        (nn.LSTM(2, 2, num_layers=2), ModelTraits()),
+        (nn.TransformerEncoderLayer(4, 2, dropout=0.0), ModelTraits()),
+        (nn.BatchNorm1d(2), ModelTraits(batch_statistics=True)),
+        (nn.SyncBatchNorm(2), ModelTraits(batch_statistics=True)),
+        (nn.LayerNorm(2), ModelTraits()),
+        (MixtralSparseMoeBlock(), ModelTraits(expert_capacity=True)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_module_anywhere_in_a_model_shows_its_traits(module, traits):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(module))
+
+    assert model_traits(model) == traits
+
+
+def test_deepspeeds_own_experts_are_known():
+    from deepspeed.moe.experts import Experts
+
+    model = nn.Sequential(Experts(nn.Linear(2, 2)))
+
+    assert model_traits(model).expert_capacity
+
+
+def test_only_the_user_knows_of_a_loss_between_samples():
+    assert not model_traits(nn.Linear(2, 2), loss_decomposable=False).loss_decomposable
+
+
+def test_batch_statistics_are_warned_of_by_name(caplog):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    with caplog.at_level(logging.WARNING):
+        warn_of_batch_statistics(model)
+
+    assert "1 normalise over the samples of a micro-batch" in caplog.text

@@ -1,0 +1,210 @@
+"""Parts of the knobs: candidate sizes, memory checks, cached plans, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.trainer.oom_recovery.sizing import (
+    UNBOUND,
+    BatchShares,
+    MemoryMeasurements,
+    MicroBatchPlanner,
+    PeakSample,
+)
+from zerowatch.runtime.tuner.knobs.data_knobs import micro_batch_sizes
+from zerowatch.runtime.tuner.knobs.engine_knobs import (
+    GcKnob,
+    powers_of_two,
+    value_in_config,
+    with_value,
+)
+from zerowatch.runtime.tuner.knobs.memory_check import exceeds_fit, exceeds_free, exceeds_host
+from zerowatch.runtime.tuner.knobs.run_knobs import PlanCache
+from zerowatch.runtime.tuner.policy.registry import (
+    PREFETCH_BUCKET_SIZE,
+    REDUCE_BUCKET_SIZE,
+    TIMERS_SYNCHRONIZED,
+)
+
+ONE = {"reduce_bucket_size": 100, "micro_batch_samples": 4}
+OTHER = {"reduce_bucket_size": 200, "micro_batch_samples": 4}
+
+
+@pytest.fixture
+def gc_knob():
+    knob = GcKnob()
+    yield knob
+    knob.close()
+    assert gc.isenabled()
+
+
+def peaks_of(*pairs: tuple[int, float], limit: float | None = 1000.0) -> MemoryMeasurements:
+    peaks = [PeakSample(samples=samples, length=6, peak_bytes=used) for samples, used in pairs]
+    return MemoryMeasurements(peaks=peaks, limit_bytes=limit)
+
+
+def test_sizes_are_powers_of_two_up_to_the_total_and_the_one_in_use():
+    assert powers_of_two(1000, 300) == (16, 32, 64, 128, 256, 300, 512, 1024)
+    assert powers_of_two(4, 500, with_zero=True) == (0, 1, 2, 4, 500)
+
+
+@pytest.mark.parametrize(
+    ("share", "now", "sizes"),
+    [
+        (8, 2, (1, 2, 4, 8)),
+        (7, 2, (1, 2, 4, 7)),
+        (8, 3, (1, 2, 3, 4, 8)),
+        (8, 64, (1, 2, 4, 8, 64)),
+        (0, 5, (5,)),
+        (1, 1, (1,)),
+    ],
+)
+def test_micro_batch_sizes_split_the_largest_share(share, now, sizes):
+    assert micro_batch_sizes(share, now) == sizes
+
+
+def test_a_change_that_needs_more_than_is_free_is_refused():
+    known = peaks_of((2, 700.0))
+
+    assert exceeds_free(known, extra_bytes=200, length=6) is None
+    assert "220 B free" in (exceeds_free(known, extra_bytes=300, length=6) or "")
+    assert exceeds_free(known, extra_bytes=-5, length=6) is None
+
+
+@pytest.mark.parametrize("knob", ["optimizer_state_offload", "offload_optimizer", "offload_param"])
+def test_nothing_moves_to_a_host_that_is_short_of_memory(knob):
+    here, there = {knob: False}, {knob: True}
+
+    assert "80%" in (exceeds_host(here, there, host_risk=0.8) or "")
+    assert exceeds_host(here, there, host_risk=0.1) is None
+    assert exceeds_host(there, there, host_risk=0.8) is None
+    assert exceeds_host(there, here, host_risk=0.8) is None
+
+
+def test_without_a_known_limit_nothing_is_refused():
+    known = peaks_of((2, 700.0), (4, 900.0), limit=None)
+
+    assert exceeds_free(known, extra_bytes=10**9, length=6) is None
+    assert exceeds_fit(known, samples=99, extra_bytes=0, length=6, bound=UNBOUND) is None
+
+
+def test_peaks_of_two_sizes_give_the_samples_that_fit():
+    known = peaks_of((2, 400.0), (4, 600.0))
+
+    assert exceeds_fit(known, samples=7, extra_bytes=0, length=6, bound=UNBOUND) is None
+    assert "7 fit" in (exceeds_fit(known, samples=8, extra_bytes=0, length=6, bound=UNBOUND) or "")
+    assert exceeds_fit(known, samples=7, extra_bytes=100, length=6, bound=UNBOUND) is not None
+
+
+def test_peaks_of_one_size_or_another_length_give_nothing():
+    assert exceeds_fit(peaks_of((2, 900.0)), samples=8, extra_bytes=0, length=6, bound=99) is None
+    assert exceeds_free(peaks_of((2, 990.0)), extra_bytes=50, length=600) is None
+
+
+def test_a_size_that_ran_out_of_memory_is_refused():
+    assert exceeds_fit(peaks_of(), samples=4, extra_bytes=0, length=6, bound=3) == (
+        "micro-batches of more than 3 ran out of memory before"
+    )
+
+
+def unguarded_planner() -> MicroBatchPlanner:
+    planner = MicroBatchPlanner()
+    share = BatchShares(samples=[4], wanted=[4], length=6)
+    for _ in range(4):
+        planner.begin_window(share, guard_requested=False)
+        planner.on_success(share, 1)
+    return planner
+
+
+def test_a_new_configuration_is_guarded():
+    planner = unguarded_planner()
+
+    PlanCache(SimpleNamespace(planner=planner)).switch(ONE, OTHER)
+
+    assert planner.guard_schedule.is_armed
+
+
+def test_switching_back_restores_the_plan():
+    planner = unguarded_planner()
+    cache = PlanCache(SimpleNamespace(planner=planner))
+    before = planner.limits, planner.guard_schedule
+
+    cache.switch(ONE, OTHER)
+    cache.switch(OTHER, ONE)
+
+    assert (planner.limits, planner.guard_schedule) == before
+
+
+def test_a_memory_neutral_knob_keeps_the_plan():
+    planner = unguarded_planner()
+
+    PlanCache(SimpleNamespace(planner=planner)).switch(ONE, {**ONE, "micro_batch_samples": 1})
+
+    assert not planner.guard_schedule.is_armed
+
+
+def test_an_undo_restores_the_plan():
+    planner = unguarded_planner()
+    before = planner.limits, planner.guard_schedule
+
+    PlanCache(SimpleNamespace(planner=planner)).switch(ONE, OTHER)()
+
+    assert (planner.limits, planner.guard_schedule) == before
+
+
+def test_collection_between_steps_can_be_undone(gc_knob):
+    undo = gc_knob.set("between_steps")
+
+    assert (gc.isenabled(), gc.get_freeze_count() > 0) == (False, True)
+    assert gc_knob.get() == "between_steps"
+    gc_knob.on_window()
+    undo()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    assert gc_knob.get() == "automatic"
+
+
+def test_objects_that_a_script_froze_stay_frozen(gc_knob):
+    gc.freeze()
+    try:
+        gc_knob.set("between_steps")()
+
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_the_script_disabled_is_no_knob(gc_knob):
+    gc.disable()
+    try:
+        assert gc_knob.unsupported_reason() is not None
+    finally:
+        gc.enable()
+
+
+def test_an_unknown_value_is_refused(gc_knob):
+    with pytest.raises(ZerowatchError, match="python_gc"):
+        gc_knob.set("never")
+
+
+def test_a_live_value_is_written_to_the_ds_config_for_rebuilds():
+    config = {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 7}}
+
+    there = with_value(config, PREFETCH_BUCKET_SIZE, 9)
+    timed = with_value(there, TIMERS_SYNCHRONIZED, False)
+
+    assert there == {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 9}}
+    assert timed["timers"] == {"throughput": {"synchronized": False}}
+    assert value_in_config(PREFETCH_BUCKET_SIZE, timed) == 9
+    assert config["zero_optimization"]["prefetch_bucket_size"] == 7
+
+
+def test_a_key_that_the_ds_config_did_not_have_is_removed_again():
+    config = {"zero_optimization": {"stage": 2}}
+    there = with_value(config, REDUCE_BUCKET_SIZE, 9)
+
+    assert with_value(there, REDUCE_BUCKET_SIZE, None) == config
+    assert value_in_config(REDUCE_BUCKET_SIZE, config) is None

@@ -1,0 +1,185 @@
+"""Diagnoses and decisions are reported in metrics, the log, decisions.jsonl and traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+from fakes.tuner_decisions import conclusion, tuner_input
+
+from zerowatch.metrics.catalog import tuner
+from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
+from zerowatch.runtime.tuner.policy.types import State, Symptom
+from zerowatch.runtime.tuner.reporting import TunerMetrics, TunerReporter, to_number
+
+
+class Reports:
+    """A reporter, and what it published."""
+
+    def __init__(self, folder, mode="auto"):
+        self.recorder, self.spans = Recorder(), []
+        self.folder = folder
+        context = SimpleNamespace(
+            recorder=self.recorder,
+            folder=lambda: folder,
+            engine=lambda: SimpleNamespace(global_steps=41),
+            identity=SimpleNamespace(world_size=2),
+        )
+        self.reporter = TunerReporter(
+            context,
+            mode=mode,
+            send=self.spans.append,
+            clock=lambda: 1.8e9,
+        )
+
+    def value(self, spec, *labels):
+        return self.recorder.snapshot().value(spec, *labels)
+
+    def lines(self):
+        return list(map(json.loads, (self.folder / DECISIONS_FILE).read_text().splitlines()))
+
+
+@pytest.fixture
+def reports(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    return Reports(tmp_path)
+
+
+def test_counters_start_at_0_so_that_the_first_decision_is_an_increase():
+    recorder = Recorder()
+
+    TunerMetrics(recorder)
+
+    values = recorder.snapshot().values
+    assert set(values[tuner.TUNER_DECISIONS].values()) == {0}
+    assert len(values[tuner.TUNER_DECISIONS]) == 4
+    assert values[tuner.TUNER_EXPLORATION_SECONDS] == {(): 0}
+
+
+def test_exactly_one_state_is_on(reports):
+    reports.reporter.on_state(State.OBSERVE)
+    reports.reporter.on_state(State.TRIAL)
+
+    states = reports.recorder.snapshot().values[tuner.TUNER_STATE]
+    assert [state for (state,), on in states.items() if on] == ["trial"]
+    assert len(states) == len(tuner.TUNER_STATES)
+
+
+def test_a_symptom_that_is_gone_is_published_as_0(reports):
+    reports.reporter.on_diagnosis([Symptom(name="data_bound", ratio=0.3, evidence={})])
+    reports.reporter.on_diagnosis([Symptom(name="comm_latency", ratio=0.2, evidence={})])
+
+    assert reports.value(tuner.TUNER_SYMPTOM, "data_bound") == 0
+    assert reports.value(tuner.TUNER_SYMPTOM, "comm_latency") == 0.2
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1),
+        (False, 0),
+        (None, 0),
+        (16, 16),
+        ("bf16", 16),
+        ("int8", 8),
+        ("automatic", 0),
+        ("between_steps", 1),
+    ],
+)
+def test_a_knobs_value_is_published_as_a_number(reports, value, number):
+    reports.reporter.on_configuration({"knob": value})
+
+    assert reports.value(tuner.TUNER_KNOB_VALUE, "knob") == number == to_number(value)
+
+
+def test_the_start_of_a_trial_is_logged_with_its_reason(reports, caplog):
+    found = conclusion()
+
+    reports.reporter.on_trial(found.proposal, found.inputs.configuration)
+
+    assert caplog.messages == [
+        f"step 41: trying micro_batch_samples 4 -> 16 ({found.proposal.why})"
+    ]
+
+
+def test_a_decision_is_reported_everywhere(reports, caplog):
+    found = conclusion()
+
+    reports.reporter.on_concluded(found)
+
+    assert reports.value(tuner.TUNER_DECISIONS, "accepted") == 1
+    assert reports.value(tuner.TUNER_GAIN, "micro_batch_samples") == found.judgement.gain
+    assert (
+        reports.value(tuner.TUNER_GAIN_LOWER_BOUND, "micro_batch_samples") == found.judgement.lower
+    )
+    assert reports.value(tuner.TUNER_EXPLORATION_SECONDS) == 1.5
+    (message,) = caplog.messages
+    assert message.startswith("step 41: ")
+    assert message.endswith(": kept")
+    (line,) = reports.lines()
+    assert (line["number"], line["step"], line["verdict"]) == (1, 41, "accepted")
+    (span,) = reports.spans
+    assert span.attributes["zerowatch.tuner.sentence"] == message
+    assert span.attributes["zerowatch.tuner.gain"] == found.judgement.gain
+
+
+def test_a_span_lasts_as_long_as_its_trial(reports):
+    found = conclusion()
+
+    reports.reporter.on_concluded(found)
+
+    (span,) = reports.spans
+    assert span.end_ns == 1.8e18
+    assert (span.end_ns - span.start_ns) / 1e9 == pytest.approx(32 * sum(found.times))
+
+
+def test_decisions_are_numbered(reports):
+    for _ in range(3):
+        reports.reporter.on_concluded(conclusion())
+
+    assert [line["number"] for line in reports.lines()] == [1, 2, 3]
+
+
+def test_an_advice_has_the_diff_of_the_ds_config(reports, caplog):
+    reports.reporter.on_concluded(conclusion(None))
+
+    assert caplog.messages[0].splitlines()[1:] == [
+        '-  "train_micro_batch_size_per_gpu": 4,',
+        '+  "train_micro_batch_size_per_gpu": 16,',
+        '-  "gradient_accumulation_steps": 4,',
+        '+  "gradient_accumulation_steps": 1,',
+        "+ DataLoader(..., batch_size=16), or what else cuts batches",
+    ]
+    assert reports.value(tuner.TUNER_DECISIONS, "advised") == 1
+    assert tuner.TUNER_GAIN not in reports.recorder.snapshot().values
+
+
+def test_several_knobs_share_one_gain(reports):
+    best = {"micro_batch_samples": 16, "overlap_comm": True}
+
+    reports.reporter.on_concluded(conclusion(remembered=best, symptoms=tuner_input().symptoms))
+
+    assert reports.lines()[0]["knob"] == "several"
+    assert reports.value(tuner.TUNER_GAIN, "several") > 1
+
+
+def test_a_new_symptom_is_logged_once(reports, caplog):
+    symptoms = tuner_input().symptoms
+
+    reports.reporter.on_diagnosis(symptoms)
+    reports.reporter.on_diagnosis(symptoms)
+
+    (line,) = caplog.messages
+    assert line.startswith("step 41: communication takes ")
+    assert line.endswith(": searching for a change")
+
+
+def test_an_advisors_symptoms_are_not_logged(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+
+    Reports(tmp_path, mode="advise").reporter.on_diagnosis(tuner_input().symptoms)
+
+    assert not caplog.messages

@@ -1,0 +1,220 @@
+"""An order is applied on all ranks or on none; ranks are threads, knobs are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from fakes.ranks import FakeHostGroup, on_ranks
+
+from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.common.undo import UndoStack
+from zerowatch.runtime.tuner.policy.types import Order
+from zerowatch.runtime.tuner.transaction import exchange_order
+
+BEFORE = {"bucket": 100, "overlap": False, "codec": None}
+TARGET = {"bucket": 200, "overlap": True, "codec": "int8"}
+
+
+class TextHostGroup(FakeHostGroup):
+    """Can broadcast a text, too."""
+
+    def __init__(self, host_group: FakeHostGroup) -> None:
+        super().__init__(host_group.rank, host_group._meeting)
+
+    def broadcast_text(self, text: str) -> str:
+        return self._meeting.exchange(self.rank, text)[0]
+
+
+class FakeKnobs:
+    """Knobs in a dict; `faults` by method name are called first."""
+
+    def __init__(self, **faults: Callable[[], Any]) -> None:
+        self.current: dict[str, Any] = dict(BEFORE)
+        self.calls: list[str] = []
+        self._faults = faults
+
+    def values(self) -> Mapping[str, Any]:
+        return dict(self.current)
+
+    def options(self) -> Mapping[str, Any]:
+        return {}
+
+    def unsupported_reason(self, target: Mapping[str, Any]) -> str | None:
+        return self._call("unsupported_reason", None)
+
+    def apply(self, target: Mapping[str, Any]) -> Callable[[], None]:
+        self._call("apply", None)
+        before = dict(self.current)
+        self.current.update(target)
+
+        def undo() -> None:
+            self._call("undo", None)
+            self.current = before
+
+        return undo
+
+    def verify(self, target: Mapping[str, Any]) -> bool:
+        return bool(self._call("verify", self.current == dict(target)))
+
+    def _call(self, name: str, otherwise: Any) -> Any:
+        self.calls.append(name)
+        return self._faults[name]() if name in self._faults else otherwise
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def exchange(knobs: list[FakeKnobs], order: Order | None) -> list[Any]:
+    """Exchange an order that only rank 0 has."""
+
+    def body(host_group: FakeHostGroup) -> Any:
+        own = order if host_group.rank == 0 else None
+        return exchange_order(
+            TextHostGroup(host_group), knobs[host_group.rank], own, clock=lambda: 5.0
+        )
+
+    return on_ranks(len(knobs), body)
+
+
+def order(**changes: Any) -> Order:
+    return Order(target=TARGET, why="a test", **changes)
+
+
+def test_an_order_of_rank_0_is_applied_on_all_ranks():
+    knobs = [FakeKnobs(), FakeKnobs(), FakeKnobs()]
+
+    ended = exchange(knobs, order())
+
+    assert [each.current for each in knobs] == [TARGET] * 3
+    assert {(each[0].target["codec"], each[1].done, each[1].reason) for each in ended} == {
+        ("int8", True, "")
+    }
+
+
+def test_without_an_order_nothing_is_done():
+    knobs = [FakeKnobs(), FakeKnobs()]
+
+    assert exchange(knobs, None) == [None, None]
+    assert [each.calls for each in knobs] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"unsupported_reason": lambda: "no room"}, "rank 1: no room"),
+        ({"apply": raising(ZerowatchError("no such knob"))}, "rank 1: no such knob"),
+        ({"apply": raising(RuntimeError("out of memory"))}, "rank 1: RuntimeError: out of memory"),
+        ({"apply": raising(MemoryError())}, "rank 1: MemoryError:"),
+        ({"apply": raising(AttributeError("gone"))}, "rank 1: AttributeError: gone"),
+        ({"verify": lambda: False}, "rank 1: the values read back are not those set"),
+        ({"verify": raising(KeyError("state"))}, "rank 1: KeyError: 'state'"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_failure_of_one_rank_is_undone_on_all_with_its_reason(world_size, fault, reason):
+    knobs = [FakeKnobs() for _ in range(world_size)]
+    knobs[1] = FakeKnobs(**fault)
+
+    ended = exchange(knobs, order())
+
+    assert [each.current for each in knobs] == [BEFORE] * world_size
+    assert {(each[1].done, each[1].reason, each[1].undone) for each in ended} == {
+        (False, reason, True)
+    }
+
+
+def test_nothing_is_changed_if_a_rank_refuses():
+    knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "no room")]
+
+    exchange(knobs, order())
+
+    assert [each.calls for each in knobs] == [["unsupported_reason"], ["unsupported_reason"]]
+
+
+def test_a_rollback_is_not_checked():
+    knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "no room")]
+
+    ended = exchange(knobs, order(checked=False))
+
+    assert ended[0][1].done
+    assert "unsupported_reason" not in knobs[1].calls
+
+
+def test_all_ranks_learn_that_one_could_not_undo():
+    knobs = [FakeKnobs(undo=raising(RuntimeError("stuck"))), FakeKnobs(verify=lambda: False)]
+
+    ended = exchange(knobs, order())
+
+    assert [each[1].undone for each in ended] == [False, False]
+    assert knobs[1].current == BEFORE
+
+
+def test_the_reason_is_that_of_a_rank_that_failed_by_itself():
+    echo = raising(ZerowatchError("the engine was not rebuilt: another rank has failed"))
+    knobs = [FakeKnobs(apply=echo), FakeKnobs(apply=raising(ZerowatchError("no room for it")))]
+
+    ended = exchange(knobs, order())
+
+    assert {each[1].reason for each in ended} == {"rank 1: no room for it"}
+
+
+def test_a_long_reason_is_cut_at_a_whole_character():
+    knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "é" * 1000)]
+
+    ended = exchange(knobs, order())
+
+    assert ended[0][1].reason == f"rank 1: {'é' * 150}"
+
+
+def test_a_lost_peer_raises_after_this_rank_is_as_before():
+    knobs = FakeKnobs()
+
+    class Alone:
+        rank, world_size = 0, 2
+        votes = 0
+
+        def broadcast_text(self, text: str) -> str:
+            return text
+
+        def all_max(self, value: int) -> int:
+            self.votes += 1
+            if self.votes == 2:
+                raise RuntimeError("Connection closed by peer")
+            return value
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        exchange_order(Alone(), knobs, order())
+
+    assert knobs.calls == ["unsupported_reason", "apply", "undo"]
+    assert knobs.current == BEFORE
+
+
+def test_of_several_changes_all_are_undone_though_one_cannot_be():
+    undone: list[str] = []
+    undos = UndoStack()
+    undos.add(lambda: undone.append("first"))
+    undos.add(raising(RuntimeError("stuck")))
+    undos.add(lambda: undone.append("last"))
+
+    with pytest.raises(RuntimeError, match="stuck"):
+        undos()
+    undos()
+
+    assert undone == ["last", "first"]
+
+
+def test_changes_before_a_failed_one_are_undone():
+    undone: list[str] = []
+    undos = UndoStack()
+
+    with pytest.raises(ValueError, match="no"):
+        undos.do([lambda: lambda: undone.append("first"), raising(ValueError("no"))])
+    undos()
+
+    assert undone == ["first"]

@@ -1,0 +1,212 @@
+"""How a trial goes about it: whose turn it is, what it drops, and when it ends at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
+from zerowatch.runtime.tuner.policy.trial_plan import (
+    SESSION_ALPHA,
+    arm_sequence,
+    plan_trial,
+    trial_alpha,
+)
+
+LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
+REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
+
+
+def course(trial: Trial, num: int, seconds: float = 1.0) -> str:
+    """Run windows that all take as long; return whose each was, with a stroke at each meeting."""
+    said = ""
+    for _ in range(num):
+        said += trial.arm + ("|" if trial.may_end_block else "")
+        trial.add(seconds)
+    return said
+
+
+def end(trial: Trial, a: float, b: float) -> Judgement:
+    for _ in range(500):
+        trial.add(b if trial.arm == "B" else a)
+        if trial.verdict:
+            return trial.verdict
+    raise AssertionError("no verdict")
+
+
+def test_a_live_trial_takes_turns_in_thue_and_morses_order() -> None:
+    order = "".join(islice(arm_sequence(starts_with="A", few_switches=False), 16))
+
+    assert order == "ABBABAABBAABABBA"
+
+
+def test_where_switches_are_dear_there_is_one_a_pair() -> None:
+    order = "".join(islice(arm_sequence(starts_with="B", few_switches=True), 8))
+
+    assert order == "BAABBAAB"
+
+
+def test_a_changed_setting_settles_before_it_counts() -> None:
+    trial = Trial(LIVE)
+
+    assert course(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
+
+
+def test_a_setting_that_was_only_just_switched_to_settles_first() -> None:
+    trial = Trial(replace(LIVE, starts_with="B"))
+
+    assert course(trial, 12) == "BBBBBB|AAAAAA|"
+
+
+def test_a_window_that_does_not_count_lengthens_its_block() -> None:
+    trial = Trial(LIVE)
+
+    for useless in (None, 0.0, float("nan"), float("inf")):
+        trial.add(useless)
+
+    assert course(trial, 6) == "AAAA|BB"
+
+
+def test_settle_steps_do_not_count() -> None:
+    trial = Trial(LIVE)
+    for _ in range(4):
+        trial.add(1.0)
+
+    for seconds in (9.0, 9.0, 1.0, 1.0, 1.0, 1.0):
+        trial.add(seconds)
+
+    assert trial.verdict is None and trial.arm == "B"
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "live", "rebuild"), [(0.01, 4, 10), (0.6, 4, 10), (1.0, 2, 10), (7.0, 2, 4)]
+)
+def test_blocks_are_shorter_where_steps_are_long(
+    step_seconds: float, live: int, rebuild: int
+) -> None:
+    blocks = [
+        plan_trial(step_seconds, number=1, tier=tier, settle_steps=2).block_steps
+        for tier in ("live", "rebuild")
+    ]
+
+    assert blocks == [live, rebuild]
+
+
+def test_a_session_of_any_length_spends_no_more_than_its_alpha() -> None:
+    spent = sum(trial_alpha(number) for number in range(1, 100_000))
+
+    assert 0.99 * SESSION_ALPHA < spent <= SESSION_ALPHA
+
+
+def test_a_steady_gain_is_accepted_with_what_it_is() -> None:
+    found = end(Trial(LIVE), a=1.0, b=1 / 1.05)
+
+    assert (found.verdict, found.pairs) == ("accepted", 4)
+    assert found.gain == pytest.approx(0.05)
+    assert found.lower < found.gain < found.upper
+
+
+@pytest.mark.parametrize("b", [1.0, 1 / 1.005])
+def test_what_gains_less_than_is_worth_it_is_rejected(b: float) -> None:
+    found = end(Trial(LIVE), a=1.0, b=b)
+
+    assert (found.verdict, found.pairs) == ("rejected", LIVE.first_look)
+
+
+def test_what_does_slight_harm_is_rolled_back_at_the_first_look() -> None:
+    found = end(Trial(LIVE), a=1.0, b=1.03)
+
+    assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
+    assert found.upper < -0.01
+
+
+def test_what_may_cost_2_percent_is_not_rolled_back_for_less() -> None:
+    may_cost = replace(LIVE, min_gain=-0.04)
+
+    assert end(Trial(may_cost), a=1.0, b=1.015).verdict == "accepted"
+    assert end(Trial(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
+
+
+def test_what_is_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
+    found = end(Trial(LIVE), a=1.0, b=1.2)
+
+    assert (found.verdict, found.pairs) == ("rolled_back", 2)
+
+
+def test_what_is_far_slower_is_rolled_back_within_its_first_block() -> None:
+    trial = Trial(LIVE)
+
+    said = course(trial, 6) + course(trial, 3, seconds=2.0)
+
+    assert said == "AAAA|BBBBB|"
+    assert trial.verdict is not None
+    assert (trial.verdict.verdict, trial.verdict.steps) == ("rolled_back", 9)
+    assert trial.verdict.gain == pytest.approx(-0.5)
+
+
+def test_two_slow_steps_in_a_row_do_not_yet_end_a_trial() -> None:
+    trial = Trial(LIVE)
+
+    course(trial, 6)
+    course(trial, 2, seconds=2.0)
+    course(trial, 2)
+
+    assert trial.verdict is None
+
+
+def test_an_overwhelming_gain_is_accepted_after_two_pairs() -> None:
+    long_steps = plan_trial(7.0, number=1, tier="live", settle_steps=2)
+
+    found = end(Trial(long_steps), a=7.0, b=3.5)
+
+    assert (found.verdict, found.pairs, found.steps) == ("accepted", 2, 12)
+    assert (found.lower, found.gain, found.upper) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_a_rebuild_that_gains_half_as_much_again_is_accepted_after_one_pair() -> None:
+    found = end(Trial(REBUILD), a=1.0, b=0.6)
+
+    assert (found.verdict, found.pairs, found.steps) == ("accepted", 1, 23)
+
+
+def test_a_single_slow_step_keeps_a_gain_from_being_overwhelming() -> None:
+    trial = Trial(REBUILD)
+
+    course(trial, 22)
+    trial.add(1.1)
+
+    assert trial.verdict is None
+
+
+def test_one_shift_of_speed_between_the_blocks_is_not_taken_for_a_gain() -> None:
+    trial = Trial(LIVE)
+
+    course(trial, 4, seconds=1.0)
+    said = course(trial, 200, seconds=0.7)
+
+    assert "A" in said
+    assert trial.verdict is not None and trial.verdict.verdict == "rejected"
+
+
+def test_what_stays_unclear_is_rejected_in_the_end() -> None:
+    trial = Trial(replace(LIVE, max_pairs=6))
+    blocks = 0
+
+    while trial.verdict is None:
+        gain = -0.1 if blocks // 2 % 2 else 0.2  # of every other pair
+        blocks += trial.may_end_block
+        trial.add(1 / (1 + gain) if trial.arm == "B" else 1.0)
+
+    assert (trial.verdict.verdict, trial.verdict.pairs) == ("rejected", 6)
+    assert trial.verdict.lower < 0 < trial.verdict.upper
+
+
+def test_after_the_verdict_nothing_counts_any_more() -> None:
+    trial = Trial(LIVE)
+    found = end(trial, a=1.0, b=1.2)
+
+    trial.add(0.1)
+
+    assert trial.verdict is found and not trial.may_end_block
