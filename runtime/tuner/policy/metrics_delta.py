@@ -88,7 +88,9 @@ def metrics_between(before: Snapshot, after: Snapshot) -> MetricsDelta:
     reading = MetricsDelta(
         seconds=seconds or None,
         steps=interval.increase(training.STEPS),
-        phase_ratios=known_values({phase: _ratio(each, seconds) for phase, each in counted.items()}),
+        phase_ratios=known_values(
+            {phase: _ratio(each, seconds) for phase, each in counted.items()}
+        ),
         offload_ratio=_ratio(interval.total_increase(memory.OFFLOAD_SECONDS), seconds),
         tokens_per_sample=_ratio(
             interval.increase(training.TOKENS), interval.increase(training.SAMPLES)

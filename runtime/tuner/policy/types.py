@@ -37,7 +37,7 @@ class Numerics(IntEnum):
 
 
 class State(StrEnum):
-    """States of the controller; the values are labels of `zerowatch_tuner_state`."""
+    """States of the controller: TUNER_STATES of `metrics/catalog/tuner.py`."""
 
     WARMUP = "warmup"
     OBSERVE = "observe"  # measuring before the next diagnosis

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import pytest
 from fakes.tuned_job import DONE, START, Job
 
+from zerowatch.metrics.catalog.tuner import TUNER_STATES
+from zerowatch.runtime.tuner.policy.controller import TRANSITIONS
 from zerowatch.runtime.tuner.policy.proposals import HISTORY_REASON
-from zerowatch.runtime.tuner.policy.types import Outcome, Value
+from zerowatch.runtime.tuner.policy.types import Outcome, State, Value
 
 
 def tried(job: Job) -> list[Mapping[str, Value]]:
@@ -24,6 +27,18 @@ def test_what_helps_is_kept_and_what_does_not_is_taken_back() -> None:
     verdicts = {conclusion.verdict for conclusion in job.conclusions}
     assert verdicts == {"accepted", "rolled_back"}
     assert job.controller.state == "observe"
+
+
+def test_the_states_are_the_label_values_of_the_metric() -> None:
+    assert sorted(State) == sorted(TUNER_STATES)
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_a_transition_that_is_not_in_the_table_is_an_error() -> None:
+    controller = Job().controller
+
+    with pytest.raises(RuntimeError, match="from warmup to trial"):
+        controller._enter(State.TRIAL)
 
 
 def test_states_come_in_their_order() -> None:
