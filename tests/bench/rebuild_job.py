@@ -18,7 +18,7 @@ import training
 
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.engine.rebuild import rebuild as room
+from zerowatch.runtime.engine.rebuild import rebuild as rebuild_module
 
 WIDTH, LAYERS = 512, 7  # 22 million parameters
 # glibc's way to give every larger block back at once; RSS then is what is in use.
@@ -62,20 +62,20 @@ def measure(
 ) -> tuple[Any, dict[str, float]]:
     """Rebuild once; return the engine, and seconds and bytes."""
     taken: list[int] = []
-    original = room.take_snapshot
+    original = rebuild_module.take_snapshot
 
     def counted(*args: Any) -> Any:
         snapshot = original(*args)
         taken.append(snapshot.num_bytes)
         return snapshot
 
-    room.take_snapshot = counted  # type: ignore[assignment]
+    rebuild_module.take_snapshot = counted  # type: ignore[assignment]
     before = in_use(host)
     began = time.perf_counter()
-    engine = room.rebuild(engine, config, make_engine=make_engine, host_group=host_group)
+    engine = rebuild_module.rebuild(engine, config, make_engine=make_engine, host_group=host_group)
     seconds = time.perf_counter() - began
     peak = host.read()["peak_allocated"]
-    room.take_snapshot = original
+    rebuild_module.take_snapshot = original
     after = in_use(host)
     found = {
         "seconds": seconds,

@@ -1,4 +1,4 @@
-"""What cannot be rebuilt, told before anything is touched."""
+"""Checks whether an engine can be rebuilt with another ds config, before anything changes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config_errors import misspelt_keys
 from ...common.training_config import zero_stage
-from .fill import ADAMS
 from .layout import base_optimizer, layout_of
+from .restore import ADAMS
 
-# What would change the training itself, or leave the state without a place.
+# A change of these would change the training itself, or leave state that fits no new tensor.
 KEPT_BLOCKS = (
     "fp16",
     "bf16",
@@ -29,57 +28,57 @@ KEPT_BLOCKS = (
 _16_BITS = ("fp16", "bf16", "bfloat16")
 UNSUPPORTED_BLOCKS = {
     "compile": "DeepCompile bakes its buckets in",
-    "tensor_parallel": "its shards do not move",
+    "tensor_parallel": "its shards cannot be moved",
     "hybrid_engine": "it changes the module",
-    "data_efficiency": "its schedules do not move",
-    "expert_parallel": "its experts do not move",
+    "data_efficiency": "its schedules cannot be moved",
+    "expert_parallel": "its experts cannot be moved",
 }
 UNSUPPORTED_ZERO = {
     "zenflow": "its optimizer has a layout of its own",
-    "zero_quantized_nontrainable_weights": "frozen weights would be rounded anew",
+    "zero_quantized_nontrainable_weights": "frozen weights would be rounded again",
 }
 
 
 def zero_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the block on ZeRO of a ds config."""
+    """Return the zero_optimization block of a ds config."""
     zero = config.get("zero_optimization")
     return zero if isinstance(zero, Mapping) else {}
 
 
 def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return why an engine cannot be rebuilt with another ds config; None if it can, by all signs.
+    """Return why an engine cannot be rebuilt with another ds config; None if nothing prevents it.
 
     Args:
-        engine: The engine that runs.
+        engine: The running engine.
         old: Its ds config.
-        new: The one wanted.
+        new: The requested one.
     """
     for problems in (
-        _of_engine(engine),
-        _of_config(old, "the present ds config"),
-        _of_config(new, "the new ds config"),
-        _of_change(old, new),
-        _of_optimizer(engine, new),
+        _engine_problems(engine),
+        _config_problems(old, "the present ds config"),
+        _config_problems(new, "the new ds config"),
+        _change_problems(old, new),
+        _optimizer_problems(engine, new),
     ):
         for problem in problems:
             return problem
-    return _what_deepspeed_says(new)
+    return _deepspeed_error(new)
 
 
-def _of_engine(engine: Any) -> Iterator[str]:
+def _engine_problems(engine: Any) -> Iterator[str]:
     for name in missing_for_rebuild(engine):
-        yield f"this version of DeepSpeed has no {name}, which rebuilding leans on"
+        yield f"this version of DeepSpeed has no {name}, which a rebuild needs"
     if hasattr(type(engine), "train_batch"):
-        yield "pipeline engines are not rebuilt: their layers are split over ranks"
+        yield "pipeline engines cannot be rebuilt: their layers are split over ranks"
     if engine.has_moe_layers:
-        yield "experts are not moved: mixtures of experts are not rebuilt"
+        yield "mixtures of experts cannot be rebuilt: experts cannot be moved"
     if engine.is_compiled:
         yield "the engine is compiled"
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         yield "the engine has no optimizer"
     if dist.get_world_size(engine.seq_data_parallel_group) != dist.get_world_size():
-        yield "tensor and sequence parallel ranks are not rebuilt; only data parallel ones are"
-    if _in_a_window(engine):
+        yield "tensor and sequence parallelism cannot be rebuilt; only data parallelism can"
+    if _is_within_window(engine):
         yield "a window is under way; rebuild between two windows"
     try:
         layout_of(engine)
@@ -87,13 +86,13 @@ def _of_engine(engine: Any) -> Iterator[str]:
         yield f"the layout of {error} is not known"
 
 
-def _in_a_window(engine: Any) -> bool:
+def _is_within_window(engine: Any) -> bool:
     if not engine.managed_gradient_accumulation():
         return bool(engine._unmanaged_backward_count)
     return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
 
-def _of_config(config: Mapping[str, Any], which: str) -> Iterator[str]:
+def _config_problems(config: Mapping[str, Any], which: str) -> Iterator[str]:
     for key, why in UNSUPPORTED_BLOCKS.items():
         if config.get(key):
             yield f"{which} has {key!r}: {why}"
@@ -105,7 +104,7 @@ def _of_config(config: Mapping[str, Any], which: str) -> Iterator[str]:
         block = zero.get(what) or {}
         device = str(block.get("device") or "none")
         if device == "nvme":
-            yield f"{which} keeps states on NVMe (zero_optimization.{what}); they are not moved"
+            yield f"{which} keeps states on NVMe (zero_optimization.{what}); they cannot be moved"
         if block.get("super_offload"):
             yield f"{which} has zero_optimization.{what}.super_offload, whose layout is not known"
         least = 3 if what == "offload_param" else 1
@@ -113,7 +112,7 @@ def _of_config(config: Mapping[str, Any], which: str) -> Iterator[str]:
             yield f"{which}: zero_optimization.{what} needs stage {least} or more, got {stage}"
 
 
-def _of_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _change_problems(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for key in KEPT_BLOCKS:
         if (old.get(key) or {}) != (new.get(key) or {}):
             yield f"{key!r} differs; a rebuild keeps precision, optimizer and scheduler"
@@ -143,10 +142,10 @@ def _is_on(config: Mapping[str, Any], block: str) -> bool:
     return bool((config.get(block) or {}).get("enabled"))
 
 
-def _of_optimizer(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:
+def _optimizer_problems(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:
     name = type(base_optimizer(engine.optimizer)).__name__
     if name == "MuonWithAuxAdam":
-        yield "Muon's momentum is laid out by stage and is not moved"
+        yield "Muon's momentum is laid out by stage and cannot be moved"
     block = zero_block(new).get("offload_optimizer") or {}
     if str(block.get("device") or "none") == "none":
         return
@@ -163,16 +162,11 @@ def _of_optimizer(engine: Any, new: Mapping[str, Any]) -> Iterator[str]:
         yield f"DeepSpeed offloads {name} with a class of its own, which keeps other states"
 
 
-def _what_deepspeed_says(config: Mapping[str, Any]) -> str | None:
-    """Let DeepSpeed read the config, as it will."""
+def _deepspeed_error(config: Mapping[str, Any]) -> str | None:
+    """Return DeepSpeed's own error about the config; None if it accepts it."""
     try:
         DeepSpeedConfig(copy.deepcopy(dict(config)))
     except (ValueError, AssertionError, TypeError, KeyError, RuntimeError, ImportError) as error:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         return f"DeepSpeed refuses it: {' '.join(str(error).split()) or first}"
     return None
-
-
-def device_of(engine: Any) -> torch.device:
-    """Return where an engine computes."""
-    return torch.device(engine.device)

@@ -1,7 +1,4 @@
-"""Which tensors an engine's optimizer updates, and which parts of which parameters lie in them.
-
-The only file that knows how each of DeepSpeed's optimizers lays out its master weights.
-"""
+"""Layout of master weights in each of DeepSpeed's optimizers: its tensors, and what they hold."""
 
 from __future__ import annotations
 
@@ -16,9 +13,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlice:
-    """A stretch of one flattened parameter: `length` elements from `start` on.
+    """Contiguous part of one flattened parameter.
 
-    `offset` is where it begins in the tensor that holds it.
+    Attributes:
+        name: Of the parameter.
+        start: Its first element.
+        length: Number of elements.
+        offset: Index of the first element in the tensor that holds it.
     """
 
     name: str
@@ -29,11 +30,14 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTensor:
-    """A tensor that the base optimizer updates on this rank.
+    """Tensor that the base optimizer updates on this rank.
 
-    `members` names the parameters that share it on any rank, `pieces` says what this rank has of
-    them; `state` is the optimizer's whole state, in which this tensor is a key; `group` is the
-    index of its parameter group. A `replicated` one is the same on all ranks.
+    Attributes:
+        state: The optimizer's whole state, in which this tensor is a key.
+        group: Index of its parameter group.
+        members: Names of the parameters that share it, over all ranks.
+        pieces: The parts of them on this rank.
+        replicated: Whether it is equal on all ranks.
     """
 
     tensor: torch.Tensor
@@ -49,7 +53,7 @@ Layout = list[OptimizerTensor]
 
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
-    """Return by id the name of each parameter; of a tied one the first."""
+    """Return the name of each parameter by its id(); of a tied parameter the first name."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
@@ -59,10 +63,10 @@ def base_optimizer(optimizer: Any) -> Any:
 
 
 def layout_of(engine: Any) -> Layout:
-    """Return what this rank's optimizer updates.
+    """Return the tensors that this rank's optimizer updates.
 
     Raises:
-        LookupError: It is an optimizer of a kind that is not known here.
+        LookupError: The layout of this optimizer class is not known.
     """
     optimizer = engine.optimizer
     names = parameter_names(engine.module)
@@ -75,17 +79,17 @@ def layout_of(engine: Any) -> Layout:
 
 
 def group_members(engine: Any) -> list[tuple[str, ...]]:
-    """Name the parameters of each group of the base optimizer, in its order.
+    """Return the parameter names of each group of the base optimizer, in its order.
 
-    Frozen ones are there only where DeepSpeed has kept them, at stage 0 in fp32.
+    Frozen parameters are included only where DeepSpeed keeps them, at stage 0 in fp32.
     """
     names = parameter_names(engine.module)
     groups = base_optimizer(engine.optimizer).param_groups
     if engine.optimizer is base_optimizer(engine.optimizer):
         return [tuple(names[id(each)] for each in group["params"]) for group in groups]
     members: list[tuple[str, ...]] = [() for _ in groups]
-    for holder in layout_of(engine):
-        members[holder.group] += holder.members
+    for tensor in layout_of(engine):
+        members[tensor.group] += tensor.members
     return members
 
 
@@ -109,7 +113,7 @@ def _fused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 0 in 16 bits with a fused optimizer: one fp32 copy for each group."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
     for index, (parameters, flat) in enumerate(groups):
-        yield _flat(optimizer, index, flat, _in_a_row(parameters, names), (0, flat.numel()), True)
+        yield _flat(optimizer, index, flat, _rows(parameters, names), (0, flat.numel()), True)
 
 
 def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
@@ -131,7 +135,7 @@ def _bf16(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
     """Stage 1 in bf16 with gradients in fp32."""
     for index, flat in enumerate(optimizer.fp32_groups_flat_partition):
         rank, size = dist.get_rank(optimizer.real_dp_process_group[index]), flat.numel()
-        rows = _in_a_row(optimizer.bf16_groups[index], names)
+        rows = _rows(optimizer.bf16_groups[index], names)
         yield _flat(optimizer, index, flat, rows, (rank * size, size), False)
 
 
@@ -157,7 +161,7 @@ def _stage_3(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _stage_3_optimizer(optimizer: Any, number: int) -> Any:
-    """Return what updates a sub-group: with a ratio under 1 some stay on the device."""
+    """Return the optimizer of a sub-group: with an offload ratio below 1 some are on the device."""
     devices = getattr(optimizer, "subgroup_to_device", None)
     on_host = devices is None or devices[number] == "cpu"
     return optimizer.optimizer if on_host else optimizer.backup_optimizer
@@ -184,7 +188,7 @@ def _whole(base: Any, group: int, tensor: torch.Tensor, name: str) -> OptimizerT
     )
 
 
-def _in_a_row(parameters: Sequence[torch.Tensor], names: Names) -> list[tuple[str, int, int]]:
+def _rows(parameters: Sequence[torch.Tensor], names: Names) -> list[tuple[str, int, int]]:
     rows, offset = [], 0
     for parameter in parameters:
         rows.append((names[id(parameter)], offset, parameter.numel()))
@@ -197,20 +201,20 @@ def _flat(
     group: int,
     flat: torch.Tensor,
     rows: Sequence[tuple[str, int, int]],
-    window: tuple[int, int],
+    span: tuple[int, int],
     replicated: bool,
 ) -> OptimizerTensor:
-    """Describe the stretch of a flattened group that lies on this rank.
+    """Describe this rank's part of a flattened parameter group.
 
     Args:
         optimizer: DeepSpeed's.
-        group: Its index.
-        flat: This rank's stretch.
+        group: Index of the group.
+        flat: This rank's part.
         rows: Name, offset in the group and elements of each parameter.
-        window: Offset and elements of the stretch.
-        replicated: Whether all ranks have the same.
+        span: Offset and number of elements of this part in the group.
+        replicated: Whether the tensor is equal on all ranks.
     """
-    begin, size = window
+    begin, size = span
     pieces = []
     for name, offset, numel in rows:
         first, last = max(offset, begin), min(offset + numel, begin + size)
@@ -230,7 +234,7 @@ def _flat(
 
 
 def rank_share(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return start and length of a rank's part of something that all ranks have."""
+    """Return start and length of a rank's share of what all ranks hold."""
     part = math.ceil(length / world_size)
     start = min(part * rank, length)
     return start, min(part, length - start)

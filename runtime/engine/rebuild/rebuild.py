@@ -1,4 +1,4 @@
-"""Another engine of the same model, in this process, with all of the old one's training state."""
+"""Replacement of an engine by one with another ds config, with all training state, in process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from contextlib import closing, contextmanager
 from time import perf_counter
 from typing import Any
 
+import deepspeed.comm.comm as deepspeed_comm
 import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
 
 from ....errors import RebuildError
+from ...collectives.ops import Guard, guarded_methods
 from ...common import accelerator
 from ...common.all_or_none import CollectiveAttempt, PeerFailedError
 from ...common.host_group import HostCollectives
+from ...common.patching import AttributePatch
 from ...common.training_config import zero_stage
-from .check import device_of, unsupported_reason
-from .fill import fill
-from .memory import agree_on_ids, allocate_parameters
-from .ranks import HostSum, guarded_collectives
-from .snapshot import TrainingStateSnapshot, take_snapshot, unequal_members
-from .strip import mark_hooks, strip_module
-from .teardown import forget, let_go, teardown
+from .check import unsupported_reason
+from .restore import HostSum, restore_snapshot
+from .snapshot import ParamSnapshot, TrainingStateSnapshot, take_snapshot, unequal_members
+from .teardown import forget_module, release_tensors, strip_module, teardown, track_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,11 @@ MakeEngine = Callable[[torch.nn.Module, dict[str, Any]], Any]
 
 
 class UndoneRebuildError(RebuildError):
-    """A new engine could not be made, and one of the old configuration stands in its place.
+    """The new engine could not be made, and one with the old ds config replaces it.
 
     Attributes:
-        engine: It has the old engine's state, bit for bit. The old engine itself is gone, for both
-            are of one module.
+        engine: It has the old engine's state, bit for bit. The old engine itself is gone, as both
+            use one module.
     """
 
     def __init__(self, message: str, engine: Any) -> None:
@@ -46,91 +48,91 @@ class UndoneRebuildError(RebuildError):
 def rebuild(
     engine: Any, config: Config, *, make_engine: MakeEngine, host_group: HostCollectives
 ) -> Any:
-    """Return a new engine with another ds config in the place of one that runs.
+    """Replace a running engine by one with another ds config, and return it.
 
     All ranks call it at the same time, between two windows, with the same config. The module and
-    its parameters stay the same objects. So does an optimizer that the caller made: it gets its
-    parameters back, empty of state, and DeepSpeed takes it as it did the first time; likewise an
-    LR scheduler of it. What the new engine makes itself gets the state of what the old one made.
-    The old engine is empty afterwards, whoever holds it.
+    its parameters stay the same objects. So do an optimizer and an LR scheduler that the caller
+    made: they are passed to DeepSpeed again, the optimizer without state. What the new engine
+    makes itself gets the state of its counterpart in the old one. The old engine is empty
+    afterwards, even if the caller holds it.
 
     Args:
-        engine: DeepSpeed's, of any ZeRO stage, with states on the device or the host.
+        engine: A DeepSpeed engine of any ZeRO stage, with states on the device or the host.
         config: The new ds config. Precision, optimizer and scheduler must be those of the old one.
-        make_engine: Calls deepspeed.initialize as for the first engine, with a module and a ds
-            config of its own.
-        host_group: How the ranks agree.
+        make_engine: Calls deepspeed.initialize as for the first engine, with the given module and
+            ds config.
+        host_group: Of all ranks.
 
     Raises:
-        RebuildError: It was refused, and nothing was touched.
+        RebuildError: The rebuild is not supported; nothing has changed.
         UndoneRebuildError: The new engine could not be made; its `engine` is to be used instead.
     """
     old = _config_of(engine)
-    with CollectiveAttempt(host_group) as look:
-        snapshot = _look(engine, old, config, host_group)
-    if look.error is not None:
-        raise _refused(look.error)
-    began, device = perf_counter(), device_of(engine)
-    with closing(HostSum(host_group.world_size)) as mover, _random_state_kept(device):
-        builder = _Builder(engine, snapshot, make_engine, mover, host_group)
+    with CollectiveAttempt(host_group) as check:
+        snapshot = _checked_snapshot(engine, old, config, host_group)
+    if check.error is not None:
+        raise _not_rebuilt(check.error)
+    began, device = perf_counter(), torch.device(engine.device)
+    with closing(HostSum(host_group.world_size)) as host_sum, _preserved_rng(device):
+        builder = _Builder(engine, snapshot, make_engine, host_sum, host_group)
         made, error = builder.replace(engine, config)
         if error is not None:
-            raise _undone(builder, old, error)
+            raise _rolled_back(builder, old, error)
     seconds, stages = perf_counter() - began, (zero_stage(config), zero_stage(old))
     logger.info("rebuilt the engine in %.1f s: ZeRO stage %d, was %d", seconds, *stages)
     return made
 
 
 class _Builder:
-    """Makes engines of one module from one snapshot, and takes half of one away again."""
+    """Builds engines of one module from one snapshot, and removes partly built ones."""
 
     def __init__(
         self,
         engine: Any,
         snapshot: TrainingStateSnapshot,
         make_engine: MakeEngine,
-        mover: HostSum,
+        host_sum: HostSum,
         host_group: HostCollectives,
     ) -> None:
         self._module: torch.nn.Module = engine.module
         self._client = engine.client_optimizer
         self._snapshot = snapshot
         self._make_engine = make_engine
-        self._mover = mover
+        self._host_sum = host_sum
         self._host_group = host_group
 
     def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
-        """End an engine and build another; return as `build` does."""
+        """Remove an engine and build another; return as `build` does."""
         with CollectiveAttempt(self._host_group) as ending:
             teardown(engine)
             strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
-        """Return a filled engine, or the error that kept this rank or another from having one."""
+        """Return a restored engine, or the error of this rank or of another."""
         made: list[Any] = []
-        undo_hooks = mark_hooks(self._module)
-        agree_on_ids(self._host_group)
-        with CollectiveAttempt(self._host_group) as attempt, guarded_collectives(attempt):
+        undo_hooks = track_hooks(self._module)
+        _synchronize_ids(self._host_group)
+        with CollectiveAttempt(self._host_group) as attempt, _guarded_collectives(attempt):
             parameters = self._snapshot.parameters
             partitioned = zero_stage(config) == 3
-            allocate_parameters(self._module, parameters, config, partitioned=partitioned)
-            self._give_back_parameters()
+            _allocate_parameters(self._module, parameters, config, partitioned=partitioned)
+            self._reset_client_optimizer()
             made.append(self._make_engine(self._module, copy.deepcopy(dict(config))))
-            fill(made[0], self._snapshot, self._mover, attempt)
+            restore_snapshot(made[0], self._snapshot, self._host_sum, attempt)
         if attempt.error is None:
             return made[0], None
         if made:
             teardown(made.pop())
         undo_hooks()
         if self._client is not None:
-            let_go(self._client)
+            release_tensors(self._client)
         strip_module(self._module)
-        forget(self._module)
+        forget_module(self._module)
         return None, attempt.error
 
-    def _give_back_parameters(self) -> None:
-        """Make the caller's own optimizer what it was before DeepSpeed took it."""
+    def _reset_client_optimizer(self) -> None:
+        """Reset the caller's own optimizer to what it was before DeepSpeed used it."""
         client, snapshot = self._client, self._snapshot
         if not isinstance(client, torch.optim.Optimizer):
             return
@@ -142,43 +144,45 @@ class _Builder:
         ]
 
 
-def _look(
+def _checked_snapshot(
     engine: Any, old: Config, config: Config, host_group: HostCollectives
 ) -> TrainingStateSnapshot:
-    """Check all that can be checked, and copy the state; the engine stays as it is."""
+    """Check that the rebuild is supported, and copy the state; the engine is unchanged."""
     problem = unsupported_reason(engine, old, config)
     if problem is not None:
         raise RebuildError(problem)
     try:
         snapshot = take_snapshot(engine, host_group.rank, host_group.world_size)
     except ValueError as error:
-        raise RebuildError(f"the optimizer's state does not move: {error}") from None
-    odd = unequal_members(snapshot)
-    if odd is not None and zero_stage(config) != 0:
+        raise RebuildError(f"the optimizer's state cannot be moved: {error}") from None
+    unequal = unequal_members(snapshot)
+    if unequal is not None and zero_stage(config) != 0:
         raise RebuildError(
-            f"parameter {odd} was updated another number of times than others of its group, and "
-            f"stage {zero_stage(config)} counts for a group as a whole; give such parameters a "
-            "group of their own"
+            f"parameter {unequal} has another number of updates than the rest of its group, and "
+            f"stage {zero_stage(config)} counts updates per group; give such parameters a group "
+            "of their own"
         )
     return snapshot
 
 
-def _refused(error: Exception) -> RebuildError:
+def _not_rebuilt(error: Exception) -> RebuildError:
     if isinstance(error, PeerFailedError):
-        return RebuildError("the engine was not rebuilt: another rank refused; see there")
+        return RebuildError(
+            "the engine was not rebuilt: another rank refused, whose error has the reason"
+        )
     found = RebuildError(f"the engine was not rebuilt: {error}")
     found.__cause__ = None if isinstance(error, RebuildError) else error
     return found
 
 
-def _undone(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
-    """Build the old configuration again; what keeps it from that ends the training."""
+def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
+    """Build the old configuration again; an error in that ends the training."""
     again, failed = builder.build(old)
     if failed is not None:
         raise failed
     undone = UndoneRebuildError(
-        f"the engine could not be made with the new ds config: {type(error).__name__}: {error}. It "
-        "runs on with the one before, and with all of its state",
+        f"the engine could not be made with the new ds config: {type(error).__name__}: {error}. "
+        "Training continues with the previous ds config and all of its state",
         again,
     )
     undone.__cause__ = error
@@ -191,7 +195,79 @@ def _config_of(engine: Any) -> Config:
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
+def _preserved_rng(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == accelerator.current.kind else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextmanager
+def _guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
+    """Check before each collective of DeepSpeed that no rank has failed."""
+    backend: Any = deepspeed_comm.cdb
+
+    def guarded(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            attempt.check_peers()
+            return original(*args, **kwargs)
+
+        return call
+
+    patches = [
+        AttributePatch(backend, name, guarded)
+        for name in guarded_methods(Guard.REBUILD)
+        if hasattr(backend, name)
+    ]
+    try:
+        yield
+    finally:
+        for patch in reversed(patches):
+            patch.restore()
+
+
+def _synchronize_ids(host_group: HostCollectives) -> None:
+    """Make all ranks number modules and parameters from the same number.
+
+    DeepSpeed numbers them through all engines of a process, and refuses to train if the ranks
+    differ. They do after one rank got further than others with an engine that failed.
+    """
+    Init.param_id = host_group.all_max(Init.param_id)
+    (count,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count[0] = host_group.all_max(count[0])
+
+
+class _SingleParameter(torch.nn.Module):
+    """Module with one parameter, so that parameters can be partitioned one at a time."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+
+def _allocate_parameters(
+    module: torch.nn.Module,
+    parameters: Mapping[str, ParamSnapshot],
+    config: Mapping[str, Any],
+    *,
+    partitioned: bool,
+) -> None:
+    """Allocate zeros for each parameter; for stage 3 one at a time, and partition it at once.
+
+    No rank then holds the whole model. The values are restored later: DeepSpeed would broadcast
+    those of a model that it partitions itself, only to have them overwritten.
+    """
+    first: Any = None
+    for name, parameter in module.named_parameters():
+        kept = parameters[name]
+        parameter.data = torch.empty_strided(
+            kept.shape, kept.stride, dtype=kept.dtype, device=kept.device
+        ).zero_()
+        if not partitioned:
+            continue
+        if first is None:
+            first = parameter
+            Init(
+                module=_SingleParameter(parameter), config_dict_or_path=copy.deepcopy(dict(config))
+            )
+        else:
+            first.convert_to_zero_parameters([parameter])

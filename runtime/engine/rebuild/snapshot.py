@@ -1,4 +1,4 @@
-"""The training state of an engine on the host, by parameter; of each one this rank's part only."""
+"""Snapshot of an engine's training state on the host: of each parameter this rank's part only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
-from .engine_counters import EngineCounters, take_account
 from .layout import OptimizerTensor, ParamSlice, group_members, layout_of, rank_share
 
-# What a torch-like optimizer counts its updates in; in a parameter of one element nothing else
-# tells it from a state of one number per weight.
-_COUNTERS = ("step",)
+# Where torch-like optimizers count their updates. For a parameter of one element only the name
+# distinguishes it from a state with one number per weight.
+_UPDATE_COUNTS = ("step",)
+_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+# State of a dynamic loss scale; two classes have most of these in common.
+_SCALE_NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OVERRIDES = ("custom_loss_scaler", "external_loss_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class HostSlice:
     """Elements of a flattened parameter from `start` on, on the host."""
 
     start: int
@@ -27,12 +30,15 @@ class Slice:
 
 @dataclass(slots=True, kw_only=True)
 class ParamSnapshot:
-    """One parameter.
+    """Training state of one parameter.
 
-    `master` is this rank's part of what the optimizer updates, or of the weights themselves where
-    it does not, as in a frozen parameter; None where this rank has none of it. `states` has the
-    dtype of each of the optimizer's states with one number per weight, `parts` this rank's parts of
-    them; `scalars` are all other states.
+    Attributes:
+        updated: Whether the optimizer updates it.
+        master: This rank's part of the master weights, or of the weights themselves if the
+            parameter is not updated; None if this rank has no part.
+        states: Dtype of each optimizer state with one number per weight.
+        parts: This rank's parts of these states.
+        scalars: All other optimizer states.
     """
 
     shape: torch.Size
@@ -40,25 +46,39 @@ class ParamSnapshot:
     dtype: torch.dtype
     device: torch.device
     updated: bool = False
-    master: Slice | None = None
+    master: HostSlice | None = None
     master_dtype: torch.dtype = torch.float32
     states: dict[str, torch.dtype] = field(default_factory=dict)
-    parts: dict[str, Slice] = field(default_factory=dict)
+    parts: dict[str, HostSlice] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStateSnapshot:
-    """What a new engine needs to go on.
+class EngineCounters:
+    """Counters of an engine, and the states of its LR scheduler and loss scalers."""
 
-    `options` and `members` are those of the optimizer's parameter groups.
+    counts: Mapping[str, int]
+    scheduler: Mapping[str, Any] | None
+    scale: Mapping[str, Any]
+    overrides: Mapping[str, Any]
+    autocast_scale: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStateSnapshot:
+    """Training state that a new engine needs to continue.
+
+    Attributes:
+        options: Of the optimizer's parameter groups, such as learning rates.
+        members: Parameter names of these groups.
+        optimizer: Class of the base optimizer.
     """
 
     parameters: Mapping[str, ParamSnapshot]
     options: tuple[Mapping[str, Any], ...]
     members: tuple[tuple[str, ...], ...]
     optimizer: type
-    account: EngineCounters
+    counters: EngineCounters
 
     @property
     def num_bytes(self) -> int:
@@ -66,26 +86,26 @@ class TrainingStateSnapshot:
         return sum(one.values.nbytes for kept in self.parameters.values() for one in _slices(kept))
 
 
-def _slices(kept: ParamSnapshot) -> Iterator[Slice]:
+def _slices(kept: ParamSnapshot) -> Iterator[HostSlice]:
     if kept.master is not None:
         yield kept.master
     yield from kept.parts.values()
 
 
 def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnapshot:
-    """Copy an engine's training state to the host; changes nothing, and talks to no other rank.
+    """Copy an engine's training state to the host; changes nothing, without communication.
 
     Raises:
         LookupError: The optimizer is of an unknown kind.
-        ValueError: It keeps a state that is neither one number per weight nor one for all.
+        ValueError: It has a state that is neither one number per weight nor a scalar.
     """
     parameters = {
         name: _describe(parameter) for name, parameter in engine.module.named_parameters()
     }
     groups = engine.optimizer.param_groups
-    for holder in layout_of(engine):
-        _keep(holder, parameters, rank, world_size)
-    _keep_weights(engine.module, parameters, rank, world_size)
+    for tensor in layout_of(engine):
+        _copy_updated(tensor, parameters, rank, world_size)
+    _copy_weights(engine.module, parameters, rank, world_size)
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return TrainingStateSnapshot(
         parameters=parameters,
@@ -95,7 +115,7 @@ def take_snapshot(engine: Any, rank: int, world_size: int) -> TrainingStateSnaps
         ),
         members=tuple(group_members(engine)),
         optimizer=type(base),
-        account=take_account(engine),
+        counters=copy_counters(engine),
     )
 
 
@@ -110,8 +130,11 @@ def _describe(parameter: Any) -> ParamSnapshot:
     )
 
 
-def _keep(
-    holder: OptimizerTensor, parameters: Mapping[str, ParamSnapshot], rank: int, world_size: int
+def _copy_updated(
+    holder: OptimizerTensor,
+    parameters: Mapping[str, ParamSnapshot],
+    rank: int,
+    world_size: int,
 ) -> None:
     tensors, scalars = split_state(holder)
     for name in holder.members:
@@ -121,23 +144,25 @@ def _keep(
         kept.states = {key: tensor.dtype for key, tensor in tensors.items()}
         kept.scalars = copy.deepcopy(scalars)
     for piece in holder.pieces:
-        kept, cut = parameters[piece.name], piece
+        kept, own = parameters[piece.name], piece
         if holder.replicated:
-            cut = _part(piece, rank, world_size)
-        if cut.length:
-            kept.master = _copy(holder.tensor, cut)
-            kept.parts = {key: _copy(tensor, cut) for key, tensor in tensors.items()}
+            own = _part(piece, rank, world_size)
+        if own.length:
+            kept.master = _copy(holder.tensor, own)
+            kept.parts = {key: _copy(tensor, own) for key, tensor in tensors.items()}
 
 
-def split_state(holder: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return what the optimizer keeps of a tensor: one number per weight, and all else.
+def split_state(
+    holder: OptimizerTensor,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the optimizer states of a tensor: those with one number per weight, and the others.
 
     Raises:
-        ValueError: There is a state of another size, which cannot be cut along the weights.
+        ValueError: A state has another size, so that it cannot be split along the weights.
     """
     tensors, scalars = {}, {}
     for key, value in holder.state.get(holder.tensor, {}).items():
-        if not torch.is_tensor(value) or key in _COUNTERS:
+        if not torch.is_tensor(value) or key in _UPDATE_COUNTS:
             scalars[key] = value
         elif value.shape == holder.tensor.shape:
             tensors[key] = value
@@ -146,15 +171,15 @@ def split_state(holder: OptimizerTensor) -> tuple[dict[str, torch.Tensor], dict[
         else:
             raise ValueError(
                 f"its state {key!r} has the shape {tuple(value.shape)} for weights of "
-                f"{tuple(holder.tensor.shape)}; only states with one number per weight move"
+                f"{tuple(holder.tensor.shape)}; only states with one number per weight can be moved"
             )
     return tensors, scalars
 
 
-def _keep_weights(
+def _copy_weights(
     module: torch.nn.Module, parameters: Mapping[str, ParamSnapshot], rank: int, world_size: int
 ) -> None:
-    """Keep the weights that no optimizer updates, in their own precision."""
+    """Copy the weights that no optimizer updates, in their own precision."""
     for name, parameter in module.named_parameters():
         kept = parameters[name]
         if kept.updated:
@@ -182,16 +207,16 @@ def _part(piece: ParamSlice, rank: int, world_size: int) -> ParamSlice:
     )
 
 
-def _copy(tensor: torch.Tensor, piece: ParamSlice) -> Slice:
+def _copy(tensor: torch.Tensor, piece: ParamSlice) -> HostSlice:
     flat = tensor.detach().reshape(-1)
     values = flat[piece.offset : piece.offset + piece.length]
-    return Slice(piece.start, values.to("cpu", copy=True))
+    return HostSlice(piece.start, values.to("cpu", copy=True))
 
 
 def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
-    """Name a parameter that has taken other steps than the rest of its group; None if none has.
+    """Return a parameter with another number of updates than its group; None if there is none.
 
-    Where weights are flattened together they share what the optimizer counts.
+    Weights that are flattened together share the optimizer's counts.
     """
     for members in snapshot.members:
         counted = [
@@ -200,12 +225,59 @@ def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
             if snapshot.parameters[name].scalars
         ]
         for name, scalars in counted[1:]:
-            if _plain(scalars) != _plain(counted[0][1]):
+            if _comparable(scalars) != _comparable(counted[0][1]):
                 return name
     return None
 
 
-def _plain(scalars: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(scalars: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.tolist() if torch.is_tensor(value) else value for key, value in scalars.items()
     }
+
+
+def copy_counters(engine: Any) -> EngineCounters:
+    """Copy the counters of an engine."""
+    scheduler, scaler = engine.lr_scheduler, _autocast_scaler(engine)
+    return EngineCounters(
+        counts={name: getattr(engine, name) for name in _COUNTS},
+        scheduler=None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+        scale=_present(_loss_scaler(engine.optimizer), _SCALE_NAMES),
+        overrides=_present(engine.optimizer, _OVERRIDES),
+        autocast_scale=None if scaler is None else copy.deepcopy(scaler.state_dict()),
+    )
+
+
+def restore_counters(counters: EngineCounters, engine: Any) -> None:
+    """Restore copied counters on an engine."""
+    for name, value in counters.counts.items():
+        setattr(engine, name, value)
+    if counters.scheduler is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(copy.deepcopy(dict(counters.scheduler)))
+    _set_present(_loss_scaler(engine.optimizer), counters.scale)
+    _set_present(engine.optimizer, counters.overrides)
+    scaler = _autocast_scaler(engine)
+    if counters.autocast_scale is not None and scaler is not None:
+        scaler.load_state_dict(dict(counters.autocast_scale))
+
+
+def _loss_scaler(optimizer: Any) -> Any:
+    """Return the holder of fp16's dynamic loss scale; None if the scale is static or absent."""
+    scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
+    dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+    return scaler if dynamic else None
+
+
+def _autocast_scaler(engine: Any) -> Any:
+    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    return own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+
+
+def _present(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
+
+
+def _set_present(owner: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if hasattr(owner, name):
+            setattr(owner, name, value)

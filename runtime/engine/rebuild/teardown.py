@@ -1,8 +1,13 @@
-"""Ends an engine so that nothing holds its tensors any more."""
+"""Removal of an engine: frees its tensors and strips DeepSpeed's attributes off its module.
+
+A leftover attribute would be silently wrong in the next engine: parameters with methods of the old
+partitioning, and autograd functions that gather with the old coordinator.
+"""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,70 +19,200 @@ from deepspeed.utils import groups
 
 from .layout import base_optimizer
 
+_PARAMETER_ATTRIBUTES = frozenset(
+    {
+        # zero.Init
+        "all_gather",
+        "all_gather_coalesced",
+        "partition",
+        "reduce_gradients_at_owner",
+        "partition_gradients",
+        "aligned_size",
+        "padding_size",
+        "partition_numel",
+        "item",
+        "convert_to_zero_parameters",
+        "is_external_param",
+        "nvme_swapper",
+        "_z3_optimizer",
+        # stages 1 and 2
+        "grad_accum",
+        "param_idx_in_group",
+        "_hp_mapping",
+        "_dp_group",
+        "_index_in_param_group",
+        "_zero_optimizer",
+        "get_full_hp_param",
+        "get_full_hp_grad",
+        "set_full_hp_param",
+        "set_full_hp_grad",
+        "load_hp_checkpoint_state",
+        "comm_dtype",
+    }
+)
+_MODULE_ATTRIBUTES = (
+    "pre_bwd_fn",
+    "post_bwd_fn",
+    "ds_grads_remaining",
+    "applied_pre_backward_ref_cnt",
+    "ds_id",
+    "ds_recompute_parameters",
+    "ds_inflight_param_registry",
+)
+# A script may have registered parameters that one module uses and another owns; those stay.
+_EXTERNAL = ("_external_params", "ds_external_parameters", "all_parameters")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
 
 def teardown(engine: Any) -> None:
-    """Take an engine's hooks off its module and free its tensors, whoever still holds the engine.
+    """Remove an engine's hooks from its module and free its tensors, even if callers hold it.
 
-    What is left of the engine has its module and its counters, and cannot train. The module is not
-    plain yet: `strip_module` makes it so.
+    The engine keeps its module and its counters, and cannot train. The module keeps DeepSpeed's
+    attributes: `strip_module` removes them.
     """
     optimizer, module = engine.optimizer, engine.module
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    _empty(engine, optimizer)
-    forget(module)
+    _clear(engine, optimizer)
+    forget_module(module)
 
 
-def forget(module: torch.nn.Module) -> None:
-    """Take what DeepSpeed keeps of a module for the whole process out of it again, and collect."""
+def forget_module(module: torch.nn.Module) -> None:
+    """Remove a module from DeepSpeed's process-wide state, and collect garbage."""
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [other for other in stack if other is not module]
-    _clear_cache()
+    _clear_release_cache()
     _drop_secondary_group()
     if not stack:  # no other engine of stage 3
-        _put_linear_back()
+        _restore_linear()
     gc.collect()
     get_accelerator().empty_cache()
 
 
-def _empty(engine: Any, optimizer: Any) -> None:
-    """Let the engine and its optimizer hold nothing, for callers may hold them a while."""
+def _clear(engine: Any, optimizer: Any) -> None:
+    """Drop the tensors of the engine and its optimizer, as callers may hold these for a while."""
     for name in ("optimizer", "basic_optimizer", "lr_scheduler"):
         setattr(engine, name, None)
     base = base_optimizer(optimizer)
-    let_go(base)
+    release_tensors(base)
     if base is not optimizer:
         vars(optimizer).clear()
 
 
-def let_go(base: Any) -> None:
-    """Let a torch optimizer hold no tensors; anything that is none holds what it likes."""
+def release_tensors(base: Any) -> None:
+    """Drop the tensors of a torch optimizer; any other object is left alone."""
     if isinstance(base, torch.optim.Optimizer):
         base.state.clear()
         for group in base.param_groups:
             group["params"] = []
 
 
-def _clear_cache() -> None:
-    """Clear what the coordinators of stage 3 remember: it holds them, and so their engines."""
-    remembered = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    for cell in remembered.__closure__ or ():
+def _clear_release_cache() -> None:
+    """Clear the cache of stage 3's coordinators: it keeps them and their engines alive."""
+    cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in cached.__closure__ or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-    if hasattr(remembered, "cache_clear"):
-        remembered.cache_clear()
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
 
 
 def _drop_secondary_group() -> None:
-    """Let the next engine make its own group for secondary partitions, or none."""
+    """Destroy the group of secondary partitions; the next engine makes its own if needed."""
     group, groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, None
     if group is not None and group is not dist.group.WORLD:
         dist.destroy_process_group(group)
 
 
-def _put_linear_back() -> None:
-    """Undo what making a model ready for stage 3 did to torch's linear, which rounds otherwise."""
+def _restore_linear() -> None:
+    """Restore torch's linear, which stage 3 replaces by one that rounds differently."""
     kind = partition_parameters.InsertPostInitMethodToModuleSubClasses
     if torch.nn.functional.linear is partition_parameters.zero3_linear_wrap:
         torch.nn.functional.linear = kind.linear_bk
+
+
+def strip_module(module: torch.nn.Module) -> None:
+    """Remove DeepSpeed's attributes from a module after a teardown; its parameters stay.
+
+    A partitioned parameter has its shape back without memory: its weights read as zeros and must
+    not be written until memory is allocated. The weights must be kept elsewhere.
+    """
+    for part in module.modules():
+        _strip_module(part)
+    for parameter in module.parameters():
+        _strip_parameter(parameter)
+
+
+def release_memory(parameter: torch.nn.Parameter, shape: torch.Size) -> None:
+    """Free a parameter's memory; it keeps a shape, and reads as zeros."""
+    one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    parameter.data = one.expand(shape)
+
+
+def track_hooks(module: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that removes all hooks added to a module or its parameters from now on."""
+    tables = [
+        table
+        for part in module.modules()
+        for name in _HOOKS
+        if (table := part.__dict__.get(name)) is not None
+    ]
+    known = [(table, frozenset(table)) for table in tables]
+    of_parameters = [(parameter, _hook_tables(parameter)) for parameter in module.parameters()]
+    known_of_parameters = [
+        (parameter, [frozenset(table) for table in found]) for parameter, found in of_parameters
+    ]
+
+    def undo() -> None:
+        for table, before in known:
+            _remove_new(table, before)
+        for parameter, marks in known_of_parameters:
+            for table, before in zip(_hook_tables(parameter), marks, strict=True):
+                _remove_new(table, before)
+
+    return undo
+
+
+def _hook_tables(parameter: Any) -> list[Any]:
+    """Return the hooks on a parameter's gradient and on its accumulation."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [getattr(parameter, name, None) or {} for name in names]
+
+
+def _remove_new(table: Any, before: frozenset[Any]) -> None:
+    for key in [key for key in table if key not in before]:
+        del table[key]
+
+
+def _strip_module(part: torch.nn.Module) -> None:
+    own = part.__dict__
+    for name in _MODULE_ATTRIBUTES:
+        own.pop(name, None)
+    if not own.get("_external_params"):
+        for name in _EXTERNAL:
+            own.pop(name, None)
+    original = own.pop("_original_parameters", None)
+    if original is not None:
+        present = dict(own["_parameters"])  # some may have been added since
+        original.clear()
+        original.update(present)
+        own["_parameters"] = original
+
+
+def _strip_parameter(parameter: Any) -> None:
+    parameter.grad = None
+    shape = getattr(parameter, "ds_shape", None)
+    own = parameter.__dict__
+    for name in [name for name in own if name.startswith("ds_") or name in _PARAMETER_ATTRIBUTES]:
+        del own[name]
+    if shape is not None and parameter.numel() != shape.numel():
+        release_memory(parameter, shape)

@@ -1,4 +1,4 @@
-"""Engines rebuilt in the middle of their training, beside ones that nothing disturbs."""
+"""Engines rebuilt in the middle of training, against training without a rebuild."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ON_ANY = [
 ]
 FAULTS = "faults"
 
-Told = dict[int, list[dict[str, Any]]]
+Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """Return, by number of ranks, what each rank tells of its cases."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Return the results of each rank by number of ranks."""
     folder = tmp_path_factory.mktemp("rebuild")
     return {
         2: _run(folder / "two", 2, [*ON_TWO_RANKS, FAULTS]),
@@ -56,10 +56,8 @@ def _run(folder: Path, num_ranks: int, names: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "name"), ON_ANY)
-def test_training_goes_on_as_if_there_had_been_no_rebuild(
-    told: Told, ranks: int, name: str
-) -> None:
-    for rank in told[ranks]:
+def test_training_continues_as_without_a_rebuild(results: Results, ranks: int, name: str) -> None:
+    for rank in results[ranks]:
         found = rank[name]
 
         if CASES[name].exact:
@@ -70,8 +68,8 @@ def test_training_goes_on_as_if_there_had_been_no_rebuild(
 
 
 @pytest.mark.parametrize(("ranks", "name"), ON_ANY)
-def test_nothing_holds_the_old_engine(told: Told, ranks: int, name: str) -> None:
-    assert [rank[name]["alive"] for rank in told[ranks]] == [[]] * ranks
+def test_nothing_holds_the_old_engine(results: Results, ranks: int, name: str) -> None:
+    assert [rank[name]["alive"] for rank in results[ranks]] == [[]] * ranks
 
 
 FAILURES = {
@@ -83,45 +81,46 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("name", "stage"), FAILURES.items())
-def test_a_rebuild_that_fails_on_one_rank_leaves_training_bitwise_as_it_was(
-    told: Told, name: str, stage: int
+def test_a_rebuild_that_fails_on_one_rank_leaves_training_bitwise_unchanged(
+    results: Results, name: str, stage: int
 ) -> None:
-    for rank in told[2]:
+    for rank in results[2]:
         found = rank[FAULTS][name]
 
         assert found["equal"] and found["stage"] == stage
         assert found["gone"]
-        assert "runs on with the one before" in found["text"]
+        assert "previous ds config" in found["text"]
 
 
-def test_what_cannot_be_rebuilt_is_refused_before_anything_is_touched(told: Told) -> None:
-    for rank in told[2]:
+def test_what_cannot_be_rebuilt_is_refused_before_anything_changes(results: Results) -> None:
+    for rank in results[2]:
         refused = rank[FAULTS]["refused"]
 
-        assert {words: said for words, said in refused["said"].items() if words not in said} == {}
+        wrong = {words: text for words, text in refused["errors"].items() if words not in text}
+        assert wrong == {}
         assert refused["equal"]
 
 
-def test_a_rank_that_refuses_alone_refuses_for_all(told: Told) -> None:
-    first, second = (rank[FAULTS]["refused"]["alone"] for rank in told[2])
+def test_a_rank_that_refuses_alone_refuses_for_all(results: Results) -> None:
+    first, second = (rank[FAULTS]["refused"]["alone"] for rank in results[2])
 
     assert "another rank refused" in first
     assert "NVMe" in second
 
 
-def test_the_watch_goes_on_with_the_new_engine(told: Told) -> None:
-    for rank in told[2]:
+def test_the_watch_continues_with_the_new_engine(results: Results) -> None:
+    for rank in results[2]:
         watched = rank[FAULTS]["watched"]
 
         assert watched["same"] and watched["gone"]
         assert watched["steps"] == watched["seconds"] == 6
         assert watched["active"] == 1
-        assert watched["fallen"] == [] and watched["failures"] == {}
+        assert watched["decreased"] == [] and watched["failures"] == {}
         assert watched["coverage"] == 1
 
 
-def test_only_the_stage_among_the_facts_of_the_run_changes(told: Told) -> None:
-    for rank in told[2]:
+def test_of_the_run_info_only_the_stage_changes(results: Results) -> None:
+    for rank in results[2]:
         ((*_, stage, ranks),) = rank[FAULTS]["watched"]["info"]
 
         assert (stage, ranks) == ("3", "2")

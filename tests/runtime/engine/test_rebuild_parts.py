@@ -1,4 +1,4 @@
-"""Pieces of a rebuild that need no engine: cutting, refusing, stripping, agreeing."""
+"""Parts of a rebuild that need no engine: shares, collective attempts, stripping of modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from zerowatch.runtime.common.all_or_none import CollectiveAttempt, PeerFailedError
 from zerowatch.runtime.engine.rebuild.layout import rank_share
-from zerowatch.runtime.engine.rebuild.strip import mark_hooks, release, strip_module
+from zerowatch.runtime.engine.rebuild.teardown import release_memory, strip_module, track_hooks
 
 
 class Votes:
-    """A host group whose other ranks have the given values."""
+    """A host group whose other rank votes as given."""
 
     rank, world_size = 0, 2
 
@@ -35,7 +35,7 @@ def test_shares_cover_a_tensor_once(length: int, world_size: int) -> None:
     assert all(start + count == after for (start, count), (after, _) in pairwise(parts) if count)
 
 
-def test_an_attempt_that_fails_here_tells_the_others_once() -> None:
+def test_a_failure_on_this_rank_is_reported_to_the_others_once() -> None:
     votes = Votes(0)
 
     with CollectiveAttempt(votes) as attempt:
@@ -46,7 +46,7 @@ def test_an_attempt_that_fails_here_tells_the_others_once() -> None:
     assert votes.asked == [0, 1]
 
 
-def test_an_attempt_that_fails_elsewhere_ends_at_the_next_meeting_without_another_word() -> None:
+def test_a_failure_elsewhere_ends_the_attempt_at_the_next_check_without_another_vote() -> None:
     votes = Votes(1)
 
     with CollectiveAttempt(votes) as attempt:
@@ -57,7 +57,7 @@ def test_an_attempt_that_fails_elsewhere_ends_at_the_next_meeting_without_anothe
     assert votes.asked == [0]
 
 
-def test_a_failure_elsewhere_at_the_very_end_counts() -> None:
+def test_a_failure_elsewhere_at_the_end_counts() -> None:
     votes = Votes(1)
 
     with CollectiveAttempt(votes) as attempt:
@@ -66,7 +66,7 @@ def test_a_failure_elsewhere_at_the_very_end_counts() -> None:
     assert isinstance(attempt.error, PeerFailedError)
 
 
-def test_an_interrupt_is_not_held_up() -> None:
+def test_an_interrupt_passes_through() -> None:
     with pytest.raises(KeyboardInterrupt), CollectiveAttempt(Votes()):
         raise KeyboardInterrupt
 
@@ -74,13 +74,13 @@ def test_an_interrupt_is_not_held_up() -> None:
 def test_a_released_parameter_has_its_shape_and_one_element_of_memory() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 5))
 
-    release(parameter, torch.Size((3, 5)))
+    release_memory(parameter, torch.Size((3, 5)))
 
     assert parameter.shape == (3, 5)
     assert parameter.untyped_storage().nbytes() == parameter.element_size()
 
 
-def test_stripping_leaves_what_the_script_put_on_its_parameters() -> None:
+def test_stripping_keeps_attributes_of_the_script() -> None:
     model = torch.nn.Linear(2, 2)
     model.weight.is_special = True
     model.weight.ds_id = 4
@@ -91,11 +91,11 @@ def test_stripping_leaves_what_the_script_put_on_its_parameters() -> None:
     assert vars(model.weight) == {"is_special": True}
 
 
-def test_only_hooks_that_came_since_are_taken_off() -> None:
+def test_only_hooks_added_since_are_removed() -> None:
     model = torch.nn.Linear(2, 2)
     calls: list[str] = []
     model.register_forward_hook(lambda *_: calls.append("old"))
-    undo = mark_hooks(model)
+    undo = track_hooks(model)
     model.register_forward_hook(lambda *_: calls.append("new"))
     model.register_forward_pre_hook(lambda *_: calls.append("new"))
     model.weight.register_post_accumulate_grad_hook(lambda _: calls.append("new"))

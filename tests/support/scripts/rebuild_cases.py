@@ -1,4 +1,4 @@
-"""What is rebuilt into what: pairs of ds configs, optimizers and precisions."""
+"""Cases of rebuilds: pairs of ds configs, optimizers and precisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One rebuild in the middle of a training; `exact` where it must not change a bit."""
+    """One rebuild in the middle of training; `exact` if results must be bitwise equal."""
 
     old: Engine
     new: Engine
@@ -38,8 +38,8 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """How far weights may be from an undisturbed training's, relative to their norm."""
-        # Other stages add gradients up in another order: a last bit of 16 differs now and then.
+        """Largest difference of weights to training without a rebuild, relative to their norm."""
+        # Other stages sum gradients in another order: the last bit of 16 differs now and then.
         sent = self.old.more.get("communication_data_type", self.precision)
         return 1e-6 if sent == "fp32" else SIXTEEN_BITS[sent]
 

@@ -1,7 +1,7 @@
-"""Rebuilds engines in the middle of their training, beside trainings that nothing disturbs.
+"""Rebuilds engines in the middle of training, and compares with training without a rebuild.
 
 `rebuild_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json: by case what differs. The case
-"faults" is what else may happen.
+"faults" runs failing and unsupported rebuilds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BEFORE, AFTER = 3, 3
 FAULTS = "faults"
 
 
-Course = tuple[list[float], dict[str, torch.Tensor]]
+Training = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def undisturbed(case: Case, known: dict[str, Course]) -> Course:
+def without_rebuild(case: Case, known: dict[str, Training]) -> Training:
     """Return losses and weights of a training without a rebuild; each is run once."""
     key = repr(replace(case, new=case.old, exact=False))
     if key not in known:
@@ -43,8 +43,8 @@ def undisturbed(case: Case, known: dict[str, Course]) -> Course:
     return known[key]
 
 
-def check(case: Case, host_group: HostGroup, known: dict[str, Course]) -> dict:
-    expected_losses, expected = undisturbed(case, known)
+def check(case: Case, host_group: HostGroup, known: dict[str, Training]) -> dict:
+    expected_losses, expected = without_rebuild(case, known)
     run = Run(case)
     losses = run.steps(BEFORE)
     old = run.engine
@@ -87,7 +87,7 @@ def check(case: Case, host_group: HostGroup, known: dict[str, Course]) -> dict:
 
 def main(folder: Path, names: list[str]) -> None:
     host_group = HostGroup()
-    known: dict[str, Course] = {}
+    known: dict[str, Training] = {}
     results = {}
     for name in names:
         print("case", name, flush=True)

@@ -24,7 +24,7 @@ BEFORE, AFTER = 3, 3
 
 
 class Failing:
-    """Makes engines, but on the last rank fails the first time, before or after DeepSpeed."""
+    """Engine factory that fails once on the last rank, before or after initialization."""
 
     def __init__(self, run: Run, *, after: bool) -> None:
         self._run = run
@@ -56,7 +56,7 @@ def failing_factory() -> Callable[[list[torch.nn.Parameter]], Any]:
 
 
 def fail(case: Case, host_group: HostGroup, *, when: str) -> dict[str, Any]:
-    """Let a rebuild fail, and tell whether training went on as if nothing had been."""
+    """Let a rebuild fail; return whether training continued unchanged."""
     expected_run = Run(case)
     expected = expected_run.steps(BEFORE + AFTER), expected_run.weights()
     expected_run.stop()
@@ -101,27 +101,27 @@ REFUSED: dict[str, tuple[Engine, dict[str, Any]]] = {
 
 
 def refuse(host_group: HostGroup) -> dict[str, Any]:
-    """Ask for what cannot be rebuilt, and tell what was said and whether training went on."""
+    """Request unsupported rebuilds; return the errors, and whether training continued unchanged."""
     case = Case(old=PLAIN[1], new=PLAIN[1])
     expected_run = Run(case)
     expected = expected_run.steps(BEFORE + AFTER)
     expected_run.stop()
     run = Run(case)
     losses = run.steps(BEFORE)
-    said = {
-        words: _said(run, {**case.ds_config(engine), **more}, host_group)
+    errors = {
+        words: _error_of(run, {**case.ds_config(engine), **more}, host_group)
         for words, (engine, more) in REFUSED.items()
     }
-    odd_one = Engine(stage=3, zero={"offload_optimizer": NVME}) if dist.get_rank() else PLAIN[3]
-    alone = _said(run, case.ds_config(odd_one), host_group)
+    unsupported = Engine(stage=3, zero={"offload_optimizer": NVME})
+    alone = _error_of(run, case.ds_config(unsupported if dist.get_rank() else PLAIN[3]), host_group)
     losses += run.steps(AFTER)
     run.engine.backward(run.engine(torch.zeros(2, 5, dtype=torch.long)))
-    said["under way"] = _said(run, case.ds_config(PLAIN[2]), host_group)
+    errors["under way"] = _error_of(run, case.ds_config(PLAIN[2]), host_group)
     run.stop()
-    return {"said": said, "alone": alone, "equal": losses == expected}
+    return {"errors": errors, "alone": alone, "equal": losses == expected}
 
 
-def _said(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:
+def _error_of(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:
     try:
         rebuild(run.engine, config, make_engine=run.make_engine, host_group=host_group)
     except RebuildError as error:
@@ -130,7 +130,7 @@ def _said(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:
 
 
 def watched(host_group: HostGroup) -> dict[str, Any]:
-    """Rebuild under a watch, and tell what its counters did."""
+    """Rebuild a watched engine; return what its counters did."""
     case = Case(old=PLAIN[1], new=PLAIN[3])
     run = Run(case)
     opened = watch(run.engine, {"serve": {"enabled": False}})
@@ -146,15 +146,15 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
     gone = old() is None
     run.steps(AFTER)
     after = _settled(opened, BEFORE + AFTER)
-    time.sleep(1.2)  # run_info is told once a second
-    facts = list(opened.snapshot().values[training.RUN_INFO])
+    time.sleep(1.2)  # run_info is published once a second
+    infos = list(opened.snapshot().values[training.RUN_INFO])
     found = {
         "same": run.engine.watch is opened and watch(run.engine) is opened,
         "gone": gone,
         "steps": after.value(training.STEPS),
         "active": after.value(training.RUN_ACTIVE),
-        "info": [list(labels) for labels in facts],
-        "fallen": _fallen(before, after),
+        "info": [list(labels) for labels in infos],
+        "decreased": _decreased(before, after),
         "failures": {key[0]: n for key, n in after.values.get(overhead.HOOK_FAILURES, {}).items()},
         "seconds": after.distribution(training.STEP_SECONDS).count,
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
@@ -174,8 +174,8 @@ def _settled(opened: Any, steps: int) -> Any:
     raise TimeoutError(f"{steps} steps were not counted")
 
 
-def _fallen(before: Any, after: Any) -> list[str]:
-    """Name the counters that are lower than they were."""
+def _decreased(before: Any, after: Any) -> list[str]:
+    """Return the counters that have decreased."""
     return [
         f"{spec.name}{labels}"
         for spec in CATALOG
@@ -186,7 +186,7 @@ def _fallen(before: Any, after: Any) -> list[str]:
 
 
 def check_faults(host_group: HostGroup) -> dict[str, Any]:
-    """Run them all; `deepspeed` is as it was before."""
+    """Run all cases."""
     assert deepspeed.comm.is_initialized()
     return {
         "before, stage 1 to 3": fail(Case(old=PLAIN[1], new=PLAIN[3]), host_group, when="before"),

@@ -1,4 +1,4 @@
-"""A model with everything that a rebuild must carry, its engines, and a few steps of training."""
+"""A model with all kinds of state that a rebuild must keep, its engines, and some training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 # DeepSpeed refuses fp16 on CPUs; torch computes it.
 get_accelerator().is_fp16_supported = lambda: True
 
-WIDTH, ODD = 12, 29  # no rank's part of an odd number is whole
-EPSILON = 1e-4  # of Adam's kin, which make steps of the rounding of tiny gradients otherwise
+WIDTH, ODD = 12, 29  # an odd number divides evenly over no ranks
+EPSILON = 1e-4  # of Adam and its variants, which otherwise amplify rounding of tiny gradients
 OWN = {
     "optimizer": {
         "type": "AdamW",
@@ -28,7 +28,7 @@ OWN = {
 
 
 class Net(torch.nn.Module):
-    """Tied weights, a frozen parameter, buffers kept and not, odd sizes, dropout."""
+    """Tied weights, a frozen parameter, persistent and other buffers, odd sizes, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
