@@ -1,4 +1,4 @@
-"""Holdings and peaks of a real engine on a GPU, against what torch's allocator says."""
+"""Held bytes and peaks of a real engine on a GPU, compared with torch's allocator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def block(size: int) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8, device="cuda")
 
 
-def test_each_reading_has_the_peak_since_the_last_and_torch_goes_on_telling_its_own() -> None:
+def test_each_reading_has_the_peak_since_the_last_and_torch_still_reports_its_own() -> None:
     torch.cuda.reset_peak_memory_stats(0)
     floor = torch.cuda.memory_allocated(0)
     probe = cuda_memory(0, reset_peak=True)
@@ -46,7 +46,7 @@ def test_each_reading_has_the_peak_since_the_last_and_torch_goes_on_telling_its_
         probe.close()
 
 
-def test_statistics_but_for_ours_are_as_without_us() -> None:
+def test_other_statistics_are_unchanged() -> None:
     held = block(64 * MIB)
     before = torch.cuda.memory_stats_as_nested_dict(0)
     peaks = SharedPeakCounters(torch._C)
@@ -59,7 +59,7 @@ def test_statistics_but_for_ours_are_as_without_us() -> None:
     assert held.numel() == 64 * MIB
 
 
-def test_pieces_that_fit_no_large_request_are_unusable() -> None:
+def test_blocks_too_small_for_large_requests_are_unusable() -> None:
     torch.cuda.empty_cache()
     probe = cuda_memory(0, reset_peak=False)
     blocks = [block(4 * MIB) for _ in range(64)]
@@ -82,12 +82,12 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_at_a_step_s_end_the_holdings_are_what_the_allocator_has(name: str, tmp_path: Path) -> None:
+def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     inherited = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29641"}
-    # cuBLAS's workspaces come from the allocator too, and are nobody's tensors.
+    # cuBLAS's workspaces come from the allocator too, and belong to no tensor.
     no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
     subprocess.run(
@@ -97,5 +97,5 @@ def test_at_a_step_s_end_the_holdings_are_what_the_allocator_has(name: str, tmp_
         timeout=300,
     )
 
-    for look in json.loads(report.read_text()):
-        assert look["told"] == pytest.approx(look["allocated"], rel=0.01)
+    for sample in json.loads(report.read_text()):
+        assert sample["measured"] == pytest.approx(sample["allocated"], rel=0.01)

@@ -1,4 +1,4 @@
-"""CUDA memory on a real GPU, against what torch itself tells."""
+"""CUDA memory on a real GPU, compared with torch's own statistics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_all_states_are_read_and_agree_with_torch() -> None:
     assert readings["peak_reserved"] == torch.cuda.max_memory_reserved(0)
 
 
-def test_reading_leaves_torch_s_peak_alone() -> None:
+def test_reading_does_not_change_torch_s_peak() -> None:
     block = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
     del block
     peak = torch.cuda.max_memory_allocated(0)

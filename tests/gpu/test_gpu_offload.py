@@ -1,4 +1,4 @@
-"""Bytes that offloading moves on a real GPU, against the copies that CUPTI saw."""
+"""Bytes moved by offload on a real GPU, compared with the copies recorded by CUPTI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holdings of real engines on two ranks, byte for byte against tensors counted another way."""
+"""Bytes held by real engines on two ranks, compared with an independent count of tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.jobs
 
 IN_MEMORY = [name for name in CASES if name not in NVME_CASES]
 
-Looks = list[list[dict]]
+Samples = list[list[dict]]
 
 
-def look(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Looks]:
-    """Return, by case, each rank's looks: before and after the update of each of three steps."""
+def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Samples]:
+    """Return each rank's samples by case: before and after the update of each of three steps."""
     script = SCRIPTS / "holdings_checks.py"
     finished = start(TORCHRUN, *TWO_RANKS, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
@@ -28,37 +28,37 @@ def look(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Looks]:
 
 
 @pytest.fixture(scope="module")
-def looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
-    return look(tmp_path_factory.mktemp("holdings"), IN_MEMORY)
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
+    return sample(tmp_path_factory.mktemp("holdings"), IN_MEMORY)
 
 
 @pytest.fixture(scope="module")
-def nvme_looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
+def nvme_samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
     if built_extensions() is None:
         pytest.skip(HOW_TO_BUILD)
-    return look(tmp_path_factory.mktemp("nvme"), NVME_CASES)
+    return sample(tmp_path_factory.mktemp("nvme"), NVME_CASES)
 
 
-def agree(ranks: Looks) -> None:
+def agree(ranks: Samples) -> None:
     for each in ranks:
         assert len(each) == 6
         for one in each:
-            told = one["told"]["cpu"]
-            assert told["parameters"] == one["parameters"]
-            assert told["optimizer"] == one["optimizer"]
-            assert sum(told.values()) == one["total"]
+            held = one["measured"]["cpu"]
+            assert held["parameters"] == one["parameters"]
+            assert held["optimizer"] == one["optimizer"]
+            assert sum(held.values()) == one["total"]
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
-def test_every_byte_is_in_its_category(looks: dict[str, Looks], name: str) -> None:
-    agree(looks[name])
+def test_every_byte_is_in_its_category(samples: dict[str, Samples], name: str) -> None:
+    agree(samples[name])
 
 
 @pytest.mark.parametrize("name", NVME_CASES)
 def test_with_nvme_too_every_byte_is_in_its_category(
-    nvme_looks: dict[str, Looks], name: str
+    nvme_samples: dict[str, Samples], name: str
 ) -> None:
-    agree(nvme_looks[name])
+    agree(nvme_samples[name])
 
 
 @pytest.mark.parametrize(
@@ -72,18 +72,18 @@ def test_with_nvme_too_every_byte_is_in_its_category(
         ("fp32 stage 3, optimizer on cpu", 4, 4),
     ],
 )
-def test_gradients_are_there_before_the_update(
-    looks: dict[str, Looks], name: str, before: float, after: float
+def test_gradients_exist_before_the_update(
+    samples: dict[str, Samples], name: str, before: float, after: float
 ) -> None:
-    num_parameters = looks[name][0][0]["num_parameters"]
+    num_parameters = samples[name][0][0]["num_parameters"]
 
-    told = [one["told"]["cpu"]["gradients"] / num_parameters for one in looks[name][0]]
+    ratios = [one["measured"]["cpu"]["gradients"] / num_parameters for one in samples[name][0]]
 
-    assert told == pytest.approx([before, after] * 3, abs=0.05)
+    assert ratios == pytest.approx([before, after] * 3, abs=0.05)
 
 
-def test_nothing_that_should_be_there_was_looked_for_in_vain(looks: dict[str, Looks]) -> None:
-    found = {place for ranks in looks.values() for one in ranks[0] for place in one["found"]}
+def test_all_expected_tensor_paths_are_found(samples: dict[str, Samples]) -> None:
+    found = {path for ranks in samples.values() for one in ranks[0] for path in one["found"]}
 
     assert found >= EXPECTED, EXPECTED - found
 

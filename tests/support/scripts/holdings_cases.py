@@ -1,4 +1,4 @@
-"""The engines whose holdings are counted: ZeRO stages, precisions, offloading."""
+"""Engine configurations whose memory is counted: ZeRO stages, precisions, offload."""
 
 from __future__ import annotations
 

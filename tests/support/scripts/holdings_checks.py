@@ -1,7 +1,7 @@
-"""Trains each case on two ranks and writes what the engine holds, told and counted another way.
+"""Trains each case on two ranks and writes the bytes held by the engine, and an independent count.
 
-`holdings_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. The other way: every tensor
-that the garbage collector knows, less those that were there before the engine; parameters and
+`holdings_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. The independent count: every
+tensor of the garbage collector, minus those that existed before the engine; parameters and
 optimizer by module, parameter groups and optimizer state.
 """
 
@@ -45,17 +45,17 @@ def storages(tensors: Iterable[torch.Tensor]) -> Storages:
 
 
 def tensors_of_this_process() -> list[torch.Tensor]:
-    """Return all that Python knows, and their gradients, which C++ may have to itself."""
+    """Return all tensors known to Python, and their gradients, which only C++ may hold."""
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
 
 
-def of_the_optimizer(engine) -> list[torch.Tensor]:
+def optimizer_tensors(engine) -> list[torch.Tensor]:
     optimizer = engine.basic_optimizer
     states = [value for state in optimizer.state.values() for value in state.values()]
     grouped = [p for group in optimizer.param_groups for p in group["params"]]
-    # Stage 3 puts its part into a parameter group for the moment of the update only. On NVMe it is
-    # in no tensor but then, and asking for it would read it into one.
+    # Stage 3 puts its partition into a parameter group only during the update. On NVMe it is in a
+    # tensor only then, and reading it would create one.
     on_nvme = getattr(engine.optimizer, "optimizer_swapper", None) is not None
     module = [] if on_nvme else engine.module.parameters()
     partitioned = [p for p in module if hasattr(p, "ds_tensor")]
@@ -63,8 +63,8 @@ def of_the_optimizer(engine) -> list[torch.Tensor]:
     return [t for t in [*optimizer.state, *grouped, *states, *masters] if torch.is_tensor(t)]
 
 
-def look(engine, foreign: Storages) -> dict:
-    told = {device: dict(held) for device, held in bytes_by_category(engine).items()}
+def sample(engine, foreign: Storages) -> dict:
+    measured = {device: dict(held) for device, held in bytes_by_category(engine).items()}
     module = engine.module
     parameters = storages(
         tensor
@@ -72,17 +72,17 @@ def look(engine, foreign: Storages) -> dict:
         for tensor in (parameter, *(getattr(parameter, name, None) for name in PARTS))
         if tensor is not None
     )
-    optimizer = storages(of_the_optimizer(engine))
-    told_bytes, total = sum(sum(held.values()) for held in told.values()), -1
-    for _ in range(50):  # gloo's threads let go of a call's tensors a moment after its end
+    optimizer = storages(optimizer_tensors(engine))
+    measured_bytes, total = sum(sum(held.values()) for held in measured.values()), -1
+    for _ in range(50):  # gloo's threads release a call's tensors a moment after its end
         gc.collect()
         everything = storages(tensors_of_this_process())
         total = sum(size for at, size in everything.items() if at not in foreign)
-        if total == told_bytes:
+        if total == measured_bytes:
             break
         time.sleep(0.02)
     return {
-        "told": told,
+        "measured": measured,
         "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters()),
         "parameters": sum(parameters.values()),
         "found": sorted(
@@ -94,16 +94,16 @@ def look(engine, foreign: Storages) -> dict:
 
 
 def train(engine, case: Case, foreign: Storages) -> list[dict]:
-    looks = []
+    samples = []
     for _ in range(3):
         for _ in range(case.accumulation):
             batch = torch.randn(2, case.width).to(next(engine.module.parameters()).dtype)
             engine.backward(engine(batch))
             if engine.is_gradient_accumulation_boundary():
-                looks.append(look(engine, {**foreign, **storages([batch])}))
+                samples.append(sample(engine, {**foreign, **storages([batch])}))
             engine.step()
-        looks.append(look(engine, {**foreign, **storages([batch])}))
-    return looks
+        samples.append(sample(engine, {**foreign, **storages([batch])}))
+    return samples
 
 
 def measure(case: Case, folder: Path) -> list[dict]:
@@ -116,14 +116,14 @@ def measure(case: Case, folder: Path) -> list[dict]:
         0
     ]
     del model, optimizer
-    looks = train(engine, case, storages(before))
+    samples = train(engine, case, storages(before))
     engine.destroy()
     parameter_offload.FWD_MODULE_STACK.clear()
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if plain is not None:
         torch.nn.functional.linear = plain
-    return looks
+    return samples
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains on a GPU and writes what is held there at each step's end; `... REPORT CASE`."""
+"""Trains on a GPU and writes the bytes held by the engine after each step; `... REPORT CASE`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zerowatch.runtime.memory.engine_memory import bytes_by_category
 if __name__ == "__main__":
     deepspeed.init_distributed(verbose=False)
     engine = make_engine(sys.argv[2], Path(sys.argv[1]).parent)
-    looks = []
+    samples = []
     for _ in range(3):
         engine.backward(engine(torch.randint(0, VOCABULARY, (4, TOKENS), device="cuda")))
         engine.step()
-        told = sum(bytes_by_category(engine)["cuda:0"].values())
-        looks.append({"told": told, "allocated": torch.cuda.memory_allocated(0)})
-    Path(sys.argv[1]).write_text(json.dumps(looks))
+        measured = sum(bytes_by_category(engine)["cuda:0"].values())
+        samples.append({"measured": measured, "allocated": torch.cuda.memory_allocated(0)})
+    Path(sys.argv[1]).write_text(json.dumps(samples))

@@ -1,6 +1,6 @@
-"""Trains with offload, without and with our hooks, and tells what moved, as JSON per rank.
+"""Trains with offload, with and without the hooks, and writes the bytes moved, as JSON per rank.
 
-`offload_job.py FOLDER`. What an oracle saw that plays two memories stands beside our figures.
+`offload_job.py FOLDER`. The result also has the bytes counted by an oracle of two memories.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STEPS, WIDTH = 2, 16
 CPU = {"device": "cpu"}
 BF16 = {"bf16": {"enabled": True}}
-UNMANAGED = {"managed_gradient_accumulation": False}  # the script says when a step is due
+UNMANAGED = {"managed_gradient_accumulation": False}  # the script sets step boundaries
 FP32_SUMS = BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}
 GATHER_ALL = {"stage": 3, "stage3_param_persistence_threshold": 0}
-# Name: ZeRO's settings, micro-batches, other settings, does the accelerator tell memories apart.
+# Name: ZeRO's settings, micro-batches, other settings, separate host and device memory.
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any], bool]] = {
     "stage 1": ({"stage": 1, "offload_optimizer": CPU}, 2, {}, False),
     "stage 2, one micro-batch": ({"stage": 2, "offload_optimizer": CPU}, 1, {}, False),
@@ -130,7 +130,7 @@ def check(name: str) -> dict[str, Any]:
 
 
 def published(traffic: OffloadTraffic) -> dict[str, tuple[float, float]]:
-    """Return bytes and seconds by direction, as a scraper would see them."""
+    """Return the published bytes and seconds by direction."""
     recorder = Recorder()
     traffic.publish(recorder)
     values = recorder.snapshot().values
@@ -139,13 +139,13 @@ def published(traffic: OffloadTraffic) -> dict[str, tuple[float, float]]:
 
 
 def attributes(engine: Any) -> list[tuple[str, int]]:
-    """Return every own callable of whatever the hooks touch, by identity."""
+    """Return every callable attribute of the patched objects, by identity."""
     owners = [engine.optimizer, *engine.module.parameters()]
     return [(k, id(v)) for owner in owners for k, v in vars(owner).items() if callable(v)]
 
 
 def move_states() -> dict[str, Any]:
-    """Send the states of stage 2 to the host and back, of an engine that offloads nothing."""
+    """Offload and reload the states of a stage 2 engine without offload."""
     engine = make_engine({"stage": 2}, 1, {})
     traffic = OffloadTraffic(engine, FailOpen(), EventPool())
     train(engine, 1, steps=1)

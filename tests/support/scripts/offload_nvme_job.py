@@ -1,8 +1,8 @@
-"""Trains at stage 3 with optimizer and parameters on NVMe; tells what moved, as JSON per rank.
+"""Trains at stage 3 with optimizer and parameters on NVMe; writes the bytes moved as JSON per rank.
 
-`offload_nvme_job.py FOLDER EXTENSIONS`. The files that DeepSpeed leaves in FOLDER stand beside our
-figures. EXTENSIONS is where torch keeps what it has built: DeepSpeed's op for asynchronous I/O is
-taken from there as it is, for to build it takes minutes.
+`offload_nvme_job.py FOLDER EXTENSIONS`. The result also has the files that DeepSpeed leaves in
+FOLDER. EXTENSIONS is torch's folder of built extensions: DeepSpeed's op for asynchronous I/O is
+taken from there, as building it takes minutes.
 """
 
 from __future__ import annotations

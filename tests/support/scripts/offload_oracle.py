@@ -1,8 +1,8 @@
-"""An oracle for offload traffic: a host's memory and a device's, played on the CPU.
+"""An oracle for offload traffic: host and device memory, simulated on the CPU.
 
-What DeepSpeed holds in the host's memory is known by its storages; a copy between those and any
-other counts, and `.to(device)` makes a copy indeed, where torch would hand out the tensor itself
-because both are the CPU.
+Tensors in DeepSpeed's host memory are identified by their storages; a copy between those and any
+other counts. `.to(device)` makes a copy, where torch would return the tensor itself because both
+are on the CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Tensors = Callable[[], Iterable[torch.Tensor | None]]
 
 
 class TwoMemories:
-    """Sums the bytes of copies between the host's tensors and all others, while it is entered.
+    """Context manager that sums the bytes of copies between host tensors and all others.
 
-    Stands in the place of `Tensor.copy_` and `Tensor.to`, so that it sees backward hooks too: there
-    a mode of torch is not in force.
+    Replaces `Tensor.copy_` and `Tensor.to`, to see backward hooks too, where a torch function mode
+    is not active.
     """
 
     def __init__(self, host_tensors: Tensors) -> None:
@@ -44,7 +44,7 @@ class TwoMemories:
         del torch.Tensor.copy_, torch.Tensor.to  # both are inherited
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Stand in for the accelerator's `on_accelerator`."""
+        """Replace the accelerator's `on_accelerator`."""
         held = (t for t in self._host_tensors() if t is not None and t.numel())
         return _place(tensor) not in {_place(t) for t in held}
 
@@ -63,7 +63,7 @@ class TwoMemories:
 
 
 class SeparateMemories:
-    """Lets the accelerator tell the host's tensors from the device's, as a GPU's does."""
+    """Makes the accelerator distinguish host tensors from device tensors, as on a GPU."""
 
     def __init__(self, memories: TwoMemories) -> None:
         self._memories = memories

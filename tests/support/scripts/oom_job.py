@@ -1,10 +1,10 @@
-"""Trains until memory is out, under a limit that it sets itself, and dies of it.
+"""Trains until it runs out of memory under a limit that it sets itself, and exits with the error.
 
-On CPU that is one on its addresses, on CUDA one on what torch may reserve.
+The limit is on the address space on CPU, and on the memory that torch may reserve on CUDA.
 
-Arguments: `leak`, where the model keeps something of each step, or `long`, where lengths vary and
-one batch is far too long, or `short`, which ends well after some steps; and a memory cgroup to move
-into, for a leak that the kernel ends instead. It leaves what it measured itself in measured.json.
+Arguments: `leak` (the model keeps a tensor of each step), `long` (lengths vary and one batch is far
+too long) or `short` (a clean exit after some steps); and a memory cgroup to move into, for a leak
+that the kernel ends instead. Its own measurements go to measured.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB = 2**20
 ON_CUDA = get_accelerator().device_name() == "cuda"
 KIND = sys.argv[1]
 WIDTH, SAMPLES = 1024, 8
-# The watch reads memory four times a second; so each step has a reading of its own.
+# The watch reads memory four times a second, so each step has a separate reading.
 STEP_SECONDS = 0.27
 CGROUPS = sys.argv[2:]
 # Some 250 MiB of addresses go to the threads of the watch, which touch little of them.
@@ -39,7 +39,7 @@ SHORTEST, LONGEST, FAR_TOO_LONG, FATAL_STEP = 32, 512, 8192, 36
 
 
 class Model(torch.nn.Module):
-    """Holds activations of 16 KiB a token, and of one kind something of each step."""
+    """Has activations of 16 KiB a token; leaks a tensor each step in one kind of job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def step(engine: deepspeed.DeepSpeedEngine, length: int) -> None:
 
 
 def set_limit() -> int:
-    """Leave room for some more steps, and return the limit that this makes."""
+    """Set a limit that leaves memory for some more steps, and return it."""
     if ON_CUDA:
         limit = torch.cuda.memory_reserved() + ROOM_BYTES
         total = torch.cuda.get_device_properties(0).total_memory
@@ -112,7 +112,7 @@ if __name__ == "__main__":
             "steps_per_print": 10**9,
         },
     )[0]
-    step(engine, LONGEST)  # by now all that training needs once is there
+    step(engine, LONGEST)  # allocates everything that training needs once
     measured: dict[str, object] = {
         "limit": None if CGROUPS or KIND == "short" else set_limit(),
         "parameters": sum(each.numel() * each.element_size() for each in model.parameters()),

@@ -1,7 +1,7 @@
-"""Trains a small transformer on batches of changing length and records what memory each step took.
+"""Trains a small transformer on batches of varying length and records the memory of each step.
 
-peaks_job.py SERIES '{"pattern": ..., "steps": ..., ...}', a job of one rank. It asks the kernel, or
-torch, itself: what is tested with these readings must not depend on the package's own hooks.
+peaks_job.py SERIES '{"pattern": ..., "steps": ..., ...}', a job of one rank. It reads the kernel or
+torch directly: the code under test must not depend on the package's own hooks.
 """
 
 from __future__ import annotations
