@@ -1,4 +1,4 @@
-"""Small files that a reader finds whole: the old one, or the new."""
+"""Replaces small files atomically: a reader sees the old content or the new."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
-    """Put a file in place in one move.
+    """Write a file by a rename.
 
     Args:
-        path: The file; its folder is made where there is none.
-        text: All of it.
-        mode: Who may read and write it, where there is none yet.
-        durable: Return only when it would also stand after a power cut.
+        path: The file; its folder is created if missing.
+        text: The whole content.
+        mode: Permissions of a new file.
+        durable: Return only when it would survive a power failure.
 
     Raises:
-        OSError: The disk refuses; the old one stands.
+        OSError: The file cannot be written; the old one is unchanged.
     """
     half = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,10 +35,10 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk.
+    """Flush a file's content, or a folder's entries, to disk.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The flush failed.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

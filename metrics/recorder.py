@@ -1,7 +1,7 @@
-"""Where values are written: one recorder per rank, safe to use from any thread.
+"""The current value of every series: one recorder per rank, safe to use from any thread.
 
-It knows nothing of where values go. Writers that belong together stand inside
-`with recorder.commit():` so that a reader sees all of them or none.
+Exporters read it. Writes that belong together go inside `with recorder.commit():`, so that a reader
+sees all of them or none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .snapshot import Distribution, Exemplar, LabelValues, Snapshot
 
 
 class _Histogram:
-    """Counts under way; `Distribution` is its read-only copy."""
+    """A histogram being filled; `Distribution` is its read-only copy."""
 
     __slots__ = ("bounds", "counts", "exemplars", "sum")
 
@@ -44,7 +44,7 @@ class Recorder:
     """Holds the value of every series of this process."""
 
     def __init__(self) -> None:
-        # Re-entrant, so that single writes may stand inside a commit.
+        # Re-entrant, so that single writes are allowed inside a commit.
         self._lock = threading.RLock()
         self._values: dict[MetricSpec, dict[LabelValues, float]] = {}
         self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
@@ -59,18 +59,18 @@ class Recorder:
             self._series(spec, labels)[labels] = value
 
     def add(self, spec: MetricSpec, amount: float, *labels: str) -> None:
-        """Let a counter grow by `amount`, which is not negative."""
+        """Increase a counter by `amount`, which is not negative."""
         with self._lock:
             series = self._series(spec, labels)
             series[labels] = series.get(labels, 0.0) + amount
 
     def remove(self, spec: MetricSpec, *labels: str) -> None:
-        """Let a series of a gauge end; nothing happens where there is none."""
+        """Remove a series of a gauge, if it exists."""
         with self._lock:
             self._values.get(spec, {}).pop(labels, None)
 
     def set_info(self, spec: MetricSpec, *labels: str) -> None:
-        """Replace an info metric's facts."""
+        """Replace the labels of an info metric."""
         with self._lock:
             self._series(spec, labels)
             self._values[spec] = {labels: 1.0}
@@ -99,10 +99,7 @@ class Recorder:
             known.observe(value, exemplar)
 
     def add_exemplar(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
-        """Say under which labels one value that was observed before can be found by now.
-
-        Nothing happens where none like it was observed.
-        """
+        """Attach an exemplar to a value observed before; ignored if its bucket is empty."""
         with self._lock:
             known = self._histograms.get(spec, {}).get(labels)
             index = bisect_left(spec.buckets, exemplar.value)
@@ -110,7 +107,7 @@ class Recorder:
                 known.exemplars[index] = exemplar
 
     def snapshot(self) -> Snapshot:
-        """Copy all values as they stand between two commits."""
+        """Copy all values, consistent with respect to commits."""
         with self._lock:
             return Snapshot(
                 values={spec: dict(series) for spec, series in self._values.items()},
@@ -129,7 +126,7 @@ class Recorder:
 
 
 def _check_labels(spec: MetricSpec, labels: LabelValues) -> None:
-    """Reject a new series that the catalog does not describe; runs once per series."""
+    """Reject a new series that the catalog does not describe. Runs once per series."""
     if len(labels) != len(spec.labels):
         raise ValueError(f"{spec.name} takes labels {spec.label_names}, got {labels}")
     for label, value in zip(spec.labels, labels, strict=True):

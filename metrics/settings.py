@@ -1,6 +1,6 @@
-"""Every setting, its default and its meaning; and how the sources combine.
+"""All settings, their defaults and meanings, and how their sources are combined.
 
-Order of force: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
+Order of precedence: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
 zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SERVE_PORT.
 """
 
@@ -58,8 +58,8 @@ class ServeSettings(Section):
     strict_port: bool = False
     """Whether a taken port switches serving off instead of moving to another port."""
     advertise_host: str | None = None
-    """Host name that /targets tells Prometheus; by default the address listened on, or this
-    machine's name if that stands for all addresses."""
+    """Host name in /targets; by default the address listened on, or this machine's name if that is
+    a wildcard address."""
     linger_seconds: float = Field(default=75.0, ge=0)
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
     scrape intervals, only for scrapers seen in the last 3 of their intervals; 20 s after a single
@@ -69,7 +69,7 @@ class ServeSettings(Section):
     tls_key: Path | None = None
     """PEM file of the certificate's private key."""
     tls_client_ca: Path | None = None
-    """PEM file of the authority whose client certificates are let in; others are refused."""
+    """PEM file of the authority whose client certificates are accepted; others are refused."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> ServeSettings:
@@ -88,9 +88,9 @@ class RunLogSettings(Section):
     folder: Path = Path("runs")
     """Folder in which each run gets a folder of its own."""
     segment_bytes: int = Field(default=64 * 2**20, ge=4096)
-    """Bytes after which a rank's log file is put aside and a new one begun."""
+    """Bytes after which a rank's log file is rotated."""
     segments: int = Field(default=8, ge=1)
-    """Files kept for each rank, the one being written included."""
+    """Files kept for each rank, including the current one."""
 
 
 class FlopsSettings(Section):
@@ -103,7 +103,7 @@ class FlopsSettings(Section):
 
 
 class SamplingSettings(Section):
-    """What is sampled beside the training, and how often."""
+    """Sampling of devices."""
 
     device_seconds: float = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
@@ -119,21 +119,21 @@ class CrossRankSettings(Section):
 
 
 class HangSettings(Section):
-    """What to do when training no longer moves."""
+    """Detection of hangs."""
 
     enabled: bool = True
     """Whether to look for hangs."""
     seconds: float = Field(default=30.0, gt=0)
-    """Least seconds without progress that are a hang; also ten times the median step."""
+    """Seconds without progress that count as a hang, if also ten times the median step."""
     abort: bool = False
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
 
 
 class MemorySettings(Section):
-    """Memory by category, and how likely it is to run out."""
+    """Memory by category, and the risk of running out."""
 
     enabled: bool = True
-    """Whether to look into memory beyond its sizes: categories, forecasts, reports."""
+    """Whether to measure categories, predict peaks and write reports."""
     detailed_sample_seconds: float = Field(default=10.0, gt=0)
     """Seconds between two steps that are sampled in detail: memory by category and by phase."""
     reset_peak_counters: bool = True
@@ -141,18 +141,18 @@ class MemorySettings(Section):
     allocator (transparent to the script). If false, peaks are not attributed to steps and
     out-of-memory prediction is disabled."""
     device_limit_bytes: ByteSize | None = Field(default=None, gt=0)
-    """A budget for the GPU, such as 60GiB, where it is less than what the device has."""
+    """A budget for the GPU, such as 60GiB, if less than what the device has."""
     host_limit_bytes: ByteSize | None = Field(default=None, gt=0)
-    """A budget for the RSS of this process, where it is less than what the host grants."""
+    """A budget for the RSS of this process, if less than what the host allows."""
     leak_sites: bool = False
-    """Whether to trace where memory is allocated once it seems to leak; tracing is slow."""
+    """Whether to trace allocations once memory seems to leak; tracing is slow."""
 
 
 class ProfileSettings(Section):
-    """Steps profiled by PyTorch's profiler, to check what is measured on the other steps."""
+    """Steps profiled by PyTorch's profiler, to check the measurements of other steps."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Profile one step in so many; 0 is never. The first profiled step takes a second longer."""
+    """Profile every n-th step; 0 is never. The first profiled step takes a second longer."""
 
 
 def _base_url(text: str) -> str:
@@ -168,31 +168,31 @@ def _base_url(text: str) -> str:
 
 
 class OtelSettings(Section):
-    """What is sent to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
+    """Export to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
 
     endpoint: Annotated[str, AfterValidator(_base_url)] | None = None
     """Base URL of the collector, such as http://127.0.0.1:4318; by default that of
-    OTEL_EXPORTER_OTLP_ENDPOINT. Where neither is set, nothing is sent."""
+    OTEL_EXPORTER_OTLP_ENDPOINT. If neither is set, nothing is sent."""
     traces: bool = True
     """Whether to send a trace of sampled steps and of slow ones."""
     metrics: bool = False
     """Whether to send the metrics too; Tempo takes traces only."""
     logs: bool = False
-    """Whether to send zerowatch's own log lines too, and no others."""
+    """Whether to send zerowatch's own log lines, and no others."""
     every_steps: int = Field(default=100, ge=1)
-    """Trace one step in so many, the same ones on all ranks; slow steps are traced as well."""
+    """Trace every n-th step, the same on all ranks; slow steps are traced as well."""
     metrics_seconds: float = Field(default=15.0, ge=1)
     """Seconds between two exports of the metrics."""
     timeout_seconds: float = Field(default=5.0, gt=0)
-    """Seconds that an export may take; training never waits for one, the end of a run 1 at most."""
+    """Timeout of an export; training never waits for one, the end of a run at most 1 s."""
 
 
 class TunerSettings(Section):
-    """What the tuner may do, how sure it must be, and what it may cost."""
+    """What the tuner may change, how certain it must be, and what it may cost."""
 
     mode: Literal["off", "advise", "auto"] = "advise"
-    """`off`: no tuner. `advise` says what to change and changes nothing. `auto` changes it, where
-    the training is a TrainingRun (elsewhere it advises), and takes back what did not help."""
+    """`off`: no tuner. `advise` logs what to change. `auto` changes it in a TrainingRun (elsewhere
+    it advises), and undoes what did not help."""
     numerics: Literal["bitwise", "reassociation", "statistical", "unrestricted"] = "reassociation"
     """What a change may do to the numbers: `bitwise` nothing; `reassociation` sum them in another
     order; `statistical` also round them otherwise, the same on average; `unrestricted` also
@@ -226,7 +226,13 @@ class TunerSettings(Section):
 
 
 class Settings(BaseSettings):
-    """All settings. Build it with `load_settings`, which says what is wrong in one line."""
+    """All settings; built by `load_settings`, whose errors are one line.
+
+    Example:
+        >>> settings = load_settings({"serve": {"port": 9500}})
+        >>> settings.serve.port
+        9500
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX,
@@ -239,7 +245,7 @@ class Settings(BaseSettings):
     )
 
     enabled: bool = True
-    """Whether to watch at all; false makes every entry point a plain pass-through."""
+    """Whether to monitor at all; false makes every entry point a plain pass-through."""
     run_id: str | None = Field(default=None, pattern=RUN_ID_PATTERN)
     """Name of the run and of its folder; by default made on rank 0 and shared with the others."""
     serve: ServeSettings = ServeSettings()
@@ -262,7 +268,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Leave the sources to `load_settings`, which knows the ds config."""
+        """Use the arguments only: `load_settings` combines the sources."""
         return (init_settings,)
 
 
@@ -296,12 +302,12 @@ def load_settings(
 
 
 def _check_source(values: Mapping[str, Any], origin: str) -> None:
-    """Reject a source's own faults, while it can still be named."""
+    """Reject the errors of one source, while its name is known."""
     try:
         Settings(**values)
     except ValidationError as error:
         for fault in error.errors():
-            # A rule between two settings may be met by another source: only the whole can tell.
+            # A rule between two settings may be met by another source, so it is checked at the end.
             if fault["type"] != "value_error":
                 raise _settings_error(Settings, fault, origin) from None
 
@@ -331,21 +337,21 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) -> SettingsError:
-    """Say which option is wrong, what it got and what is allowed."""
+    """Return an error that names the option, its value and what is allowed."""
     option = ".".join(str(part) for part in fault["loc"]) or "settings"
     if fault["type"] == "extra_forbidden":
         known = [*settings.model_fields, *_option_names(settings.model_fields)]
         return SettingsError(
             f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
         )
-    # What is wrong with an address may be that it holds a password.
+    # A rejected URL may contain a password.
     shown = re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"]))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
     return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
 
 
 def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
-    """Reject a misspelt variable with our prefix, which pydantic-settings would pass over."""
+    """Reject a misspelt variable with our prefix, which pydantic-settings ignores."""
     known = {
         prefix + name.replace(".", "_").upper() for name in _option_names(settings.model_fields)
     }

@@ -1,4 +1,4 @@
-"""A read-only picture of every value at one moment."""
+"""A read-only copy of all values at one moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of one step: what the run log holds and what listeners get.
+"""The record of one step: a line of the run log, and the argument of listeners.
 
 The schema of `runs/<run_id>/rank-<r>.jsonl` is this file. A change that an older reader would
 misread raises SCHEMA_VERSION.
@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 class CollectiveTotals:
     """One operation's calls in a step; seconds are issue to completion, summed over calls.
 
-    `seconds` is None where no call of the step could be timed.
+    `seconds` is None if no call of the step could be timed.
     """
 
     calls: int
@@ -29,13 +29,13 @@ class CollectiveTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step of one rank. What is not known is None, or absent from its mapping.
+    """One optimizer step of one rank. An unknown value is None, or absent from its mapping.
 
     `seconds` is the wall time since the step before, all phases included; `phase_seconds` adds up
     to it. `memory_bytes` and `device_readings` are keyed by device, then by state or reading
     (units in the keys' catalog metrics). The peaks in `memory_bytes` are those since the record
     before that has any, and `micro_batch_shapes` the distinct micro-batches since then, as samples
-    and length; `oom_risk_ratio` is by device, as last worked out. `comm_seconds` is the length of
+    and length; `oom_risk_ratio` is by device, as last computed. `comm_seconds` is the length of
     the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
     could do nothing else, and `comm_exposed_phase_seconds` that part by phase.
     """
@@ -73,11 +73,11 @@ class LineWriter:
     """Writes records as lines of JSON, newline included.
 
     By orjson, because this runs for every step: the json module takes five times as long. A number
-    that is not finite is written as null, which JSON has no other way to say.
+    that is not finite is written as null.
     """
 
     def __init__(self, identity: Mapping[str, str | int]) -> None:
-        """Remember what tells this log from others: rank, host, attempt, world_size."""
+        """Take what identifies this log: rank, host, attempt, world_size."""
         self._head = orjson.dumps({"schema": SCHEMA_VERSION, **identity})[:-1] + b","
 
     def line(self, record: StepRecord) -> bytes:

@@ -1,1 +1,1 @@
-"""How values leave the process; each library stands in one file."""
+"""Exporters: HTTP for Prometheus, OTLP. Each library is used in one file."""

@@ -1,7 +1,8 @@
-"""The HTTP edge: lets a few clients in at a time and hands their requests to one function.
+"""The HTTP listener: serves a few clients at a time, one thread each.
 
-It knows nothing of metrics. A client that is slow, goes away or is refused never disturbs
-training, and costs no line in the log.
+Our own, because http.server's counts no CPU time, performs the TLS handshake on the accepting
+thread, and has no limit of clients. A client that is slow, disconnects or is refused never disturbs
+training, and writes no line to the log.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_SECONDS = 5.0
-MOST_CLIENTS = 8
-# Prometheus and its kin send it with each scrape.
+MAX_CLIENTS = 8
+# Prometheus and compatible scrapers send it with each scrape.
 SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
-# Where closing cannot wake the accepting thread, which is not on Linux, it waits up to this.
+# Off Linux, closing cannot wake the accepting thread and waits up to this long.
 POLL_SECONDS = 2.0
 
 _FAILED = (
@@ -38,7 +39,7 @@ _FAILED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What a client gets. `sent` is called with the client's name once it has all of it."""
+    """A response. `sent` is called with the client's name once it is written."""
 
     content_type: str
     body: bytes
@@ -48,10 +49,10 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandler:
-    """What stands behind the listener.
+    """What the listener calls.
 
-    `answer` takes the path and the Accept header. `failed` hears of an answer that could not be
-    given, `spent` of the CPU seconds that serving took.
+    `answer` takes the path and the Accept header. `failed` gets the error of an answer that failed,
+    None for too many clients. `spent` gets the CPU seconds of serving.
     """
 
     answer: Callable[[str, str], Response]
@@ -60,7 +61,7 @@ class RequestHandler:
 
 
 class Listener(ThreadingTCPServer):
-    """A listening socket with one thread for each client, of which there are few.
+    """A listening socket with one thread per client, of which there are few.
 
     Raises:
         OSError: On creation: the host is unknown or not of this machine, or the port is taken.
@@ -68,9 +69,9 @@ class Listener(ThreadingTCPServer):
 
     daemon_threads = True
     allow_reuse_address = True
-    # Else a second rank would share a taken port, and each scrape would see one of the two.
+    # Otherwise a second rank would share a taken port, and each scrape would reach one of the two.
     allow_reuse_port = False
-    request_queue_size = 2 * MOST_CLIENTS
+    request_queue_size = 2 * MAX_CLIENTS
 
     def __init__(
         self, host: str, port: int, site: RequestHandler, tls: ssl.SSLContext | None
@@ -79,7 +80,7 @@ class Listener(ThreadingTCPServer):
         self.address_family, _, _, _, address = found[0]
         self._site = site
         self._tls = tls
-        self._free_clients = threading.BoundedSemaphore(MOST_CLIENTS)
+        self._free_clients = threading.BoundedSemaphore(MAX_CLIENTS)
         self._accounted_seconds = 0.0
         super().__init__(address, _Handler)  # type: ignore[arg-type]  # typeshed knows only IPv4
 
@@ -89,7 +90,7 @@ class Listener(ThreadingTCPServer):
         return self._tls is not None
 
     def answer(self, path: str, accept: str) -> Response:
-        """Answer a request; whatever this raises ends in `handle_error`."""
+        """Answer a request; an exception ends in `handle_error`."""
         return self._site.answer(path, accept)
 
     def serve(self) -> None:
@@ -98,7 +99,7 @@ class Listener(ThreadingTCPServer):
 
     def stop(self) -> None:
         """End `serve`, which must be running, at once."""
-        # Wakes the accepting thread, which by itself looks up only now and then.
+        # Wakes the accepting thread, which otherwise polls.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()
@@ -111,7 +112,7 @@ class Listener(ThreadingTCPServer):
         return client, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give the client a thread, or close on it when all are in use."""
+        """Serve the client on a thread, or close the connection if all are in use."""
         if self._free_clients.acquire(blocking=False):
             super().process_request(request, client_address)
             return
@@ -124,16 +125,16 @@ class Listener(ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free_clients.release()
-            self._site.spent(time.thread_time())  # the thread did nothing else in its life
+            self._site.spent(time.thread_time())  # the thread did nothing else
 
     def service_actions(self) -> None:
-        """Account for the accepting thread, which calls this once a round."""
+        """Account for the accepting thread, which calls this once per loop."""
         now = time.thread_time()
         self._site.spent(now - self._accounted_seconds)
         self._accounted_seconds = now
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over a client's trouble; tell of our own, and let the client know."""
+        """Ignore errors of the client; report our own, and answer with status 500."""
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError | ssl.SSLError):
             logger.debug("client %s went away: %s", client_address, error)
@@ -144,7 +145,7 @@ class Listener(ThreadingTCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; the connection ends with its answer, so that no thread waits for a next one."""
+    """One request; the connection ends with the response, so that no thread waits for the next."""
 
     server: Listener
     timeout = CLIENT_TIMEOUT_SECONDS
@@ -164,12 +165,12 @@ class _Handler(BaseHTTPRequestHandler):
             answer.sent(self._client())
 
     def _client(self) -> str:
-        """Name who asks, as well as can be told: each scrape is a connection of its own.
+        """Name the client as well as possible: each scrape is a connection of its own.
 
-        Two Prometheus servers on one machine differ in their timeout, if in their interval.
+        Two Prometheus servers on one machine differ in their timeout if they differ in interval.
         """
-        told = (self.headers.get(name, "") for name in ("User-Agent", SCRAPE_TIMEOUT))
-        return " ".join((str(self.client_address[0]), *told))
+        names = (self.headers.get(name, "") for name in ("User-Agent", SCRAPE_TIMEOUT))
+        return " ".join((str(self.client_address[0]), *names))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: a line for each scrape would drown the training's own output."""
+        """Log nothing: a line per scrape would hide the training's own output."""

@@ -1,8 +1,9 @@
-"""OTLP over HTTP by OpenTelemetry's SDK: our plain data into its own, and sent.
+"""Sends OTLP over HTTP with OpenTelemetry's SDK.
 
-The one file that imports opentelemetry, and imported only where something is to be sent. It uses
-the SDK's data classes and exporters and none of its providers, so that the script's own are never
-touched; nor its processors, which wait half a minute at exit where no collector answers.
+The only file that imports opentelemetry, itself imported only if something is to be sent. It uses
+the SDK's data classes and exporters. It uses no providers, so that the script's own are never
+changed, and no processors: at exit their force_flush took 3 to 9 s with a dead collector
+(docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from ..snapshot import Distribution
 from ..snapshot import Exemplar as SeenExemplar
 from .telemetry_data import Family, LogLine, Point, Span, StepTrace, Value
 
-# Whose lines on a failed export are replaced by one of ours.
+# Their lines on a failed export are replaced by one of ours.
 _LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.exporter.otlp.proto.http.metric_exporter",
@@ -61,12 +62,12 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Otlp:
-    """The exporters of one process. All but the constructor is called on one thread, the sender's.
+    """The exporters of one process. All methods are called on one thread, the sender's.
 
     Args:
-        endpoint: Base URL; None leaves it to OpenTelemetry's own variables, as are headers,
-            certificates and compression in any case.
-        timeout_seconds: How long one export may take.
+        endpoint: Base URL; None takes it from OpenTelemetry's own variables. Headers, certificates
+            and compression always come from those.
+        timeout_seconds: Timeout of one export.
     """
 
     def __init__(self, endpoint: str | None, timeout_seconds: float) -> None:
@@ -91,7 +92,7 @@ class Otlp:
         self._sender = 0
 
     def describe(self, attributes: Mapping[str, Value]) -> None:
-        """Say who sends; the environment's own account of that comes on top."""
+        """Set the resource attributes; those of the environment take precedence."""
         sdk = {
             "telemetry.sdk.language": "python",
             "telemetry.sdk.name": "opentelemetry",
@@ -102,20 +103,20 @@ class Otlp:
         self._scope = InstrumentationScope("zerowatch", str(attributes.get("service.version", "")))
 
     def own_this_thread(self) -> None:
-        """Keep what this thread does out of the script's own traces and logs."""
+        """Keep the requests of this thread out of the script's own traces and logs."""
         self._sender = threading.get_ident()
-        # What instrumented HTTP clients look for, by its one name.
+        # The key that instrumented HTTP clients check.
         context.attach(context.set_value(context._SUPPRESS_INSTRUMENTATION_KEY, True))
         for name in _LOGGERS:
             logging.getLogger(name).addFilter(self._is_not_ours)
 
     def send_traces(self, traces: Iterable[StepTrace]) -> bool:
-        """Send traces; return whether they were taken."""
+        """Send traces; return whether they were accepted."""
         spans = [span for trace in traces for span in self._sdk_spans(trace)]
         return self._spans.export(spans) is SpanExportResult.SUCCESS
 
     def send_metrics(self, families: Iterable[Family], start_ns: int, now_ns: int) -> bool:
-        """Send values that have been counted since `start_ns`; return whether they were taken."""
+        """Send values counted since `start_ns`; return whether they were accepted."""
         metrics = [_metric(family, start_ns, now_ns) for family in families]
         scope = ScopeMetrics(scope=self._scope, metrics=metrics, schema_url="")
         resource = ResourceMetrics(resource=self._resource, scope_metrics=[scope], schema_url="")
@@ -123,14 +124,14 @@ class Otlp:
         return self._metrics.export(data) is MetricExportResult.SUCCESS
 
     def send_lines(self, lines: Iterable[LogLine]) -> bool:
-        """Send log lines; return whether they were taken."""
+        """Send log lines; return whether they were accepted."""
         records = [
             ReadableLogRecord(_log_record(line), self._resource, self._scope) for line in lines
         ]
         return self._logs.export(records) is LogRecordExportResult.SUCCESS
 
     def close(self) -> None:
-        """Break off what is being repeated, and close the connections."""
+        """Stop retries, and close the connections."""
         for name in _LOGGERS:
             logging.getLogger(name).removeFilter(self._is_not_ours)
         self._spans.shutdown()  # type: ignore[no-untyped-call]
@@ -185,7 +186,7 @@ def _log_record(line: LogLine) -> LogRecord:
 
 
 def _severity(level: int) -> SeverityNumber:
-    """Give logging's levels OpenTelemetry's numbers, each ten of them a step of four."""
+    """Map a logging level to OpenTelemetry's numbers, four per ten."""
     return SeverityNumber(min(24, max(1, 4 * (level // 10) + 1)))
 
 
@@ -227,14 +228,14 @@ def _histogram(
         sum=seen.sum,
         bucket_counts=seen.counts,
         explicit_bounds=bounds,
-        min=None,  # type: ignore[arg-type]  # not known, and optional on the wire
+        min=None,  # type: ignore[arg-type]  # unknown, and optional in OTLP
         max=None,  # type: ignore[arg-type]
         exemplars=[_exemplar(found) for found in seen.exemplars if found is not None],
     )
 
 
 def _exemplar(found: SeenExemplar) -> Exemplar:
-    """Write an exemplar; the ids of a span that is known by its trace alone stay attributes."""
+    """Convert an exemplar; a trace id without a span id stays an attribute."""
     labels = dict(found.labels)
     has_ids = {"trace_id", "span_id"} <= labels.keys()
     return Exemplar(

@@ -1,6 +1,6 @@
-"""A snapshot as families for OTLP: each metric under its own name, and a GPU's once more by hw.*.
+"""A snapshot as OTLP metrics: each under its own name, and those of GPUs also as hw.*.
 
-The names stay those of /metrics, so that a query means the same wherever it is asked.
+The names are those of /metrics, so that a query means the same everywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ..catalog.spec import MetricSpec
 from ..snapshot import Snapshot
 from .telemetry_data import Family, Point
 
-# By the last word of a name without _total. Others have none: a receiver that translates names
-# for Prometheus would append it.
+# By the last word of a name without _total. Other names have no unit, because receivers that
+# translate names for Prometheus append it.
 _UNITS = {
     "seconds": "s",
     "bytes": "By",
@@ -28,7 +28,7 @@ _UNITS = {
 
 
 def families(snapshot: Snapshot, rank: int) -> Iterator[Family]:
-    """Yield every metric of a snapshot, each series with its rank as on /metrics."""
+    """Yield every metric of a snapshot, each series with its rank, as on /metrics."""
     for spec, values in snapshot.values.items():
         if values:
             yield Family(
@@ -62,11 +62,11 @@ def unit_of(name: str) -> str:
 
 
 def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> Iterator[Family]:
-    """Yield what is known of GPUs by OpenTelemetry's conventions for hardware (semconv 0.66b2).
+    """Yield GPU metrics by OpenTelemetry's hardware conventions (semconv 0.66b2).
 
     Args:
         snapshot: The values.
-        hardware_ids: By device, what names it on its host; devices without one are left out.
+        hardware_ids: By device, its identifier on the host; devices without one are left out.
     """
     for hardware in _HARDWARE:
         points = [
@@ -98,9 +98,9 @@ def _named(spec: MetricSpec, labels: tuple[str, ...], rank: int) -> dict[str, st
 
 @dataclass(frozen=True, slots=True)
 class _Hardware:
-    """A metric of the conventions, and ours that it is read from.
+    """A metric of the conventions, and the metric of ours that it is read from.
 
-    `labels` picks the series by what follows the device.
+    `labels` selects series by the labels after the device.
     """
 
     name: str
@@ -111,7 +111,7 @@ class _Hardware:
     labels: tuple[str, ...] = ()
 
     def more(self, labels: list[str]) -> dict[str, str]:
-        """Return what tells several series of one GPU apart."""
+        """Return the attributes that distinguish several series of one GPU."""
         if self.spec is not devices.DEVICE_LINK_BYTES:
             return {}
         link, direction = labels
@@ -147,12 +147,12 @@ _HARDWARE = (
         "hw.gpu.io",
         "counter",
         "By",
-        "Bytes over the GPU's links since the watch began.",
+        "Bytes over the GPU's links since monitoring started.",
         devices.DEVICE_LINK_BYTES,
     ),
     _Hardware("hw.power", "gauge", "W", "Power draw.", devices.DEVICE_POWER),
     _Hardware("hw.temperature", "gauge", "Cel", "Core temperature.", devices.DEVICE_TEMPERATURE),
     _Hardware(
-        "hw.energy", "counter", "J", "Energy used since the watch began.", devices.DEVICE_ENERGY
+        "hw.energy", "counter", "J", "Energy used since monitoring started.", devices.DEVICE_ENERGY
     ),
 )

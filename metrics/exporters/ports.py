@@ -1,4 +1,4 @@
-"""Which address a rank listens on, and under which it is found."""
+"""The port that a rank listens on, and the address that it advertises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Li
     """Listen on the first port of this rank that is free.
 
     Raises:
-        SettingsError: No such port may be listened on, or a TLS file is of no use.
+        SettingsError: None of the ports can be used, or a TLS file is not usable.
     """
     tls = tls_context(settings)
     ports = candidate_ports(settings.port, local_rank, strict=settings.strict_port)
@@ -52,7 +52,7 @@ def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Li
 
 
 def candidate_ports(port: int, local_rank: int, *, strict: bool) -> tuple[int, ...]:
-    """Return the ports to try in turn; 0 stands for any free one.
+    """Return the ports to try in turn; 0 means any free one.
 
     Raises:
         SettingsError: The only port allowed is beyond the highest there is.
@@ -72,9 +72,9 @@ def candidate_ports(port: int, local_rank: int, *, strict: bool) -> tuple[int, .
 
 
 def advertised_address(listener: Listener, advertise_host: str | None) -> str:
-    """Return "host:port" as other machines should know the listener."""
+    """Return "host:port" under which other machines reach the listener."""
     host, port = listener.server_address[:2]
     name = advertise_host or str(host)
-    if name in ("0.0.0.0", "::"):  # all of this machine's addresses, where a scraper needs one
+    if name in ("0.0.0.0", "::"):  # wildcard addresses; a scraper needs one address
         name = socket.gethostname()
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"

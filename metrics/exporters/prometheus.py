@@ -1,4 +1,4 @@
-"""A snapshot as Prometheus text, classic or OpenMetrics; nothing else knows prometheus_client."""
+"""A snapshot as Prometheus or OpenMetrics text; the only file that imports prometheus_client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..snapshot import Exemplar as SeenExemplar
 
 
 def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, bytes]:
-    """Render every series, in the form that the client asks for.
+    """Render every series, in the format that the client asks for.
 
     Args:
         snapshot: The values; a metric without one is left out.

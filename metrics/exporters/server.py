@@ -1,4 +1,4 @@
-"""Serves one rank's metrics over HTTP, and on rank 0 where all ranks of the run are found."""
+"""Serves one rank's metrics over HTTP, and on rank 0 the addresses of all ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """The HTTP server of one rank. It never raises into training: what fails is logged once.
+    """The HTTP server of one rank. It never raises into training: a failure is logged once.
 
     Args:
-        recorder: Where the values stand.
+        recorder: The values.
         rank: The global rank, the label of every series.
         local_rank: The rank on this node, added to the port.
         settings: Where and how to serve.
-        targets: Gives all ranks of the run in Prometheus' http_sd form; on rank 0 only.
+        targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class MetricsServer:
         self._scrapes = Scrapes()
         self._listener: Listener | None = None
         self._process_id = os.getpid()
-        self._told_failures: set[type] = set()
+        self._logged_failures: set[type] = set()
 
     def start(self) -> str | None:
         """Serve on a thread of its own.
 
         Returns:
-            "host:port" as other machines should know it, or None where serving is off.
+            "host:port" under which other machines reach it, or None if serving is off.
         """
         if not self._settings.enabled:
             return None
@@ -74,17 +74,17 @@ class MetricsServer:
         try:
             listener = listen(self._settings, self._local_rank, site)
         except SettingsError as error:
-            logger.error("rank %d serves no metrics, training goes on: %s", self._rank, error)
+            logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
             return None
-        self._warn_of_open_door(listener)
+        self._warn_if_public(listener)
         self._listener, self._process_id = listener, os.getpid()
         threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
         return advertised_address(listener, self._settings.advertise_host)
 
     def wait_for_final_scrape(self) -> None:
-        """After run_active was set to 0, wait for those to read it who scraped again and again.
+        """After run_active was set to 0, wait until the regular scrapers have read it.
 
-        Prometheus would otherwise never learn that the run has ended, and call the rank down.
+        Otherwise Prometheus would not see that the run has ended, and would report a rank down.
         """
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
             self._scrapes.wait_until_end_was_read(self._settings.linger_seconds)
@@ -94,17 +94,17 @@ class MetricsServer:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        # A forked child has the socket but not the serving thread: it would wait for it forever.
+        # A forked child has the socket but not the serving thread, and would wait for it forever.
         if os.getpid() == self._process_id:
             listener.stop()
         listener.server_close()
 
-    def _warn_of_open_door(self, listener: Listener) -> None:
+    def _warn_if_public(self, listener: Listener) -> None:
         host = str(listener.server_address[0])
         is_open = not listener.is_secured and not ipaddress.ip_address(host).is_loopback
         if is_open and self._rank == 0:  # all ranks have the same settings
             logger.warning(
-                "metrics are served on %s without TLS, to everyone who can reach it; "
+                "metrics are served on %s without TLS, to everybody who can reach it; "
                 "set serve.tls_certificate and serve.tls_key, or serve.host=127.0.0.1",
                 host,
             )
@@ -135,11 +135,11 @@ class MetricsServer:
 
     def _on_failure(self, error: BaseException | None) -> None:
         self._recorder.add(EXPORTER_FAILURES, 1, "prometheus")
-        if type(error) in self._told_failures:
+        if type(error) in self._logged_failures:
             return
-        self._told_failures.add(type(error))
+        self._logged_failures.add(type(error))
         logger.error(
-            "rank %d could not answer a scrape: %s; the next such failures are only counted, in %s",
+            "rank %d could not answer a scrape: %s; further failures are only counted, in %s",
             self._rank,
             error or "too many clients at once",
             EXPORTER_FAILURES.name,

@@ -1,4 +1,4 @@
-"""What leaves by OTLP, as plain data: traces of steps, log lines, and families of series.
+"""The data exported by OTLP: traces of steps, log lines, and metric families.
 
 Times are Unix nanoseconds, ids the integers that OpenTelemetry writes in hexadecimal.
 """
@@ -17,7 +17,7 @@ Value = str | int | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stretch of a step."""
+    """A named interval of a step."""
 
     name: str
     start_ns: int
@@ -27,7 +27,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """An observation of a histogram that a trace shows."""
+    """An observation of a histogram that belongs to a trace."""
 
     spec: MetricSpec
     labels: tuple[str, ...]
@@ -36,7 +36,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """One rank's part in the trace of a step: a root and its children.
+    """One rank's part of the trace of a step: a root and its children.
 
     The children's ids follow `span_id`, that of the root. `parent_id` is another rank's root.
     """
@@ -51,7 +51,7 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLine:
-    """One of our own log lines; ids are 0 where it belongs to no trace. `level` is logging's."""
+    """One of our own log lines; ids are 0 if it belongs to no trace. `level` is logging's."""
 
     unix_ns: int
     level: int
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A metric as OTLP knows them. `bounds` are a histogram's; units are those of UCUM."""
+    """A metric in OTLP's terms. `bounds` are a histogram's; units are those of UCUM."""
 
     name: str
     kind: Literal["counter", "updowncounter", "gauge", "histogram"]

@@ -1,4 +1,4 @@
-"""The TLS side of the server: certificates in, a context out."""
+"""The server's TLS context, from the files in the settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..settings import ServeSettings
 
 
 def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
-    """Build the server's TLS context, or None where TLS is not asked for.
+    """Build the server's TLS context, or None if TLS is not configured.
 
     Raises:
-        SettingsError: A file cannot be read, or is not what the setting wants.
+        SettingsError: A file cannot be read, or has the wrong content.
     """
     certificate, key = settings.tls_certificate, settings.tls_key
     if certificate is None or key is None:
@@ -51,7 +51,7 @@ def _load_client_authority(context: ssl.SSLContext, authority: Path) -> None:
 
 
 def _check_readable(setting: str, path: Path) -> None:
-    """Fail with the file's name, which the ssl module leaves out."""
+    """Raise an error with the file's name, which the ssl module omits."""
     try:
         path.read_bytes()
     except OSError as error:

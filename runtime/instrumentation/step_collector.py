@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ...metrics.exporters.opentelemetry import current_trace_labels
+from ...metrics.exporters.trace_context import current_trace_labels
 from ..common.device_scalar import Number, number
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...metrics.catalog import communication, training
-from ...metrics.exporters.otel_environment import is_standard_endpoint, resource_attributes
-from ...metrics.exporters.outbox import OtlpQueue
-from ...metrics.exporters.own_log_lines import LogCapture, log_line
+from ...metrics.exporters.log_capture import LogCapture, log_line
+from ...metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
+from ...metrics.exporters.otlp_queue import OtlpQueue
 from ...metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
 from ...metrics.settings import OtelSettings
 from ..collectives.call import CollectiveCall

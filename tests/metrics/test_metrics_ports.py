@@ -83,7 +83,7 @@ def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_ser
     assert [(record.levelname, record.message) for record in caplog.records] == [
         (
             "ERROR",
-            f"rank 5 serves no metrics, training goes on: port {port} of 127.0.0.1 is taken and "
+            f"rank 5 serves no metrics, training continues: port {port} of 127.0.0.1 is taken and "
             "serve.strict_port is set; free the port or set another serve.port",
         )
     ]

@@ -14,7 +14,7 @@ import pytest
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
-from zerowatch.metrics.exporters.listener import MOST_CLIENTS
+from zerowatch.metrics.exporters.listener import MAX_CLIENTS
 
 TARGETS = [{"targets": ["127.0.0.1:9464"], "labels": {"run": "night-7", "rank": "0"}}]
 
@@ -128,12 +128,12 @@ def test_slow_clients_do_not_pile_up_threads_and_give_way_when_they_leave(make_s
     host, port = address.rsplit(":", 1)
 
     with contextlib.ExitStack() as slow_clients:
-        for _ in range(MOST_CLIENTS):
+        for _ in range(MAX_CLIENTS):
             slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=5))
         with socket.create_connection((host, int(port)), timeout=5) as one_too_many:
             assert one_too_many.recv(1) == b""
         threads = [t for t in threading.enumerate() if "process_request_thread" in t.name]
-        assert len(threads) == MOST_CLIENTS
+        assert len(threads) == MAX_CLIENTS
 
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == 1
     assert eventually(lambda: threading.active_count() == 2)

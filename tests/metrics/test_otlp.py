@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_cla
 
 from zerowatch.metrics.catalog import CATALOG, devices, memory
 from zerowatch.metrics.catalog.training import LOSS, STEP_SECONDS, STEPS
-from zerowatch.metrics.exporters.otel_environment import is_standard_endpoint, resource_attributes
+from zerowatch.metrics.exporters.log_capture import LogCapture, log_line
+from zerowatch.metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
 from zerowatch.metrics.exporters.otlp import Otlp
 from zerowatch.metrics.exporters.otlp_families import unit_of
-from zerowatch.metrics.exporters.outbox import OtlpQueue
-from zerowatch.metrics.exporters.own_log_lines import LogCapture, log_line
+from zerowatch.metrics.exporters.otlp_queue import OtlpQueue
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder

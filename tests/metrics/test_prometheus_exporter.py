@@ -16,8 +16,8 @@ from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.communication import COLLECTIVE_SECONDS
 from zerowatch.metrics.catalog.memory import MEMORY_BYTES
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_SECONDS, STEPS
-from zerowatch.metrics.exporters.opentelemetry import current_trace_labels
 from zerowatch.metrics.exporters.prometheus import exposition
+from zerowatch.metrics.exporters.trace_context import current_trace_labels
 from zerowatch.metrics.recorder import Recorder
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -207,7 +207,7 @@ def test_outside_of_any_span_there_is_no_trace():
 
 def test_opentelemetry_is_not_imported_on_the_users_behalf():
     code = (
-        "import sys; from zerowatch.metrics.exporters.opentelemetry import current_trace_labels; "
+        "import sys; from zerowatch.metrics.exporters.trace_context import current_trace_labels; "
         "print(current_trace_labels(), 'opentelemetry' in sys.modules)"
     )
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry: which trace the user's own code is in, without importing it for them."""
+"""The active trace of the user's own code, without importing opentelemetry for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 def current_trace_labels() -> Mapping[str, str] | None:
     """Return the exemplar labels of the span now active on this thread.
 
-    None without a sampled span: nobody could look such a trace up. As long as the user's code has
-    not imported opentelemetry there can be no span, and this costs one dictionary look-up.
+    None without a sampled span, because such a trace cannot be looked up. If the user's code has
+    not imported opentelemetry, this costs one dictionary look-up.
     """
     trace = sys.modules.get("opentelemetry.trace")
     # While another thread is still importing the module, its functions may be missing.

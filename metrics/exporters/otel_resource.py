@@ -1,4 +1,4 @@
-"""What the environment says to OpenTelemetry, and who this process is by its conventions."""
+"""OpenTelemetry's environment variables, and this process as a resource by its conventions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
-# What manifests commonly hand on by the downward API.
+# Variables that manifests commonly set by the downward API.
 _KUBERNETES = {
     "POD_NAME": "k8s.pod.name",
     "POD_UID": "k8s.pod.uid",
@@ -32,7 +32,7 @@ def resource_attributes(
 ) -> dict[str, str | int]:
     """Describe this process; never by its command line, which may hold secrets.
 
-    What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say comes on top, by the SDK.
+    The SDK adds OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, which take precedence.
     """
     found: dict[str, str | int] = {
         "service.name": "zerowatch",

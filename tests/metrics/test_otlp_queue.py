@@ -9,8 +9,12 @@ from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
 from zerowatch.metrics.catalog.training import LOSS
-from zerowatch.metrics.exporters.circuit import CircuitBreaker
-from zerowatch.metrics.exporters.outbox import MAX_LINES, MAX_TRACES, OtlpQueue
+from zerowatch.metrics.exporters.otlp_queue import (
+    MAX_LINES,
+    MAX_TRACES,
+    CircuitBreaker,
+    OtlpQueue,
+)
 from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings

@@ -1,4 +1,4 @@
-"""zerowatch's own log lines, taken as data where they are written; nobody else's."""
+"""Captures zerowatch's own log records, for export by OTLP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ OWN_LOGGER = "zerowatch"
 
 
 class LogCapture(logging.Handler):
-    """Hands on each record that our loggers let through, from `open` until `close`.
+    """Passes on each record of zerowatch's loggers, from `open` until `close`.
 
     Args:
-        take: Gets the records, on whatever thread they are written. It must not raise.
+        take: Gets each record, on the thread that logs it. It must not raise.
     """
 
     def __init__(self, take: Callable[[logging.LogRecord], object]) -> None:
@@ -22,21 +22,21 @@ class LogCapture(logging.Handler):
         self._take = take
 
     def open(self) -> None:
-        """Begin."""
+        """Start capturing."""
         logging.getLogger(OWN_LOGGER).addHandler(self)
 
     def close(self) -> None:
-        """End. Safe to call twice."""
+        """Stop capturing. Safe to call twice."""
         logging.getLogger(OWN_LOGGER).removeHandler(self)
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a record on."""
+        """Pass on a record."""
         self._take(record)
 
 
 def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) -> LogLine:
-    """Write a record as data.
+    """Convert a record.
 
     Args:
         record: What was logged.

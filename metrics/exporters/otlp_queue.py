@@ -1,7 +1,7 @@
-"""What waits to be sent by OTLP: bounded, sent in small portions, left be where nobody answers.
+"""The queue of traces, log lines and metrics to be sent by OTLP: bounded, sent in small batches.
 
-Filled on any thread and emptied on one. What finds no room is lost and counted, and so is what
-could not be sent: training never waits.
+Filled on any thread and emptied on one. What does not fit or cannot be sent is dropped and counted;
+training never waits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
+from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
 from ..recorder import Recorder
 from ..settings import OtelSettings
 from ..snapshot import Exemplar
-from .circuit import CircuitBreaker
 from .otlp_families import families, hardware_families
 from .telemetry_data import Family, LogLine, StepTrace, Value
 
@@ -29,20 +29,47 @@ logger = logging.getLogger(__name__)
 Signal = Literal["traces", "metrics", "logs"]
 
 MAX_TRACES, MAX_LINES = 32, 512
-# Small portions, each a request, traces one by one: who writes them down holds the GIL.
+FAILURES_ALLOWED = 3
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 30.0, 300.0
+# Small batches, each a request, and single traces: encoding them holds the GIL.
 LINES_AT_ONCE, SERIES_AT_ONCE = 64, 48
+
+
+class CircuitBreaker:
+    """Allows tries less and less often after three failures in a row."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._failures = 0
+        self._backoff = Backoff(FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, now)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether to try: there were less than three failures, or the pause is over."""
+        return self._backoff.is_due
+
+    def succeeded(self) -> None:
+        """Forget the failures."""
+        self._failures = 0
+        self._backoff.reset()
+
+    def failed(self) -> None:
+        """Count a failure; from the third in a row on, each starts a pause, twice as long."""
+        self._failures += 1
+        if self._failures >= FAILURES_ALLOWED:
+            self._backoff.wait()
 
 
 class OtlpQueue:
     """The traces, log lines and metrics of one rank.
 
     Args:
-        recorder: Where the metrics stand, and where failures are counted.
-        otlp: Sends.
+        recorder: The metrics to send; counts failures.
+        otlp: The sender.
         settings: What is to be sent, and how often.
         rank: The global rank.
-        hardware_ids: By device, what names it on its host; GPUs only.
-        describe: Tells who sends; None while the run has no name, and nothing is sent until then.
+        hardware_ids: By device, its identifier on the host; GPUs only.
+        describe: Returns the resource attributes; None until the run has a name, before which
+            nothing is sent.
 
     Attributes:
         dropped: Traces and log lines lost.
@@ -72,38 +99,38 @@ class OtlpQueue:
         self._metrics_due = 0.0
         self._traces: deque[StepTrace] = deque()
         self._lines: deque[LogLine] = deque()
-        # Each its own: a receiver of traces alone refuses the rest, and must not lose traces by it.
+        # One each: a receiver that takes only traces must not lose traces for refusing the rest.
         self._circuits: dict[Signal, CircuitBreaker] = {
             "traces": CircuitBreaker(now),
             "metrics": CircuitBreaker(now),
             "logs": CircuitBreaker(now),
         }
-        self._told: set[Signal] = set()
+        self._logged: set[Signal] = set()
         self._open = True
 
     def add_trace(self, trace: StepTrace) -> None:
-        """Take a trace in."""
+        """Queue a trace."""
         if len(self._traces) < MAX_TRACES:
             self._traces.append(trace)
         else:
             self.dropped += 1
 
     def add_line(self, line: LogLine) -> None:
-        """Take a log line in."""
+        """Queue a log line."""
         if len(self._lines) < MAX_LINES:
             self._lines.append(line)
         else:
             self.dropped += 1
 
     def flush(self, *, final: bool = False) -> None:
-        """Send what is there, as long as it is taken. `final` is for the last time."""
+        """Send what is queued, until an export fails. `final` marks the last call."""
         if self._is_named():
             self._send_traces()
             self._send_lines()
             self._send_metrics(final=final)
 
     def give_up(self) -> None:
-        """Lose what is left, and say no more of it: the run has ended."""
+        """Drop what is left, without further log lines: the run has ended."""
         self._open = False
         self.dropped += len(self._traces) + len(self._lines)
 
@@ -122,12 +149,12 @@ class OtlpQueue:
         while self._traces and self._may_send("traces"):
             trace = self._traces.popleft()
             if self._sent("traces", self._otlp.send_traces([trace]), 1):
-                self._show_examples(trace)
+                self._add_exemplars(trace)
 
     def _send_lines(self) -> None:
         while self._lines and self._may_send("logs"):
-            portion = [self._lines.popleft() for _ in range(min(LINES_AT_ONCE, len(self._lines)))]
-            self._sent("logs", self._otlp.send_lines(portion), len(portion))
+            batch = [self._lines.popleft() for _ in range(min(LINES_AT_ONCE, len(self._lines)))]
+            self._sent("logs", self._otlp.send_lines(batch), len(batch))
 
     def _send_metrics(self, *, final: bool) -> None:
         now = self._now()
@@ -140,13 +167,13 @@ class OtlpQueue:
         found = chain(
             families(snapshot, self._rank), hardware_families(snapshot, self._hardware_ids)
         )
-        for portion in _portions(found):
-            was_taken = self._otlp.send_metrics(portion, self._started_ns, now_ns)
+        for batch in _batches(found):
+            was_taken = self._otlp.send_metrics(batch, self._started_ns, now_ns)
             if not self._sent("metrics", was_taken, 0) or not self._open:
                 return
 
-    def _show_examples(self, trace: StepTrace) -> None:
-        """Let histograms name the trace, now that it can be looked up."""
+    def _add_exemplars(self, trace: StepTrace) -> None:
+        """Add the trace to histograms as an exemplar, now that it can be looked up."""
         labels = {"trace_id": f"{trace.trace_id:032x}", "span_id": f"{trace.span_id:016x}"}
         ended_at = trace.root.end_ns / 1e9
         with self._recorder.commit():
@@ -155,7 +182,7 @@ class OtlpQueue:
                 self._recorder.add_exemplar(seen.spec, *seen.labels, exemplar=exemplar)
 
     def _sent(self, signal: Signal, was_taken: bool, num_items: int) -> bool:
-        """Account for an export of so many traces or lines; return whether it was taken."""
+        """Account for an export of `num_items` traces or lines; return whether it succeeded."""
         circuit = self._circuits[signal]
         if was_taken:
             circuit.succeeded()
@@ -163,12 +190,12 @@ class OtlpQueue:
         self.dropped += num_items
         self._recorder.add(EXPORTER_FAILURES, 1, "otlp")
         circuit.failed()
-        if self._open and signal not in self._told and not circuit.is_closed:
-            self._told.add(signal)
+        if self._open and signal not in self._logged and not circuit.is_closed:
+            self._logged.add(signal)
             logger.log(
                 logging.WARNING if self._rank == 0 else logging.INFO,
-                "the OpenTelemetry collector at %s does not take the %s of rank %d; it is tried "
-                "again less and less often, and training goes on. See otel.endpoint, or set "
+                "the OpenTelemetry collector at %s does not accept the %s of rank %d; exports are "
+                "retried less and less often, and training continues. Check otel.endpoint, or set "
                 "otel.%s=false to send none; failures are counted in %s.",
                 self._settings.endpoint or "OTEL_EXPORTER_OTLP_ENDPOINT",
                 signal,
@@ -179,15 +206,15 @@ class OtlpQueue:
         return False
 
 
-def _portions(found: Iterable[Family]) -> Iterator[list[Family]]:
-    """Divide families into portions of few series; a histogram has one for each bucket."""
-    portion: list[Family] = []
+def _batches(found: Iterable[Family]) -> Iterator[list[Family]]:
+    """Divide families into batches of few series; a histogram has one per bucket."""
+    batch: list[Family] = []
     num_series = 0
     for family in found:
-        portion.append(family)
+        batch.append(family)
         num_series += len(family.points) * (1 + len(family.bounds))
         if num_series >= SERIES_AT_ONCE:
-            yield portion
-            portion, num_series = [], 0
-    if portion:
-        yield portion
+            yield batch
+            batch, num_series = [], 0
+    if batch:
+        yield batch
