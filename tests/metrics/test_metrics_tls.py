@@ -101,7 +101,7 @@ def test_a_missing_file_switches_serving_off_and_is_named(
     [record] = caplog.records
     assert record.levelname == "ERROR"
     assert record.message == (
-        f"rank 0 serves no metrics, training goes on: serve.{setting}: cannot read "
+        f"rank 0 serves no metrics, training continues: serve.{setting}: cannot read "
         f"{tmp_path}/nowhere.pem (No such file or directory); give a PEM file that this user may "
         "read"
     )
