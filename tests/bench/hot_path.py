@@ -1,4 +1,4 @@
-"""What the communication tap adds to one collective, around stand-ins that do nothing."""
+"""What recording adds to one collective, around fakes that do nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bench(options: Options) -> Iterator[Row]:
     """Yield the added microseconds, on CPU and, where there is a GPU, on CUDA."""
     for (device, backend), goal in GOALS.items():
         if device == "cuda" and not torch.cuda.is_available():
-            yield Row(what="tap on cuda", measured="not measured: no GPU here")
+            yield Row(what="recording on cuda", measured="not measured: no GPU here")
             continue
         asked = {"device": device, "backend": backend, "repeats": 40 if options.quick else 400}
         found = run_ranks("hot_path_job.py", asked, world_size=1, timeout_seconds=600)[0]
@@ -24,7 +24,7 @@ def bench(options: Options) -> Iterator[Row]:
             median = added[len(added) // 2]
             low, high = added[len(added) // 20], added[-len(added) // 20]
             yield Row(
-                what=f"tap on {device}, {operation}",
+                what=f"recording on {device}, {operation}",
                 measured=f"{median:.2f} us a call",
                 spread=f"{low:.2f} .. {high:.2f} (5th to 95th percentile)",
                 goal=f"<= {goal:g} us",

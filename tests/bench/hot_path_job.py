@@ -1,4 +1,4 @@
-"""Times the tap around stand-ins that do nothing, so that only the tap's own cost is left."""
+"""Times the recording around fakes that do nothing, so that only its own cost is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
 
-CALLS = 200  # a step's worth; fewer than the tap hands over by itself
+CALLS = 200  # a step's worth; fewer than make a full batch
 WARM_UP_REPEATS = 20
 
 
@@ -76,7 +76,7 @@ def per_call(
     at_step_end: Callable[[], Any],
 ) -> tuple[float, Any]:
     """Return the CPU microseconds of one call, and what is taken at a step's end."""
-    begin = time.thread_time_ns()  # another process on the core is not the tap's doing
+    begin = time.thread_time_ns()  # another process on the core does not count
     for _ in range(CALLS):
         function(tensor, async_op=asynchronous)
     taken = at_step_end()
@@ -88,7 +88,7 @@ def settle(collectives: CollectiveInstrumentation, batch: Batch) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if len(batch.calls) != CALLS or not batch.settled():
-        raise AssertionError(f"the tap noted {len(batch.calls)} of {CALLS} calls, or lost an end")
+        raise AssertionError(f"recorded {len(batch.calls)} of {CALLS} calls, or lost an end")
     batch.read_events(collectives.call_recorder.events)
 
 

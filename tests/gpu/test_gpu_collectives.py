@@ -1,4 +1,4 @@
-"""The tap on NCCL: one GPU is a group of one, which issues real NCCL calls on real streams."""
+"""Recorded collectives on NCCL: one GPU is a group of one, with real NCCL calls and streams."""
 
 from __future__ import annotations
 

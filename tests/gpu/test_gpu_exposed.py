@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-# A collective that takes as long as it is told: it sleeps on a stream of its own, as NCCL works.
+# A collective of a given duration: it sleeps on a stream of its own, as NCCL does.
 STAND_IN = """
 import os, time
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",

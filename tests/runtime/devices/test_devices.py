@@ -234,7 +234,7 @@ def test_cuda_visible_devices_renumbers(
 
 
 @pytest.mark.parametrize("visible", ["GPU-bbbb-2", "GPU-b", " GPU-bbbb-2 ,GPU-aaaa-1"])
-def test_cuda_visible_devices_may_hold_uuids_also_cut_short(
+def test_cuda_visible_devices_may_hold_abbreviated_uuids(
     visible: str, install_nvml: Install
 ) -> None:
     install_nvml(*cool_and_hot(), visible=visible)
@@ -266,7 +266,7 @@ def test_a_gpu_that_is_not_visible_has_no_probe_and_one_line(
     assert nvml.opened == 0
 
 
-def test_the_uuid_that_cuda_tells_decides(
+def test_the_uuid_by_cuda_takes_precedence(
     install_nvml: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_nvml(*cool_and_hot(), visible="0")

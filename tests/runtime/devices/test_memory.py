@@ -93,7 +93,7 @@ def test_without_reset_the_peak_stays() -> None:
     assert probe.read()["peak_allocated"] - before > 196 * MIB
 
 
-def test_a_peak_that_cannot_be_reset_is_said_once_and_reading_goes_on(
+def test_a_peak_that_cannot_be_reset_is_logged_once_and_reading_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = machine(tmp_path)
@@ -119,7 +119,7 @@ def test_a_proc_without_a_peak_leaves_the_peak_out(tmp_path: Path) -> None:
     assert readings["allocated"] == 4000 * 1024
 
 
-def test_a_probe_that_nobody_holds_closes_its_files() -> None:
+def test_a_collected_probe_closes_its_files() -> None:
     open_before = len(list(Path("/proc/self/fd").iterdir()))
 
     probes = [HostMemory(reset_peak=True) for _ in range(20)]
@@ -228,7 +228,7 @@ def test_a_container_that_is_resized_shows_within_ten_seconds(tmp_path: Path) ->
     assert limit.resident_bytes(resident=0, virtual=0, data=0) == 2**30
 
 
-def test_cuda_readings_are_the_allocator_s() -> None:
+def test_cuda_readings_are_those_of_the_allocator() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
     cuda.current |= {"allocated_bytes": 5, "reserved_bytes": 10, "inactive_split_bytes": 2}
     cuda.current["active_bytes"] = 6  # a byte is freed, and another stream may still use it
@@ -250,7 +250,7 @@ def test_cuda_readings_are_the_allocator_s() -> None:
     assert set(readings) - {"alloc_retries", "unusable"} == set(MEMORY_STATES)
 
 
-def test_a_granted_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:
+def test_the_process_s_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:
     cuda = FakeCudaMemory(free=70, total=80, share=0.5)
 
     assert CudaMemory(0, cuda).read()["limit"] == 40

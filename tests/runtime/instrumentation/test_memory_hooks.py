@@ -1,4 +1,4 @@
-"""What training notes of memory: shapes, readings that are not too frequent, and close looks."""
+"""Memory hooks: shapes, the rate of readings, and detailed samples."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_data_without_tokens_has_its_elements_for_a_length(job: Job) -> None:
     assert job.assessed == [Shape(4, 3072)]
 
 
-def test_a_batch_that_shows_no_size_is_not_judged(job: Job) -> None:
+def test_a_batch_without_a_size_is_not_assessed(job: Job) -> None:
     job.hooks.on_batch_start(BatchShape(), 1)
 
     assert job.assessed == []
 
 
-def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
+def test_a_detailed_sample_has_the_peak_of_each_phase_and_the_engine_s_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, detail_seconds=10.0)
@@ -112,7 +112,7 @@ def test_a_close_look_tells_the_peak_of_each_phase_and_what_the_engine_held(
     assert look.held_before == look.held_after == {"cpu": {"gradients": 10}}
 
 
-def test_steps_are_looked_at_closely_now_and_then_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detailed_samples_are_taken_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, detail_seconds=10.0)
 
     looked_at = [job.step().detail is not None for _ in range(25)]
@@ -137,7 +137,7 @@ def test_a_step_with_many_micro_batches_is_read_a_few_times_only(
     assert len(reads) <= allowed + 2
 
 
-def test_an_evaluation_within_a_look_leaves_the_passes_as_they_are(
+def test_an_evaluation_within_a_detailed_sample_does_not_change_the_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, detail_seconds=10.0)
@@ -172,14 +172,14 @@ def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
     assert look.phase_peaks["cpu"]["forward"] == 3000.0
 
 
-def test_of_very_many_kinds_of_batches_the_largest_are_kept(job: Job) -> None:
+def test_of_very_many_shapes_the_largest_are_kept(job: Job) -> None:
     reading = job.step(*((2, length) for length in range(8, 800, 8)), (2, 4096), (2, 4))
 
     assert Shape(2, 4096) in reading.shapes
     assert len(reading.shapes) <= memory_hooks.MAX_SHAPES
 
 
-def test_a_step_without_an_update_of_its_own_ends_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_an_update_ends_no_detailed_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
     job.clock.seconds += 1

@@ -1,4 +1,4 @@
-"""A profiled step: how it was spent, and that nobody else's profile is harmed by it."""
+"""Profiled steps: the split of their time, and no effect on the script's own profiles."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ MS = 1_000_000
 
 
 class FakeEvent:
-    """An event as kineto tells of it; times in milliseconds."""
+    """A Kineto event; times in milliseconds."""
 
     def __init__(
-        self, name: str, start: int, end: int, *, device: bool = False, note: bool = False
+        self, name: str, start: int, end: int, *, device: bool = False, annotation: bool = False
     ) -> None:
-        self._facts = (name, start, end, device, note)
+        self._values = (name, start, end, device, annotation)
 
     def name(self) -> str:
-        return self._facts[0]
+        return self._values[0]
 
     def start_ns(self) -> int:
-        return self._facts[1] * MS
+        return self._values[1] * MS
 
     def duration_ns(self) -> int:
-        return (self._facts[2] - self._facts[1]) * MS
+        return (self._values[2] - self._values[1]) * MS
 
     def device_type(self) -> DeviceType:
-        return DeviceType.CUDA if self._facts[3] else DeviceType.CPU
+        return DeviceType.CUDA if self._values[3] else DeviceType.CPU
 
     def is_user_annotation(self) -> bool:
-        return self._facts[4]
+        return self._values[4]
 
     def start_thread_id(self) -> int:
         return 2 if self.name().startswith("other ") else 1
@@ -90,7 +90,7 @@ def names(finished: profile) -> set[str]:
         ([(0, 10), (20, 30), (40, 50)], [(5, 45)], (10, 20, 20, 50)),
     ],
 )
-def test_a_step_is_split_by_what_went_on(compute, comm, expected) -> None:
+def test_a_step_is_split_into_compute_comm_overlap_and_idle(compute, comm, expected) -> None:
     overlap = split_step((0, 100), compute, comm)
 
     assert [overlap.compute, overlap.comm, overlap.overlap, overlap.idle] == pytest.approx(
@@ -116,14 +116,14 @@ def test_on_cpu_operators_of_the_training_thread_compute_and_gloo_communicates()
     )
 
 
-def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
+def test_on_a_device_kernels_count_and_those_of_nccl_communicate() -> None:
     events = [
         FakeEvent(MARK, 0, 100),
-        FakeEvent(MARK, 20, 90, device=True, note=True),
+        FakeEvent(MARK, 20, 90, device=True, annotation=True),
         FakeEvent("aten::mm", 0, 90),
         FakeEvent("ampere_sgemm_128x64", 10, 50, device=True),
         FakeEvent("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 70, device=True),
-        FakeEvent("nccl:all_reduce", 40, 70, device=True, note=True),
+        FakeEvent("nccl:all_reduce", 40, 70, device=True, annotation=True),
     ]
 
     overlap = read_overlap(events, on_device=True)
@@ -134,7 +134,7 @@ def test_on_cuda_kernels_count_and_those_of_nccl_communicate() -> None:
     )
 
 
-def test_the_error_is_what_we_and_the_profiler_differ_by_over_the_step() -> None:
+def test_the_error_is_the_difference_to_the_profiler_over_the_step() -> None:
     recorder = Recorder()
     profiled = ProfiledSteps(2, recorder, on_device=False)
     profiled._finished = (
@@ -158,7 +158,7 @@ def test_only_each_second_step_is_profiled(profiled: ProfiledSteps) -> None:
     assert running == [True, False, True, False, True]
 
 
-def test_a_profiled_steps_shares_are_published_with_its_record(profiled: ProfiledSteps) -> None:
+def test_a_profiled_steps_ratios_are_published_with_its_record(profiled: ProfiledSteps) -> None:
     profiled.on_step_end(1)
     work()
     profiled.on_step_end(2)
@@ -173,7 +173,7 @@ def test_a_profiled_steps_shares_are_published_with_its_record(profiled: Profile
     assert profiled._recorder.snapshot().value(communication.STEP_TIME_RATIO, "compute") > 0.5
 
 
-def test_where_somebody_profiles_we_do_not(profiled: ProfiledSteps) -> None:
+def test_a_profile_of_the_script_prevents_ours(profiled: ProfiledSteps) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
         profiled.on_step_end(1)
         work()
@@ -183,7 +183,7 @@ def test_where_somebody_profiles_we_do_not(profiled: ProfiledSteps) -> None:
     assert profiled._finished is None
 
 
-def test_who_begins_to_profile_inside_ours_gets_all_of_it(profiled: ProfiledSteps) -> None:
+def test_a_profile_started_inside_ours_is_complete(profiled: ProfiledSteps) -> None:
     profiled.on_step_end(1)
 
     with profile(activities=[ProfilerActivity.CPU]) as theirs:
@@ -194,7 +194,7 @@ def test_who_begins_to_profile_inside_ours_gets_all_of_it(profiled: ProfiledStep
     assert profiled._finished is None
 
 
-def test_the_profilers_names_are_put_back(profiled: ProfiledSteps) -> None:
+def test_the_profilers_functions_are_restored(profiled: ProfiledSteps) -> None:
     before = dict(vars(autograd_profiler.profile))
     profiled.on_step_end(1)
     during = dict(vars(autograd_profiler.profile))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes.cuda_streams import FakeCuda
-from fakes.sleeping_collectives import HandClock
+from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.runtime.collectives.events import EventPool
 from zerowatch.runtime.memory.offload import timer as offload_timer
@@ -13,14 +13,14 @@ from zerowatch.runtime.memory.offload.transfer_sizes import TransferBytes
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    host = HandClock()
+def host(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+    host = ManualClock()
     monkeypatch.setattr(offload_timer, "perf_counter_ns", host)
     return host
 
 
 @pytest.fixture
-def device(host: HandClock, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def device(host: ManualClock, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     device = FakeCuda(host)
     device.patch(monkeypatch)
     return device

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fakes.sleeping_collectives import MS, HandClock, StandInWork
+from fakes.sleeping_collectives import MS, FakeWork, ManualClock
 
 from zerowatch.runtime.common import accelerator
 
@@ -98,7 +98,7 @@ class FakeCuda:
     kind = "cuda"
     collective_backend = "nccl"
 
-    def __init__(self, host: HandClock) -> None:
+    def __init__(self, host: ManualClock) -> None:
         self.host = host
         self.capturing = False
         self.num_events = self.num_records = 0
@@ -146,7 +146,7 @@ class FakeCuda:
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> StandInWork | None:
+    ) -> FakeWork | None:
         if group not in self._of_group:
             self._of_group[group] = self.new_stream()
         nccl, issuing = self._of_group[group], self.current
@@ -160,4 +160,4 @@ class FakeCuda:
 
         if not async_op:
             return wait()
-        return StandInWork(FakeFuture(self, end), wait)
+        return FakeWork(FakeFuture(self, end), wait)

@@ -1,4 +1,4 @@
-"""Collectives that take a time said beforehand, on a clock that only moves when told to."""
+"""Collectives of a given duration, on a manual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 MS = 1_000_000
 
 
-class StandInGroup:
+class FourRankGroup:
     """A group of four ranks as Groups keeps it."""
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
@@ -34,18 +34,18 @@ class StandInGroup:
         return wire_factor(OPS[op], self.backend, self.size, payload_bytes)
 
 
-class StandInGroups:
-    """Finds the group that a call names, or the one that stands for the world."""
+class FourRankGroups:
+    """Finds the group that a call names, else the world group."""
 
-    def __init__(self, world: StandInGroup) -> None:
+    def __init__(self, world: FourRankGroup) -> None:
         self.world = world
 
-    def find(self, group: object, **_: object) -> StandInGroup:
-        return group if isinstance(group, StandInGroup) else self.world
+    def find(self, group: object, **_: object) -> FourRankGroup:
+        return group if isinstance(group, FourRankGroup) else self.world
 
 
-class HandClock:
-    """Host time in nanoseconds; what is due when it moves on happens on the way."""
+class ManualClock:
+    """Host time in nanoseconds; it runs what is due as it advances."""
 
     def __init__(self) -> None:
         self.now_ns = 1000 * MS
@@ -69,7 +69,7 @@ class HandClock:
         self.now_ns = max(self.now_ns, until_ns)
 
 
-class StandInWork(dist.Work):
+class FakeWork(dist.Work):
     """A handle; `wait` of the class is replaced, as the instrumentation wraps that of the class."""
 
     def __init__(self, future: Any, wait: Callable[[], None]) -> None:
@@ -81,14 +81,14 @@ class StandInWork(dist.Work):
 
 
 class SleepingCollectives:
-    """Stands in for gloo: an all_reduce takes `tensor[0]` ms, of which the issue `issue_ms`."""
+    """Replaces gloo: an all_reduce takes `tensor[0]` ms, of which the issue `issue_ms`."""
 
-    def __init__(self, clock: HandClock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         self.clock, self.issue_ms = clock, 0.0
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> StandInWork | None:
+    ) -> FakeWork | None:
         end_ns = self.clock.now_ns + int(float(tensor[0]) * MS)
         if not async_op:
             self.clock.reach(end_ns)
@@ -96,11 +96,11 @@ class SleepingCollectives:
         future: torch.futures.Future[None] = torch.futures.Future()
         self.clock.at(end_ns, lambda: future.set_result(None))
         self.clock.elapse(self.issue_ms)
-        return StandInWork(future, lambda: self.clock.reach(end_ns))
+        return FakeWork(future, lambda: self.clock.reach(end_ns))
 
 
 def instrumentation_over(
-    monkeypatch: Any, all_reduce: Callable[..., Any], clock: HandClock, backend: str
+    monkeypatch: Any, all_reduce: Callable[..., Any], clock: ManualClock, backend: str
 ) -> CollectiveInstrumentation:
     """Return open instrumentation around a stand-in for all_reduce, on a group of four ranks."""
     for module in (dist, dist.distributed_c10d):
@@ -109,7 +109,7 @@ def instrumentation_over(
     for module in ("recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
     collectives = CollectiveInstrumentation(FailOpen())
-    groups = StandInGroups(StandInGroup(backend=backend))
+    groups = FourRankGroups(FourRankGroup(backend=backend))
     monkeypatch.setattr(collectives.call_recorder, "groups", groups)
     collectives.open()
     return collectives

@@ -1,4 +1,4 @@
-"""Trains on two ranks with each kind of parallel groups, and tells what the watch saw, as JSON.
+"""Trains on two ranks with each kind of parallel groups, and writes what was recorded, as JSON.
 
 Run as `torchrun ... parallel_checks.py FOLDER`; each rank leaves FOLDER/rank-R.json.
 """
@@ -174,7 +174,7 @@ def pipeline_with_evaluation() -> dict:
 
 
 def pipeline_whose_first_stage_is_slow() -> dict:
-    """Delay the first stage in every other step, and tell how much longer those took."""
+    """Delay the first stage in every other step; return how much longer those took."""
     engine = make_pipeline(micro_batches=1)
     batches = token_batches()
 

@@ -1,4 +1,4 @@
-"""How long training is blocked by collectives on CPU, exactly, on a clock moved by hand."""
+"""Time for which collectives block training on CPU, exactly, on a manual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fakes.sleeping_collectives import (
     MS,
-    HandClock,
+    ManualClock,
     SleepingCollectives,
     add_up,
     instrumentation_over,
@@ -26,7 +26,7 @@ class Rank:
     """A training thread that issues collectives, computes and waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.collectives = SleepingCollectives(self.clock)
         self.instrumentation: CollectiveInstrumentation = instrumentation_over(
             monkeypatch, self.collectives.all_reduce, self.clock, "gloo"

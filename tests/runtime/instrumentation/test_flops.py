@@ -108,7 +108,7 @@ def test_without_a_sequence_length_attention_is_left_out() -> None:
     assert difference == 12 * 3 * 128 * SEQUENCE
 
 
-def test_parameters_that_zero_3_has_taken_away_still_count() -> None:
+def test_parameters_sharded_by_zero_3_count_whole() -> None:
     model = llama()
     whole = flops_per_token(model, SEQUENCE)
 
@@ -119,7 +119,7 @@ def test_parameters_that_zero_3_has_taken_away_still_count() -> None:
     assert flops_per_token(model, SEQUENCE) == whole
 
 
-def test_the_text_part_of_a_composite_config_tells_the_sizes() -> None:
+def test_the_text_part_of_a_composite_config_has_the_sizes() -> None:
     model = llama()
     whole = flops_per_token(model, SEQUENCE)
 
@@ -128,11 +128,11 @@ def test_the_text_part_of_a_composite_config_tells_the_sizes() -> None:
     assert flops_per_token(model, SEQUENCE) == whole
 
 
-def test_a_model_without_a_config_is_not_understood() -> None:
+def test_a_model_without_a_config_has_no_formula() -> None:
     assert flops_per_token(torch.nn.Linear(8, 8), SEQUENCE) is None
 
 
-def test_a_mixture_of_experts_is_not_understood() -> None:
+def test_a_mixture_of_experts_has_no_formula() -> None:
     config = MixtralConfig(
         num_hidden_layers=1,
         hidden_size=32,
@@ -146,7 +146,7 @@ def test_a_mixture_of_experts_is_not_understood() -> None:
     assert flops_per_token(MixtralForCausalLM(config), SEQUENCE) is None
 
 
-def test_an_encoder_with_a_decoder_is_not_understood() -> None:
+def test_an_encoder_with_a_decoder_has_no_formula() -> None:
     config = T5Config(num_layers=1, d_model=32, d_ff=32, num_heads=2, d_kv=16, vocab_size=50)
 
     assert flops_per_token(T5ForConditionalGeneration(config), SEQUENCE) is None

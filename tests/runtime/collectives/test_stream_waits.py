@@ -1,4 +1,4 @@
-"""How long the compute stream is held by collectives on CUDA, exactly, on a device made by hand."""
+"""Time for which collectives block the compute stream, exactly, on a fake device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.cuda_streams import FakeCuda
-from fakes.sleeping_collectives import MS, HandClock, StandInGroup, add_up, instrumentation_over
+from fakes.sleeping_collectives import MS, FourRankGroup, ManualClock, add_up, instrumentation_over
 
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.runtime.collectives.totals import StepCommTotals
@@ -19,7 +19,7 @@ class Rank:
     """A rank that trains on one device: `cuda.current` is its compute stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = HandClock()
+        self.host = ManualClock()
         self.cuda = FakeCuda(self.host)
         self.cuda.patch(monkeypatch)
         self.places = [
@@ -223,7 +223,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("what", "exposed_ms", "comm_ms"), CASES)
-def test_exposed_is_what_held_the_compute_stream(
+def test_exposed_is_what_blocked_the_compute_stream(
     rank: Rank, what: Callable[[Rank], None], exposed_ms: float, comm_ms: float
 ) -> None:
     what(rank)
@@ -234,7 +234,7 @@ def test_exposed_is_what_held_the_compute_stream(
 
 
 def test_each_instant_of_one_wait_for_two_groups_belongs_to_one(rank: Rank) -> None:
-    other = StandInGroup("world", "nccl")
+    other = FourRankGroup("world", "nccl")
     with rank.on_side():
         first = rank.begin(10)
         rank.begin(12, group=other).wait()
@@ -282,7 +282,7 @@ def test_a_wait_for_what_has_settled_marks_nothing(rank: Rank) -> None:
     assert rank.cuda.num_records == before
 
 
-def test_the_phase_of_the_join_is_blocked_and_not_that_of_the_call(rank: Rank) -> None:
+def test_the_phase_of_the_wait_is_blocked_and_not_that_of_the_call(rank: Rank) -> None:
     rank.phases.enter(BACKWARD)
     with rank.on_side():
         rank.reduce(10)
@@ -334,7 +334,7 @@ def test_a_handle_that_is_dropped_is_forgotten(rank: Rank) -> None:
     assert rank.instrumentation.call_recorder._works == {}
 
 
-def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
+def test_closing_restores_the_original_functions(rank: Rank) -> None:
     during = rank.standing()
     kept = rank.cuda.Stream.synchronize
 
@@ -342,7 +342,7 @@ def test_closing_puts_back_the_very_same_names(rank: Rank) -> None:
         rank.reduce(10)
     rank.instrumentation.close()
     records = rank.cuda.num_records
-    kept(rank.side)  # a wrapper that somebody holds on to is a pass-through
+    kept(rank.side)  # a wrapper that the script kept is a pass-through
 
     assert rank.standing() == rank.before
     assert not [name for name, old in zip(during, rank.before, strict=True) if name is old]

@@ -46,7 +46,7 @@ def torch_on(allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeA
     return allocator
 
 
-def test_a_peak_is_read_once_and_the_script_goes_on_seeing_it(allocator: FakeAllocator) -> None:
+def test_a_peak_is_read_once_and_stays_visible_to_the_script(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     allocator.use(100)
@@ -57,7 +57,7 @@ def test_a_peak_is_read_once_and_the_script_goes_on_seeing_it(allocator: FakeAll
     assert peak_for_script(allocator) == 900
 
 
-def test_a_new_peak_above_the_kept_one_is_seen_at_once(allocator: FakeAllocator) -> None:
+def test_a_new_higher_peak_is_visible_at_once(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
@@ -92,7 +92,7 @@ def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
     assert allocator._cuda_memoryStats(0) == before
 
 
-def test_a_pool_that_is_gone_stays_gone(allocator: FakeAllocator) -> None:
+def test_a_freed_pool_has_no_entry(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
@@ -113,7 +113,7 @@ def test_devices_are_kept_apart(allocator: FakeAllocator) -> None:
     assert peak_for_script(allocator) == 900
 
 
-def test_the_very_same_functions_come_back(allocator: FakeAllocator) -> None:
+def test_the_original_functions_are_restored(allocator: FakeAllocator) -> None:
     before = [getattr(allocator, name) for name in NAMES]
     peaks = SharedPeakCounters(allocator)
     wrapped = [getattr(allocator, name) for name in NAMES]
@@ -125,7 +125,7 @@ def test_the_very_same_functions_come_back(allocator: FakeAllocator) -> None:
     assert [getattr(allocator, name) for name in NAMES] == before
 
 
-def test_what_kept_our_function_gets_the_allocator_s_own_answer_after_restore(
+def test_a_kept_wrapper_passes_through_after_restore(
     allocator: FakeAllocator,
 ) -> None:
     peaks = SharedPeakCounters(allocator)
@@ -151,10 +151,10 @@ def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> No
     assert not hasattr(allocator, ACCELERATOR_STATS)
 
 
-def test_all_that_torch_tells_of_peaks_is_as_without_us(torch_on: FakeAllocator) -> None:
+def test_all_of_torch_s_peak_functions_return_what_they_did(torch_on: FakeAllocator) -> None:
     peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
-    told = [
+    readers = [
         torch.cuda.max_memory_allocated,
         torch.cuda.max_memory_reserved,
         torch.accelerator.max_memory_allocated,
@@ -169,14 +169,14 @@ def test_all_that_torch_tells_of_peaks_is_as_without_us(torch_on: FakeAllocator)
         peaks.take(0)
         torch_on.use(900)
 
-        assert [ask() for ask in told] == [900] * len(told)
+        assert [read() for read in readers] == [900] * len(readers)
         assert torch.cuda.memory_summary() == summary
     finally:
         peaks.restore()
 
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
-def test_torch_s_own_reset_reaches_the_script_s_view(torch_on: FakeAllocator, module) -> None:
+def test_torch_s_own_reset_clears_the_script_s_view(torch_on: FakeAllocator, module) -> None:
     peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
     peaks.take(0)

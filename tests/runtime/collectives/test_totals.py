@@ -1,4 +1,4 @@
-"""What a step's calls add up to, against sums done by hand."""
+"""Sums over a step's calls, against computed figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 class FourRanks:
-    """A group as the tap knows it."""
+    """A process group of four ranks."""
 
     def __init__(self, role: str = "dp", backend: str = "gloo") -> None:
         self.role, self.backend, self.size = role, backend, 4
@@ -65,7 +65,7 @@ def test_an_instant_that_two_batches_cover_counts_once() -> None:
     assert second.by_group == {"dp": pytest.approx(0.002)}
 
 
-def test_batches_that_stand_on_anchors_of_their_own_are_not_compared() -> None:
+def test_batches_with_different_anchors_are_not_compared() -> None:
     clock = CommTimeCounter()
     anchor = object()  # an event; resolved times are relative to it
 
