@@ -1,1 +1,1 @@
-"""Ranks compared over the c10d store: waits and their causes, stragglers, divergence."""
+"""Comparison of the ranks over the c10d store: waits and causes, stragglers, divergence."""

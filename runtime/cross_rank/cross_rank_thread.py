@@ -321,7 +321,7 @@ class CompareReporter:
                 self._log_stragglers(result)
 
     def _log_stragglers(self, result: CompareResult) -> None:
-        """Log who has become slow, and who is no longer."""
+        """Log which ranks have become slow, and which no longer are."""
         slow = {(straggler.rank, straggler.phase): straggler for straggler in result.stragglers}
         for key in sorted(self._logged ^ slow.keys()):
             logged_at = self._logged_at.get(key, -SECONDS_BETWEEN_LINES)

@@ -76,7 +76,7 @@ class HeartbeatTable:
         self._store.set("hang", f"{self._rank} {self._next_count()}")
 
     def poll(self, ranks: Iterable[int], *, is_stuck: bool) -> None:
-        """Read who announces a hang and, now and then, heartbeats.
+        """Read whether a hang is announced and, every few seconds, heartbeats.
 
         Args:
             ranks: All ranks that share a rank set with this one.
@@ -96,7 +96,7 @@ class HeartbeatTable:
                 self.heartbeats = {
                     rank: self._heartbeat(rank, fields) for rank, fields in found.items()
                 }
-        self.others_hang = others_hang  # last: whoever sees it needs the heartbeats
+        self.others_hang = others_hang  # last: its readers need the heartbeats
 
     def clear(self) -> None:
         """Discard what was read, as training makes progress: ages are measured from scratch."""

@@ -169,7 +169,7 @@ class _RankSetState:
 
     Attributes:
         compared: Whether the last result held durations. Where none came, or one without them,
-            there is nobody to compare with, or the members' calls do not belong together.
+            there is no rank to compare with, or the members' calls do not belong together.
         costs: By backend, as each has a link of its own.
         reported: When calls were reported, and the number after the last of them.
     """

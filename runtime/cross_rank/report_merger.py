@@ -37,8 +37,8 @@ class ReportMerger:
     numbers of all later calls, so that it is unknown which belong together.
 
     Args:
-        members: Who reports here, each with the ranks that it reports for: itself, or a block of
-            ranks whose reports are merged already.
+        members: The ranks that report here, each with the ranks that it reports for: itself, or a
+            block of ranks whose reports are merged already.
 
     Attributes:
         divergence: The first call in which members differ; None while there is none.

@@ -113,7 +113,7 @@ class StoreChannel:
         self._heartbeats.post(issued, pause)
 
     def poll_heartbeats(self, rank_sets: Iterable[RankSet], *, is_stuck: bool) -> None:
-        """Read who announces a hang and, now and then, the heartbeats of the members.
+        """Read whether a hang is announced and, every few seconds, the members' heartbeats.
 
         Args:
             rank_sets: This rank's rank sets.

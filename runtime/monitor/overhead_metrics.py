@@ -74,7 +74,7 @@ def own_costs(
         collectives: The instrumentation of the collectives.
         hooks_ns: Returns the nanoseconds spent in hooks on the engine.
         thread: The watch thread.
-        comparison: Has the exchange's thread.
+        comparison: Has the cross-rank thread.
         telemetry: Has the thread that sends by OTLP.
         folder: Writes the run log.
     """

@@ -1,1 +1,1 @@
-"""Hangs: when training no longer moves, who is missing where, and the report of it."""
+"""Hangs: detection, the ranks that are missing at a collective, and the report."""

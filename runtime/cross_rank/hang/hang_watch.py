@@ -126,7 +126,7 @@ class HangWatch:
 
     def _on_hang(self) -> None:
         self._recorder.add(communication.HANGS, 1)
-        if not self._is_announced:  # else the report is written, and all others know
+        if not self._is_announced:  # else the report is written, and the others have been informed
             self._context.announce_hang(True)
             self._start_report(is_announced=False)
 

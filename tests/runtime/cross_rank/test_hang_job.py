@@ -45,14 +45,14 @@ class Ended:
 
 def rank_1_is_stuck(folder: Path) -> Ended:
     """Seconds are those until both ranks have reported."""
-    with running(folder, RANK_1_STANDS_STILL="yes", **QUICKLY) as job:
-        job.wait_until(lambda: (folder / "stands-still").exists(), "standing still")
+    with running(folder, RANK_1_IS_STUCK="yes", **QUICKLY) as job:
+        job.wait_until(lambda: (folder / "stuck").exists(), "rank 1 is stuck")
         since = time.monotonic()
         for rank in (0, 1):
             job.wait_for_report(rank)
         seconds = time.monotonic() - since
         hangs = hangs_served(job)
-        (folder / "go-on").touch()
+        (folder / "resume").touch()
         code = job.process.wait(PATIENCE_SECONDS)
         return ended(job, code, seconds=seconds, hangs=hangs)
 
@@ -123,13 +123,13 @@ def test_every_rank_reports_a_hang_and_the_one_that_detected_it_counts_it(
 def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     jobs: dict[str, Ended],
 ) -> None:
-    waiting, still = jobs["stuck"].reports.values()
+    waiting, stuck = jobs["stuck"].reports.values()
 
     assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
-    assert still.startswith("rank 1 (this one) has not arrived at collective number ")
-    assert "at stand_still (hang_job.py:" in still.splitlines()[0]
-    assert "announced by another rank" in still.splitlines()[0]
-    assert "in stand_still" in still.partition("Python stacks")[2]
+    assert stuck.startswith("rank 1 (this one) has not arrived at collective number ")
+    assert "at block_training (hang_job.py:" in stuck.splitlines()[0]
+    assert "announced by another rank" in stuck.splitlines()[0]
+    assert "in block_training" in stuck.partition("Python stacks")[2]
 
 
 def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, Ended]) -> None:

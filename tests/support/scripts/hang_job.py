@@ -1,4 +1,4 @@
-"""Trains on and on; told to, rank 1 stands still after ten steps until it is let go on."""
+"""Trains without end. With RANK_1_IS_STUCK, rank 1 blocks after ten steps until it may resume."""
 
 import os
 import time
@@ -10,14 +10,14 @@ import torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else compiled for a minute
 RANK = int(os.environ["RANK"])
 FOLDER = Path(os.environ["RANKS_FOLDER"])
-STANDS_STILL = os.environ.get("RANK_1_STANDS_STILL") == "yes"
-if STANDS_STILL and RANK == 1:  # it shall not find its own hang, but be told by rank 0
-    os.environ["ZEROWATCH_HANG_SECONDS"] = "30"  # it listens from half of that on
+IS_STUCK = os.environ.get("RANK_1_IS_STUCK") == "yes"
+if IS_STUCK and RANK == 1:  # rank 0 announces the hang before rank 1 detects it
+    os.environ["ZEROWATCH_HANG_SECONDS"] = "30"  # it reads announcements from half of that on
 
 
-def stand_still() -> None:
-    (FOLDER / "stands-still").touch()
-    while not (FOLDER / "go-on").exists():
+def block_training() -> None:
+    (FOLDER / "stuck").touch()
+    while not (FOLDER / "resume").exists():
         time.sleep(0.05)
 
 
@@ -33,8 +33,8 @@ engine, _, _, _ = deepspeed.initialize(
     },
 )
 (FOLDER / f"rank-{RANK}.pid").write_text(str(os.getpid()))
-while not STANDS_STILL or engine.global_steps < 20:
-    if STANDS_STILL and RANK == 1 and engine.global_steps == 10:
-        stand_still()
+while not IS_STUCK or engine.global_steps < 20:
+    if IS_STUCK and RANK == 1 and engine.global_steps == 10:
+        block_training()
     engine.backward(engine(torch.ones(4, 8)).square().mean())
     engine.step()

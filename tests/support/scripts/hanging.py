@@ -1,4 +1,4 @@
-"""Runs the job that hangs, for those who watch what is reported of it."""
+"""Runs the job that hangs, for tests and benches of its reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 90
 
 
 class Job:
-    """A watched job of two ranks in a folder of its own."""
+    """A monitored job of two ranks in a folder of its own."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         folder.mkdir()
@@ -54,7 +54,7 @@ class Job:
         )
 
     def wait_for_report(self, rank: int) -> None:
-        """Wait for a report that is whole: the log tells it when it is written."""
+        """Wait for a complete report: the log names it once it is written."""
         log = self.folder / "output"
         self.wait_until(
             lambda: str(self.report(rank)) in log.read_text(), f"a report of rank {rank}"
@@ -67,7 +67,7 @@ class Job:
         for rank in (0, 1):  # the launcher puts each rank into a session of its own
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 self.signal_rank(rank, signal.SIGKILL)
-        self.process.terminate()  # it ends ranks that have left no process id yet
+        self.process.terminate()  # it ends ranks that have written no process id yet
         self.process.wait(PATIENCE_SECONDS)
         self._output.close()
 

@@ -1,4 +1,4 @@
-"""Trains on a link and writes what the exchange made of it, as JSON per rank.
+"""Trains on a link and writes the metrics of its collectives, as JSON per rank.
 
 Usage: link_job.py FOLDER BUCKET_ELEMENTS WIDTH STEPS. It also measures the latency of a collective
 by itself, beside the training's.
@@ -47,7 +47,7 @@ def make_engine(bucket: int, width: int):
 
 
 class Probe:
-    """Measures the latency of a collective without zerowatch, whose wrapper is passed by."""
+    """Measures the latency of a collective without zerowatch, around its wrapper."""
 
     def __init__(self) -> None:
         self._all_reduce = dist.all_reduce.__wrapped__

@@ -1,7 +1,7 @@
-"""Trains until one rank skips one collective; then waits to be told of it, or dies of it.
+"""Trains until one rank skips one collective; then hangs until it is ended, or dies.
 
 Usage: skip_job.py RANK CALL STEP. The script issues four collectives of its own in each step, of
-which RANK leaves number CALL (from 0 on) out in step STEP. What gloo makes of that differs: two
+which RANK skips number CALL (from 0 on) in step STEP. The effect in gloo differs: two
 all_reduces of different sizes kill a process, different operations or groups hang.
 """
 

@@ -1,4 +1,4 @@
-"""One trial of a job in which a rank skips a collective: who is named, and how long that takes."""
+"""One trial of a job in which a rank skips a collective: which rank is named, and when."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAMED = re.compile(r"rank (\d+) diverged from the common sequence of collectives
 
 
 class Trial:
-    """Runs the job until somebody is named, or `patience_seconds` after the collective was skipped.
+    """Runs the job until a rank is named, or `patience_seconds` after the collective was skipped.
 
     Attributes:
-        named: The rank named first; None if nobody was.
-        line: What was said.
+        named: The rank named first; None if none was.
+        line: The log line.
         seconds: From the skipped collective to that line.
     """
 
@@ -66,7 +66,7 @@ class Trial:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """End the launcher, which ends its ranks, and the ranks where it does not come to that."""
+    """End the launcher, which ends its ranks, and the ranks if it does not."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
     ranks = children.read_text().split() if children.exists() else []
     job.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Delays one rank in one phase, in turn, and writes what the exchange made of it, as JSON per rank.
+"""Delays one rank in one phase after the other, and writes the metrics, as JSON per rank.
 
 Usage: straggler_job.py FOLDER. Each case trains a fresh engine for some exchanges.
 """
@@ -33,7 +33,7 @@ WIDTH, BATCH = 256, 64
 
 
 class Delay:
-    """Sleeps where it is asked to, in one phase of one rank."""
+    """Sleeps in one phase of one rank."""
 
     phase = ""
     slept = 0.0
@@ -109,7 +109,7 @@ def batches():
 
 
 def warm_up(engine) -> None:
-    """Train some steps without a delay, and let the ranks compare them: they start unlike."""
+    """Train some steps without a delay and let the ranks compare them, as they start apart."""
     loader = batches()
     for _ in range(WARM_UP_STEPS):
         (batch,) = next(loader)
@@ -162,7 +162,7 @@ def run(phase: str, lines: list[tuple[float, str]]) -> dict:
             ("bandwidth", communication.COMM_LINK_BANDWIDTH),
         )
     }
-    told = {
+    result = {
         "case": phase,
         "steps": steps,
         "slept": delay.slept,
@@ -170,7 +170,7 @@ def run(phase: str, lines: list[tuple[float, str]]) -> dict:
         "lines": [line for _, line in lines],
         "exchanges": [(when - began) / EXCHANGE_SECONDS for when, _ in lines],
     }
-    return told | by_label
+    return result | by_label
 
 
 def listen() -> list[tuple[float, str]]:
@@ -183,15 +183,15 @@ def listen() -> list[tuple[float, str]]:
 
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)
-    heard = listen()
-    results = [run(phase, heard) for phase in PHASES]
+    lines = listen()
+    results = [run(phase, lines) for phase in PHASES]
     spare = SPARE_CONTROLS
     for _ in range(CONTROLS):
-        case = run("", heard)
-        somebody_was_named = torch.tensor([float(bool(case["lines"]))])
-        dist.all_reduce(somebody_was_named)
-        if somebody_was_named and spare:  # a busy machine slows a rank in earnest
+        case = run("", lines)
+        is_any_named = torch.tensor([float(bool(case["lines"]))])
+        dist.all_reduce(is_any_named)
+        if is_any_named and spare:  # a busy machine really slows a rank
             spare -= 1
-            case = run("", heard)
+            case = run("", lines)
         results.append(case)
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
