@@ -102,17 +102,17 @@ class EngineHooks:
         """Make the wrapper of one method."""
         match name:
             case "forward":
-                return self._around(name, original, self._on_forward_start, self._on_forward_end)
+                return self._wrap_method(name, original, self._on_forward_start, self._on_forward_end)
             case "backward":
-                return self._around(name, original, self._on_backward_start, self._on_backward_end)
+                return self._wrap_method(name, original, self._on_backward_start, self._on_backward_end)
             case "step" | "train_batch":
-                return self._around(name, original, self._on_step_start, self._on_step_end)
+                return self._wrap_method(name, original, self._on_step_start, self._on_step_end)
             case "_backward_prologue":
-                return self._around_prologue(original)
+                return self._wrap_prologue(original)
             case "_backward_epilogue":
-                return self._around_epilogue(original)
+                return self._wrap_epilogue(original)
         phase = EVAL if name == "eval_batch" else CHECKPOINT
-        return self._around(
+        return self._wrap_method(
             name,
             original,
             lambda args, kwargs: self._clock.enter(phase),
@@ -134,9 +134,9 @@ class EngineHooks:
             elif name == "OptimizerStep":
                 self._on_update_start()
 
-        return self._around(name, original, on_start, lambda result, returned: self._clock.leave())
+        return self._wrap_method(name, original, on_start, lambda result, returned: self._clock.leave())
 
-    def _around(
+    def _wrap_method(
         self,
         name: str,
         original: Any,
@@ -175,7 +175,7 @@ class EngineHooks:
 
         return hooked
 
-    def _around_prologue(self, original: Any) -> Any:
+    def _wrap_prologue(self, original: Any) -> Any:
         on_gradient = self._fail_open.wrap("_backward_prologue", self._on_first_gradient)
 
         def hooked() -> Any:
@@ -185,7 +185,7 @@ class EngineHooks:
 
         return hooked
 
-    def _around_epilogue(self, original: Any) -> Any:
+    def _wrap_epilogue(self, original: Any) -> Any:
         on_end = self._fail_open.wrap("_backward_epilogue", self._on_plain_backward_end)
 
         def hooked() -> Any:
