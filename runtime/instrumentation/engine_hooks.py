@@ -102,17 +102,17 @@ class EngineHooks:
         """Make the wrapper of one method."""
         match name:
             case "forward":
-                return self._wrap_method(name, original, self._on_forward_start, self._on_forward_end)
+                return self._wrap(name, original, self._on_forward_start, self._on_forward_end)
             case "backward":
-                return self._wrap_method(name, original, self._on_backward_start, self._on_backward_end)
+                return self._wrap(name, original, self._on_backward_start, self._on_backward_end)
             case "step" | "train_batch":
-                return self._wrap_method(name, original, self._on_step_start, self._on_step_end)
+                return self._wrap(name, original, self._on_step_start, self._on_step_end)
             case "_backward_prologue":
                 return self._wrap_prologue(original)
             case "_backward_epilogue":
                 return self._wrap_epilogue(original)
         phase = EVAL if name == "eval_batch" else CHECKPOINT
-        return self._wrap_method(
+        return self._wrap(
             name,
             original,
             lambda args, kwargs: self._clock.enter(phase),
@@ -134,9 +134,9 @@ class EngineHooks:
             elif name == "OptimizerStep":
                 self._on_update_start()
 
-        return self._wrap_method(name, original, on_start, lambda result, returned: self._clock.leave())
+        return self._wrap(name, original, on_start, lambda result, returned: self._clock.leave())
 
-    def _wrap_method(
+    def _wrap(
         self,
         name: str,
         original: Any,
