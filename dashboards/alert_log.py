@@ -39,10 +39,10 @@ def alert_line(alert: Mapping[str, Any]) -> str:
         labels.get("alertname", "-"),
         *(f"{name}={labels[name]}" for name in ("run", "rank") if name in labels),
     ]
-    told = [notes.get("summary"), notes.get("description")]
+    texts = [notes.get("summary"), notes.get("description")]
     if "runbook_url" in notes:
-        told.append(f"Runbook: {notes['runbook_url']}")
-    parts = [" ".join(head), *(text for text in told if text)]
+        texts.append(f"Runbook: {notes['runbook_url']}")
+    parts = [" ".join(head), *(text for text in texts if text)]
     # Spaces in a row become one, and so do the ends of lines.
     return " | ".join(" ".join(_printable(part).split()) for part in parts)
 
@@ -58,7 +58,7 @@ def _printable(text: str) -> str:
 
 
 class AlertLog(ThreadingHTTPServer):
-    """The server; it listens from its creation on. POST takes a message, GET tells how many came.
+    """The server; it listens from its creation on. POST takes a message, GET returns their number.
 
     Raises:
         OSError: On creation: the address is not of this machine, or taken.

@@ -38,7 +38,7 @@ def build(out: Path, links: Links | None = None) -> list[Path]:
     """Write all files below `out`, and return their paths.
 
     A file that an earlier build left there and that is no longer generated is removed; other
-    people's files are let be.
+    other people's files are left alone.
 
     Raises:
         OSError: A file cannot be written or removed.
@@ -78,7 +78,7 @@ def _fault(file: Path, text: str) -> str:
 
 
 def _beside(folder: Path, files: dict[str, str]) -> list[str]:
-    """Return the files that lie beside generated ones, in subfolders, and are none."""
+    """Return the files next to generated ones, in subfolders, that are not generated."""
     subfolders = {path.partition("/")[0] for path in files if "/" in path}
     there = {
         file.relative_to(folder).as_posix()

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 
 STOP_SECONDS = 10.0
-_START_TOLERANCE_SECONDS = 2.0  # the kernel tells starts from its boot, whose time is adjusted
+_START_TOLERANCE_SECONDS = 2.0  # the kernel counts starts from its boot, whose time is adjusted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A process we started. `started` is a Unix time, to tell it from a later one of its pid."""
+    """A process started here; `started` is a Unix time, because a pid may be reused."""
 
     name: str
     pid: int

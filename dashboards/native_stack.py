@@ -65,7 +65,7 @@ class NativeStack:
         return kept if self._processes.known() else {}
 
     def up(self) -> list[str]:
-        """Start what does not run yet, wait until it answers, and return what to tell.
+        """Start what does not run yet, wait until it answers, and return a report.
 
         Raises:
             CommandLineError: A program is missing, a port is taken, or one does not start.

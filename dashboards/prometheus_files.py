@@ -20,8 +20,8 @@ NOTE = (
 )
 WIDTH = 100
 COMPONENTS = ("communication", "training", "devices", "memory", "watch", "tuner")
-# By severity, in seconds: how long to wait for more alerts of a kind, which are told together;
-# between two messages if there is news; and until told again. A launcher ends the other ranks when
+# By severity, in seconds: how long to wait for more alerts of a group; between two messages if
+# there is news; and until an alert is repeated. A launcher ends the other ranks when
 # one dies, so that theirs come an evaluation later: 20 s take them in.
 URGENCIES = {
     "critical": (20.0, MINUTE, 60 * MINUTE),
@@ -114,7 +114,7 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
             ],
         },
         "inhibit_rules": [
-            _inhibition(alert.name, alert.silences) for alert in known if alert.silences
+            _inhibition(alert.name, alert.inhibits) for alert in known if alert.inhibits
         ],
         "receivers": [
             {

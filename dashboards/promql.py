@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..metrics.catalog.spec import MetricSpec
 
-IDENTITY = ("job", "run")  # what tells one run's series from another's
+IDENTITY = ("job", "run")  # what distinguishes the series of two runs
 ON_GPU, ON_HOST = 'device!="cpu"', 'device="cpu"'
 
 

@@ -1,4 +1,4 @@
-"""Tells Prometheus which ranks of this machine's runs to scrape, from the run folders' files.
+"""Lists the ranks of this machine's runs for Prometheus, from the run folders' files.
 
     python -m zerowatch.dashboards.run_targets --runs runs --to targets.json
 

@@ -29,7 +29,7 @@ SERVICE_FORMAT = '{{.Label "com.docker.compose.service"}}'
 
 
 def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
-    """Start all services, and return what to tell.
+    """Start all services, and return a report.
 
     Args:
         with_trainer: Whether to build and start the demo too.
@@ -169,7 +169,7 @@ def _docker(*arguments: str) -> list[str]:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Let compose speak for itself, and say so if it fails."""
+    """Run compose with its own output; raise if it fails."""
     code = subprocess.run(command).returncode
     if code:
         raise CommandLineError(

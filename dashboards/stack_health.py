@@ -16,7 +16,7 @@ JOB = "zerowatch"
 TIMEOUT_SECONDS = 5.0
 # Targets of a run stay in Prometheus as long as no other run takes their place.
 ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
-# What Prometheus says when a scrape fails, and what to do. The first that fits is told.
+# Prometheus' error when a scrape fails, and what to do. The first that matches is used.
 _CURES = (
     (
         "connection refused",
@@ -36,7 +36,7 @@ Labels = Mapping[str, str]
 
 
 def health_lines(prometheus: str, alertmanager: str, *, no_run: str) -> list[str]:
-    """Ask both and say how it stands.
+    """Ask both and report their state.
 
     Args:
         prometheus: Its URL.
@@ -103,8 +103,8 @@ def rule_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
     """Say how many rules there are, and which of them cannot be evaluated."""
     rules = [rule for group in groups for rule in group["rules"]]
     failed = [rule for rule in rules if rule["health"] == "err"]
-    told = [f"rule {rule['name']} fails: {rule.get('lastError', '')}" for rule in failed]
-    return [f"rules: {len(rules)}, {len(failed)} of them fail", *told]
+    failures = [f"rule {rule['name']} fails: {rule.get('lastError', '')}" for rule in failed]
+    return [f"rules: {len(rules)}, {len(failed)} of them fail", *failures]
 
 
 def alert_lines(alerts: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -124,7 +124,7 @@ def _alert_line(labels: Labels, annotations: Labels) -> str:
 
 
 def answers(url: str) -> bool:
-    """Tell whether a page is there."""
+    """Return whether a page exists."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
             return True

@@ -65,7 +65,7 @@ def port_settings(env_file: Path = ENV_FILE) -> dict[str, str]:
 
 
 def _value(text: str) -> str:
-    """Read what stands behind the "=" of a line, without quotes and a remark behind it."""
+    """Read the value after the "=" of a line, without quotes and comment."""
     return text.partition(" #")[0].strip().strip("'\"")
 
 
@@ -90,7 +90,7 @@ def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
 
 
 def is_taken(number: int) -> bool:
-    """Tell whether somebody listens on the port."""
+    """Return whether something listens on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past a closed one's wait
         try:

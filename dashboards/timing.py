@@ -1,4 +1,4 @@
-"""The windows and intervals of rules, which tests shorten all by one factor."""
+"""The windows and intervals of rules; tests scale them by one factor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timing:
 
     @property
     def long(self) -> str:
-        """The window that tells a habit from a hiccup; rules call it 30m."""
+        """The window that excludes short disturbances; rules call it 30m."""
         return self.duration(LONG_SECONDS)
 
     @property

@@ -1,7 +1,7 @@
-"""Alerts, as data. To add one: its function beside its kin, its page in runbook.md, its cases.
+"""Alerts, as data. To add one: a function in the file of its subject, a page in runbook.md, cases.
 
-An alert fires on what a person can do something about, says what, and is quiet otherwise: while a
-run warms up, once it has ended, and while another alert names the cause.
+An alert fires on what a person can act on, and states what to do. It does not fire while a run
+warms up, after it has ended, or while another alert names the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an alert is: when it is raised, what it says, and which others it makes superfluous."""
+"""The description of an alert: expression, texts, labels, and the alerts that it inhibits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InhibitRule:
-    """What an alert silences: those of its consequences that nobody needs to be told of as well.
+    """The alerts that an alert inhibits: its consequences.
 
     Attributes:
-        alerts: Names of the silenced; none stands for all others.
+        alerts: Names of the inhibited alerts; empty means all others.
         same: The labels in which the two must agree.
     """
 
@@ -45,12 +45,12 @@ class Alert:
 
     Attributes:
         expression: PromQL that has a result while something is wrong, one per alert.
-        for_seconds: For how long, before the alert is raised.
-        keep_firing_seconds: How long the alert stays after that is over, so that it does not flap.
-        summary: What is wrong, without figures: it is the same each time the alert is sent.
-        description: The value that raised it, and what to do first.
+        for_seconds: How long the expression must hold before the alert fires.
+        keep_firing_seconds: How long it stays after the expression ends, so that it does not flap.
+        summary: What is wrong, without figures, so that it is the same in each notification.
+        description: The value, and what to do first.
         dashboard: The uid of the dashboard that shows it.
-        silences: What it makes superfluous.
+        inhibits: The alerts that it inhibits.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Alert:
     summary: str
     description: str
     dashboard: str
-    silences: InhibitRule | None = None
+    inhibits: InhibitRule | None = None
 
     @property
     def labels(self) -> dict[str, str]:

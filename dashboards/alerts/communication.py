@@ -34,7 +34,7 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _comm_bottleneck(timing: Timing) -> Alert:
-    # The long window tells a habit from a hiccup, the short one that it is not over yet.
+    # The long window excludes short disturbances, the short one shows that it is not over yet.
     both_windows = where(
         f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}",
         f"{recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}",

@@ -9,7 +9,7 @@ from ..timing import Timing
 
 
 def while_training(expression: str, *labels: str) -> str:
-    """Keep what belongs to a run that goes on, or with "rank" to a rank that does.
+    """Keep the series of runs that are training, or with "rank" of ranks that are.
 
     A run that has ended leaves no samples behind but for those in the window of a rate.
     """

@@ -61,7 +61,7 @@ def _oom_risk_critical() -> Alert:
             "checkpoint now if you can; the run is likely to end by itself."
         ),
         dashboard=DASHBOARD,
-        silences=InhibitRule(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
+        inhibits=InhibitRule(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
     )
 
 

@@ -46,7 +46,7 @@ def _tuner_safe_mode() -> Alert:
         summary=f"The tuner of training {RUN} is in safe mode",
         description=(
             "It has gone back to the last configuration that worked and tries nothing more; it "
-            "acts only where memory is about to run out. Training goes on. Look at its last "
+            "acts only if memory is about to run out. Training continues. Look at its last "
             "decisions on the dashboard."
         ),
         dashboard="zerowatch-tuner",

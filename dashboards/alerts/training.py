@@ -41,21 +41,21 @@ def _training_stalled(timing: Timing) -> Alert:
     # are compared with nothing but themselves, so that clocks need not agree.
     steps = by("max", f"changes({select(training.STEPS)}[{timing.short}])")
     moves = by("max", f"delta({select(training.LAST_ACTIVITY_TIMESTAMP)}[{timing.short}])")
-    stands = where(where(by("max", select(training.STEPS)), f"{steps} == 0"), f"{moves} < 1")
+    stalled = where(where(by("max", select(training.STEPS)), f"{steps} == 0"), f"{moves} < 1")
     return Alert(
         name="ZerowatchTrainingStalled",
         component="training",
         severity="critical",
-        expression=while_training(stands),
+        expression=while_training(stalled),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=0,  # a step ends it for certain
-        summary=f"Training {RUN} stands still",
+        summary=f"Training {RUN} has stalled",
         description=(
             f"Nothing has moved for ten minutes, on any rank; {NUMBER} steps were done. Read "
             "hang-rank-*.txt in the run folder: the first line says who is missing where."
         ),
         dashboard=OVERVIEW,
-        silences=InhibitRule(
+        inhibits=InhibitRule(
             alerts=(
                 COMM_BOTTLENECK,
                 DATA_BOUND,
@@ -68,7 +68,7 @@ def _training_stalled(timing: Timing) -> Alert:
 
 
 def _rank_down(timing: Timing) -> Alert:
-    # A rank that ended as it should has told so: its last run_active is 0. One that came back on
+    # A rank that ended normally has exported run_active 0. One that came back on
     # another port answers there; what it said on the old one does not count after its end.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(REMEMBERED_SECONDS)}])"
     return Alert(
@@ -88,7 +88,7 @@ def _rank_down(timing: Timing) -> Alert:
             "other alerts of this run are inhibited meanwhile."
         ),
         dashboard=OVERVIEW,
-        silences=InhibitRule(),
+        inhibits=InhibitRule(),
     )
 
 
@@ -147,7 +147,7 @@ def _data_bound(timing: Timing) -> Alert:
             "up."
         ),
         dashboard=ANATOMY,
-        silences=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
+        inhibits=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
     )
 
 

@@ -17,7 +17,7 @@ def window_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _windows_done_again(timing: Timing) -> Alert:
-    # The long window tells a habit from one bad batch, the short one that it is not over yet.
+    # The long window excludes single bad batches, the short one shows that it is not over yet.
     both_windows = where(
         f"{recorded.REPLAY_RATIO_LONG.select()} > {REPLAY_RATIO_HIGH}",
         f"{recorded.REPLAY_RATIO.select()} > 0",

@@ -22,7 +22,7 @@ from ..recording import devices, training
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
 
-NOT_A_GPU = "only GPUs tell"
+NOT_A_GPU = "GPUs only"
 BUSY = below(DEVICE_UTILIZATION_LOW)
 HOT = above(83, 90)  # GPUs begin to slow down at about 83 to 87 degrees
 JOULES = "joule"
@@ -162,7 +162,7 @@ HEALTH = (
     ),
     Table(
         title="Least busy devices now",
-        description="With clock and temperature beside: idle, throttled or hot?",
+        description="Next to clock and temperature: idle, throttled or hot?",
         labels={"rank": "Rank", "device": "Device"},
         columns=(
             Column(

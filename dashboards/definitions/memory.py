@@ -136,7 +136,7 @@ WHAT_FILLS_IT = (
     ),
     TimeSeries(
         title="What the host holds",
-        description="The largest of all ranks; in a run without GPUs the same as beside. Here "
+        description="The largest of all ranks; without GPUs the same as the panel next to it. Here "
         "**activations** includes what the C library keeps of earlier batches.",
         queries=(
             Query(

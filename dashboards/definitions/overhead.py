@@ -1,4 +1,4 @@
-"""What does watching cost, and can its figures be trusted?"""
+"""What does monitoring cost, and can its figures be trusted?"""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ PART_COLORS = {
 
 COST = (
     Stat(
-        title="Cost of watching",
-        description="Seconds a second, of the costliest of the chosen ranks. Usual is below half "
-        "a per cent; if the mean of all ranks is above 2 %, an alert fires: see the runbook.",
+        title="Cost of monitoring",
+        description="Seconds per second, of the most expensive of the chosen ranks. Below 0.5 % is "
+        "usual; if the mean of all ranks is above 2 %, an alert fires: see the runbook.",
         queries=(Query(by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK)), "cost"),),
         unit=RATIO,
         thresholds=above(WATCH_RATIO_HIGH / 2, WATCH_RATIO_HIGH),
@@ -49,9 +49,9 @@ COST = (
     ),
     TimeSeries(
         title="Cost by part",
-        description="Seconds a second, as a mean over ranks. **hooks** and **collectives** run in "
-        "training, the rest in threads of our own. Much **collectives**: very many calls. It is a "
-        "mean over five minutes, so it rises for as long after a start.",
+        description="Seconds per second, as a mean over ranks. **hooks** and **collectives** run on the "
+        "training thread, the rest on threads of zerowatch. Much **collectives**: very many "
+        "calls. It is a mean over five minutes, so it rises for as long after a start.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
         unit=RATIO,
         minimum=0,
@@ -96,8 +96,8 @@ TRUST = (
     ),
     Stat(
         title="Age of the figures",
-        description="Time since the metrics of the slowest rank were renewed. A few seconds are "
-        "normal; minutes mean that its watch thread stands still, or that the run is over.",
+        description="Time since the metrics of the slowest rank were updated. A few seconds are "
+        "normal; minutes mean that its watch thread is blocked, or that the run is over.",
         queries=(
             Query(
                 f"time() - {by('min', of_ranks(overhead.WATCH_LAST_UPDATE_TIMESTAMP))}",
@@ -113,8 +113,8 @@ TRUST = (
     ),
     Stat(
         title="Hooks that failed",
-        description="Since the start, by hook. Such a hook is dropped and training goes on; the "
-        "log has its traceback once. Please report it.",
+        description="Since the start, by hook. Such a hook is removed and training continues; "
+        "the log has its traceback once. Please report it.",
         queries=(Query(total(overhead.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -147,16 +147,15 @@ TRUST = (
             thresholds=ANY_IS_BAD,
         ),
         TimeSeries(
-            title="Exchanges that failed, per second",
-            description="Between ranks. **store**: the c10d store did not answer. **peer**: a "
-            "rank was silent. **unmatched**: collectives did not fit together. Now and then is "
-            "harmless.",
+            title="Comparisons that failed, per second",
+            description="Between ranks. **store**: the c10d store did not answer. **peer**: no "
+            "report from a rank. **unmatched**: collectives did not match. A few are harmless.",
             queries=(Query(of_run(communication.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
             unit=PLAIN,
             minimum=0,
         ),
         TimeSeries(
-            title="Longest silence of a rank",
+            title="Longest time without a report of a rank",
             description="Since it last reported to the others. Up to about seven seconds is "
             "normal; one that only grows is a rank that is stuck or gone.",
             queries=(Query(of_run(communication.HEARTBEAT_AGE), "silence"),),
@@ -189,7 +188,7 @@ SCRAPES = sized(
     ),
     Table(
         title="Ranks that cost most now",
-        description="Seconds a second for watching.",
+        description="Seconds of monitoring per second of the run.",
         labels={"rank": "Rank"},
         columns=(
             Column(
@@ -207,9 +206,9 @@ SCRAPES = sized(
 DASHBOARD = Dashboard(
     name="overhead",
     title="Overhead",
-    description="What does watching cost, and can its figures be trusted?",
+    description="What does monitoring cost, and can its figures be trusted?",
     rows=(
-        Row("What watching costs", COST),
+        Row("Cost of monitoring", COST),
         Row("Can the figures be trusted?", TRUST),
         Row("Scrapes", SCRAPES),
     ),

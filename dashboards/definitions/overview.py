@@ -1,4 +1,4 @@
-"""Is the run healthy, and what holds it back?"""
+"""Is the run healthy, and what limits it?"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEALTH = sized(
         title="Ranks training",
         description="Should be as many as you started; 0 after the run's end. If some are "
         "missing, look below at the alerts, then into the log of the rank that is gone.",
-        # A run that was killed tells nothing any more, and its last figure is not of now.
+        # A killed run exports nothing any more, and its last value is not current.
         queries=(Query(f"sum({of_run(training.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -107,7 +107,7 @@ def against_limit(rule: str, limit: float) -> str:
 
 HELD_BACK = (
     BarGauge(
-        title="What holds it back: share of each limit",
+        title="What limits it: share of each threshold",
         description="Each bar is a measurement over the limit from which its alert would fire; at "
         "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
         "the dashboard Communication, **waiting for data** on Step anatomy, **idle device** on "
@@ -173,7 +173,7 @@ HELD_BACK = (
         TimeSeries(
             title="Communication that training waits for",
             description="Share of training time in which nothing but communication went on. Above "
-            "the line it is worth work: the dashboard Communication tells the cause.",
+            "the line it is worth work: the dashboard Communication shows the cause.",
             queries=(
                 Query(of_run(communication.EXPOSED_RATIO), "5 minutes"),
                 Query(of_run(communication.EXPOSED_RATIO_LONG), "30 minutes"),
@@ -186,8 +186,8 @@ HELD_BACK = (
         TimeSeries(
             title="Devices busy",
             description="Mean over ranks, and the least busy of them. Under the line a device "
-            "waits for something else: communication, data, or too little work at once. It is for "
-            "GPUs: of a CPU the share of all cores is shown, of which two ranks share the whole.",
+            "waits for something else: communication, data, or too little work at once. For GPUs "
+            "only: on a CPU it is the share of all cores, which the ranks of a host share.",
             queries=(
                 Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
                 Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
@@ -218,15 +218,15 @@ PROGRESS = sized(
     TimeSeries(
         title="Loss",
         description="Mean over ranks. Marks show where the tuner changed something or an alert "
-        "fired: what follows them may be their doing.",
+        "fired: they may explain what follows.",
         queries=(Query(of_run(training.LOSS), "loss"),),
         unit=PLAIN,
     ),
     step_seconds(),
     TimeSeries(
         title="Throughput",
-        description="Samples a second, all ranks together. A fall without a fall of work is what "
-        "the panels above explain.",
+        description="Samples a second, all ranks together. The panels above explain a "
+        "fall with the same work.",
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         minimum=0,
@@ -237,10 +237,10 @@ PROGRESS = sized(
 DASHBOARD = Dashboard(
     name="overview",
     title="Overview",
-    description="Is the run healthy, and what holds it back?",
+    description="Is the run healthy, and what limits it?",
     rows=(
         Row("Is the run healthy?", HEALTH),
-        Row("What holds it back?", HELD_BACK),
+        Row("What limits it?", HELD_BACK),
         Row("Progress", PROGRESS),
         Row("Alerts and ranks", DETAILS),
     ),

@@ -1,4 +1,4 @@
-"""Panels that stand on more than one dashboard."""
+"""Panels used on more than one dashboard."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def worst(
 ) -> str:
     """Select the ranks that were worst on average over the time shown.
 
-    They are chosen once for the whole graph: chosen anew at each point, they would be other ranks
+    They are chosen once for the whole graph: chosen at each point, they would be other ranks
     each time, and of a thousand ranks a graph would show most.
 
     Args:
@@ -41,7 +41,7 @@ def worst(
         matchers: Further matchers.
         lowest: Whether low values are the bad ones.
         count: How many lines there are at most.
-        also: A label beside rank that tells series apart.
+        also: A label besides rank that distinguishes series.
     """
     selector = of_ranks(rule, *matchers)
     operation = "bottomk" if lowest else "topk"

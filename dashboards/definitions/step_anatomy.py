@@ -67,7 +67,7 @@ RANKS_APART = (
     TimeSeries(
         title="Step time of the slowest ranks",
         description="All ranks wait for each other, so these lines are close together even if one "
-        "rank is to blame; who it is tells the straggler score on the dashboard Communication.",
+        "rank is the cause; the straggler score on the dashboard Communication shows which one.",
         queries=(Query(worst(training.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,

@@ -46,7 +46,7 @@ NOW = (
     ),
     Stat(
         title="Decisions",
-        description="Since the start, by verdict. Many rejected: the run is too noisy to tell, or "
+        description="Since the start, by verdict. Many rejected: the run is too noisy, or "
         "already as fast as it gets. Many rolled back: what was tried did harm.",
         queries=(Query(of_first_rank(tuner.TUNER_DECISIONS), "{{verdict}}", shape="now"),),
         unit=PLAIN,
@@ -141,7 +141,7 @@ KNOBS = (
         TimeSeries(
             title="Knobs over time",
             description="Each step is a change; marks name the verdict. The scale is logarithmic, "
-            "as bucket sizes stand beside small counts.",
+            "because bucket sizes and small counts share the axis.",
             queries=(Query(of_first_rank(tuner.TUNER_KNOB_VALUE), "{{knob}}"),),
             unit=COUNT,
             log_scale=True,

@@ -17,10 +17,10 @@ CUT_AND_SHARED = sized(
     8,
     7,
     TimeSeries(
-        title="How a batch is cut",
+        title="Micro-batches of a step",
         description="Samples of the largest micro-batch, and how many micro-batches make a step. "
-        "It changes where memory ran out, where room was found again, and by your own call; the "
-        "update stays that of the whole batch.",
+        "It changes after an out-of-memory error, when memory is free again, and by your own call; "
+        "the update stays that of the whole batch.",
         queries=(
             Query(of_run(window.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
             Query(by("max", of_first_rank(catalog.ACCUMULATION_STEPS)), "micro-batches"),
@@ -81,7 +81,7 @@ DONE_AGAIN = sized(
         empty=NO_RUN,
     ),
     Stat(
-        title="Engines made anew",
+        title="Engine rebuilds",
         description="Within the run, for another ZeRO stage or offload. **undone**: it failed, and "
         "**refused**: it would not have worked; either way training went on as it was, and the "
         "log says why.",

@@ -14,8 +14,8 @@ from .grid import COLUMNS, HEADING_HEIGHT, Place, places
 from .links import TAG, link_to_traces, links_between_dashboards
 from .variables import variables
 
-# The newest that Grafana 11 reads as it stands; what 12 and 13 change in it does not concern us.
-# Under 14 Grafana would take the shared crosshair away.
+# The newest that Grafana 11 reads without migration; changes in 12 and 13 do not affect it.
+# Below 14 Grafana would remove the shared crosshair.
 SCHEMA_VERSION = 39
 _SHARED_CROSSHAIR = 1
 _REFRESH = "15s"

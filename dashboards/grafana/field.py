@@ -41,7 +41,7 @@ def _override(name: str, properties: Json) -> Json:
 
 
 def value_mappings(named: Iterable[Named]) -> list[Json]:
-    """Return the words that stand for values."""
+    """Return the mapping of values to texts."""
     options = {
         str(name.value): {"text": name.text, "color": name.color, "index": index}
         for index, name in enumerate(named)

@@ -1,4 +1,4 @@
-"""Where panels stand: 24 columns, filled from left to right, no panel over another."""
+"""Positions of panels: 24 columns, filled from left to right, without overlap."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def link_to_traces(query: str) -> Json:
 
 
 def link_to_dashboard(uid: str) -> Json:
-    """Return a panel's link to the dashboard that tells more; it takes variables and time along."""
+    """Return a panel's link to the dashboard with details; it keeps variables and time."""
     return cleaned(
         grafanalib.DashboardLink(
             type="link",

@@ -1,4 +1,4 @@
-"""The kinds of panel, as data in our words. What Grafana needs beside it is in draw.py."""
+"""The kinds of panel, as data. What Grafana needs besides is added in draw.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Panel:
         decimals: Digits shown after the point; None lets Grafana choose.
         colors: Fixed colours of series by their legend, so that a word has one colour everywhere.
         empty: What is shown where there is no data; in a table also in each empty cell.
-        dashboard: The uid of the dashboard that tells more, linked from the title.
+        dashboard: The uid of the dashboard with details, linked from the title.
     """
 
     title: str

@@ -1,9 +1,9 @@
-"""Recording rules: what panels and alerts divide, or add up over ranks, worked out once.
+"""Recording rules: ratios and sums over ranks that panels and alerts use.
 
 Dashboards and alerts use a rule by its constant. To add one: a constant in the file of its
 subject, and an entry in the file's RULES. Sums are divided, never ratios averaged. "5m" and "30m"
-in a name are the shipped windows. A level names the labels that stay beside job: `run_rank` keeps
-run and rank.
+in a name are the shipped windows. A level names the labels that remain besides job: `run_rank`
+keeps run and rank.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from .rule import recorded
 
 WATCH_RATIO_BY_RANK = recorded(
     overhead.WATCH_SECONDS,
-    "rate5m",  # seconds per second: a ratio as it stands
+    "rate5m",  # seconds per second: already a ratio
     lambda timing: by("sum", rate(overhead.WATCH_SECONDS, timing.short), "rank"),
     "rank",
 )

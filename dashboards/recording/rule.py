@@ -21,7 +21,7 @@ class RecordingRule:
     Attributes:
         name: level:metric:operations.
         expression: Makes the PromQL with the windows it is given.
-        labels: The labels of the result, beside job.
+        labels: The labels of the result, besides job.
     """
 
     name: str

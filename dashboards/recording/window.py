@@ -8,7 +8,7 @@ from .rule import TRAINING_PHASES, RecordingRule, aggregated, recorded
 
 
 def _share_of_first_rank(operation: str, *, long: bool) -> RecordingRule:
-    """Divide by the training time of rank 0, which alone tells what windows cost."""
+    """Divide by the training time of rank 0, the only rank that exports the cost of windows."""
 
     def expression(period: str) -> str:
         whole = rate(training.PHASE_SECONDS, period, TRAINING_PHASES, 'rank="0"')

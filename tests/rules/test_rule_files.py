@@ -133,7 +133,7 @@ def test_an_alert_leads_to_its_page_and_to_the_dashboard_of_its_run(alert):
 
 def test_only_alerts_that_exist_are_silenced():
     silenced = {
-        name for alert in KNOWN.values() if alert.silences for name in alert.silences.alerts
+        name for alert in KNOWN.values() if alert.inhibits for name in alert.inhibits.alerts
     }
 
     assert silenced < KNOWN.keys()
@@ -177,7 +177,7 @@ def test_no_expression_is_broken_into_lines_by_yaml():
 
 
 def test_an_alert_that_silences_nothing_needs_no_rule():
-    quiet = [alert.name for alert in KNOWN.values() if alert.silences is None]
+    quiet = [alert.name for alert in KNOWN.values() if alert.inhibits is None]
     inhibitions = rule_files()["alertmanager/alertmanager.yml"].partition("inhibit_rules")[2]
 
     assert [name for name in quiet if f'alertname="{name}"' in inhibitions] == []

@@ -74,7 +74,7 @@ CASES = (
         annotations=says(
             "ZerowatchTrainingStalled",
             dashboard="zerowatch-overview",
-            summary="Training night-7 stands still",
+            summary="Training night-7 has stalled",
             description="Nothing has moved for ten minutes, on any rank; 294 steps were done. Read "
             "hang-rank-*.txt in the run folder: the first line says who is missing where.",
         ),
