@@ -49,8 +49,8 @@ COST = (
     ),
     TimeSeries(
         title="Cost by part",
-        description="Seconds per second, as a mean over ranks. **hooks** and **collectives** run on the "
-        "training thread, the rest on threads of zerowatch. Much **collectives**: very many "
+        description="Seconds per second, as a mean over ranks. **hooks** and **collectives** run "
+        "on the training thread, the rest on threads of zerowatch. Much **collectives**: very many "
         "calls. It is a mean over five minutes, so it rises for as long after a start.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
         unit=RATIO,
