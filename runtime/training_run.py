@@ -17,7 +17,7 @@ from .engine.live_settings.choose_modules import ModuleSelector
 from .initialize import initialize, initialize_unwatched
 from .monitor.null_watch import NullWatch
 from .trainer.checkpoint.manager import CheckpointManager
-from .trainer.data.data_source import TrainingData
+from .trainer.data.training_data import TrainingData
 from .trainer.engine_holder import EngineHolder
 from .trainer.metrics import TrainerMetrics
 from .trainer.window.micro_batches import Loss
@@ -196,7 +196,7 @@ class TrainingRun:
         """
         self._tuner.on_window_start()
         result = self._window_runner.train(batch)
-        self._data.window_ended(
+        self._data.on_window_end(
             step=self.engine.global_steps,
             num_samples=sum(result.micro_batches),
             seconds=None if result.replays else self._window_runner.passes_seconds,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
-from ..trainer.data.data_source import TrainingData
+from ..trainer.data.training_data import TrainingData
 from ..trainer.engine_holder import EngineHolder
 from ..trainer.open_window import RankNotice, no_notice
 from ..trainer.window.step_result import StepResult

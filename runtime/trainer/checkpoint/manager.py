@@ -12,7 +12,7 @@ from typing import Any
 from ....errors import RebuildError
 from ...common.host_group import HostGroup
 from ...common.process_info import this_process
-from ..data.data_source import TrainingData
+from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
 from ..oom_recovery.sizing import MicroBatchLimits
 from ..window.rng import RngState

@@ -1,24 +1,26 @@
-"""Shares that follow the ranks' measured speeds, agreed on now and then between two windows."""
+"""Load balancing: shares that follow the measured speeds of the ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .busy_time import BusyTime
-from .schedule import ShareSchedule
-from .share_trial import ShareTrial
-from .shares import Shares, even_shares, fitting_shares, gain
+from ...common.host_group import HostCollectives
+from .shares import Shares, ShareSchedule, even_shares, fitting_shares, gain
 
-EVERY_WINDOWS = 8  # one exchange of four numbers; a median of fewer windows says little
-LEAST_GAIN = 0.05  # hosts are a few per cent faster or slower from one minute to the next
-NEW_WEIGHT = 0.5  # of what was measured last, against all before
+EVERY_WINDOWS = 8  # between exchanges of four numbers; the median of fewer windows is too noisy
+MIN_GAIN = 0.05  # the speed of hosts varies by a few per cent from one minute to the next
+NEW_WEIGHT = 0.5  # of the last measurement, against all before
 WARM_UP_WINDOWS = 3  # memory is allocated, traces are recorded, code is compiled
-
-Gather = Callable[[Sequence[float]], Any]  # this rank's numbers to an array of all ranks', by rank
+_MAX_WINDOWS = 256
+_RECENT_WINDOWS = 32  # older ones may be outdated if nothing was read for long
+_MIN_TRIAL_GAIN = 0.02  # of a window's wall time; less is within its noise
+_FIRST_PAUSE = 16  # exchanges without a change after one that did not help; doubled each time
+_LONGEST_PAUSE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +28,13 @@ class EndedWindow:
     """A window that was committed.
 
     Attributes:
-        index: Of its batch in the order of the data.
-        step: Its number, by which `BusyTime.blocked` tells of it.
-        num_samples: This rank's.
-        passes_seconds: Wall time of its forward and backward passes on this rank; None where that
-            says little, as after a replay.
-        seconds: Wall time since the window before.
-        most_samples: What this rank can take of a batch at most.
+        index: Index of its batch in the order of the data.
+        step: Its number, as in `BusyTime.add_blocked`.
+        num_samples: Samples of this rank.
+        passes_seconds: Wall time of its forward and backward passes on this rank; None if not
+            representative, as after a replay.
+        seconds: Wall time since the previous window.
+        max_samples: Largest share of a batch for this rank.
     """
 
     index: int
@@ -40,43 +42,45 @@ class EndedWindow:
     num_samples: int
     passes_seconds: float | None
     seconds: float
-    most_samples: float = math.inf
+    max_samples: float = math.inf
 
 
 class Balancer:
-    """Measures this rank and, with all others, changes the schedule.
+    """Measures this rank and, together with all others, changes the share schedule.
 
-    Every rank calls `window_ended` after each of its windows, so that all exchange at the same one,
-    and all work the same shares out of the same numbers. Shares that make windows no faster, as
-    where they take more micro-batches and so more communication, are taken back.
+    Every rank calls `on_window_end` after each window, so that all exchange measurements at the
+    same window and compute equal shares. Shares that do not make windows faster, for example
+    because more micro-batches need more communication, are reverted.
 
-    While shares are to stay even it is `measure` instead; `begin` and `end` lie between.
+    While shares stay even `measure` is called instead; `start` and `stop` switch between the two.
     """
 
-    def __init__(self, schedule: ShareSchedule, gather: Gather, busy_time: BusyTime) -> None:
+    def __init__(
+        self, schedule: ShareSchedule, host_group: HostCollectives, busy_time: BusyTime
+    ) -> None:
         self.schedule = schedule
         self.busy_time = busy_time
-        self._gather = gather
+        self._host_group = host_group
         self._num_windows = 0
         self._seconds: list[float] = []
-        self._measured = math.nan  # holds until there is something newer
+        self._measured = math.nan  # until a newer value is known
         self._sample_seconds: tuple[float, ...] = ()
         self._trial = ShareTrial()
 
     def measure(self, window: EndedWindow) -> None:
-        """Take a window's time, and nothing more."""
+        """Add a window's time without changing shares."""
         self._num_windows += 1
         if self._num_windows > WARM_UP_WINDOWS and window.passes_seconds is not None:
             self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
 
-    def begin(self) -> Shares | None:
-        """Share out by what was measured so far; return the new shares, if it asks for others.
+    def start(self) -> Shares | None:
+        """Change shares by the measurements so far; return the new ones, None if they stay even.
 
-        Whether they help is for the caller to find out. What they were before is even shares.
+        The caller evaluates whether they help.
         """
-        self.forget_times()
-        told = self._gather([self._newest(), self.schedule.next_index]).tolist()
-        measured, next_indices = zip(*told, strict=True)
+        self.reset_times()
+        gathered = self._host_group.all_gather([self._newest(), self.schedule.next_index]).tolist()
+        measured, next_indices = zip(*gathered, strict=True)
         if not _all_known(measured):
             return None
         self._sample_seconds = smoothed(self._sample_seconds, measured)
@@ -86,93 +90,190 @@ class Balancer:
             self.schedule.change(int(max(next_indices)), shares)
         return shares
 
-    def end(self) -> Shares | None:
-        """Go back to even shares, from the first batch on that no rank has begun to load."""
-        self.forget_times()
+    def stop(self) -> Shares | None:
+        """Return to even shares, from the first batch that no rank has started to load."""
+        self.reset_times()
         even = even_shares(self.schedule.num_samples, self.schedule.num_ranks)
         if self.schedule.latest == even:  # on all ranks alike
             return None
-        self.schedule.change(int(self._gather([self.schedule.next_index]).max()), even)
+        self.schedule.change(
+            int(self._host_group.all_gather([self.schedule.next_index]).max()), even
+        )
         return even
 
-    def forget_times(self) -> None:
-        """Take it that windows are no longer comparable with those before."""
+    def reset_times(self) -> None:
+        """Drop window times: windows are not comparable with earlier ones any more."""
         self._seconds, self._trial = [], ShareTrial()
 
-    def window_ended(self, window: EndedWindow) -> Shares | None:
-        """Take a window; return the new shares where some were agreed on."""
+    def on_window_end(self, window: EndedWindow) -> Shares | None:
+        """Add a window; return the new shares if they change."""
         self.measure(window)
         self._seconds.append(window.seconds)
         if len(self._seconds) < EVERY_WINDOWS:
             return None
-        usual, self._seconds = median(self._seconds), []
-        told = self._gather(
-            [self._newest(), self.schedule.next_index, window.most_samples, usual]
+        typical, self._seconds = median(self._seconds), []
+        gathered = self._host_group.all_gather(
+            [self._newest(), self.schedule.next_index, window.max_samples, typical]
         ).tolist()
-        measured, next_indices, most, seconds = zip(*told, strict=True)
-        shares = self._decide(window.index, measured, most, max(seconds))
+        measured, next_indices, max_samples, seconds = zip(*gathered, strict=True)
+        shares = self._decide(window.index, measured, max_samples, max(seconds))
         if shares is not None:
-            # From the first batch on that no rank has begun to load.
+            # The first batch that no rank has started to load.
             from_index = int(max(next_indices))
-            self._trial.shares_change(self.schedule.latest, from_index, max(seconds))
+            self._trial.on_change(self.schedule.latest, from_index, max(seconds))
             self.schedule.change(from_index, shares)
         return shares
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule and what was measured."""
+        """Return the schedule and the measurements."""
         return {**self.schedule.state_dict(), "sample_seconds": list(self._sample_seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved schedule, or evenly where it was one of other ranks or batches."""
+        """Load a saved schedule; that of other ranks or batch sizes is ignored."""
         self._trial = ShareTrial()
         if self.schedule.load_state_dict(state):
             self._sample_seconds = tuple(state["sample_seconds"])
 
     def _newest(self) -> float:
-        """Return this rank's seconds per sample, nan before any are known."""
-        newer = self.busy_time.take()
+        """Return this rank's seconds per sample; nan if not yet known."""
+        newer = self.busy_time.drain()
         self._measured = self._measured if newer is None else newer
         return self._measured
 
     def _decide(
-        self, index: int, measured: Sequence[float], most: Sequence[float], seconds: float
+        self, index: int, measured: Sequence[float], max_samples: Sequence[float], seconds: float
     ) -> Shares | None:
         if not _all_known(measured):
             return None
         self._sample_seconds = smoothed(self._sample_seconds, measured)
-        if self._trial.is_under_way:
-            return self._trial.verdict(index + 1 - EVERY_WINDOWS, seconds)
-        if self._trial.rests():
+        if self._trial.is_running:
+            return self._trial.revert_to(index + 1 - EVERY_WINDOWS, seconds)
+        if self._trial.is_paused():
             return None
-        return better_shares(self.schedule.latest, self._sample_seconds, most)
+        return better_shares(self.schedule.latest, self._sample_seconds, max_samples)
 
 
 def better_shares(
     now: Shares,
     sample_seconds: Sequence[float],
-    most: Sequence[float],
-    least_gain: float = LEAST_GAIN,
+    max_samples: Sequence[float],
+    min_gain: float = MIN_GAIN,
 ) -> Shares | None:
-    """Return shares that are worth a change; None where the present ones are good enough.
+    """Return shares that are worth a change; None if the gain is below `min_gain`.
 
-    Shares beyond what a rank can take are left for the best that it can, whatever the gain.
+    Shares above a rank's limit are always replaced.
     """
-    if sum(most) < sum(now):
+    if sum(max_samples) < sum(now):
         return None
-    best = fitting_shares(sum(now), sample_seconds, most)
-    too_much = any(share > limit for share, limit in zip(now, most, strict=True))
-    return best if too_much or gain(now, best, sample_seconds) >= least_gain else None
+    best = fitting_shares(sum(now), sample_seconds, max_samples)
+    exceeds_limit = any(share > limit for share, limit in zip(now, max_samples, strict=True))
+    return best if exceeds_limit or gain(now, best, sample_seconds) >= min_gain else None
 
 
 def _all_known(measured: Sequence[float]) -> bool:
-    """Whether every rank has something to tell already."""
+    """Whether every rank has measured something."""
     return all(each > 0 for each in measured)  # nan is not
 
 
 def smoothed(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
-    """Return a moving average of what was measured of each rank."""
+    """Return an exponential moving average of each rank's measurements."""
     if len(before) != len(measured):
         return tuple(measured)
     return tuple(
         (1 - NEW_WEIGHT) * old + NEW_WEIGHT * new for old, new in zip(before, measured, strict=True)
     )
+
+
+class BusyTime:
+    """Seconds per sample of this rank, without the time in which it waits for other ranks.
+
+    Attributes:
+        collectives_inside: Whether forward and backward contain communication. Otherwise no
+            blocked time is expected.
+    """
+
+    def __init__(self, *, collectives_inside: bool = True) -> None:
+        self.collectives_inside = collectives_inside
+        self._windows: deque[tuple[int, int, float]] = deque(maxlen=_MAX_WINDOWS)
+        self._blocked: deque[tuple[int, float]] = deque(maxlen=_MAX_WINDOWS)
+
+    def add(self, step: int, num_samples: int, seconds: float) -> None:
+        """Add a window: this rank's samples, and wall time of its forward and backward passes."""
+        self._windows.append((step, num_samples, seconds))
+
+    def add_blocked(self, step: int, seconds: float) -> None:
+        """Add the time for which collectives blocked training in these passes. On any thread."""
+        self._blocked.append((step, seconds))
+
+    def drain(self) -> float | None:
+        """Return the recent median seconds per sample; None without new windows."""
+        if not self.collectives_inside:
+            known = [(samples, seconds) for _, samples, seconds in self._windows]
+            self._windows.clear()
+        else:
+            known = self._drain_unblocked()
+        if not known:
+            return None
+        recent = known[-_RECENT_WINDOWS:]
+        return median(max(seconds, 0.0) / samples for samples, seconds in recent)
+
+    def _drain_unblocked(self) -> list[tuple[int, float]]:
+        """Return windows with a known blocked time; later ones are kept until theirs is known."""
+        blocked = dict(self._blocked.popleft() for _ in range(len(self._blocked)))
+        if not blocked:
+            return []
+        known = [
+            (samples, seconds - blocked[step])
+            for step, samples, seconds in self._windows
+            if step in blocked
+        ]
+        last = max(blocked)
+        self._windows = deque(
+            (each for each in self._windows if each[0] > last), maxlen=_MAX_WINDOWS
+        )
+        return known
+
+
+class ShareTrial:
+    """Trial of one change of shares at a time; equal on all ranks.
+
+    Attributes:
+        is_running: Whether a change is being evaluated.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self._before: Shares = ()
+        self._seconds_before = 0.0
+        self._from_index = 0
+        self._pause = 0
+        self._next_pause = _FIRST_PAUSE
+        self._is_reverting = False
+
+    def on_change(self, before: Shares, from_index: int, seconds: float) -> None:
+        """Start, as shares change from a batch on; `seconds` is the time of a window so far."""
+        if self._is_reverting:
+            self._is_reverting = False
+            return
+        self.is_running = True
+        self._before, self._from_index, self._seconds_before = before, from_index, seconds
+
+    def revert_to(self, first_index: int, seconds: float) -> Shares | None:
+        """Evaluate windows from a batch on; return the shares to go back to, None to keep them.
+
+        Windows that started before the change are not evaluated.
+        """
+        if first_index < self._from_index:
+            return None
+        self.is_running = False
+        if seconds <= (1 - _MIN_TRIAL_GAIN) * self._seconds_before:
+            self._next_pause = _FIRST_PAUSE
+            return None
+        self._is_reverting = True
+        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+        return self._before
+
+    def is_paused(self) -> bool:
+        """Whether this exchange must not change shares; called once per exchange."""
+        self._pause = max(0, self._pause - 1)
+        return self._pause > 0

@@ -1,4 +1,4 @@
-"""In which order a dataset's samples make global batches: a function of seed and epoch alone."""
+"""Sampler of global batches, whose order depends on seed and epoch only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Changes of the size that are remembered: more than lie between a batch that is loaded ahead and
-# one of which the state was saved.
-MAX_CUTS = 64
+# Size changes to keep: more than there are between a saved batch and one that is loaded ahead.
+MAX_RESIZES = 64
 
 
 class BatchStart(NamedTuple):
-    """Where a batch begins: its index, its epoch, the samples of that before it; and its size."""
+    """Start of a batch.
+
+    Attributes:
+        batch: Its index over all epochs.
+        epoch: Its epoch.
+        first: Number of samples of the epoch before it.
+        samples: Its size.
+    """
 
     batch: int
     epoch: int
@@ -25,22 +31,22 @@ class BatchStart(NamedTuple):
 
 
 class GlobalBatchSampler:
-    """The samples of each global batch, by its index over all epochs.
+    """Samples of each global batch, by its index over all epochs.
 
-    Its size can change on the way: the next batch begins behind the last sample of the one before.
-    Ranks, shares and workers have no part in it, so that a run that goes on with others of them
+    The batch size can change: the next batch starts after the last sample of the previous one. The
+    order does not depend on ranks, shares or workers, so that a run resumed with others of them
     trains on the same batches.
 
     Args:
-        num_samples: Of the dataset.
-        batch_samples: Of a global batch, to begin with.
-        seed: From 0 on.
-        shuffle: Whether each epoch has an order of its own; else it is the dataset's.
-        drop_last: Whether an epoch's last batch is left out where it is incomplete; else it is
-            smaller. The next epoch has other samples last.
+        num_samples: Samples of the dataset.
+        batch_samples: Initial samples of a global batch.
+        seed: 0 or larger.
+        shuffle: Whether each epoch is shuffled; otherwise the order is the dataset's.
+        drop_last: Whether an incomplete last batch of an epoch is dropped; otherwise it is
+            smaller.
 
     Attributes:
-        next_index: The first batch that was not asked for yet, on this rank.
+        next_index: First batch whose samples this rank has not read yet.
     """
 
     def __init__(
@@ -49,56 +55,56 @@ class GlobalBatchSampler:
         self.num_samples, self.batch_samples = num_samples, batch_samples
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.next_index = 0
-        self._cuts = [BatchStart(0, 0, 0, batch_samples)]
+        self._starts = [BatchStart(0, 0, 0, batch_samples)]
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.arange(num_samples)
 
     @property
     def latest_samples(self) -> int:
-        """What batches hold by the change that was made last, whether it holds yet or not."""
-        return self._cuts[-1].samples
+        """Batch size of the last change, even if it is not in effect yet."""
+        return self._starts[-1].samples
 
     @property
     def has_changed(self) -> bool:
-        """Whether there are batches of more than one size."""
-        return len(self._cuts) > 1
+        """Whether the batch size was changed."""
+        return len(self._starts) > 1
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches make an epoch, of the size that was asked for last."""
+        """Number of batches in an epoch, at the last batch size."""
         return self._batches_in(self.num_samples, self.latest_samples)
 
     @property
-    def least_samples(self) -> int:
-        """How many samples the smallest batch has, before any change."""
+    def smallest_batch_samples(self) -> int:
+        """Size of the smallest batch, before any change."""
         rest = self.num_samples % self.batch_samples
         return self.batch_samples if self.drop_last or not rest else rest
 
     def samples(self, index: int) -> list[int]:
-        """Return the places in the dataset of a batch's samples, which are settled from now on."""
+        """Return the dataset indices of a batch; they cannot change any more."""
         self.next_index = max(self.next_index, index + 1)
-        _, epoch, first, size = self.place(index)
+        _, epoch, first, size = self.start_of(index)
         if self.shuffle and epoch != self._epoch:
             self._order = np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
             self._epoch = epoch
         samples: list[int] = self._order[first : first + size].tolist()
         return samples
 
-    def place(self, index: int) -> BatchStart:
-        """Return where a batch begins, and its size; an epoch's last one may fall short of it."""
-        cut = self._cuts[max(0, bisect_right(self._cuts, index, key=itemgetter(0)) - 1)]
-        number, size = index - cut.batch, cut.samples
-        in_this_epoch = self._batches_in(self.num_samples - cut.first, size)
+    def start_of(self, index: int) -> BatchStart:
+        """Return the start of a batch; the last one of an epoch may be smaller than its size."""
+        start = self._starts[max(0, bisect_right(self._starts, index, key=itemgetter(0)) - 1)]
+        number, size = index - start.batch, start.samples
+        in_this_epoch = self._batches_in(self.num_samples - start.first, size)
         if number < in_this_epoch:
-            return BatchStart(index, cut.epoch, cut.first + number * size, size)
+            return BatchStart(index, start.epoch, start.first + number * size, size)
         further, number = divmod(number - in_this_epoch, self._batches_in(self.num_samples, size))
-        return BatchStart(index, cut.epoch + 1 + further, number * size, size)
+        return BatchStart(index, start.epoch + 1 + further, number * size, size)
 
     def resize(self, from_index: int, batch_samples: int) -> None:
-        """Make batches of another size from one on, which begins where it would have begun.
+        """Change the batch size from a batch on, which starts where it would have started anyway.
 
         Raises:
-            ValueError: The batch was asked for already, or an epoch has not that many samples.
+            ValueError: The batch was read already, or is larger than an epoch.
         """
         if from_index < self.next_index:
             raise ValueError(
@@ -109,18 +115,18 @@ class GlobalBatchSampler:
             raise ValueError(
                 f"a batch of {batch_samples} cannot be made of {self.num_samples} samples"
             )
-        while len(self._cuts) > 1 and self._cuts[-1].batch >= from_index:
-            self._cuts.pop()
-        self._cuts.append(self.place(from_index)._replace(samples=batch_samples))
-        del self._cuts[:-MAX_CUTS]
+        while len(self._starts) > 1 and self._starts[-1].batch >= from_index:
+            self._starts.pop()
+        self._starts.append(self.start_of(from_index)._replace(samples=batch_samples))
+        del self._starts[:-MAX_RESIZES]
 
     def state_dict(self) -> list[list[int]]:
-        """Return the sizes, to be loaded with a position."""
-        return [list(cut) for cut in self._cuts]
+        """Return the size changes, to be loaded with a position."""
+        return [list(start) for start in self._starts]
 
     def load_state_dict(self, state: Iterable[Iterable[int]], position: int) -> None:
-        """Go on with these sizes; nothing from that position on was made yet."""
-        self._cuts = [BatchStart(*map(int, each)) for each in state]
+        """Load size changes; no batch from that position on was read yet."""
+        self._starts = [BatchStart(*map(int, each)) for each in state]
         self.next_index = position
 
     def _batches_in(self, num_samples: int, size: int) -> int:

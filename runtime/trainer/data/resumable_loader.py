@@ -1,10 +1,10 @@
-"""A data loader that can be put back to any batch: this rank's share of each global batch."""
+"""Resumable data loader of this rank's share of each global batch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any
 
@@ -15,11 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ....errors import CheckpointError
 from .batch_sampler import GlobalBatchSampler
-from .shares import even_shares, resized
-from .stream_loader import StreamLoader
+from .shares import ShareSchedule, ShareSource, even_shares, resized
+from .stream_loader import LoaderFactory, StreamLoader
 
-SharesAt = Callable[[int], Sequence[int]]
-_TORCHS_OPTIONS = (
+_TORCH_OPTIONS = (
     "collate_fn",
     "num_workers",
     "prefetch_factor",
@@ -28,8 +27,8 @@ _TORCHS_OPTIONS = (
     "worker_init_fn",
     "multiprocessing_context",
 )
-BATCH_MULTIPLES = (1, 2, 4)  # beyond, no rule for the learning rate is known to hold
-# What the order of the samples depends on: a position means nothing where one of these differs.
+BATCH_MULTIPLES = (1, 2, 4)  # the learning rate rules are not known to hold beyond
+# The order of samples depends on these: a position is invalid if one of them differs.
 _ORDER_KEYS = ("num_samples", "batch_samples", "seed", "shuffle", "drop_last")
 
 
@@ -42,104 +41,112 @@ def resumable_loader(
     seed: int = 0,
     shuffle: bool | None = None,
     drop_last: bool = True,
-    shares_at: SharesAt | None = None,
+    shares: ShareSource | None = None,
     **options: Any,
 ) -> ResumableLoader | StreamLoader:
-    """Return a loader of this rank's share of each global batch, in torchdata's loader.
+    """Return a loader of this rank's share of each global batch, based on torchdata's loader.
 
     Args:
         dataset: With `__len__` and `__getitem__`; or an IterableDataset, see `StreamLoader`.
         batch_samples: Samples of a global batch, over all ranks.
-        rank: This rank, among those that share the data.
-        world_size: How many those are.
-        seed: Of the order, from 0 on; the same on all ranks.
-        shuffle: Whether each epoch has an order of its own; by default yes.
-        drop_last: Whether the incomplete batch at an epoch's end is left out; else it is smaller,
-            and has at least a sample for each rank.
-        shares_at: Tells of a batch, by its index, the samples of each rank; by default all alike.
-        options: Further ones of torch's DataLoader, such as collate_fn and num_workers.
+        rank: Index of this rank among those that share the data.
+        world_size: Number of these ranks.
+        seed: Of the order, 0 or larger; the same on all ranks.
+        shuffle: Whether each epoch is shuffled; by default yes.
+        drop_last: Whether an incomplete batch at the end of an epoch is dropped; otherwise it is
+            smaller, with at least one sample per rank.
+        shares: Samples of each rank by batch; by default even.
+        options: Further options of torch's DataLoader, such as collate_fn and num_workers.
 
     Raises:
-        ValueError: These do not make batches; the text says why.
+        ValueError: No batches can be made; the message has the reason.
     """
     _check(options, batch_samples, world_size)
-    make_loader = partial(_torchdata_loader, dataset, **options)
+    factory = _TorchdataLoaders(dataset, options)
     if isinstance(dataset, IterableDataset):
-        _check_stream(shuffle, shares_at, drop_last=drop_last)
-        whose = {"rank": rank, "world_size": world_size}
-        return _stream(make_loader, options, even_shares(batch_samples, world_size), seed, whose)
-    order = _order(dataset, batch_samples, seed, shuffle is not False, drop_last)
-    _check_order(order, world_size)
-    shares_at = shares_at or (lambda index: even_shares(batch_samples, world_size))
-    return ResumableLoader(make_loader, order, shares_at, rank)
+        _check_stream(shuffle, shares, drop_last=drop_last)
+        num_workers = options.get("num_workers", 0)
+        return StreamLoader(
+            factory,
+            samples=even_shares(batch_samples, world_size)[rank],
+            seed=seed,
+            identity={"rank": rank, "world_size": world_size, "num_workers": num_workers},
+        )
+    sampler = _sampler(dataset, batch_samples, seed, shuffle is not False, drop_last)
+    _check_batches(sampler, world_size)
+    return ResumableLoader(
+        factory, sampler, shares or ShareSchedule(batch_samples, world_size), rank
+    )
 
 
 class ResumableLoader:
     """Loads this rank's share of each global batch, in an order that is the same on every rank.
 
-    `for batch in loader` yields the rest of an epoch, and the next time the next one; `forever()`
-    goes on over epochs. Random transforms in workers are not repeated alike after a restart.
+    `for batch in loader` yields the rest of an epoch, the next loop the next epoch; `forever()`
+    continues over epochs. Random transforms in workers are not reproduced after a restart.
 
     Attributes:
-        position: Global batches handed out so far, over all epochs: the index of the next.
+        position: Global batches yielded so far, over all epochs: the index of the next.
     """
 
     def __init__(
         self,
-        make_loader: Callable[..., Any],
-        order: GlobalBatchSampler,
-        shares_at: SharesAt,
+        factory: LoaderFactory,
+        sampler: GlobalBatchSampler,
+        shares: ShareSource,
         rank: int,
     ) -> None:
         self.position = 0
-        self._make_loader = make_loader
-        self._order = order
-        self._shares_at = shares_at
+        self._factory = factory
+        self._sampler = sampler
+        self._shares = shares
         self._rank = rank
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Return how many batches make an epoch."""
-        return self._order.batches_per_epoch
+        """Return the number of batches in an epoch."""
+        return self._sampler.batches_per_epoch
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
-        return self._order.place(self.position).epoch
+        return self._sampler.start_of(self.position).epoch
 
     @property
     def batch_samples(self) -> int:
-        """Samples of a global batch, as asked for last; those loaded ahead may be of another."""
-        return self._order.latest_samples
+        """Samples of a global batch after the last change; batches loaded ahead may differ."""
+        return self._sampler.latest_samples
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """What it may be changed to: multiples of what it began with, as far as samples go."""
-        first, most = self._order.batch_samples, self._order.num_samples
-        return tuple(first * times for times in BATCH_MULTIPLES if first * times <= most)
+        """Allowed batch sizes: multiples of the initial one, up to the size of the dataset."""
+        initial, limit = self._sampler.batch_samples, self._sampler.num_samples
+        return tuple(initial * times for times in BATCH_MULTIPLES if initial * times <= limit)
 
     @property
     def batch_ratio(self) -> float:
-        """The size of the batch that was handed out last, over what it began with."""
-        return self._order.place(max(0, self.position - 1)).samples / self._order.batch_samples
+        """Size of the last batch yielded over the initial one."""
+        return (
+            self._sampler.start_of(max(0, self.position - 1)).samples / self._sampler.batch_samples
+        )
 
     @property
     def is_resized(self) -> bool:
-        """Whether that may be another ratio than 1 for any batch."""
-        return self._order.has_changed
+        """Whether the ratio may differ from 1 for any batch."""
+        return self._sampler.has_changed
 
     @property
     def next_index(self) -> int:
-        """The first batch that was not made yet on this rank, as ones loaded ahead are."""
-        return max(self.position, self._order.next_index)
+        """First batch that this rank has not made yet; batches loaded ahead are made."""
+        return max(self.position, self._sampler.next_index)
 
     def resize(self, from_index: int, batch_samples: int) -> None:
-        """Make batches of another size from one on that no rank has made yet, on all ranks alike.
+        """Change the batch size from a batch on that no rank has made yet, on all ranks alike.
 
         Raises:
-            ValueError: This rank has, or there are not so many samples.
+            ValueError: This rank has made it, or there are fewer samples.
         """
-        self._order.resize(from_index, batch_samples)
+        self._sampler.resize(from_index, batch_samples)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this epoch's batches."""
@@ -153,107 +160,107 @@ class ResumableLoader:
             yield self._next()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the batches handed out, not those that workers loaded ahead.
+        """Return the position: the batches yielded, without those that workers loaded ahead.
 
-        It is the same on all ranks, and holds for other numbers of ranks and workers too.
+        It is equal on all ranks, and valid for other numbers of ranks and workers too.
         """
-        return {"position": self.position, "sizes": self._order.state_dict(), **self._facts()}
+        return {
+            "position": self.position,
+            "sizes": self._sampler.state_dict(),
+            **self._order_settings(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the batch that was handed out last when the state was taken.
+        """Continue after the last batch that was yielded when the state was saved.
 
         Raises:
-            CheckpointError: The state is that of other data, or of batches of another size.
+            CheckpointError: The state is of other data, or of batches of another size.
         """
-        for name, value in self._facts().items():
+        for name, value in self._order_settings().items():
             if state.get(name) != value:
                 raise CheckpointError(
                     f"the data's position was saved with {name}={state.get(name)}, and here it is "
-                    f"{value}: samples would be lost or repeated. Give the loader what it had, or "
-                    "begin without its state"
+                    f"{value}: samples would be lost or repeated. Use the same values, or start "
+                    "without the saved state"
                 )
         self.close()
         self.position = int(state["position"])
-        begun = [[0, 0, 0, self._order.batch_samples]]
-        self._order.load_state_dict(state.get("sizes", begun), self.position)
+        initial = [[0, 0, 0, self._sampler.batch_samples]]
+        self._sampler.load_state_dict(state.get("sizes", initial), self.position)
 
     def close(self) -> None:
-        """End the workers; the loader can still be used. Safe to call twice."""
+        """Stop the workers; the loader can still be used. Safe to call twice."""
         self._batches = None
 
     def _next(self) -> Any:
         batches = self._open() if self._batches is None else self._batches
-        self._batches = None  # where loading fails, the next attempt is at this batch again
+        self._batches = None  # if loading fails, the next attempt loads this batch again
         batch = next(batches)
         self._batches = batches
         self.position += 1
         return batch
 
     def _open(self) -> Iterator[Any]:
-        # A generator of its own: the script's, which dropout draws from, stays as it is.
-        seeds = np.random.SeedSequence((self._order.seed, self._rank, self.position))
+        # A separate generator: the script's, which dropout draws from, is not advanced.
+        seeds = np.random.SeedSequence((self._sampler.seed, self._rank, self.position))
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
-        # It does not refer to this object: workers end as the last reference to their iterator
-        # goes, and in a cycle that would be whenever garbage is collected, in a fork maybe.
-        samples = _of_rank(self._rank, self._order, self._shares_at, self.position)
-        loader = self._make_loader(batch_sampler=samples, generator=generator)
+        # No reference to this object: workers stop when the last reference to their iterator is
+        # dropped. In a cycle that would happen at a garbage collection, perhaps in a fork.
+        samples = _samples_of_rank(self._rank, self._sampler, self._shares, self.position)
+        loader = self._factory.create(batch_sampler=samples, generator=generator)
         batches: Iterator[Any] = iter(loader)
         return batches
 
-    def _facts(self) -> dict[str, Any]:
-        return {name: getattr(self._order, name) for name in _ORDER_KEYS}
+    def _order_settings(self) -> dict[str, Any]:
+        return {name: getattr(self._sampler, name) for name in _ORDER_KEYS}
 
 
-def _of_rank(
-    rank: int, order: GlobalBatchSampler, shares_at: SharesAt, first_index: int
+def _samples_of_rank(
+    rank: int, sampler: GlobalBatchSampler, shares: ShareSource, first_index: int
 ) -> Iterator[list[int]]:
-    """Yield the places in the dataset of a rank's samples, batch by batch."""
+    """Yield the dataset indices of a rank's samples, batch by batch."""
     for index in count(first_index):
-        samples = order.samples(index)
-        ends = list(accumulate(resized(shares_at(index), len(samples)), initial=0))
+        samples = sampler.samples(index)
+        ends = list(accumulate(resized(shares.shares_at(index), len(samples)), initial=0))
         yield samples[ends[rank] : ends[rank + 1]]
 
 
-def _torchdata_loader(dataset: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls what torch 2.13 deprecates.
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return StatefulDataLoader(dataset, **options)
+@dataclass(frozen=True, slots=True)
+class _TorchdataLoaders:
+    """Factory of torchdata's loaders over one dataset."""
+
+    dataset: Any
+    options: Mapping[str, Any]
+
+    def create(self, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a function that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+            return StatefulDataLoader(self.dataset, **self.options, **options)
 
 
 def _check(options: Mapping[str, Any], batch_samples: int, world_size: int) -> None:
-    unknown = options.keys() - set(_TORCHS_OPTIONS)
+    unknown = options.keys() - set(_TORCH_OPTIONS)
     if unknown:
         raise ValueError(
-            f"a loader takes no {', '.join(sorted(unknown))}; of torch's options it takes "
-            f"{', '.join(_TORCHS_OPTIONS)}"
+            f"a loader has no option {', '.join(sorted(unknown))}; of torch's options it has "
+            f"{', '.join(_TORCH_OPTIONS)}"
         )
     if batch_samples < world_size:
         raise ValueError(
-            f"batch_samples is {batch_samples} over all {world_size} ranks; each needs one at least"
+            f"batch_samples is {batch_samples} over all {world_size} ranks; each needs at least one"
         )
 
 
-def _check_stream(shuffle: bool | None, shares_at: SharesAt | None, *, drop_last: bool) -> None:
-    if shuffle or shares_at is not None or not drop_last:
+def _check_stream(shuffle: bool | None, shares: ShareSource | None, *, drop_last: bool) -> None:
+    if shuffle or shares is not None or not drop_last:
         raise ValueError(
             "shuffle, shares and drop_last=False are for datasets with a length; an "
-            "IterableDataset brings its own order, and each rank reads a stream of its own"
+            "IterableDataset brings its own order, and each rank reads its own stream"
         )
 
 
-def _stream(
-    make_loader: Callable[..., Any],
-    options: Mapping[str, Any],
-    shares: Sequence[int],
-    seed: int,
-    whose: dict[str, int],
-) -> StreamLoader:
-    whose["num_workers"] = options.get("num_workers", 0)
-    return StreamLoader(make_loader, samples=shares[whose["rank"]], seed=seed, whose=whose)
-
-
-def _order(
+def _sampler(
     dataset: Any, batch_samples: int, seed: int, shuffle: bool, drop_last: bool
 ) -> GlobalBatchSampler:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -266,14 +273,14 @@ def _order(
     )
 
 
-def _check_order(order: GlobalBatchSampler, world_size: int) -> None:
-    if not order.batches_per_epoch:
+def _check_batches(sampler: GlobalBatchSampler, world_size: int) -> None:
+    if not sampler.batches_per_epoch:
         raise ValueError(
-            f"the dataset has {order.num_samples} samples, less than one batch of "
-            f"{order.batch_samples}; make batches smaller or pass drop_last=False"
+            f"the dataset has {sampler.num_samples} samples, fewer than one batch of "
+            f"{sampler.batch_samples}; make batches smaller or pass drop_last=False"
         )
-    if order.least_samples < world_size:
+    if sampler.smallest_batch_samples < world_size:
         raise ValueError(
-            f"an epoch's last batch has {order.least_samples} samples, less than one for each of "
-            f"{world_size} ranks; pass drop_last=True"
+            f"an epoch's last batch has {sampler.smallest_batch_samples} samples, fewer than one "
+            f"for each of {world_size} ranks; pass drop_last=True"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....errors import BatchError, ZerowatchError
-from ...trainer.data.data_source import TrainingData
+from ...trainer.data.training_data import TrainingData
 from ...trainer.window_runner import WindowRunner
 from ..policy.registry import BALANCE, BATCH_SAMPLES, MICRO_BATCH_SAMPLES
 from ..policy.types import Undo, Value
@@ -89,7 +89,7 @@ class LoadBalanceKnob(SwitchKnob):
 
     def unsupported_reason(self) -> str | None:
         """Return why shares are always even in this job."""
-        return self._data.always_even()
+        return self._data.unsupported_balance_reason()
 
     def get(self) -> bool:
         """Return whether shares follow the speeds."""

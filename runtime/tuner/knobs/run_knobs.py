@@ -10,7 +10,7 @@ from ....errors import ZerowatchError
 from ...common.all_or_none import CollectiveAttempt
 from ...common.host_group import HostCollectives
 from ...common.undo import UndoStack
-from ...trainer.data.data_source import TrainingData
+from ...trainer.data.training_data import TrainingData
 from ...trainer.engine_holder import EngineHolder
 from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.oom_recovery.sizing import GuardSchedule, MicroBatchLimits

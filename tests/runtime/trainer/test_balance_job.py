@@ -1,4 +1,4 @@
-"""Ranks of unequal speed get unequal shares, and the weights come out as with even ones."""
+"""Ranks of unequal speed get unequal shares, and the weights equal those of even shares."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_slow_rank_is_given_fewer_samples_than_the_fast_one(ranks, stage):
-    """And keeps them unless windows became no faster, as on a busy machine."""
+def test_the_slow_rank_gets_fewer_samples_than_the_fast_one(ranks, stage):
+    """It keeps them unless windows became no faster, as on a busy machine."""
     fast, slow = ([len(samples) for samples in rank[stage]["balanced"]["seen"]] for rank in ranks)
 
     assert (fast[0], slow[0]) == (BATCH // 2, BATCH // 2)
@@ -39,7 +39,7 @@ def test_the_slow_rank_is_given_fewer_samples_than_the_fast_one(ranks, stage):
 
 
 def in_one_piece(windows: int) -> list[list[int]]:
-    """The batches, as a rank by itself gets them."""
+    """Return the batches, as loaded by a single rank."""
     alone = resumable_loader(data(), batch_samples=BATCH, rank=0, world_size=1)
     return [batch[2].tolist() for batch in islice(alone.forever(), windows)]
 
@@ -59,7 +59,7 @@ def test_the_ranks_together_see_each_batch_of_the_order_exactly(ranks, stage, ar
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_weights_are_those_of_even_shares(ranks, stage):
+def test_the_weights_equal_those_of_even_shares(ranks, stage):
     balanced, even = (
         torch.tensor(ranks[0][stage][arm]["weights"], dtype=torch.float64)
         for arm in ("balanced", "even")
@@ -68,8 +68,8 @@ def test_the_weights_are_those_of_even_shares(ranks, stage):
     assert float((balanced - even).norm() / even.norm()) <= 1e-6
 
 
-def test_turned_on_it_shares_by_speed_at_once_and_turned_off_evenly_again(ranks):
-    """A window later, and behind the two batches that a worker has loaded ahead."""
+def test_balancing_changes_shares_when_turned_on_and_reverts_when_turned_off(ranks):
+    """One window later, after the two batches that a worker has loaded ahead."""
     fast, slow = ([len(samples) for samples in rank["by turns"]["seen"]] for rank in ranks)
     even = {BATCH // 2}
 
@@ -79,7 +79,7 @@ def test_turned_on_it_shares_by_speed_at_once_and_turned_off_evenly_again(ranks)
     assert set(fast[TURNED_OFF + 1 :]) == set(slow[TURNED_OFF + 1 :]) == even
 
 
-def test_turned_on_and_off_and_taken_up_from_a_save_each_sample_is_seen_once(ranks):
+def test_each_sample_is_seen_once_over_changes_and_a_resume(ranks):
     windows = WINDOWS[1]
     turned = [rank["by turns"] for rank in ranks]
 
@@ -87,7 +87,7 @@ def test_turned_on_and_off_and_taken_up_from_a_save_each_sample_is_seen_once(ran
     assert turned[0]["samples"] == windows * BATCH
 
 
-def test_turned_on_and_off_the_weights_are_those_of_even_shares(ranks):
+def test_the_weights_equal_those_of_even_shares_over_changes(ranks):
     turned, even = (
         torch.tensor(arm["weights"], dtype=torch.float64)
         for arm in (ranks[0]["by turns"], ranks[0]["1"]["even"])
@@ -96,14 +96,14 @@ def test_turned_on_and_off_the_weights_are_those_of_even_shares(ranks):
     assert float((turned - even).norm() / even.norm()) <= 1e-6
 
 
-def test_the_knob_is_there_once_the_run_has_a_loader_and_reads_back(ranks):
+def test_the_knob_is_supported_once_the_run_has_a_loader_and_reads_back(ranks):
     for rank in ranks:
         found = rank["by turns"]
         assert not found["without loader"]
         assert (found["options"], found["reads"]) == ([False, True], [True, True])
 
 
-def test_larger_batches_begin_where_the_ones_before_ended_also_from_a_save(ranks):
+def test_larger_batches_start_where_the_previous_ones_ended_also_after_a_resume(ranks):
     seen = together([rank["larger"] for rank in ranks])
 
     sizes = [len(batch) // BATCH for batch in seen]
@@ -112,7 +112,7 @@ def test_larger_batches_begin_where_the_ones_before_ended_also_from_a_save(ranks
     assert ranks[0]["larger"]["samples"] == sum(sizes) * BATCH
 
 
-def test_larger_batches_scale_the_rate_of_their_updates_and_of_nothing_else(ranks):
+def test_larger_batches_scale_the_learning_rate_of_their_updates_only(ranks):
     larger = ranks[0]["larger"]
     came_out, by_hand = (
         torch.tensor(larger[how], dtype=torch.float64) for how in ("weights", "by hand")
@@ -122,7 +122,7 @@ def test_larger_batches_scale_the_rate_of_their_updates_and_of_nothing_else(rank
     assert larger["rate"] == 0.05
 
 
-def test_the_size_of_batches_reads_back_and_is_that_of_the_save(ranks):
+def test_the_batch_size_reads_back_and_equals_that_of_the_checkpoint(ranks):
     for rank in ranks:
         larger = rank["larger"]
         assert larger["options"] == [BATCH, 2 * BATCH, 4 * BATCH]

@@ -1,4 +1,4 @@
-"""Two ranks, the second one slow: trains with shares by speed, with even ones, and by turns.
+"""Two ranks, the second one slow: trains with shares by speed, with even shares, and with both.
 
 JSON per rank.
 
@@ -26,7 +26,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 BATCH, WIDTH, DATA_SAMPLES = 12, 8, 100
 SAMPLE_SECONDS = (0.002, 0.004)  # by rank
-# What collectives blocked, from stage 2 on, the watch tells once a second.
+# From stage 2 on the watch reports the time blocked by collectives once a second.
 WINDOWS = {1: 24, 2: 70, 3: 70}
 TURNED_ON, TURNED_OFF = 8, 18  # before the window of that index
 QUIET = {
@@ -37,7 +37,7 @@ QUIET = {
 
 
 class Slow(torch.nn.Module):
-    """Takes its time over each sample."""
+    """Model with a fixed time per sample."""
 
     def __init__(self, sample_seconds: float) -> None:
         super().__init__()
