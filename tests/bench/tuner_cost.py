@@ -76,7 +76,7 @@ def _rows(found: dict[str, Any], off_seconds: float) -> Iterator[Row]:
     between = ratio_interval([on / off for on, off in found["in turns"]])
     is_sure = (between.high - between.low) / 2 <= GOAL
     yield Row(
-        what=f"{steps}: step time in OBSERVE over off, blocks in turns",
+        what=f"{steps}: step time in OBSERVE over off, blocks alternating",
         measured=f"{between.estimate:.4f}",
         spread=f"{between.low:.4f} .. {between.high:.4f}",
         goal=f"<= {1 + GOAL}",

@@ -1,4 +1,4 @@
-"""One rank of the tuner's cost bench: a TrainingRun whose tuner looks, and may try nothing.
+"""One rank of the tuner's cost bench: a TrainingRun whose tuner observes, and may try nothing.
 
 Its budget for trials is 0, so that it diagnoses, finds what it would try, and leaves it. Then
 blocks of windows with and without it take turns in the same run.
@@ -21,7 +21,7 @@ from zerowatch.runtime.tuner.session import NullTunerSession, TunerSession
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
 OWN, WITH_NOTICE = 5, 7  # floats that open a window, without and with the tuner's
-Told = dict[str, Any]
+Results = dict[str, Any]
 
 
 class Meter:
@@ -87,8 +87,8 @@ class Job:
         """Return the longest time of any rank."""
         return self.run._host_group.all_max(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float, session: TunerSession, notices: Callable[[], Any]) -> Told:
-        """Train for about so long; tell what a tuner's calls cost this rank's training thread."""
+    def metered(self, seconds: float, session: TunerSession, notices: Callable[[], Any]) -> Results:
+        """Train for about so long; return the cost of a tuner's calls to this rank's training thread."""
         meter, kind = Meter(), cast(Any, type(session))
         runner = self.run._window_runner
         own = self.run._tuner, runner.notice_source
@@ -162,7 +162,7 @@ def main() -> None:
     asked = training.arguments()
     torch.set_num_threads(1)
     training.meet()
-    found: Told = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
+    found: Results = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
     for seconds in asked["step_seconds"]:
         job = Job(seconds, asked["observe_seconds"])
         notices = job.run._window_runner.notice_source

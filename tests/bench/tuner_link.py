@@ -1,7 +1,7 @@
 """The tuner on a slow link: against DeepSpeed's defaults, and the best that any setting gives.
 
 First a static search, so that the ceiling is known; then a run is tuned in each of three spaces,
-and what it found is compared with the start and the ceiling in turns, on the very same engine.
+and what it found is compared with the start and the ceiling alternating, on the same engine.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def tuned(
 
 
 def told_shortly(decision: Told) -> str:
-    """Return a line about what the tuner decided."""
+    """Return a line about the tuner's decisions."""
     changes = ", ".join(
         f"{one['knob']} {one['before']} -> {one['after']}" for one in decision["changes"]
     )

@@ -1,4 +1,4 @@
-"""What was told from the link, made into figures. Pure."""
+"""Figures from the reports of the jobs on the link. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Told = Mapping[str, Any]
 SUSTAINED = 5  # steps of which half must be as fast, for a gain to be there
-# What is told of a configuration, in this order; the rest says nothing here.
+# Knobs that describe a configuration, in this order; the others are irrelevant here.
 _SHORT = {
     "zero_stage": "ZeRO-{}",
     "micro_batch_samples": "micro-batch {}",

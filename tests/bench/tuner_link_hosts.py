@@ -1,4 +1,4 @@
-"""Runs a job of the tuner's benches on two hosts, and reads what rank 0 tells while it runs."""
+"""Runs a job of the tuner's benches on two hosts, and reads rank 0's reports while it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Told = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """What rank 0 of a job told, and what its tuner wrote down."""
+    """The reports of rank 0, and the decisions of its tuner."""
 
     told: Sequence[Told]
     decisions: Sequence[Told]
@@ -73,7 +73,7 @@ class Job:
         return Ended(told=told[:-1], decisions=self.decisions())
 
     def decisions(self) -> list[Told]:
-        """Return what the tuner has written down so far."""
+        """Return the decisions of the tuner so far."""
         return [
             json.loads(line)
             for file in self.folder.glob("runs/*/decisions.jsonl")

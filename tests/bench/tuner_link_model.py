@@ -1,4 +1,4 @@
-"""What the benches of the tuner train, and how one configuration after the other is laid on it.
+"""What the benches of the tuner train, and how configurations are applied to it one after the other.
 
 Imported by rank scripts only. The configurations are those of the tuner: knob by name -> value.
 """
@@ -48,7 +48,7 @@ def asked() -> dict[str, Any]:
 
 
 def tell(found: Mapping[str, Any]) -> None:
-    """Tell the launcher, from rank 0."""
+    """Report to the launcher, from rank 0."""
     if dist.get_rank() == 0:
         print("told " + json.dumps(found), flush=True)
 
@@ -80,7 +80,7 @@ def batch(samples: int = SAMPLES, length: int = LENGTH) -> dict[str, torch.Tenso
 
 
 def work_with(run: TrainingRun, configuration: Mapping[str, Any]) -> None:
-    """Turn every knob of the configuration that this engine has.
+    """Set every knob of the configuration that this engine has.
 
     Raises:
         ValueError, ZerowatchError: It cannot be.
@@ -107,7 +107,7 @@ def configuration_of(run: TrainingRun) -> dict[str, Any]:
         for name, knob in LIVE.items()
         if knob.unsupported_reason(run.engine) is None
     }
-    codec = run._engine_holder.compressor  # the run itself does not tell
+    codec = run._engine_holder.compressor  # the run itself has no attribute for it
     return {
         **live,
         "zero_stage": int(run.engine.zero_optimization_stage()),

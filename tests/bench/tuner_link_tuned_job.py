@@ -28,7 +28,7 @@ def main(asked: dict[str, Any]) -> None:
     train(run, asked["length"], asked["seconds"], folder / "stop")
     explored = run.watch.snapshot().total(TUNER_EXPLORATION_SECONDS)
     stop_file.touch()
-    for _ in range(4):  # in which what is on trial is taken back
+    for _ in range(4):  # in which the trial is rolled back
         run.train_batch(batch(length=asked["length"]))
     tell({"found": configuration_of(run), "exploration_seconds": explored})
     compare(run, asked)
@@ -36,7 +36,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def train(run: Any, length: int, seconds: float, stop: Path) -> None:
-    """Train until the time is over; tell of each step."""
+    """Train until the time is over; report each step."""
     began = before = time.perf_counter()
     while True:
         result = run.train_batch(batch(length=length))
@@ -57,7 +57,7 @@ def train(run: Any, length: int, seconds: float, stop: Path) -> None:
 
 
 def compare(run: Any, asked: dict[str, Any]) -> None:
-    """Measure what was found and the rivals in turns, there and back."""
+    """Measure the configuration found and its rivals alternately, there and back."""
     compared = {"found": configuration_of(run)} | asked["rivals"]
     names = [*compared]
     for number in range(asked["rounds"]):

@@ -1,4 +1,4 @@
-"""What becomes of the loss where the tuner may round: numerics "statistical", on a slow link.
+"""The loss with numerics "statistical", where the tuner may change the rounding, on a slow link.
 
 The same seeds train without a tuner on a fast link; of two ranks the link changes no number.
 """

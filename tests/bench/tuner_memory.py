@@ -1,4 +1,4 @@
-"""Memory that runs short: how often it runs out without a tuner, and with one that may act."""
+"""Memory pressure: how often memory runs out without a tuner, and with one that may act."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FIRST = at(stage=0, micro_batch=16)
 LEAST = 0.98  # of the better one's throughput: what a change no longer needed may cost
 ASKED = {
     "tuner": {"tuner": "auto", "numerics": "statistical"},
-    # Soaking is by steps, and would outlast the parts of this bench.
+    # The cooldown is counted in steps, and would outlast the parts of this bench.
     "settings": {"rebuild": False, "soak_steps": 20},
     "seconds": 3600,
     "rivals": {"at first": FIRST},

@@ -1,4 +1,4 @@
-"""How else one decides on a change, beside a trial; on the same runs of step times."""
+"""Other rules to decide on a change, on the same step times as a trial."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES, SAMPLE_STEPS = 5, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a rule made of a change.
+    """The result of a rule.
 
     Attributes:
         accepted: Whether it would stay.

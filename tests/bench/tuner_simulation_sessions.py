@@ -1,4 +1,4 @@
-"""Several knobs in a row, and whole sessions of a tuner that has a single knob to turn."""
+"""Trials of several knobs in a row, and whole sessions of a controller with one knob."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _any_accepted(run: Sequence[float]) -> bool:
 
 
 def sessions(num: int) -> Iterator[Row]:
-    """Yield what a whole controller makes of its one knob, and what that does to the training."""
+    """Yield how often a controller accepts its one knob, and the effect on training."""
     for gain in SESSION_GAINS:
         jobs = []
         speeds = []

@@ -1,4 +1,4 @@
-"""How soon a lasting change of speed is told, and how often one that is none."""
+"""How soon a lasting change of speed is detected, and how often falsely."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from zerowatch.runtime.tuner.policy.step_time_observer import Cusum
 
 SEED = 72_000_000
 SHIFT_AT, SHIFT_STEPS, WATCHED_STEPS = 300, 150, 10_000
-SHIFTS = ((0.05, 30), (-0.05, 30), (0.3, 5), (-0.3, 5))  # and within how many steps to be told
+SHIFTS = ((0.05, 30), (-0.05, 30), (0.3, 5), (-0.3, 5))  # and the steps within which to detect it
 UNSHIFTED = Noise(drift=0.0, shift=0.0)
 
 
 def shifts(num: int) -> Iterator[Row]:
     """Yield both, of so many simulated runs."""
-    told = _told_in_each(UNSHIFTED, num)
+    detected = _told_in_each(UNSHIFTED, num)
     yield Row(
-        what=f"shifts told in {WATCHED_STEPS:,} steps without one",
-        measured=f"{told:.2f}",
+        what=f"shifts detected in {WATCHED_STEPS:,} steps without one",
+        measured=f"{detected:.2f}",
         goal="below 1",
-        met=told < 1,
+        met=detected < 1,
     )
     for what, noise in (("slow waves of 3 %", Noise(shift=0.0)), ("waves and shifts", USUAL)):
-        told = _told_in_each(noise, num)
-        yield Row(what=f"shifts told in {WATCHED_STEPS:,} steps of {what}", measured=f"{told:.0f}")
+        detected = _told_in_each(noise, num)
+        yield Row(
+            what=f"shifts detected in {WATCHED_STEPS:,} steps of {what}", measured=f"{detected:.0f}"
+        )
     for shift, within in SHIFTS:
         delays = sorted(_told_after(SEED + index, shift) for index in range(num))
         yield Row(
-            what=f"a shift of {100 * shift:+.0f} % is told after",
+            what=f"a shift of {100 * shift:+.0f} % is detected after",
             measured=f"{median(delays):.0f} steps",
             spread=f"95 of 100 within {delays[int(0.95 * num)]}",
             goal=f"about {within}",
@@ -45,22 +47,22 @@ def shifts(num: int) -> Iterator[Row]:
 
 
 def _told_in_each(noise: Noise, num: int) -> float:
-    """Return how many shifts are told on average; of fewer runs, as they are long."""
+    """Return the mean number of detected shifts; of fewer runs, because they are long."""
     runs = max(1, num // 20)
-    told = 0
+    detected = 0
     for index in range(runs):
         cusum = Cusum()
         steps = noisy_steps(SEED + index, WATCHED_STEPS, noise)
-        told += sum(cusum.add(log(seconds)) is not None for seconds in steps)
-    return told / runs
+        detected += sum(cusum.add(log(seconds)) is not None for seconds in steps)
+    return detected / runs
 
 
 def _told_after(seed: int, shift: float) -> int:
-    """Return how many steps after a shift it is told; no more than were looked at."""
+    """Return after how many steps a shift is detected; at most those simulated."""
     cusum = Cusum()
     for index, seconds in enumerate(noisy_steps(seed, SHIFT_AT + SHIFT_STEPS, UNSHIFTED)):
         shifted = index >= SHIFT_AT
-        told = cusum.add(log(seconds * (1 + shift) if shifted else seconds))
-        if told and shifted:
+        detected = cusum.add(log(seconds * (1 + shift) if shifted else seconds))
+        if detected and shifted:
             return index - SHIFT_AT + 1
     return SHIFT_STEPS

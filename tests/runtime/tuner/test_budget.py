@@ -1,4 +1,4 @@
-"""What trials may cost."""
+"""The budget of trials."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_young_run_may_spend_of_its_grant() -> None:
     assert not budget.allows(30.1)
 
 
-def test_training_earns_a_share_of_its_time() -> None:
+def test_training_time_adds_its_share() -> None:
     budget = ExplorationBudget(0.05, grant_seconds=0.0)
 
     budget.elapse(1000.0)
@@ -22,7 +22,7 @@ def test_training_earns_a_share_of_its_time() -> None:
     assert budget.left_seconds == pytest.approx(50.0)
 
 
-def test_only_what_was_lost_is_charged() -> None:
+def test_only_lost_time_is_charged() -> None:
     budget = ExplorationBudget(0.05)
 
     budget.spend(-3.0)
@@ -31,7 +31,7 @@ def test_only_what_was_lost_is_charged() -> None:
     assert budget.spent_seconds == 2.0
 
 
-def test_what_was_overdrawn_is_earned_first() -> None:
+def test_an_overdrawn_budget_recovers_first() -> None:
     budget = ExplorationBudget(0.05)
 
     budget.spend(40.0)

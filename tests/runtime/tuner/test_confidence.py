@@ -1,4 +1,4 @@
-"""How far a mean can be trusted."""
+"""Confidence bounds of a mean."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from zerowatch.runtime.tuner.policy.confidence import MIN_ERROR, student_quantil
         (0.5, 5, 0.0),
     ],
 )
-def test_quantiles_are_students(probability: float, freedom: int, quantile: float) -> None:
+def test_quantiles_are_those_of_students_t(
+    probability: float, freedom: int, quantile: float
+) -> None:
     assert student_quantile(probability, freedom) == pytest.approx(quantile, abs=6e-4)
 
 
-def test_of_few_differences_the_mean_is_the_plain_one() -> None:
+def test_few_differences_are_not_winsorized() -> None:
     found = winsorized_mean([1.0, 2.0, 3.0, 6.0])
 
     assert found.mean == 3.0
@@ -31,14 +33,14 @@ def test_of_few_differences_the_mean_is_the_plain_one() -> None:
     assert found.freedom == 3
 
 
-def test_of_eight_the_extremes_are_drawn_in_and_do_not_count_as_known() -> None:
+def test_eight_differences_are_winsorized_with_fewer_degrees_of_freedom() -> None:
     found = winsorized_mean([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1000.0])
 
     assert found.mean == pytest.approx((2 + 2 + 3 + 4 + 5 + 6 + 7 + 7) / 8)
     assert found.freedom == 5
 
 
-def test_bounds_are_wider_the_stricter_they_are() -> None:
+def test_stricter_bounds_are_wider() -> None:
     found = winsorized_mean([0.01, 0.02, 0.03, 0.02])
 
     assert found.lower(0.001) < found.lower(0.05) < found.mean < found.upper(0.05)

@@ -1,4 +1,4 @@
-"""What the tuner does when a change fails, memory gets short, or somebody comes between."""
+"""The controller: trials, failures, memory pressure, interruptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tried(job: Job) -> list[Mapping[str, Value]]:
     return [dict(conclusion.proposal.changes) for conclusion in job.conclusions]
 
 
-def test_what_helps_is_kept_and_what_does_not_is_taken_back() -> None:
+def test_a_change_that_helps_is_kept_and_others_are_rolled_back() -> None:
     job = Job()
 
     job.run(300)
@@ -53,7 +53,7 @@ def test_states_come_in_their_order() -> None:
     ]  # fmt: skip
 
 
-def test_what_was_best_here_before_is_tried_first() -> None:
+def test_the_best_configuration_of_the_history_is_tried_first() -> None:
     job = Job()
     job.run(300)
     ((context, kept),) = job.kept.items()
@@ -67,7 +67,7 @@ def test_what_was_best_here_before_is_tried_first() -> None:
     assert later.conclusions[0].verdict == "accepted"
 
 
-def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> None:
+def test_a_crashed_trial_is_not_tried_by_the_next_job(caplog) -> None:
     job = Job()
     job.until_trial()
 
@@ -79,7 +79,7 @@ def test_what_was_on_trial_as_a_job_died_is_not_tried_by_the_next(caplog) -> Non
     assert "an earlier run crashed in a trial of micro_batch_samples=8" in caplog.text
 
 
-def test_what_was_best_is_not_tried_by_the_next_job_either_if_one_died_of_it() -> None:
+def test_a_crashed_trial_of_the_best_configuration_is_not_tried_either() -> None:
     first = Job()
     first.run(300)
     second = Job(after=first)
@@ -94,7 +94,7 @@ def test_what_was_best_is_not_tried_by_the_next_job_either_if_one_died_of_it() -
     ], "a run that measured nothing of it forgets nothing"
 
 
-def test_a_run_that_ends_in_a_trial_did_not_die_of_it() -> None:
+def test_a_run_that_ends_normally_in_a_trial_did_not_crash() -> None:
     job = Job()
     job.until_trial()
 
@@ -103,7 +103,7 @@ def test_a_run_that_ends_in_a_trial_did_not_die_of_it() -> None:
     assert not job.trials
 
 
-def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
+def test_no_trial_starts_too_late_for_a_verdict() -> None:
     job = Job(total_steps=20)
 
     job.run(20)
@@ -111,7 +111,7 @@ def test_no_trial_begins_that_would_not_come_to_a_verdict() -> None:
     assert not job.trials and not job.conclusions
 
 
-def test_what_was_on_trial_as_a_window_failed_is_taken_back_and_left() -> None:
+def test_a_trial_is_rolled_back_after_a_failed_window() -> None:
     job = Job()
     job.until_trial()
 
@@ -128,7 +128,7 @@ def test_what_was_on_trial_as_a_window_failed_is_taken_back_and_left() -> None:
     assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
 
 
-def test_what_was_given_up_in_a_window_that_failed_for_another_reason_stays_given_up() -> None:
+def test_memory_savings_of_a_failed_window_are_kept() -> None:
     job = Job()
     job.until_trial()
     job.now["activation_checkpointing"] = True
@@ -140,7 +140,7 @@ def test_what_was_given_up_in_a_window_that_failed_for_another_reason_stays_give
     assert order.target == {**START, "activation_checkpointing": True}
 
 
-def test_what_came_to_a_verdict_is_remembered_as_that() -> None:
+def test_a_rejected_change_is_saved() -> None:
     job = Job()
     job.saving = 1.1
 
@@ -175,7 +175,7 @@ def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
     assert job.controller.configuration.pending_order() is None
 
 
-def test_ranks_that_could_not_be_put_back_are_left_alone_for_good() -> None:
+def test_after_an_incomplete_rollback_nothing_is_changed() -> None:
     job = Job()
     job.answer = lambda _: Outcome(done=False, reason="rank 1: no", undone=False)
 
@@ -186,7 +186,7 @@ def test_ranks_that_could_not_be_put_back_are_left_alone_for_good() -> None:
     assert not job.controller.needs_exchange
 
 
-def test_a_way_back_that_fails_is_not_asked_for_for_ever() -> None:
+def test_a_failed_rollback_is_not_repeated() -> None:
     job = Job()
     job.answer = lambda order: DONE if order.checked else Outcome(done=False, reason="stuck")
 
@@ -196,7 +196,7 @@ def test_a_way_back_that_fails_is_not_asked_for_for_ever() -> None:
     assert not job.controller.needs_exchange
 
 
-def test_a_change_with_which_memory_ran_out_is_taken_back() -> None:
+def test_a_change_that_runs_out_of_memory_is_rolled_back() -> None:
     job = Job()
     job.until_trial()
     job.replays = 1
@@ -208,7 +208,7 @@ def test_a_change_with_which_memory_ran_out_is_taken_back() -> None:
     assert job.now == START
 
 
-def test_a_loss_that_leaps_under_other_roundings_takes_them_back() -> None:
+def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
     job = Job()
     job.run(300, until=lambda: job.now["gradient_compression"] == "int8")
     job.loss = 2.0
@@ -218,7 +218,7 @@ def test_a_loss_that_leaps_under_other_roundings_takes_them_back() -> None:
     assert "the loss went up" in job.conclusions[-1].reason
 
 
-def test_a_save_finds_nothing_on_trial() -> None:
+def test_nothing_is_on_trial_at_a_save() -> None:
     job = Job()
     job.until_trial()
 
@@ -231,7 +231,7 @@ def test_a_save_finds_nothing_on_trial() -> None:
     assert job.now["micro_batch_samples"] == 8, "what was left was tried again"
 
 
-def test_a_stopped_tuner_goes_back_and_stands_still_until_it_goes_on() -> None:
+def test_a_frozen_tuner_rolls_back_until_it_is_thawed() -> None:
     job = Job()
     job.until_trial()
 
@@ -245,7 +245,7 @@ def test_a_stopped_tuner_goes_back_and_stands_still_until_it_goes_on() -> None:
     assert job.now["micro_batch_samples"] == 8
 
 
-def test_memory_about_to_run_out_is_acted_on_at_once_and_without_a_trial() -> None:
+def test_a_risk_of_oom_is_acted_on_without_a_trial() -> None:
     job = Job()
     job.oom_risk = 0.6
 
@@ -256,7 +256,7 @@ def test_memory_about_to_run_out_is_acted_on_at_once_and_without_a_trial() -> No
     assert job.now["activation_checkpointing"] or job.now["micro_batch_samples"] != 4
 
 
-def test_on_trial_it_is_the_trial_that_is_given_up_for_memory() -> None:
+def test_a_risk_of_oom_rolls_back_the_trial_first() -> None:
     job = Job()
     job.until_trial()
     job.oom_risk = 0.6
@@ -266,7 +266,7 @@ def test_on_trial_it_is_the_trial_that_is_given_up_for_memory() -> None:
     assert job.now == START
 
 
-def test_a_tuner_that_may_only_advise_says_each_thing_once_and_never_meets() -> None:
+def test_advice_is_given_once_and_needs_no_exchange() -> None:
     job = Job(acts=False)
     job.oom_risk = 0.6
 
@@ -276,7 +276,7 @@ def test_a_tuner_that_may_only_advise_says_each_thing_once_and_never_meets() -> 
     assert [conclusion.verdict for conclusion in job.conclusions] == ["advised"]
 
 
-def test_metrics_that_stand_still_are_no_reason_for_anything() -> None:
+def test_stale_metrics_start_no_trial() -> None:
     job = Job()
     job.is_watched = False
 
@@ -285,7 +285,7 @@ def test_metrics_that_stand_still_are_no_reason_for_anything() -> None:
     assert not job.conclusions
 
 
-def test_communication_that_was_not_all_seen_is_no_reason_for_anything() -> None:
+def test_low_coverage_starts_no_trial() -> None:
     job = Job()
     job.coverage = 0.9
 
@@ -294,7 +294,7 @@ def test_communication_that_was_not_all_seen_is_no_reason_for_anything() -> None
     assert not job.conclusions
 
 
-def test_what_the_user_changes_is_good_from_then_on() -> None:
+def test_the_users_changes_are_known_to_be_good() -> None:
     job = Job()
     job.until_trial()
     job.now = {**START, "activation_checkpointing": True}
@@ -305,7 +305,7 @@ def test_what_the_user_changes_is_good_from_then_on() -> None:
     assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
 
 
-def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> None:
+def test_the_configuration_of_a_known_context_is_measured_again() -> None:
     job = Job()
     job.saving = 1.0  # nothing is to be had here
     job.run(300)
@@ -326,7 +326,7 @@ def test_back_in_known_surroundings_what_was_used_there_is_measured_anew() -> No
     assert tries.count(first.proposal.changes) == 1
 
 
-def test_what_was_given_up_as_memory_ran_out_is_not_taken_back_by_a_trial() -> None:
+def test_memory_savings_of_the_recovery_are_not_rolled_back_by_a_trial() -> None:
     job = Job()
     job.run(8)
     job.now["activation_checkpointing"] = True  # by a rank that found no other way
@@ -339,7 +339,7 @@ def test_what_was_given_up_as_memory_ran_out_is_not_taken_back_by_a_trial() -> N
     assert job.now == {**START, "micro_batch_samples": 8, "activation_checkpointing": True}
 
 
-def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
+def test_a_refused_change_is_not_saved_as_rejected() -> None:
     job = Job()
     job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
     job.run(300)
@@ -347,15 +347,15 @@ def test_what_a_rank_has_no_room_for_now_is_not_held_against_it_later() -> None:
     assert all(not kept.denied for kept in job.kept.values())
 
 
-def test_a_trial_that_the_surroundings_overtake_is_begun_anew() -> None:
+def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:
     job = Job()
     job.saving = 0.98
     job.until_trial()
     job.run(30, until=lambda: job.now == START)
-    job.pace, told = 3.0, len(job.states)
+    job.pace, num_before = 3.0, len(job.states)
 
-    job.run(24, until=lambda: len(job.states) > told)
+    job.run(24, until=lambda: len(job.states) > num_before)
 
-    assert job.states[told:] == ["observe"]
+    assert job.states[num_before:] == ["observe"]
     assert not job.conclusions, "that was no verdict"
     assert not job.controller.configuration.is_on_trial

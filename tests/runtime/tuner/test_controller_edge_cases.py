@@ -22,7 +22,7 @@ from zerowatch.runtime.tuner.session import ReportedOomRisk
 from zerowatch.runtime.tuner.transaction import apply_order
 
 
-def test_what_was_given_up_for_memory_just_before_a_save_is_given_up_then() -> None:
+def test_a_memory_saving_right_before_a_save_is_applied_then() -> None:
     job = Job()
     job.oom_risk = 0.6
     job.run(1)
@@ -39,7 +39,7 @@ def test_what_was_given_up_for_memory_just_before_a_save_is_given_up_then() -> N
     )
 
 
-def test_a_stopped_tuner_gives_nothing_up_for_memory_even_where_it_is_in_safe_mode() -> None:
+def test_a_frozen_tuner_saves_no_memory_even_in_safe_mode() -> None:
     job = Job()
     job.answer = lambda _: Outcome(done=False, reason="rank 1: no")
     job.run(300)
@@ -58,7 +58,7 @@ def test_a_stopped_tuner_gives_nothing_up_for_memory_even_where_it_is_in_safe_mo
     assert job.now == START
 
 
-def test_a_way_back_that_fails_leaves_a_stopped_tuner_stopped() -> None:
+def test_a_failed_rollback_leaves_a_frozen_tuner_frozen() -> None:
     job = Job()
     job.until_trial()
     job.controller.freeze()
@@ -71,7 +71,7 @@ def test_a_way_back_that_fails_leaves_a_stopped_tuner_stopped() -> None:
     assert job.controller.state == "safe_mode"
 
 
-def test_a_change_on_trial_as_memory_gets_short_is_not_tried_again_and_again() -> None:
+def test_a_change_under_memory_pressure_is_tried_once() -> None:
     job = Job()
 
     for _ in range(400):
@@ -83,7 +83,7 @@ def test_a_change_on_trial_as_memory_gets_short_is_not_tried_again_and_again() -
     assert job.now["micro_batch_samples"] == 4
 
 
-def test_what_was_too_slow_may_still_save_memory() -> None:
+def test_a_rejected_value_may_still_save_memory() -> None:
     job = Job()
     job.run(300)
     assert job.now["micro_batch_samples"] == 8, "after which 4 is denied, as slower"
@@ -96,7 +96,7 @@ def test_what_was_too_slow_may_still_save_memory() -> None:
     assert job.now["micro_batch_samples"] == 4
 
 
-def test_what_was_the_best_but_took_too_much_memory_is_not_gone_back_to() -> None:
+def test_the_best_configuration_is_not_restored_if_it_takes_too_much_memory() -> None:
     job = Job()
     job.run(300)
     job.now = {**job.now, "activation_checkpointing": True}
@@ -111,7 +111,7 @@ def test_what_was_the_best_but_took_too_much_memory_is_not_gone_back_to() -> Non
     assert job.now["micro_batch_samples"] == 4
 
 
-def test_a_relief_that_cannot_be_had_is_asked_for_once() -> None:
+def test_a_refused_memory_saving_is_ordered_once() -> None:
     job = Job()
     job.answer = lambda _: Outcome(done=False, refused=True)
     job.oom_risk = 0.6
@@ -126,7 +126,7 @@ def test_a_relief_that_cannot_be_had_is_asked_for_once() -> None:
     assert all(targets.count(each) == 1 for each in targets)
 
 
-def test_a_trial_that_saves_interrupt_all_the_time_is_given_up() -> None:
+def test_a_trial_interrupted_by_frequent_saves_is_given_up() -> None:
     job = Job()
     switches = 0
     for _ in range(100):
@@ -142,7 +142,7 @@ def test_a_trial_that_saves_interrupt_all_the_time_is_given_up() -> None:
     assert all(one.verdict != "accepted" for one in job.conclusions)
 
 
-def test_a_trial_none_of_whose_windows_can_be_measured_is_given_up() -> None:
+def test_a_trial_without_usable_windows_is_given_up() -> None:
     job = Job()
     job.until_trial()
     job.is_usable = False
@@ -153,7 +153,7 @@ def test_a_trial_none_of_whose_windows_can_be_measured_is_given_up() -> None:
     assert job.conclusions[0].verdict == "rolled_back"
 
 
-def test_it_is_told_that_something_is_on_trial() -> None:
+def test_the_configuration_state_shows_a_trial() -> None:
     job = Job()
     assert not job.controller.configuration.is_on_trial
     job.until_trial()
@@ -198,26 +198,26 @@ def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
     )
 
 
-def test_blocks_that_are_rounded_together_stay_where_every_bit_must() -> None:
-    """Their borders go with the buckets'."""
+def test_bucket_sizes_stay_under_bitwise_with_compression() -> None:
+    """Buckets decide which values are rounded together."""
     assert propose(compressed(None, Numerics.BITWISE))
     assert not propose(compressed("int8", Numerics.BITWISE))
     assert propose(compressed("int8", Numerics.REASSOCIATION))
 
 
-def test_a_rank_that_fails_without_a_word_fails_like_any_other() -> None:
+def test_a_rank_that_fails_without_a_reason_fails_like_any_other() -> None:
     def rank(host_group: Any) -> Outcome:
-        hands = SimpleNamespace(
+        knobs = SimpleNamespace(
             values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
         )
-        return apply_order(Order(target={}, why="test"), cast(Any, hands), host_group)
+        return apply_order(Order(target={}, why="test"), cast(Any, knobs), host_group)
 
     for outcome in on_ranks(2, rank):
         assert not outcome.done
         assert outcome.reason
 
 
-def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
+def test_micro_batch_sizes_that_differ_between_ranks_are_no_knob() -> None:
     windows: Any = SimpleNamespace(micro_batch_samples=4, opened=None)
     knob = MicroBatchKnob(windows)
     assert knob.unsupported_reason() is None
@@ -228,7 +228,7 @@ def test_sizes_that_differ_between_ranks_are_left_to_who_chose_them() -> None:
     assert knob.unsupported_reason() is not None
 
 
-def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:
+def test_an_oom_risk_of_steps_before_a_change_is_ignored() -> None:
     reported = ReportedOomRisk()
     reported.update(step=7, risk=0.9)
     assert reported.current(now=7, seconds=0.0) == 0.9
@@ -242,7 +242,7 @@ def test_a_risk_told_of_steps_before_a_change_counts_no_more() -> None:
     assert reported.current(now=9, seconds=0.0) == 0.7
 
 
-def test_a_risk_that_nobody_renews_counts_no_more() -> None:
+def test_an_oom_risk_that_is_not_updated_expires() -> None:
     reported = ReportedOomRisk()
     reported.update(step=7, risk=0.9, seconds=100.0)
 

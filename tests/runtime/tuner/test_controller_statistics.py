@@ -1,4 +1,4 @@
-"""A whole tuner with one knob, in simulated training; tests/bench/tuner_simulation.py has more."""
+"""The controller with one knob in simulated training; see tests/bench/tuner_simulation.py."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def jobs(gain: float, step_seconds: float = 0.1) -> list[OneKnobJob]:
 
 
 @pytest.mark.parametrize("step_seconds", [0.1, 7.0])
-def test_a_knob_that_helps_is_turned_for_good(step_seconds: float) -> None:
+def test_a_knob_that_helps_is_kept(step_seconds: float) -> None:
     done = jobs(0.1, step_seconds)
 
-    assert all(job.works_with_new and job.accepted_after for job in done)
+    assert all(job.uses_new and job.accepted_after for job in done)
 
 
-def test_a_knob_that_does_harm_is_never_taken_for_good() -> None:
+def test_a_knob_that_does_harm_is_never_accepted() -> None:
     assert {job.accepted_after for job in jobs(-0.05)} == {None}
 
 
-def test_what_runs_far_slower_is_turned_back_at_once() -> None:
+def test_a_far_slower_value_is_rolled_back_at_once() -> None:
     job = OneKnobJob(-0.6, step_seconds=0.1)
 
     job.run(noisy_steps(1, 60))
 
-    assert not job.works_with_new
+    assert not job.uses_new
     assert job.conclusions[0].judgement is not None
     assert job.conclusions[0].judgement.steps < 12

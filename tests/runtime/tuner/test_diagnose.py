@@ -1,4 +1,4 @@
-"""From the metrics of a stretch of training to what holds it back."""
+"""From the metrics of an interval of training to symptoms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def phases(**seconds: float) -> dict[str, float]:
     [
         pytest.param(BUSY, [], id="nothing holds a busy rank back"),
         pytest.param(GPU, [], id="nor one with a busy GPU"),
-        pytest.param(MetricsDelta(), [], id="nothing known, nothing said"),
+        pytest.param(MetricsDelta(), [], id="no metrics"),
         pytest.param(MetricsDelta(stale=True), [], id="a watch that stands still is no witness"),
         pytest.param(
             replace(GPU, exposed_ratio=0.55, cause_ratios=SLOW_LINK),
@@ -67,7 +67,7 @@ def phases(**seconds: float) -> dict[str, float]:
         pytest.param(
             replace(GPU, exposed_ratio=0.55, cause_ratios=SLOW_LINK, coverage=None),
             [],
-            id="nor is communication of which nobody knows that",
+            id="nor communication of unknown exposure",
         ),
         pytest.param(
             replace(GPU, exposed_ratio=None), [], id="waiting that is not known is not none"
@@ -78,7 +78,7 @@ def phases(**seconds: float) -> dict[str, float]:
             id="a CPU that waits for the link is not idle besides",
         ),
         pytest.param(
-            replace(BUSY, exposed_ratio=None), [], id="without that, nobody knows how much"
+            replace(BUSY, exposed_ratio=None), [], id="unknown without exposed communication"
         ),
         pytest.param(
             replace(GPU, device_utilization=0.4),
@@ -140,11 +140,11 @@ def phases(**seconds: float) -> dict[str, float]:
         ),
     ],
 )
-def test_a_reading_is_a_list_of_symptoms(reading, symptoms):
+def test_a_reading_has_its_symptoms(reading, symptoms):
     assert names(reading) == symptoms
 
 
-def test_every_symptom_is_one_of_the_catalogs_and_carries_what_it_was_told_from():
+def test_every_symptom_is_in_the_catalog_and_has_evidence():
     bad = replace(
         GPU,
         exposed_ratio=0.6,
@@ -162,7 +162,7 @@ def test_every_symptom_is_one_of_the_catalogs_and_carries_what_it_was_told_from(
     assert symptoms[0].evidence == {"oom_risk_ratio": 0.9, "headroom_ratio": 0.3}
 
 
-def test_thresholds_are_the_users():
+def test_thresholds_are_parameters():
     waits = replace(GPU, exposed_ratio=0.1, cause_ratios={"latency": 0.1}, device_utilization=0.6)
 
     assert names(waits, Thresholds(comm_ratio_high=0.05, device_utilization_low=0.5)) == [
@@ -179,7 +179,7 @@ def test_thresholds_are_the_users():
         (250e6, 512.0, "link 2^28 B/s, samples of 2^9 tokens, 2 ranks"),
     ],
 )
-def test_surroundings_have_a_coarse_name(bandwidth, tokens, context):
+def test_a_context_has_a_coarse_name(bandwidth, tokens, context):
     reading = replace(BUSY, link_bandwidth=bandwidth, tokens_per_sample=tokens)
 
     assert context_of(reading) == context
@@ -189,7 +189,7 @@ def test_surroundings_have_a_coarse_name(bandwidth, tokens, context):
     ("bandwidth", "octave"),
     [(50e6, "26"), (42e6, "26"), (38e6, "25"), (110e6, "26"), (120e6, "27")],
 )
-def test_a_name_holds_until_its_figures_are_well_left(bandwidth, octave):
+def test_a_context_is_kept_until_its_figures_are_well_left(bandwidth, octave):
     at_26 = replace(BUSY, link_bandwidth=2.0**26)
 
     context = context_of(replace(BUSY, link_bandwidth=bandwidth), near=at_26)
@@ -198,7 +198,7 @@ def test_a_name_holds_until_its_figures_are_well_left(bandwidth, octave):
 
 
 class Rank:
-    """A rank whose watch writes metrics as training goes on."""
+    """A rank whose watch updates metrics during training."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -209,7 +209,7 @@ class Rank:
         self.goes_on()
 
     def goes_on(self) -> None:
-        """Let the watch renew its values once more."""
+        """Update the watch's timestamp."""
         self.unix_seconds += 20
         self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.unix_seconds)
 
@@ -237,7 +237,7 @@ def rank() -> Rank:
     return Rank().trains(forward=5.0, backward=5.0)
 
 
-def test_ratios_are_of_what_was_added_in_between(rank):
+def test_ratios_are_those_of_the_interval(rank):
     rank.waits(9.0, "latency")
     before = rank.snapshot()
 
@@ -253,7 +253,7 @@ def test_ratios_are_of_what_was_added_in_between(rank):
     assert (reading.tokens_per_sample, reading.world_size) == (64, 2)
 
 
-def test_time_without_training_does_not_make_ratios_smaller(rank):
+def test_time_without_training_does_not_reduce_ratios(rank):
     before = rank.snapshot()
 
     rank.trains(data=1.0, backward=9.0, eval=50.0, checkpoint=40.0)
@@ -264,7 +264,7 @@ def test_time_without_training_does_not_make_ratios_smaller(rank):
     assert reading.phase_ratios == pytest.approx({"forward": 0, "data": 0.1, "backward": 0.9})
 
 
-def test_what_has_no_metric_is_none_and_never_zero(rank):
+def test_a_missing_metric_is_none(rank):
     before = rank.snapshot()
 
     rank.trains(backward=1.0)
@@ -276,7 +276,7 @@ def test_what_has_no_metric_is_none_and_never_zero(rank):
     assert (reading.on_cpu, reading.link_bandwidth, dict(reading.cause_ratios)) == (None, None, {})
 
 
-def test_values_that_nobody_renewed_say_nothing_at_all(rank):
+def test_metrics_that_are_not_updated_are_stale(rank):
     rank.waits(9.0, "bandwidth")
     before = rank.snapshot()
 
@@ -285,7 +285,7 @@ def test_values_that_nobody_renewed_say_nothing_at_all(rank):
     assert metrics_between(before, rank.snapshot()) == MetricsDelta(stale=True)
 
 
-def test_waiting_that_no_exchange_has_told_of_is_not_known(rank):
+def test_waiting_without_a_cross_rank_comparison_is_unknown(rank):
     rank.waits(9.0, "bandwidth")
     before = rank.snapshot()
 
@@ -297,7 +297,7 @@ def test_waiting_that_no_exchange_has_told_of_is_not_known(rank):
     assert dict(reading.cause_ratios) == {}
 
 
-def test_a_counter_that_began_anew_says_nothing(rank):
+def test_a_counter_that_was_reset_is_none(rank):
     rank.waits(9.0, "bandwidth")
     before = rank.snapshot()
 
@@ -319,7 +319,7 @@ def test_the_lower_coverage_of_both_ends_counts(rank):
     assert metrics_between(before, rank.snapshot()).coverage == 0.9
 
 
-def test_a_rank_with_a_gpu_is_judged_by_it(rank):
+def test_a_rank_with_a_gpu_is_measured_by_it(rank):
     put = rank.recorder
     for device, busy, free in (("cpu", 0.1, 5), ("cuda:0", 0.8, 60)):
         put.set(devices.DEVICE_UTILIZATION, busy, device)

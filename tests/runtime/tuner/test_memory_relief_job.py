@@ -1,4 +1,4 @@
-"""Memory that runs short under a limit: where a run without a tuner runs out, "auto" does not."""
+"""Memory pressure under a limit: a run without a tuner runs out of memory, "auto" does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS, ARMS = ("leak",), ("off", "auto")
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ended]:
-    """All jobs, side by side: they mostly wait."""
+    """All jobs concurrently: they mostly wait."""
     folder = tmp_path_factory.mktemp("short_of_memory")
     with ThreadPoolExecutor() as pool:
         begun = {
@@ -32,7 +32,7 @@ def test_without_a_tuner_memory_runs_out(jobs, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_a_tuner_it_never_does(jobs, kind: str):
+def test_with_a_tuner_memory_never_runs_out(jobs, kind: str):
     auto = jobs[kind, "auto"]
 
     assert auto.code == 0, auto.said
@@ -50,7 +50,7 @@ def test_the_losses_are_those_of_the_run_that_ran_out(jobs, kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_risk_is_seen_in_time(jobs, kind: str):
+def test_the_risk_rises_in_time(jobs, kind: str):
     windows = jobs[kind, "off"].windows
     first_alarm = next(each["window"] for each in windows if (each["risk"] or 0) >= 0.5)
     first_error = next((each["window"] for each in windows if each["replays"]), len(windows))

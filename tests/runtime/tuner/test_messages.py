@@ -53,7 +53,7 @@ def test_a_change_that_was_not_tried_has_its_reason():
 
 
 @pytest.mark.parametrize(
-    ("gain", "words"),
+    ("gain", "text"),
     [
         (1.2, "(fewer reductions) would make training about 2.2 times as fast; not applied"),
         (0.123, "(fewer reductions) would make training about 12 % faster; not applied"),
@@ -61,12 +61,12 @@ def test_a_change_that_was_not_tried_has_its_reason():
         (None, "(fewer reductions) may help; not applied"),
     ],
 )
-def test_an_advice_has_its_predicted_gain_if_there_is_one(gain, words):
+def test_an_advice_has_its_predicted_gain_if_there_is_one(gain, text):
     found = decision(
         gain=None, verdict="advised", reason="fewer reductions", predicted_gain=gain, mode="advise"
     )
 
-    assert format_decision(found).endswith(words)
+    assert format_decision(found).endswith(text)
 
 
 def test_all_of_several_knobs_are_named():
@@ -83,10 +83,10 @@ def test_all_of_several_knobs_are_named():
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_every_symptom_has_its_own_format(name):
-    words = format_symptom(Symptom(name=name, ratio=0.42, evidence={}))
+    text = format_symptom(Symptom(name=name, ratio=0.42, evidence={}))
 
-    assert name not in words
-    assert "42" in words
+    assert name not in text
+    assert "42" in text
 
 
 def test_a_minor_cause_has_its_own_share():
@@ -104,11 +104,11 @@ def test_a_slow_rank_0_differs_from_waiting_for_others():
 
 
 @pytest.mark.parametrize(
-    ("gain", "words"),
+    ("gain", "text"),
     [(0.0, "as fast as before"), (0.031, "3.1 % faster"), (-0.2, "20.0 % slower")],
 )
-def test_a_gain_is_formatted_as_relative_speed(gain, words):
-    assert format_gain(gain) == words
+def test_a_gain_is_formatted_as_relative_speed(gain, text):
+    assert format_gain(gain) == text
 
 
 def test_the_diff_of_the_ds_config_keeps_the_global_batch():

@@ -1,4 +1,4 @@
-"""The tuner keeps its word: a tuned run's numbers are those of a run that nobody tuned."""
+"""A tuned run's numbers compared with those of an untuned run."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from scripts.separate_ranks import run_apart
 pytestmark = pytest.mark.jobs
 
 MOST_APART = 3.0  # times what a mere change of the bucket size gives
-Told = dict[str, Any]
+Results = dict[str, Any]
 
 
-def told_by(ranks: int, numerics: str, folder: Any) -> list[Told]:
+def results_of(ranks: int, numerics: str, folder: Any) -> list[Results]:
     ended = run_apart("tuned_checks.py", folder, world_size=ranks, arguments=(numerics,))
     assert all(rank.told for rank in ended), ended[0].last_words
     return [rank.told for rank in ended]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    return told_by(2, "bitwise", tmp_path_factory.mktemp("bitwise"))
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    return results_of(2, "bitwise", tmp_path_factory.mktemp("bitwise"))
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
-    """Of two ranks every sum is the same in any order."""
-    return told_by(3, "reassociation", tmp_path_factory.mktemp("reassociation"))
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """With two ranks every sum is the same in any order."""
+    return results_of(3, "reassociation", tmp_path_factory.mktemp("reassociation"))
 
 
 def test_under_bitwise_every_loss_and_weight_is_that_of_the_untuned_run(two_ranks):
@@ -35,7 +35,7 @@ def test_under_bitwise_every_loss_and_weight_is_that_of_the_untuned_run(two_rank
         assert rank["saved"]["same"]
 
 
-def test_under_bitwise_changes_were_really_made_and_judged(two_ranks):
+def test_under_bitwise_changes_were_tried_and_judged(two_ranks):
     tried = two_ranks[0]["saved"]
 
     assert len(tried["verdicts"]) >= 2
@@ -45,27 +45,27 @@ def test_under_bitwise_changes_were_really_made_and_judged(two_ranks):
     assert not tried["failures"]
 
 
-def test_a_save_in_the_middle_of_a_trial_holds_what_is_known_to_be_good(two_ranks):
+def test_a_save_during_a_trial_has_the_known_good_configuration(two_ranks):
     saved = two_ranks[0]["saved"]
 
     assert saved["began"]
     assert saved["after save"]["values"] == saved["after save"]["good"]
 
 
-def test_a_run_that_takes_such_a_save_up_goes_on_with_the_same_bits(two_ranks):
+def test_a_run_resumed_from_such_a_save_is_bitwise_equal(two_ranks):
     for rank in two_ranks:
         assert rank["saved"]["again"]["same"]
         assert rank["saved"]["again"]["steps"] > rank["saved"]["saved at"]
 
 
-def test_a_run_without_a_tuner_decides_nothing_and_tells_nothing_of_one(two_ranks):
+def test_a_run_without_a_tuner_has_no_decisions_and_no_states(two_ranks):
     off = two_ranks[0]["off"]
 
     assert not off["wrote decisions"]
     assert off["states"] == 0
 
 
-def test_the_stop_file_takes_back_what_is_on_trial_and_freezes(two_ranks):
+def test_the_stop_file_rolls_back_the_trial_and_freezes(two_ranks):
     for rank in two_ranks:
         stopped = rank["stopped"]
         assert stopped["began"]
@@ -77,11 +77,11 @@ def test_the_stop_file_takes_back_what_is_on_trial_and_freezes(two_ranks):
     assert stopped["frozen"]["decisions"] == stopped["still frozen"]["decisions"]
 
 
-def test_without_the_stop_file_it_goes_on(two_ranks):
+def test_without_the_stop_file_it_resumes(two_ranks):
     assert two_ranks[0]["stopped"]["began again"]
 
 
-def test_where_the_watch_thread_dies_nothing_is_decided_and_training_goes_on(two_ranks):
+def test_without_the_watch_thread_nothing_is_decided_and_training_continues(two_ranks):
     for rank in two_ranks:
         assert rank["stopped"]["still blind"]["values"] == rank["stopped"]["blind"]["values"]
         assert rank["stopped"]["same"]
@@ -90,7 +90,7 @@ def test_where_the_watch_thread_dies_nothing_is_decided_and_training_goes_on(two
     assert stopped["still blind"]["state"] == "observe"
 
 
-def test_what_is_known_of_communication_by_half_is_no_reason_to_change_it(two_ranks):
+def test_incomplete_communication_figures_start_no_trial(two_ranks):
     failing = two_ranks[0]["failing"]
 
     assert failing["uncovered"]["decisions"] == 0
@@ -99,7 +99,7 @@ def test_what_is_known_of_communication_by_half_is_no_reason_to_change_it(two_ra
 
 
 @pytest.mark.parametrize(("time", "then"), [(0, "after it"), (1, "after a call")])
-def test_what_was_on_trial_in_a_window_that_ended_by_an_error_is_taken_back(two_ranks, time, then):
+def test_a_trial_is_rolled_back_after_a_window_that_ended_by_an_error(two_ranks, time, then):
     first, second = (rank["failing"] for rank in two_ranks)
 
     assert first["spoiled"][time] != first[then]["good"]
@@ -109,7 +109,7 @@ def test_what_was_on_trial_in_a_window_that_ended_by_an_error_is_taken_back(two_
     assert first["same"] and second["same"]
 
 
-def test_a_controller_that_fails_in_a_trial_leaves_all_on_what_was_good(two_ranks):
+def test_after_an_error_of_the_controller_all_ranks_roll_back(two_ranks):
     first, second = (rank["failing"] for rank in two_ranks)
 
     assert first["on trial"] != first["failed"]["good"]
@@ -119,7 +119,7 @@ def test_a_controller_that_fails_in_a_trial_leaves_all_on_what_was_good(two_rank
     assert first["same"] and second["same"]
 
 
-def test_under_reassociation_a_tuned_run_is_as_near_as_one_with_another_bucket_size(three_ranks):
+def test_under_reassociation_a_tuned_run_is_as_close_as_another_bucket_size(three_ranks):
     first = three_ranks[0]
 
     assert "reassociation" in {numerics for _, numerics in first["tuned"]["turned"]}

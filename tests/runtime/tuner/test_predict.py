@@ -1,4 +1,4 @@
-"""Closed forms of what a step sends, against the planner and what a change then gains."""
+"""Traffic of a step in closed form, compared with the estimator, and predicted gains."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planned(stage: int, *, ranks: int, micro_batches: int, backend: str, **zero:
         (2, {"reduce_bucket_size": 4 * ELEMENTS}),
     ],
 )
-def test_bytes_are_those_of_the_planner(stage, pattern, micro_batches, ranks, backend):
+def test_bytes_are_those_of_the_estimator(stage, pattern, micro_batches, ranks, backend):
     plan = planned(stage, ranks=ranks, micro_batches=micro_batches, backend=backend, **pattern)
     start = configuration(stage, 4, **pattern)
 
@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_planner(stage, pattern, micro_batches, ranks, ba
 @pytest.mark.parametrize("bucket", [ELEMENTS, 4 * ELEMENTS, 500_000_000])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("together", [True, False])
-def test_calls_are_about_those_of_the_planner(stage, bucket, together):
+def test_calls_are_about_those_of_the_estimator(stage, bucket, together):
     pattern = {"reduce_bucket_size": bucket, "use_multi_rank_bucket_allreduce": together}
     plan = planned(stage, ranks=2, micro_batches=4, backend="gloo", **pattern)
 
@@ -88,7 +88,7 @@ def test_calls_are_about_those_of_the_planner(stage, bucket, together):
 
 
 @pytest.mark.parametrize("distance", [0, 6 * ELEMENTS, 12 * ELEMENTS, 1_000_000_000])
-def test_parameters_that_are_used_again_soon_are_not_gathered_twice(distance):
+def test_parameters_within_the_reuse_distance_are_gathered_once(distance):
     kept = {"max_reuse_distance": distance}
     keys = {"stage3_max_reuse_distance": distance, "stage3_prefetch_bucket_size": 0}
     plan = planned(3, ranks=2, micro_batches=2, backend="gloo", **keys)
@@ -99,7 +99,7 @@ def test_parameters_that_are_used_again_soon_are_not_gathered_twice(distance):
 
 
 @pytest.mark.parametrize(("micro", "ratio"), [(16, 1.5), (4, 1.8)])
-def test_multi_rank_buckets_of_stage_2_send_more_than_the_least(micro, ratio):
+def test_multi_rank_buckets_of_stage_2_send_more_than_the_minimum(micro, ratio):
     size, share, micro_batches = facts().gradient_bytes, 0.5, 16 // micro
     least = share * (micro_batches * size + size)
 
@@ -112,7 +112,7 @@ def test_multi_rank_buckets_of_stage_2_send_more_than_the_least(micro, ratio):
     ("form", "width", "quarter"),
     [("bf16", 4, 2 / 4), ("int8", 4, 1 / 4), ("fp8", 4, 1 / 4), ("int8", 2, 1 / 2)],
 )
-def test_compression_makes_gradients_smaller_and_sends_them_straight(form, width, quarter):
+def test_compression_reduces_bytes_and_sends_directly(form, width, quarter):
     half = JobFacts(
         world_size=2,
         backend="gloo",
@@ -136,7 +136,7 @@ def test_parameters_are_never_compressed():
     assert sent.wire_bytes > 0.5 * facts().parameter_bytes
 
 
-def test_gradients_that_everybody_needs_take_two_shots():
+def test_gradients_that_all_ranks_need_take_two_phases():
     plain = traffic_of(configuration(0), facts(), samples_per_rank=16)
 
     sent = traffic_of(configuration(0, gradient_compression="int8"), facts(), samples_per_rank=16)
@@ -145,7 +145,7 @@ def test_gradients_that_everybody_needs_take_two_shots():
 
 
 @pytest.mark.parametrize(("samples", "micro", "pieces"), [(16, 4, 4), (16, 5, 4), (16, 32, 1)])
-def test_a_window_is_cut_into_as_many_pieces_as_it_takes(samples, micro, pieces):
+def test_a_window_has_enough_micro_batches(samples, micro, pieces):
     assert num_micro_batches({"micro_batch_samples": micro}, samples) == pieces
 
 
@@ -153,7 +153,7 @@ def gain(now: dict, then: dict, reading: MetricsDelta = ONE_CAUSE, ranks: int = 
     return predicted_gain(now, then, facts(ranks), 16, reading)
 
 
-def test_fewer_micro_batches_save_the_reductions_that_are_left_out():
+def test_fewer_micro_batches_save_reductions():
     # 4 x 2 parts of gradients and 1 of parameters come down to 2 and 1; 8 and 2 calls to 3.
     step = 0.2 + 0.7 * 3 / 9 + 0.1 * 3 / 6
 
@@ -165,7 +165,7 @@ def test_below_stage_2_the_number_of_micro_batches_does_not_matter(stage):
     assert gain(configuration(stage, 4), configuration(stage, 16)) == pytest.approx(0)
 
 
-def test_a_larger_batch_spreads_the_same_bytes_over_more_samples():
+def test_a_larger_batch_sends_the_same_bytes_for_more_samples():
     now = configuration(1, batch_samples=32)
 
     gained = gain(now, {**now, "batch_samples": 64})
@@ -182,7 +182,7 @@ def test_larger_buckets_make_fewer_calls():
     assert gained == pytest.approx(1 / (0.5 + 0.5 * 6 / 50) - 1)
 
 
-def test_bytes_that_come_back_may_no_longer_be_hidden():
+def test_more_bytes_are_assumed_to_be_exposed():
     hidden = MetricsDelta(cause_ratios={"bandwidth": 0.01}, comm_ratio=0.5)
     compressed = configuration(2, gradient_compression="int8")
 
@@ -199,14 +199,14 @@ def test_bytes_that_come_back_may_no_longer_be_hidden():
         pytest.param(1, 3 * ELEMENTS, 0, id="ZeRO 1 sends after backward"),
     ],
 )
-def test_asynchronous_sums_hide_behind_backward(stage, bucket, gained):
+def test_asynchronous_reduction_hides_behind_backward(stage, bucket, gained):
     reading = replace(ONE_CAUSE, phase_ratios={"backward": 0.8}, exposed_ratio=0.5)
     now = configuration(stage, reduce_bucket_size=bucket)
 
     assert gain(now, {**now, "asynchronous_reduction": True}, reading) == pytest.approx(gained)
 
 
-def test_an_end_of_offloading_saves_the_time_that_it_takes():
+def test_an_end_of_offloading_saves_its_time():
     offloading = MetricsDelta(offload_ratio=0.2)
     now = configuration(2, offload_optimizer=True)
 
@@ -218,5 +218,5 @@ def test_an_end_of_offloading_saves_the_time_that_it_takes():
     [(configuration(2), MetricsDelta()), ({"micro_batch_samples": 4}, ONE_CAUSE)],
     ids=["no causes known", "no stage known"],
 )
-def test_nothing_is_foretold_of_what_is_not_known(now, reading):
+def test_without_figures_nothing_is_predicted(now, reading):
     assert gain(now, {**now, "micro_batch_samples": 16}, reading) is None

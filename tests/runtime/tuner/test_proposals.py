@@ -1,4 +1,4 @@
-"""What is tried against what holds a job back, and in which order."""
+"""Which changes are proposed against the symptoms, and in which order."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ STAGE_3_OPTIONS = {
 FACTS = JobFacts(world_size=2, backend="gloo", gradient_bytes=SIZE, parameter_bytes=SIZE)
 
 
-def situation(reading: MetricsDelta = SLOW_LINK, **others: object) -> TunerInput:
+def tuner_input(reading: MetricsDelta = SLOW_LINK, **others: object) -> TunerInput:
     given = {
         "configuration": START,
         "options": OPTIONS,
@@ -96,7 +96,7 @@ def situation(reading: MetricsDelta = SLOW_LINK, **others: object) -> TunerInput
 
 
 def at_stage_3(reading: MetricsDelta, **others: object) -> TunerInput:
-    return situation(reading, configuration=STAGE_3, options=STAGE_3_OPTIONS, **others)
+    return tuner_input(reading, configuration=STAGE_3, options=STAGE_3_OPTIONS, **others)
 
 
 def tried(given: TunerInput) -> list[dict[str, Value]]:
@@ -107,17 +107,17 @@ def of_knob(given: TunerInput, knob: str) -> list[Value]:
     return [changes[knob] for changes in tried(given) if knob in changes]
 
 
-def test_nothing_is_tried_where_nothing_holds_the_job_back():
-    assert tried(situation(BUSY)) == []
+def test_without_symptoms_nothing_is_proposed():
+    assert tried(tuner_input(BUSY)) == []
 
 
 def test_on_a_slow_link_the_largest_micro_batch_comes_first_then_smaller_ones():
-    assert of_knob(situation(), "micro_batch_samples") == [16, 8, 6]
-    assert tried(situation())[0] == {"micro_batch_samples": 16}
+    assert of_knob(tuner_input(), "micro_batch_samples") == [16, 8, 6]
+    assert tried(tuner_input())[0] == {"micro_batch_samples": 16}
 
 
-def test_what_it_gains_is_foretold():
-    first = propose(situation())[0]
+def test_the_gain_is_predicted():
+    first = propose(tuner_input())[0]
 
     assert first.predicted_gain > 1.0
     assert (first.tier, first.numerics, first.symptom.name) == (
@@ -129,8 +129,8 @@ def test_what_it_gains_is_foretold():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_below_stage_2_only_a_trial_tells_what_larger_micro_batches_save(stage):
-    below = situation(configuration={**START, "zero_stage": stage})
+def test_below_stage_2_the_gain_of_larger_micro_batches_is_not_predicted(stage):
+    below = tuner_input(configuration={**START, "zero_stage": stage})
 
     larger = [one for one in propose(below) if "micro_batch_samples" in one.changes]
 
@@ -138,45 +138,45 @@ def test_below_stage_2_only_a_trial_tells_what_larger_micro_batches_save(stage):
     assert {one.predicted_gain for one in larger} == {None}
 
 
-def test_what_only_a_trial_can_tell_comes_after_what_is_foretold():
-    order = tried(situation())
+def test_unpredicted_changes_come_after_predicted_ones():
+    order = tried(tuner_input())
 
     assert order.index({"micro_batch_samples": 6}) < order.index({"asynchronous_reduction": True})
     assert {"reduce_bucket_size": 1 << 24} in order
     assert {"reduce_bucket_size": 1 << 20} in order
 
 
-def test_many_calls_want_larger_buckets_and_no_smaller_ones():
-    assert of_knob(situation(MANY_CALLS), "reduce_bucket_size") == [1 << 24]
+def test_latency_proposes_larger_buckets_and_no_smaller_ones():
+    assert of_knob(tuner_input(MANY_CALLS), "reduce_bucket_size") == [1 << 24]
 
 
-def test_what_has_failed_here_is_not_tried_again():
-    denied = situation(denied={("micro_batch_samples", 16), ("reduce_bucket_size", 1 << 20)})
+def test_denied_values_are_not_proposed():
+    denied = tuner_input(denied={("micro_batch_samples", 16), ("reduce_bucket_size", 1 << 20)})
 
     assert of_knob(denied, "micro_batch_samples") == [8, 6]
     assert of_knob(denied, "reduce_bucket_size") == [1 << 24]
 
 
-def test_what_cannot_be_set_here_is_not_tried():
+def test_values_that_are_no_option_are_not_proposed():
     options = {**OPTIONS, "micro_batch_samples": (4, 5)}
     without = {knob: value for knob, value in options.items() if knob != "reduce_bucket_size"}
 
-    order = tried(situation(options=without))
+    order = tried(tuner_input(options=without))
 
     assert not [changes for changes in order if "micro_batch_samples" in changes]
     assert not [changes for changes in order if "reduce_bucket_size" in changes]
 
 
 @pytest.mark.parametrize("bucket", [1 << 24, 500_000_000])
-def test_from_one_bucket_for_all_the_next_is_several(bucket):
-    whole = situation(configuration={**START, "reduce_bucket_size": bucket})
+def test_after_one_bucket_for_all_gradients_the_next_size_is_several(bucket):
+    whole = tuner_input(configuration={**START, "reduce_bucket_size": bucket})
 
     assert {"reduce_bucket_size": 1 << 21} in tried(whole)
     assert {"asynchronous_reduction": True, "reduce_bucket_size": 1 << 21} in tried(whole)
 
 
-def test_what_is_foretold_to_lose_a_little_is_not_foretold():
-    whole = situation(configuration={**START, "reduce_bucket_size": 1 << 24})
+def test_a_small_predicted_loss_is_dropped():
+    whole = tuner_input(configuration={**START, "reduce_bucket_size": 1 << 24})
 
     (smaller,) = [one for one in propose(whole) if [*one.changes] == ["reduce_bucket_size"]]
 
@@ -185,7 +185,7 @@ def test_what_is_foretold_to_lose_a_little_is_not_foretold():
 
 @pytest.mark.parametrize(("on_cpu", "found"), [(True, False), (False, True)])
 def test_a_cpu_has_no_streams_to_overlap_on(on_cpu, found):
-    given = situation(
+    given = tuner_input(
         replace(SLOW_LINK, on_cpu=on_cpu),
         configuration={**START, "overlap_comm": False},
         options={**OPTIONS, "overlap_comm": (False, True)},
@@ -194,79 +194,81 @@ def test_a_cpu_has_no_streams_to_overlap_on(on_cpu, found):
     assert ({"overlap_comm": True} in tried(given)) is found
 
 
-class TestContract:
+class TestNumerics:
     @pytest.mark.parametrize("numerics", Numerics)
-    def test_nothing_looser_than_the_user_allows_is_tried(self, numerics):
-        found = propose(situation(numerics=numerics, allows_rebuild=True))
+    def test_nothing_looser_than_the_setting_is_proposed(self, numerics):
+        found = propose(tuner_input(numerics=numerics, allows_rebuild=True))
 
         assert found
         assert all(proposal.numerics <= numerics for proposal in found)
 
-    def test_bitwise_leaves_the_order_of_sums_to_two_ranks(self):
+    def test_bitwise_allows_another_order_of_sums_on_two_ranks_only(self):
         four = replace(FACTS, world_size=4)
 
-        assert {"asynchronous_reduction": True} in tried(situation(numerics=BITWISE))
-        assert tried(situation(numerics=BITWISE, facts=four)) == []
+        assert {"asynchronous_reduction": True} in tried(tuner_input(numerics=BITWISE))
+        assert tried(tuner_input(numerics=BITWISE, facts=four)) == []
 
-    def test_statistical_tries_compression_and_the_smallest_first(self):
-        forms = of_knob(situation(numerics=STATISTICAL), "gradient_compression")
+    def test_statistical_proposes_compression_the_smallest_type_first(self):
+        forms = of_knob(tuner_input(numerics=STATISTICAL), "gradient_compression")
 
         assert forms == ["int8", "fp8", "bf16"]
 
-    def test_free_tries_a_larger_batch_one_step_at_a_time(self):
-        assert of_knob(situation(numerics=UNRESTRICTED), "batch_samples") == [64]
+    def test_unrestricted_proposes_twice_the_batch(self):
+        assert of_knob(tuner_input(numerics=UNRESTRICTED), "batch_samples") == [64]
 
-    def test_micro_batches_stay_where_experts_have_a_capacity(self):
+    def test_micro_batches_do_not_change_with_expert_capacity(self):
         experts = replace(FACTS, traits=ModelTraits(expert_capacity=True))
 
-        assert of_knob(situation(facts=experts, numerics=UNRESTRICTED), "micro_batch_samples") == []
+        assert (
+            of_knob(tuner_input(facts=experts, numerics=UNRESTRICTED), "micro_batch_samples") == []
+        )
 
-    def test_with_dropout_they_change_under_statistical_only(self):
+    def test_with_dropout_micro_batches_change_under_statistical_only(self):
         drops = replace(FACTS, traits=ModelTraits(dropout=True))
 
-        assert of_knob(situation(facts=drops), "micro_batch_samples") == []
-        assert of_knob(situation(facts=drops, numerics=STATISTICAL), "micro_batch_samples")
+        assert of_knob(tuner_input(facts=drops), "micro_batch_samples") == []
+        assert of_knob(tuner_input(facts=drops, numerics=STATISTICAL), "micro_batch_samples")
 
 
 class TestRebuild:
-    def test_needs_leave(self):
-        assert of_knob(situation(), "zero_stage") == []
+    def test_needs_the_setting(self):
+        assert of_knob(tuner_input(), "zero_stage") == []
 
     def test_goes_to_the_stage_that_sends_least(self):
-        found = propose(situation(allows_rebuild=True))
+        found = propose(tuner_input(allows_rebuild=True))
 
         assert found[0].changes == {"zero_stage": 0}
         assert found[0].tier == "rebuild"
 
-    def test_is_left_where_little_would_be_gained(self):
+    def test_is_not_proposed_for_a_small_gain(self):
         little = replace(SLOW_LINK, exposed_ratio=0.21, cause_ratios={"bandwidth": 0.05})
 
-        found = situation(
+        found = tuner_input(
             little, configuration={**START, "micro_batch_samples": 16}, allows_rebuild=True
         )
 
         assert of_knob(found, "zero_stage") == []
 
-    def test_takes_along_what_makes_no_sense_without_the_old_stage(self):
+    def test_switches_off_what_has_no_effect_at_the_new_stage(self):
         offloads = {**STAGE_3, "offload_param": True, "asynchronous_reduction": False}
-        given = situation(
+        given = tuner_input(
             SLOW_LINK, configuration=offloads, options=STAGE_3_OPTIONS, allows_rebuild=True
         )
 
         assert {"zero_stage": 1, "offload_param": False} in tried(given)
 
-    def test_of_offloading_is_predicted_by_the_time_that_it_takes(self):
+    def test_an_end_of_offloading_is_predicted_by_its_time(self):
         reading = replace(SLOW_LINK, offload_ratio=0.1, **MEMORY_TO_SPARE)
         offloads = {**START, "offload_optimizer": True}
-        given = situation(reading, configuration=offloads, allows_rebuild=True)
+        given = tuner_input(reading, configuration=offloads, allows_rebuild=True)
 
         assert {"offload_optimizer": False} in tried(given)
         assert of_knob(replace(given, allows_rebuild=False), "offload_optimizer") == []
 
 
 class TestMemoryPressure:
-    def test_is_answered_by_what_gives_memory_back_and_nothing_else(self):
-        order = tried(situation(SHORT_OF_MEMORY, allows_rebuild=True))
+    def test_proposes_only_what_frees_memory(self):
+        order = tried(tuner_input(SHORT_OF_MEMORY, allows_rebuild=True))
 
         assert order == [
             {"micro_batch_samples": 2},
@@ -276,32 +278,32 @@ class TestMemoryPressure:
             {"offload_optimizer": True},
         ]
 
-    def test_gets_no_rebuild_without_leave(self):
-        order = tried(situation(SHORT_OF_MEMORY))
+    def test_proposes_no_rebuild_without_the_setting(self):
+        order = tried(tuner_input(SHORT_OF_MEMORY))
 
         assert [*order[-1]] == ["reduce_bucket_size"]
 
-    def test_goes_on_below_what_has_failed(self):
-        given = situation(SHORT_OF_MEMORY, denied={("micro_batch_samples", 2)})
+    def test_continues_below_denied_values(self):
+        given = tuner_input(SHORT_OF_MEMORY, denied={("micro_batch_samples", 2)})
 
         assert tried(given)[0] == {"micro_batch_samples": 1}
 
     def test_starts_with_buckets_no_larger_than_all_gradients(self):
         default = {**START, "reduce_bucket_size": 1 << 29}
 
-        given = situation(SHORT_OF_MEMORY, configuration=default)
+        given = tuner_input(SHORT_OF_MEMORY, configuration=default)
 
         assert of_knob(given, "reduce_bucket_size") == [1 << 23]
 
-    def test_at_stage_3_shortens_what_is_fetched_ahead(self):
+    def test_at_stage_3_reduces_prefetching(self):
         order = tried(at_stage_3(SHORT_OF_MEMORY, allows_rebuild=True))
 
         assert {"prefetch_bucket_size": 1 << 21} in order
         assert {"offload_param": True} in order
 
-    def test_offloads_parameters_together_with_the_stage_that_can(self):
+    def test_offloads_parameters_together_with_stage_3(self):
         configuration = {**START, "offload_param": False}
-        given = situation(
+        given = tuner_input(
             SHORT_OF_MEMORY,
             configuration=configuration,
             options=STAGE_3_OPTIONS,
@@ -310,20 +312,20 @@ class TestMemoryPressure:
 
         assert {"offload_param": True, "zero_stage": 3} in tried(given)
 
-    def test_keeps_to_the_contract(self):
-        order = tried(situation(SHORT_OF_MEMORY, numerics=BITWISE))
+    def test_respects_the_numerics_setting(self):
+        order = tried(tuner_input(SHORT_OF_MEMORY, numerics=BITWISE))
 
         assert order == [{"activation_checkpointing": True}, {"reduce_bucket_size": 1 << 20}]
 
-    def test_wins_over_everything_else(self):
+    def test_precedes_all_other_symptoms(self):
         both = replace(SLOW_LINK, oom_risk=0.9)
 
-        assert tried(situation(both)) == tried(situation(SHORT_OF_MEMORY))
+        assert tried(tuner_input(both)) == tried(tuner_input(SHORT_OF_MEMORY))
 
 
-class TestRemembered:
+class TestFromHistory:
     def test_is_tried_first_as_one_change(self):
-        given = situation(remembered=BEST, numerics=STATISTICAL)
+        given = tuner_input(remembered=BEST, numerics=STATISTICAL)
 
         first = propose(given)[0]
 
@@ -331,28 +333,28 @@ class TestRemembered:
         assert first.numerics == STATISTICAL
         assert first.predicted_gain is None  # it was measured
 
-    def test_may_cost_a_little_where_it_rounds_no_longer(self):
+    def test_may_lose_a_little_if_it_ends_compression(self):
         exact = {**BEST, "gradient_compression": None}
-        given = situation(BUSY, configuration=BEST, remembered=exact, numerics=STATISTICAL)
+        given = tuner_input(BUSY, configuration=BEST, remembered=exact, numerics=STATISTICAL)
 
         first = propose(given)[0]
 
         assert first.changes == {"gradient_compression": None}
         assert first.relaxes
 
-    def test_is_forgotten_where_the_contract_forbids_it(self):
-        assert tried(situation(remembered=BEST)) == tried(situation())
+    def test_is_dropped_if_the_numerics_setting_forbids_it(self):
+        assert tried(tuner_input(remembered=BEST)) == tried(tuner_input())
 
-    def test_is_nothing_new_where_it_is_in_use(self):
-        assert tried(situation(remembered=START)) == tried(situation())
+    def test_is_not_proposed_if_it_is_in_use(self):
+        assert tried(tuner_input(remembered=START)) == tried(tuner_input())
 
-    def test_is_tried_even_where_nothing_else_would_be(self):
-        given = situation(BUSY, remembered={**START, "micro_batch_samples": 2})
+    def test_is_proposed_even_without_symptoms(self):
+        given = tuner_input(BUSY, remembered={**START, "micro_batch_samples": 2})
 
         assert tried(given) == [{"micro_batch_samples": 2}]
 
-    def test_leaves_out_what_cannot_be_set_any_longer(self):
-        given = situation(
+    def test_leaves_out_values_that_are_no_longer_options(self):
+        given = tuner_input(
             remembered={**START, "micro_batch_samples": 16, "optimizer_state_offload": True}
         )
 
@@ -363,47 +365,47 @@ class TestOtherSymptoms:
     def test_a_straggler_gets_fewer_samples(self):
         slow = replace(BUSY, straggler_score=0.2)
 
-        assert tried(situation(slow)) == [{"python_gc": "between_steps"}, {"balance": True}]
+        assert tried(tuner_input(slow)) == [{"python_gc": "between_steps"}, {"balance": True}]
 
-    def test_a_host_that_cannot_keep_up_gets_less_to_do(self):
+    def test_a_bound_host_gets_less_work(self):
         waits = replace(BUSY, device_utilization=0.4)
 
-        order = tried(situation(waits))
+        order = tried(tuner_input(waits))
 
         assert {"python_gc": "between_steps"} in order
-        assert of_knob(situation(waits), "micro_batch_samples") == [16, 8, 6]
+        assert of_knob(tuner_input(waits), "micro_batch_samples") == [16, 8, 6]
 
-    def test_what_nobody_can_foretell_comes_in_the_registrys_order(self):
+    def test_unpredicted_changes_come_in_the_order_of_the_registry(self):
         waits = replace(BUSY, device_utilization=0.4, cause_ratios={})
 
-        knobs = [next(iter(proposal.changes)) for proposal in propose(situation(waits))]
+        knobs = [next(iter(proposal.changes)) for proposal in propose(tuner_input(waits))]
 
         assert knobs[0] == "micro_batch_samples"
         assert knobs == sorted(knobs, key=list(SPECS).index)
 
-    def test_data_that_is_late_has_no_knob(self):
+    def test_data_loading_has_no_knob(self):
         late = replace(BUSY, phase_ratios={"data": 0.3, "backward": 0.7})
 
-        assert tried(situation(late)) == []
+        assert tried(tuner_input(late)) == []
 
-    def test_memory_to_spare_alone_is_no_reason(self):
-        assert tried(situation(replace(BUSY, **MEMORY_TO_SPARE))) == []
+    def test_idle_memory_alone_proposes_nothing(self):
+        assert tried(tuner_input(replace(BUSY, **MEMORY_TO_SPARE))) == []
 
-    def test_nothing_is_foretold_from_communication_that_was_not_recorded_whole(self):
+    def test_nothing_is_predicted_from_incomplete_communication_figures(self):
         blind = replace(SLOW_LINK, coverage=0.5)
-        told = [Symptom(name="comm_bandwidth", ratio=0.5, evidence={})]
+        symptoms = [Symptom(name="comm_bandwidth", ratio=0.5, evidence={})]
 
-        found = propose(situation(blind, symptoms=told))
+        found = propose(tuner_input(blind, symptoms=symptoms))
 
         assert found
         assert all(proposal.predicted_gain is None for proposal in found)
 
 
-class TestNotNeededAnyLonger:
+class TestRelaxations:
     def given(self, reading: MetricsDelta, **others: object) -> TunerInput:
-        return situation(reading, configuration=BEST, numerics=STATISTICAL, **others)
+        return tuner_input(reading, configuration=BEST, numerics=STATISTICAL, **others)
 
-    def test_compression_ends_where_the_link_has_become_fast(self):
+    def test_compression_ends_on_a_fast_link(self):
         fast = replace(BUSY, exposed_ratio=0.01, comm_ratio=0.01, cause_ratios={"bandwidth": 0.01})
 
         (only,) = propose(self.given(fast))
@@ -412,24 +414,24 @@ class TestNotNeededAnyLonger:
         assert -0.05 < only.predicted_gain < 0
         assert relaxations(self.given(fast)) == [only]
 
-    def test_it_stays_where_its_bytes_would_be_waited_for(self):
+    def test_compression_stays_if_training_would_wait_for_the_bytes(self):
         assert tried(self.given(BUSY)) == []
 
-    def test_it_stays_where_they_may_be_hidden_only_for_being_few(self):
+    def test_compression_stays_if_only_few_bytes_can_be_hidden(self):
         hidden = replace(BUSY, exposed_ratio=0.01, cause_ratios={"bandwidth": 0.01}, comm_ratio=0.4)
 
         assert tried(self.given(hidden)) == []
 
-    def test_it_stays_where_nobody_knows(self):
+    def test_compression_stays_without_figures(self):
         assert tried(self.given(replace(BUSY, coverage=0.5))) == []
 
-    def test_it_stays_where_its_end_was_tried(self):
+    def test_compression_stays_if_its_end_is_denied(self):
         fast = replace(BUSY, exposed_ratio=0.01, comm_ratio=0.01, cause_ratios={"bandwidth": 0.01})
 
         assert tried(self.given(fast, denied={("gradient_compression", None)})) == []
 
-    def test_activations_are_kept_again_where_there_is_memory_to_spare(self):
-        given = situation(
+    def test_checkpointing_ends_with_idle_memory(self):
+        given = tuner_input(
             replace(BUSY, **MEMORY_TO_SPARE),
             configuration={**START, "activation_checkpointing": True},
         )
@@ -445,7 +447,7 @@ def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
 ):
     options = STAGE_3_OPTIONS
     found = propose(
-        situation(
+        tuner_input(
             reading,
             configuration=configuration,
             options=options,
@@ -463,5 +465,5 @@ def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
     assert len({frozenset(one.changes.items()) for one in found}) == len(found)
 
 
-def test_what_the_stage_cannot_do_is_not_tried_there():
+def test_knobs_without_effect_at_a_stage_are_not_proposed():
     assert {"asynchronous_reduction": True} not in tried(at_stage_3(SLOW_LINK))

@@ -116,12 +116,12 @@ def test_the_required_numerics_depend_on_the_job(knob, job, numerics):
     assert required_numerics([knob], job) == numerics
 
 
-def test_the_loosest_of_several_knobs_counts():
+def test_several_knobs_need_the_loosest_of_their_numerics():
     assert required_numerics(["python_gc", "zero_stage"], facts()) == REASSOCIATION
     assert required_numerics([], facts()) == BITWISE
 
 
-def test_one_that_is_refused_refuses_all():
+def test_a_knob_that_is_not_allowed_excludes_all():
     experts = facts(traits=ModelTraits(expert_capacity=True))
 
     assert required_numerics(["python_gc", "balance"], experts) is None

@@ -1,4 +1,4 @@
-"""A lasting change of speed is told; noise and spikes are none."""
+"""Lasting changes of speed are detected; noise and spikes are not."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from zerowatch.runtime.tuner.policy.step_time_observer import MIN_BASELINE_STEPS
 UNSHIFTED = Noise(drift=0.0, shift=0.0)
 
 
-def told_after(seed: int, shift: float, at: int = 300) -> tuple[int, str]:
-    """Return after how many steps a shift is told, and as what."""
+def detected_after(seed: int, shift: float, at: int = 300) -> tuple[int, str]:
+    """Return after how many steps a shift is detected, and its direction."""
     cusum = Cusum()
     for index, seconds in enumerate(noisy_steps(seed, at + 150, UNSHIFTED)):
-        told = cusum.add(log(seconds * (1 + shift) if index >= at else seconds))
-        if told:
-            return index - at + 1, told
-    raise AssertionError("not told")
+        detected = cusum.add(log(seconds * (1 + shift) if index >= at else seconds))
+        if detected:
+            return index - at + 1, detected
+    raise AssertionError("not detected")
 
 
 @pytest.mark.parametrize(
-    ("shift", "within", "told"),
+    ("shift", "within", "detected"),
     [(0.05, 30, "slower"), (-0.05, 30, "faster"), (0.3, 5, "slower"), (-0.3, 5, "faster")],
 )
-def test_a_lasting_shift_is_told_soon(shift: float, within: int, told: str) -> None:
-    found = sorted(told_after(seed, shift) for seed in range(40))
+def test_a_lasting_shift_is_detected_soon(shift: float, within: int, detected: str) -> None:
+    found = sorted(detected_after(seed, shift) for seed in range(40))
 
-    assert {said for _, said in found} == {told}
+    assert {said for _, said in found} == {detected}
     assert 0 < found[20][0] <= within
 
 
-def test_a_shift_right_after_the_baseline_is_told_too() -> None:
-    after, told = told_after(seed=1, shift=0.1, at=MIN_BASELINE_STEPS + 10)
+def test_a_shift_right_after_the_baseline_is_detected() -> None:
+    after, detected = detected_after(seed=1, shift=0.1, at=MIN_BASELINE_STEPS + 10)
 
-    assert (0 < after <= 20, told) == (True, "slower")
+    assert (0 < after <= 20, detected) == (True, "slower")
 
 
-def test_steps_without_a_shift_are_hardly_ever_called_one() -> None:
+def test_false_alarms_are_rare() -> None:
     alarms = 0
     for seed in range(8):
         cusum = Cusum()
@@ -53,9 +53,9 @@ def test_steps_without_a_shift_are_hardly_ever_called_one() -> None:
 def test_spikes_are_no_shift() -> None:
     cusum = Cusum()
 
-    told = [cusum.add(log(10.0) if step % 20 == 19 else 0.0) for step in range(400)]
+    detected = [cusum.add(log(10.0) if step % 20 == 19 else 0.0) for step in range(400)]
 
-    assert set(told) == {None}
+    assert set(detected) == {None}
 
 
 def test_after_a_shift_the_new_speed_is_the_baseline() -> None:
@@ -63,6 +63,6 @@ def test_after_a_shift_the_new_speed_is_the_baseline() -> None:
     for _ in range(100):
         cusum.add(0.0)
 
-    told = [cusum.add(0.2) for _ in range(300)]
+    detected = [cusum.add(0.2) for _ in range(300)]
 
-    assert [one for one in told if one] == ["slower"]
+    assert [one for one in detected if one] == ["slower"]

@@ -1,4 +1,4 @@
-"""How a trial goes about it: whose turn it is, what it drops, and when it ends at once."""
+"""The course of a trial: order of the arms, ignored windows, early ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
 REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
 
 
-def course(trial: Trial, num: int, seconds: float = 1.0) -> str:
-    """Run windows that all take as long; return whose each was, with a stroke at each meeting."""
-    said = ""
+def run_windows(trial: Trial, num: int, seconds: float = 1.0) -> str:
+    """Run windows of equal time; return their arms, with a bar where a block may end."""
+    arms = ""
     for _ in range(num):
-        said += trial.arm + ("|" if trial.may_end_block else "")
+        arms += trial.arm + ("|" if trial.may_end_block else "")
         trial.add(seconds)
-    return said
+    return arms
 
 
 def end(trial: Trial, a: float, b: float) -> Judgement:
@@ -36,40 +36,40 @@ def end(trial: Trial, a: float, b: float) -> Judgement:
     raise AssertionError("no verdict")
 
 
-def test_a_live_trial_takes_turns_in_thue_and_morses_order() -> None:
+def test_the_arms_of_a_live_trial_follow_the_thue_morse_sequence() -> None:
     order = "".join(islice(arm_sequence(starts_with="A", few_switches=False), 16))
 
     assert order == "ABBABAABBAABABBA"
 
 
-def test_where_switches_are_dear_there_is_one_a_pair() -> None:
+def test_with_expensive_switches_there_is_one_per_pair() -> None:
     order = "".join(islice(arm_sequence(starts_with="B", few_switches=True), 8))
 
     assert order == "BAABBAAB"
 
 
-def test_a_changed_setting_settles_before_it_counts() -> None:
+def test_windows_after_a_switch_are_ignored() -> None:
     trial = Trial(LIVE)
 
-    assert course(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
+    assert run_windows(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
 
 
-def test_a_setting_that_was_only_just_switched_to_settles_first() -> None:
+def test_the_first_windows_of_b_are_ignored() -> None:
     trial = Trial(replace(LIVE, starts_with="B"))
 
-    assert course(trial, 12) == "BBBBBB|AAAAAA|"
+    assert run_windows(trial, 12) == "BBBBBB|AAAAAA|"
 
 
-def test_a_window_that_does_not_count_lengthens_its_block() -> None:
+def test_an_unusable_window_extends_its_block() -> None:
     trial = Trial(LIVE)
 
     for useless in (None, 0.0, float("nan"), float("inf")):
         trial.add(useless)
 
-    assert course(trial, 6) == "AAAA|BB"
+    assert run_windows(trial, 6) == "AAAA|BB"
 
 
-def test_settle_steps_do_not_count() -> None:
+def test_settle_steps_are_not_measured() -> None:
     trial = Trial(LIVE)
     for _ in range(4):
         trial.add(1.0)
@@ -83,9 +83,7 @@ def test_settle_steps_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("step_seconds", "live", "rebuild"), [(0.01, 4, 10), (0.6, 4, 10), (1.0, 2, 10), (7.0, 2, 4)]
 )
-def test_blocks_are_shorter_where_steps_are_long(
-    step_seconds: float, live: int, rebuild: int
-) -> None:
+def test_blocks_are_shorter_with_long_steps(step_seconds: float, live: int, rebuild: int) -> None:
     blocks = [
         plan_trial(step_seconds, number=1, tier=tier, settle_steps=2).block_steps
         for tier in ("live", "rebuild")
@@ -94,13 +92,13 @@ def test_blocks_are_shorter_where_steps_are_long(
     assert blocks == [live, rebuild]
 
 
-def test_a_session_of_any_length_spends_no_more_than_its_alpha() -> None:
+def test_the_trials_of_a_session_spend_at_most_its_alpha() -> None:
     spent = sum(trial_alpha(number) for number in range(1, 100_000))
 
     assert 0.99 * SESSION_ALPHA < spent <= SESSION_ALPHA
 
 
-def test_a_steady_gain_is_accepted_with_what_it_is() -> None:
+def test_a_steady_gain_is_accepted_at_its_value() -> None:
     found = end(Trial(LIVE), a=1.0, b=1 / 1.05)
 
     assert (found.verdict, found.pairs) == ("accepted", 4)
@@ -109,54 +107,54 @@ def test_a_steady_gain_is_accepted_with_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("b", [1.0, 1 / 1.005])
-def test_what_gains_less_than_is_worth_it_is_rejected(b: float) -> None:
+def test_a_gain_below_the_minimum_is_rejected(b: float) -> None:
     found = end(Trial(LIVE), a=1.0, b=b)
 
     assert (found.verdict, found.pairs) == ("rejected", LIVE.first_look)
 
 
-def test_what_does_slight_harm_is_rolled_back_at_the_first_look() -> None:
+def test_slight_harm_is_rolled_back_at_the_first_look() -> None:
     found = end(Trial(LIVE), a=1.0, b=1.03)
 
     assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
     assert found.upper < -0.01
 
 
-def test_what_may_cost_2_percent_is_not_rolled_back_for_less() -> None:
+def test_an_allowed_loss_is_not_rolled_back() -> None:
     may_cost = replace(LIVE, min_gain=-0.04)
 
     assert end(Trial(may_cost), a=1.0, b=1.015).verdict == "accepted"
     assert end(Trial(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
 
 
-def test_what_is_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
+def test_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
     found = end(Trial(LIVE), a=1.0, b=1.2)
 
     assert (found.verdict, found.pairs) == ("rolled_back", 2)
 
 
-def test_what_is_far_slower_is_rolled_back_within_its_first_block() -> None:
+def test_far_slower_is_rolled_back_within_the_first_block() -> None:
     trial = Trial(LIVE)
 
-    said = course(trial, 6) + course(trial, 3, seconds=2.0)
+    arms = run_windows(trial, 6) + run_windows(trial, 3, seconds=2.0)
 
-    assert said == "AAAA|BBBBB|"
+    assert arms == "AAAA|BBBBB|"
     assert trial.verdict is not None
     assert (trial.verdict.verdict, trial.verdict.steps) == ("rolled_back", 9)
     assert trial.verdict.gain == pytest.approx(-0.5)
 
 
-def test_two_slow_steps_in_a_row_do_not_yet_end_a_trial() -> None:
+def test_two_consecutive_slow_steps_do_not_end_a_trial() -> None:
     trial = Trial(LIVE)
 
-    course(trial, 6)
-    course(trial, 2, seconds=2.0)
-    course(trial, 2)
+    run_windows(trial, 6)
+    run_windows(trial, 2, seconds=2.0)
+    run_windows(trial, 2)
 
     assert trial.verdict is None
 
 
-def test_an_overwhelming_gain_is_accepted_after_two_pairs() -> None:
+def test_a_large_gain_is_accepted_after_two_pairs() -> None:
     long_steps = plan_trial(7.0, number=1, tier="live", settle_steps=2)
 
     found = end(Trial(long_steps), a=7.0, b=3.5)
@@ -171,26 +169,26 @@ def test_a_rebuild_that_gains_half_as_much_again_is_accepted_after_one_pair() ->
     assert (found.verdict, found.pairs, found.steps) == ("accepted", 1, 23)
 
 
-def test_a_single_slow_step_keeps_a_gain_from_being_overwhelming() -> None:
+def test_a_single_slow_step_prevents_an_early_accept() -> None:
     trial = Trial(REBUILD)
 
-    course(trial, 22)
+    run_windows(trial, 22)
     trial.add(1.1)
 
     assert trial.verdict is None
 
 
-def test_one_shift_of_speed_between_the_blocks_is_not_taken_for_a_gain() -> None:
+def test_a_shift_of_speed_between_blocks_is_not_a_gain() -> None:
     trial = Trial(LIVE)
 
-    course(trial, 4, seconds=1.0)
-    said = course(trial, 200, seconds=0.7)
+    run_windows(trial, 4, seconds=1.0)
+    arms = run_windows(trial, 200, seconds=0.7)
 
-    assert "A" in said
+    assert "A" in arms
     assert trial.verdict is not None and trial.verdict.verdict == "rejected"
 
 
-def test_what_stays_unclear_is_rejected_in_the_end() -> None:
+def test_an_inconclusive_trial_is_rejected() -> None:
     trial = Trial(replace(LIVE, max_pairs=6))
     blocks = 0
 
@@ -203,7 +201,7 @@ def test_what_stays_unclear_is_rejected_in_the_end() -> None:
     assert trial.verdict.lower < 0 < trial.verdict.upper
 
 
-def test_after_the_verdict_nothing_counts_any_more() -> None:
+def test_after_the_verdict_windows_are_ignored() -> None:
     trial = Trial(LIVE)
     found = end(trial, a=1.0, b=1.2)
 

@@ -1,4 +1,4 @@
-"""What trials decide in simulated training; with few sessions, so that the bounds are loose.
+"""Verdicts of trials in simulated training; with few sessions, so the bounds are loose.
 
 `tests/bench/tuner_simulation.py` has the figures.
 """
@@ -38,7 +38,7 @@ def share(found: list[Judgement], verdict: str) -> float:
 
 
 @PLANS
-def test_a_knob_without_effect_is_hardly_ever_accepted(plan: TrialPlan) -> None:
+def test_a_knob_without_effect_is_rarely_accepted(plan: TrialPlan) -> None:
     assert share(judgements(plan, 0.0), "accepted") < 0.05
 
 
@@ -58,14 +58,14 @@ def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> N
 
 
 @PLANS
-def test_large_gains_are_always_found_and_told_as_large_as_they_are(plan: TrialPlan) -> None:
+def test_large_gains_are_always_found_with_their_size(plan: TrialPlan) -> None:
     found = judgements(plan, 0.3)
 
     assert share(found, "accepted") == 1
     assert fmean(one.gain for one in found) == pytest.approx(0.3, abs=0.01)
 
 
-def test_the_interval_nearly_always_holds_the_gain() -> None:
+def test_the_interval_nearly_always_contains_the_gain() -> None:
     held = [
         one.lower <= gain <= one.upper for gain in (0.0, 0.05) for one in judgements(LIVE, gain)
     ]
@@ -73,14 +73,14 @@ def test_the_interval_nearly_always_holds_the_gain() -> None:
     assert fmean(held) > 0.95
 
 
-def test_harm_of_five_percent_is_taken_back_within_the_first_looks() -> None:
+def test_harm_of_five_percent_is_rolled_back_within_the_first_looks() -> None:
     found = judgements(LIVE, -0.05)
 
     assert share(found, "rolled_back") > 0.8
     assert max(one.steps for one in found) < 100
 
 
-def test_level_shifts_of_a_sixth_do_not_make_gains() -> None:
+def test_level_shifts_of_a_sixth_are_no_gains() -> None:
     rough = Noise(shift=0.16, shifts_every=100, shift_steps=40)
 
     found = [tried(LIVE, 0.0, noisy_steps(FIRST_SEED + index, 450, rough)) for index in range(150)]

@@ -1,4 +1,4 @@
-"""A job of one rank and one knob, that a whole tuner works on; the times of its steps are given."""
+"""A job of one rank and one knob for a whole controller; its step times are given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zerowatch.runtime.tuner.policy.types import (
 KNOB, OLD, NEW = "python_gc", "automatic", "between_steps"
 SWITCH_SECONDS = 0.01
 SAMPLES = 8
-OTHER_RATIO = 0.3  # of a step, in no phase: what the knob helps against
+OTHER_RATIO = 0.3  # of a step, in no phase: the symptom of the knob
 
 
 class OneKnobJob:
@@ -33,14 +33,14 @@ class OneKnobJob:
 
     Args:
         gain: Of throughput, with the knob at its new value.
-        step_seconds: Of a usual step.
+        step_seconds: Of a step with the old value.
         observe_seconds: Before each diagnosis.
 
     Attributes:
-        conclusions: What the controller came to.
-        seconds: That training took so far, switches included.
-        num_steps: So far.
-        accepted_after: So many steps; None while nothing was.
+        conclusions: Of the controller.
+        seconds: Training time so far, switches included.
+        num_steps: Steps so far.
+        accepted_after: Steps until the first accept; None without one.
     """
 
     def __init__(self, gain: float, *, step_seconds: float, observe_seconds: float = 2.0) -> None:
@@ -58,7 +58,7 @@ class OneKnobJob:
         self.controller = Controller(self, self._recorder, facts, options, self)
 
     @property
-    def works_with_new(self) -> bool:
+    def uses_new(self) -> bool:
         return self._value == NEW
 
     def run(self, noise: Sequence[float]) -> None:
@@ -66,7 +66,7 @@ class OneKnobJob:
         for factor in noise:
             exchanges = self.controller.needs_exchange
             usual = factor * self._step_seconds
-            self._train(usual / (1 + self._gain) if self.works_with_new else usual)
+            self._train(usual / (1 + self._gain) if self.uses_new else usual)
             order = self.controller.configuration.pending_order() if exchanges else None
             if order is not None:
                 self.apply(order.target)

@@ -1,4 +1,4 @@
-"""A job that a controller tunes, without engines and clocks: a slow link, three knobs."""
+"""A tuned job without engine and clock: a slow link, three knobs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from zerowatch.runtime.tuner.policy.types import (
 )
 
 STEP_SECONDS, SAMPLES = 1.0, 16
-WAITS = 0.6  # of a step, for communication
-LINK_BANDWIDTH = 1e8  # bytes a second, at the usual pace
+WAITING = 0.6  # share of a step, for communication
+LINK_BANDWIDTH = 1e8  # bytes a second, at pace 1
 OPTIONS: Mapping[str, Sequence[Value]] = {
     "micro_batch_samples": (4, 8),
     "gradient_compression": (None, "int8"),
@@ -42,7 +42,7 @@ DONE = Outcome(done=True, seconds=0.1)
 
 
 class Job:
-    """Two ranks on a slow link; micro-batches of 8 halve a step, compression takes a third more.
+    """Two ranks on a slow link; micro-batches of 8 halve a step, compression adds a third.
 
     Attributes:
         now: What the ranks work with.
@@ -99,7 +99,7 @@ class Job:
         self.controller.on_outcome(order, outcome)
 
     def until_trial(self) -> None:
-        """Train until something else than at the start is in use."""
+        """Train until something other than START is in use."""
         self.run(60, until=lambda: self.now != START)
         assert self.now != START
 
@@ -112,9 +112,9 @@ class Job:
         add, set_ = self._recorder.add, self._recorder.set
         add(training.PHASE_SECONDS, seconds, "backward")
         add(training.STEPS, 1)
-        add(communication.COMM_SECONDS, WAITS * seconds, "dp")
-        add(communication.COMM_EXPOSED_SECONDS, WAITS * seconds, "dp")
-        add(communication.COMM_CAUSE_SECONDS, WAITS * seconds, "bandwidth")
+        add(communication.COMM_SECONDS, WAITING * seconds, "dp")
+        add(communication.COMM_EXPOSED_SECONDS, WAITING * seconds, "dp")
+        add(communication.COMM_CAUSE_SECONDS, WAITING * seconds, "bandwidth")
         add(communication.COLLECTIVE_WIRE_BYTES, 10**8, "all_reduce", "dp")
         set_(communication.COMM_COVERAGE_RATIO, self.coverage)
         set_(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")

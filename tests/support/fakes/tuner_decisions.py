@@ -1,4 +1,4 @@
-"""What a tuner found out, made by hand: a job on a slow link, and a change that helps or not."""
+"""Hand-made decisions of a tuner: a job on a slow link, and a change that helps or not."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ OPTIONS = {
 
 
 def tuner_input(**changes: Any) -> TunerInput:
-    """Return a job whose window is 16 samples a rank, in 4 micro-batches."""
-    usual = TunerInput(
+    """Return the input of a job with 16 samples per rank, in 4 micro-batches."""
+    default = TunerInput(
         configuration=CONFIGURATION,
         options=OPTIONS,
         facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=40 * 2**20, parameter_bytes=1),
@@ -59,11 +59,11 @@ def tuner_input(**changes: Any) -> TunerInput:
         samples_per_rank=16,
         denied=frozenset({("gradient_compression", None), ("gradient_compression", "int8")}),
     )
-    return replace(usual, **changes)
+    return replace(default, **changes)
 
 
 def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion:
-    """Try what is proposed first, from 0.07 seconds a sample; None for advice without a trial."""
+    """Run a trial of the first proposal, from 0.07 seconds per sample; None: advice without a trial."""
     inputs = tuner_input(**changes)
     proposal = propose(inputs)[0]
     if seconds_after is None:
@@ -87,7 +87,7 @@ def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion
 
 
 def decision(changes: Sequence[Change] | None = None, **others: Any) -> Decision:
-    """Return an accepted change of the micro-batch, or what is given of it."""
+    """Return the decision on an accepted micro-batch change, with the given differences."""
     values: dict[str, Any] = {
         "number": 1,
         "unix_seconds": 1.8e9,

@@ -1,4 +1,4 @@
-"""Trains as any script does, with many small micro-batches, until somebody had time to advise."""
+"""A plain DeepSpeed script with many small micro-batches, long enough for an advice."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trains with a tuner that tries out one change after the other, and compares with untuned runs.
+"""Trains with a tuner that tries one change after the other, and compares with untuned runs.
 
-`tuned_checks.py FOLDER bitwise|reassociation`; any number of ranks. It is the numbers that count
-here, not the speed.
+`tuned_checks.py FOLDER bitwise|reassociation`; any number of ranks. Compares the numbers, not the
+speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.separate_ranks import meet as join
 from zerowatch.errors import NonFiniteLossError
 
 OTHER_BUCKET = 3_000
-STILL = 25  # steps in which nothing must happen; without a reason not to, a trial begins in some 10
+IDLE_STEPS = 25  # in which nothing must happen; normally a trial starts within 10
 
 
 class Compared:
@@ -32,13 +32,13 @@ class Compared:
         self._cases: list[tuple[Results, Trained]] = []
 
     def end(self, trained: Trained, results: Results) -> Results:
-        """End a case; whether it is the `same` is results as soon as that is known."""
+        """End a case; `with_untuned` adds whether it is the `same`."""
         results |= trained.end()
         self._cases.append((results, trained))
         return results
 
     def with_untuned(self, plain: Trained) -> Results:
-        """Train without a tuner as long as the longest case, and compare each, bit for bit."""
+        """Train without a tuner as long as the longest case, and compare each bitwise."""
         plain.steps(max(each.run.steps for _, each in self._cases))
         for results, each in self._cases:
             last = each.run.steps
@@ -50,7 +50,7 @@ class Compared:
 
 
 def saved(folder: Path, compared: Compared) -> Results:
-    """Save in the middle of a trial, go on, and take the save up in another run."""
+    """Save during a trial, continue, and resume the save in another run."""
     trained = Trained(make(folder / "saved", tuner="auto", numerics="bitwise"))
     began = trained.until_trial()
     trained.run.save(folder / "saves")
@@ -61,42 +61,42 @@ def saved(folder: Path, compared: Compared) -> Results:
     results = compared.end(trained, results)
     again = Trained(make(folder / "again", tuner="auto", numerics="bitwise"))
     again.run.load(folder / "saves")
-    again.steps(STILL)
+    again.steps(IDLE_STEPS)
     results["again"] = compared.end(again, {})
     return results
 
 
 def stopped(folder: Path, compared: Compared) -> Results:
-    """Stop the tuner by its file; let it go on; then let the watch thread die."""
+    """Freeze the tuner by its stop file, resume it, then stop the watch thread."""
     trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
     results: Results = {"began": trained.until_trial()}
-    put_stop_file(trained, there=True)
+    put_stop_file(trained, exists=True)
     trained.steps(2)
     results["frozen"] = trained.now()
-    trained.steps(STILL)
+    trained.steps(IDLE_STEPS)
     results["still frozen"] = trained.now()
-    put_stop_file(trained, there=False)
+    put_stop_file(trained, exists=False)
     results["began again"] = trained.until_trial()
-    put_stop_file(trained, there=True)
+    put_stop_file(trained, exists=True)
     trained.steps(2)
     trained.run.watch._thread.stop()
-    put_stop_file(trained, there=False)
+    put_stop_file(trained, exists=False)
     results["blind"] = trained.now()
-    trained.steps(STILL)
+    trained.steps(IDLE_STEPS)
     return compared.end(trained, results | {"still blind": trained.now()})
 
 
-def put_stop_file(trained: Trained, *, there: bool) -> None:
+def put_stop_file(trained: Trained, *, exists: bool) -> None:
     if dist.get_rank() == 0:
         file = trained.run.watch.run_folder / "tuner.stop"
-        file.touch() if there else file.unlink()
+        file.touch() if exists else file.unlink()
 
 
 def failing(folder: Path, compared: Compared) -> Results:
-    """Have calls nobody records; then let a window fail in a trial, and the tuner in another."""
+    """Make unrecorded calls; fail a window in a trial, and the controller in another one."""
     trained = Trained(make(folder, tuner="auto", numerics="bitwise"))
-    for _ in range(STILL):
-        dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # past everything that is tapped
+    for _ in range(IDLE_STEPS):
+        dist.group.WORLD.allreduce([torch.zeros(1)]).wait()  # bypasses the instrumentation
         trained.step()
     results = {"uncovered": trained.now(), "began": trained.until_trial()}
     spoil(trained, results)
@@ -115,14 +115,14 @@ def failing(folder: Path, compared: Compared) -> Results:
 
 
 def spoil(trained: Trained, results: Results) -> None:
-    """Train on what is no number."""
+    """Train on NaN."""
     results.setdefault("spoiled", []).append(trained.now()["values"])
     with suppress(NonFiniteLossError):
         trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
 
 
 def fail(*_: Any) -> None:
-    raise RuntimeError("as if the controller had a mistake")
+    raise RuntimeError("an error of the controller")
 
 
 def bitwise(folder: Path) -> Results:
@@ -137,7 +137,7 @@ def bitwise(folder: Path) -> Results:
 
 
 def reassociation(folder: Path) -> Results:
-    """Compare how far a tuned run and one with another bucket size are from the plain one."""
+    """Compare the distances of a tuned run and of another bucket size from the untuned run."""
     tuned = Trained(make(folder / "auto", tuner="auto", numerics="reassociation"))
     tuned.until_decided()
     results = {"tuned": tuned.end()}
@@ -157,7 +157,7 @@ def trained_alike(run: Run, tuned: Trained) -> Trained:
 
 
 def main(folder: Path, numerics: str) -> None:
-    """Run the cases of one numerics."""
+    """Run the cases of a numerics setting."""
     torch.set_num_threads(1)
     join()
     be_quick()

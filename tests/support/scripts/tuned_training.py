@@ -1,4 +1,4 @@
-"""Small runs whose tuner is hasty, for tests of what it does to the numbers.
+"""Small runs with a fast tuner, for tests of its effect on the numbers.
 
 Trials are short, and every other one is accepted whatever it measured.
 """
@@ -45,7 +45,7 @@ Run = zerowatch.TrainingRun
 
 
 def be_quick() -> None:
-    """Make the tuner hasty, its metrics fresh, and have it try knobs only that touch numbers."""
+    """Shorten trials, publish metrics often, and exclude the knob without effect on numbers."""
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
     rank0.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
@@ -85,7 +85,7 @@ def make(folder: Path, bucket: int = BUCKET, **options: Any) -> Run:
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Return this rank's share of a step's batch; all are as long, so that steps are alike."""
+    """Return this rank's share of a step's batch; all have the same size."""
     source = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     x = torch.randn(SAMPLES, WIDTH, generator=source)
     return {"x": x, "y": x.sum(dim=1, keepdim=True).sin()}
@@ -96,7 +96,7 @@ def weights(run: Run) -> torch.Tensor:
 
 
 class Trained:
-    """Trains a run step by step, and keeps its losses and the weights after each."""
+    """Trains a run step by step; keeps the losses, and the weights after each step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -117,7 +117,7 @@ class Trained:
             self.step()
 
     def until_trial(self) -> bool:
-        """Train until something new is in use and on trial; False if that never comes."""
+        """Train until something is on trial; return False if nothing ever is."""
         while self.run.steps < LONGEST:
             self.step()
             if self.agreed(self.is_on_trial):
@@ -125,14 +125,14 @@ class Trained:
         return False
 
     def until_decided(self) -> None:
-        """Train until enough was tried out."""
+        """Train until enough decisions are made."""
         while self.run.steps < LONGEST:
             self.step()
             if self.agreed(lambda: len(self.decisions()) >= DECISIONS):
                 return
 
     def is_on_trial(self) -> bool:
-        """Whether rank 0 has the run work with what is not known to be good."""
+        """Whether the run uses a configuration that is not known to be good, by rank 0."""
         rank0 = self.run._tuner._rank0
         return rank0 is not None and rank0._needs_rollback
 
@@ -146,7 +146,7 @@ class Trained:
         return [json.loads(line) for line in lines]
 
     def now(self) -> Results:
-        """Tell how this rank works, and what rank 0 thinks of it."""
+        """Return this rank's configuration, and the state of rank 0's controller."""
         knobs, rank0 = self.run._tuner._knobs, self.run._tuner._rank0
         return {
             "values": dict(knobs.values()),

@@ -33,7 +33,7 @@ from zerowatch.runtime.tuner.transaction import exchange_order
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
 Results = dict[str, Any]
-Fault = Callable[[Any, RunKnobs], Any]  # to a patch that is on while the ranks meet
+Fault = Callable[[Any, RunKnobs], Any]  # returns a patch for the time of the exchange
 
 
 def fails(error: BaseException) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def state(run: Any, knobs: RunKnobs) -> Results:
 
 
 def matrix(stage: int) -> Results:
-    """Have each fault on the last rank, and train on after it."""
+    """Cause each fault on the last rank, and train after it."""
     run = make_run(stage)
     knobs = knobs_of(run)
     train(run)
@@ -171,7 +171,7 @@ def matrix(stage: int) -> Results:
 
 
 def death(stage: int, when: str) -> Results:
-    """Have the last rank die within a transaction; the others write how they ended."""
+    """Let the last rank exit within a transaction; the others report how they ended."""
     run = make_run(stage)
     knobs = knobs_of(run)
     train(run)
@@ -195,7 +195,7 @@ def death(stage: int, when: str) -> Results:
 
 
 def die_at(knobs: RunKnobs, when: str) -> None:
-    """Leave without a word: before apply's vote, or before verify's."""
+    """Exit without a message, before the vote of apply or of verify."""
     apply = knobs.apply
 
     def apply_and_die(target: Any) -> Any:
@@ -209,16 +209,16 @@ def die_at(knobs: RunKnobs, when: str) -> None:
 
 
 def main(folder: Path, stages: str, when: str) -> None:
-    """Run the matrix, and end by a death."""
+    """Run the matrix, and end with the death of a rank."""
     join()
-    gc.freeze()  # else each rebuild would look through all that was imported
+    gc.freeze()  # otherwise each rebuild would scan all imported objects
     results: Results = {f"stage {stage}": matrix(int(stage)) for stage in stages.split(",")}
     file = folder / f"rank-{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
     results["death"] = death(int(stages[-1]), when)
     file.write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # no farewell: the other end is gone
+    os._exit(0)  # no shutdown: the other rank is gone
 
 
 if __name__ == "__main__":

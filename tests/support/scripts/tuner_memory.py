@@ -1,4 +1,4 @@
-"""One rank whose memory runs short, because something leaks or because batches get longer.
+"""One rank under memory pressure, because of a leak or of growing batches.
 
 `tuner_memory.py KIND ARM`, of kind "leak" or "growing"; arm "plain" is a DeepSpeed loop, "off" and
 "auto" a TrainingRun with that tuner; all under a limit on their addresses. Appends a line to
@@ -22,22 +22,22 @@ import torch.distributed as dist
 import zerowatch
 from zerowatch.metrics.catalog import memory
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else compiled for a minute
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise compiled for a minute
 
 MIB = 2**20
 KIND, ARM = sys.argv[1:]
 WIDTH, DEPTH, SAMPLES = 64, 16, 16
-# The watch reads memory four times a second: at this pace each step has a reading of its own.
+# The watch reads memory four times a second; at this pace each step has its own sample.
 STEP_SECONDS = 0.0 if ARM == "plain" else 0.26
 WINDOWS = 140
 FIRST = 8  # windows before the limit is set
-ROOM_BYTES = (200 if KIND == "leak" else 105) * MIB
+FREE_BYTES = (200 if KIND == "leak" else 105) * MIB
 LEAK_BYTES = 1 * MIB
 LENGTH, LONGER = (384, 0) if KIND == "leak" else (32, 3)  # tokens, and each window more
 
 
 class Block(torch.nn.Module):
-    """Holds activations of 1 KiB a token, worked out in no time."""
+    """Holds activations of 1 KiB per token, with little computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def config() -> dict[str, Any]:
 
 def set_limit() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + ROOM_BYTES
+    limit = pages * resource.getpagesize() + FREE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
