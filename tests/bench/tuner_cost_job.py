@@ -88,7 +88,7 @@ class Job:
         return self.run._host_group.all_max(round(seconds * 1e6)) / 1e6
 
     def metered(self, seconds: float, session: TunerSession, notices: Callable[[], Any]) -> Results:
-        """Train for about so long; return the cost of a tuner's calls to this rank's training thread."""
+        """Train for about so long; return the cost of the tuner's calls on the training thread."""
         meter, kind = Meter(), cast(Any, type(session))
         runner = self.run._window_runner
         own = self.run._tuner, runner.notice_source

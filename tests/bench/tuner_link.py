@@ -15,7 +15,7 @@ from typing import Any
 from options import Options
 from table import Row
 from tuner_link_found import Tuned, fastest, seconds_of, short
-from tuner_link_hosts import Told, missing, on_link
+from tuner_link_hosts import Report, missing, on_link
 from tuner_link_space import SPACES, START, Configuration
 
 RATE = "200mbit"
@@ -66,7 +66,7 @@ def bench(options: Options) -> Iterator[Row]:
     if reason is not None:
         print(f"no slow link: {reason}")
         return
-    best: dict[str, Told] = {}
+    best: dict[str, Report] = {}
     for name, found in search(options).items():
         best[name] = found[0]
         yield Row(
@@ -79,7 +79,7 @@ def bench(options: Options) -> Iterator[Row]:
         yield from _rows(space, tuned(space, RATE, {"best static": ceiling}, options))
 
 
-def search(options: Options) -> dict[str, list[Told]]:
+def search(options: Options) -> dict[str, list[Report]]:
     """Return the best of each space, which contains those before it; the fastest first."""
     parts = {name: part() for name, part in SPACES.items()}
     if options.quick:
@@ -103,14 +103,16 @@ def search(options: Options) -> dict[str, list[Told]]:
     }
 
 
-def visits(configurations: Sequence[Configuration], *, settle_steps: int, steps: int) -> list[Told]:
+def visits(
+    configurations: Sequence[Configuration], *, settle_steps: int, steps: int
+) -> list[Report]:
     """Walk through configurations on one live engine; the start comes first, and is dropped."""
     asked = {
         "visits": [START, START, *configurations],
         "settle_steps": settle_steps,
         "steps": steps,
     }
-    return on_link(RATE, "tuner_link_job.py", asked, timeout_seconds=1500).told[2:]
+    return on_link(RATE, "tuner_link_job.py", asked, timeout_seconds=1500).reports[2:]
 
 
 def tuned(
@@ -140,11 +142,11 @@ def tuned(
     }
     ended = on_link(rate, "tuner_link_tuned_job.py", asked, timeout_seconds=seconds + 600)
     for decision in ended.decisions:
-        print(told_shortly(decision), flush=True)
-    return Tuned.read(ended.told)
+        print(short_decision(decision), flush=True)
+    return Tuned.read(ended.reports)
 
 
-def told_shortly(decision: Told) -> str:
+def short_decision(decision: Report) -> str:
     """Return a line about the tuner's decisions."""
     changes = ", ".join(
         f"{one['knob']} {one['before']} -> {one['after']}" for one in decision["changes"]

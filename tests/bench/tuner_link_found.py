@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-Told = Mapping[str, Any]
+Report = Mapping[str, Any]
+REPORT = "report "  # starts the lines of JSON that rank 0 prints
 SUSTAINED = 5  # steps of which half must be as fast, for a gain to be there
 # Knobs that describe a configuration, in this order; the others are irrelevant here.
 _SHORT = {
@@ -24,7 +25,7 @@ _SWITCHES = {
 }
 
 
-def short(configuration: Told) -> str:
+def short(configuration: Report) -> str:
     """Describe a configuration in a few words."""
     stage = configuration.get("zero_stage")
     words = [
@@ -36,12 +37,12 @@ def short(configuration: Told) -> str:
     return ", ".join([*words, *(w for (k, v), w in switches.items() if configuration.get(k) is v)])
 
 
-def seconds_of(visit: Told) -> float:
+def seconds_of(visit: Report) -> float:
     """Return what a step of a visit takes."""
     return median(visit["seconds"])
 
 
-def fastest(visits: Sequence[Told]) -> list[Told]:
+def fastest(visits: Sequence[Report]) -> list[Report]:
     """Return the visits that could be made, the fastest first."""
     return sorted((one for one in visits if "seconds" in one), key=seconds_of)
 
@@ -51,26 +52,26 @@ class Tuned:
     """A run that was tuned, and then compared with others on the same engine.
 
     Attributes:
-        steps: What was told of each step while the tuner worked.
+        steps: What was reports of each step while the tuner worked.
         found: The configuration that was left.
-        exploration_seconds: As the tuner told.
+        exploration_seconds: As the tuner reports.
         compared: Seconds of steps by what was compared, one list for each round.
     """
 
-    steps: Sequence[Told]
-    found: Told
+    steps: Sequence[Report]
+    found: Report
     exploration_seconds: float
     compared: Mapping[str, Sequence[Sequence[float]]]
 
     @classmethod
-    def read(cls, told: Sequence[Told]) -> Tuned:
+    def read(cls, reports: Sequence[Report]) -> Tuned:
         compared: dict[str, list[list[float]]] = {}
-        for one in told:
+        for one in reports:
             if "compared" in one:
                 compared.setdefault(one["compared"], []).append(one["seconds"])
-        (end,) = (one for one in told if "found" in one)
+        (end,) = (one for one in reports if "found" in one)
         return cls(
-            steps=[one for one in told if "step" in one],
+            steps=[one for one in reports if "step" in one],
             found=end["found"],
             exploration_seconds=end.get("exploration_seconds", 0.0),
             compared=compared,

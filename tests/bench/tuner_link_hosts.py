@@ -16,19 +16,20 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the two hosts are the tests' own
 from lab.two_hosts import Host, missing, place_of, throttle, two_hosts
 from scripts.launching import DEEPSPEED, environment
+from tuner_link_found import REPORT
 
 __all__ = ["DEEPSPEED", "Host", "environment", "missing", "throttle", "two_hosts"]
 HERE = Path(__file__).parent
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Ended:
     """The reports of rank 0, and the decisions of its tuner."""
 
-    told: Sequence[Told]
-    decisions: Sequence[Told]
+    reports: Sequence[Report]
+    decisions: Sequence[Report]
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Job:
     folder: Path
     ranks: Sequence[subprocess.Popen[bytes]]
 
-    def told(self) -> list[Told]:
+    def reports(self) -> list[Report]:
         """Return the lines of JSON that rank 0 has written so far, in order."""
         lines = (self.folder / "out-0").read_text(errors="replace").split("\n")[:-1]
-        return [json.loads(line[5:]) for line in lines if line.startswith("told ")]
+        return [json.loads(line.removeprefix(REPORT)) for line in lines if line.startswith(REPORT)]
 
     def check(self) -> None:
         """Raise RuntimeError if a rank is gone."""
@@ -65,14 +66,14 @@ class Job:
             if time.monotonic() > deadline or any(rank.poll() for rank in self.ranks):
                 break
             time.sleep(0.2)
-        told = self.told()
+        reports = self.reports()
         # Not by exit codes: torch 2.13's gloo now and then aborts as the interpreter ends.
-        if not told or not told[-1].get("ended"):
+        if not reports or not reports[-1].get("ended"):
             tails = [(self.folder / f"out-{n}").read_text(errors="replace")[-3000:] for n in (0, 1)]
             raise RuntimeError("the job on the link did not end:\n" + "\n".join(tails))
-        return Ended(told=told[:-1], decisions=self.decisions())
+        return Ended(reports=reports[:-1], decisions=self.decisions())
 
-    def decisions(self) -> list[Told]:
+    def decisions(self) -> list[Report]:
         """Return the decisions of the tuner so far."""
         return [
             json.loads(line)

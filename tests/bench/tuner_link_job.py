@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner_link_model import asked, leave, new_run, tell, visit
+from tuner_link_model import asked, leave, new_run, report, visit
 
 
 def main(asked: dict[str, Any]) -> None:
     run = new_run(settings={"tuner": {"mode": "off"}})
     for configuration in asked["visits"]:
-        tell(visit(run, configuration, asked["settle_steps"], asked["steps"]))
+        report(visit(run, configuration, asked["settle_steps"], asked["steps"]))
     leave(run)
 
 

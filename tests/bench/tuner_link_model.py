@@ -1,4 +1,4 @@
-"""What the benches of the tuner train, and how configurations are applied to it one after the other.
+"""The model of the tuner's benches, and how configurations are applied to its engine.
 
 Imported by rank scripts only. The configurations are those of the tuner: knob by name -> value.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from tuner_link_found import REPORT
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
@@ -47,17 +48,17 @@ def asked() -> dict[str, Any]:
     return dict(json.loads(Path(sys.argv[1]).read_text()))
 
 
-def tell(found: Mapping[str, Any]) -> None:
+def report(found: Mapping[str, Any]) -> None:
     """Report to the launcher, from rank 0."""
     if dist.get_rank() == 0:
-        print("told " + json.dumps(found), flush=True)
+        print(REPORT + json.dumps(found), flush=True)
 
 
 def leave(run: TrainingRun) -> None:
     """End this rank's part."""
     run.close()
     dist.barrier()
-    tell({"ended": True})
+    report({"ended": True})
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tuner_link_model import asked, leave, new_run, tell, visit
+from tuner_link_model import asked, leave, new_run, report, visit
 
 NUM_SAMPLES, NUM_WARM_UP, NUM_SEEDS = 20, 3, 4
 NOISE, EXPLORATION = 0.8, 0.01  # Horovod's alpha and xi
@@ -35,13 +35,13 @@ def main(asked: dict[str, Any]) -> None:
         seconds = run._host_group.all_gather([median(found["seconds"])])[0, 0]  # rank 0's, on all
         chosen.append(index)
         scores.append(1 / seconds)
-        tell({"sample": number, "configuration": space[index], "all_seconds": found["seconds"]})
+        report({"sample": number, "configuration": space[index], "all_seconds": found["seconds"]})
     best = space[chosen[int(np.argmax(scores))]]
-    tell({"found": best, "claimed_seconds": 1 / max(scores)})
+    report({"found": best, "claimed_seconds": 1 / max(scores)})
     compared = {"found": best} | asked["rivals"]
     for number in range(asked["rounds"]):
         for name in [*compared] if number % 2 == 0 else reversed(compared):
-            tell({"compared": name, **visit(run, compared[name], 1, asked["steps"])})
+            report({"compared": name, **visit(run, compared[name], 1, asked["steps"])})
     leave(run)
 
 

@@ -32,10 +32,10 @@ def _best_of_20(options: Options) -> Iterator[Row]:
         "rounds": 2,
         "steps": 1 if options.quick else 2,
     }
-    told = on_link(RATE, "tuner_link_rival_job.py", asked, timeout_seconds=1500).told
-    samples = [one for one in told if "sample" in one]
-    (end,) = (one for one in told if "found" in one)
-    run = Tuned.read(told)
+    reports = on_link(RATE, "tuner_link_rival_job.py", asked, timeout_seconds=1500).reports
+    samples = [one for one in reports if "sample" in one]
+    (end,) = (one for one in reports if "found" in one)
+    run = Tuned.read(reports)
     exact = {str(one["configuration"]) for one in samples}
     yield Row(
         what=f"best of 20 samples, live knobs, {RATE}/s: throughput after / before",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from tuner_link_model import asked, batch, configuration_of, leave, new_run, tell, visit
+from tuner_link_model import asked, batch, configuration_of, leave, new_run, report, visit
 
 from zerowatch.metrics.catalog.tuner import TUNER_EXPLORATION_SECONDS
 
@@ -30,7 +30,7 @@ def main(asked: dict[str, Any]) -> None:
     stop_file.touch()
     for _ in range(4):  # in which the trial is rolled back
         run.train_batch(batch(length=asked["length"]))
-    tell({"found": configuration_of(run), "exploration_seconds": explored})
+    report({"found": configuration_of(run), "exploration_seconds": explored})
     compare(run, asked)
     leave(run)
 
@@ -41,7 +41,7 @@ def train(run: Any, length: int, seconds: float, stop: Path) -> None:
     while True:
         result = run.train_batch(batch(length=length))
         now = time.perf_counter()
-        tell(
+        report(
             {
                 "step": run.steps,
                 "unix_seconds": time.time(),
@@ -63,7 +63,7 @@ def compare(run: Any, asked: dict[str, Any]) -> None:
     for number in range(asked["rounds"]):
         for name in names if number % 2 == 0 else reversed(names):
             found = visit(run, compared[name], asked["settle_steps"], asked["steps"])
-            tell({"compared": name, **found})
+            report({"compared": name, **found})
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def bench(options: Options) -> Iterator[Row]:
     asked = dict(ASKED) | {"steps": 30 if options.quick else STEPS}
     plain = _train(None, asked | {"tuner": {"tuner": "off"}})
     tuned = _train(RATE, asked | {"tuner": TUNED})
-    for before, after in zip(plain.told, tuned.told, strict=True):
+    for before, after in zip(plain.reports, tuned.reports, strict=True):
         yield _row(before["loss"], after, asked["steps"])
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from codec_training_job import JUDGED_WINDOWS, TEXT, gathered
 from torch.utils.data import Subset
-from tuner_link_model import asked, configuration_of, tell
+from tuner_link_model import asked, configuration_of, report
 
 import zerowatch
 from zerowatch.runtime.cli.demo.corpus import NextByteSequences
@@ -54,9 +54,9 @@ def train(asked: dict[str, Any], seed: int) -> dict[str, Any]:
 def main(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     for seed in asked["seeds"]:
-        tell(train(asked, seed))
+        report(train(asked, seed))
     dist.barrier()
-    tell({"ended": True})
+    report({"ended": True})
     dist.destroy_process_group()
 
 

@@ -41,8 +41,8 @@ def _run(kind: str, arm: str) -> Ended:
 
 def _num_errors(ended: Ended) -> int:
     """Return how often memory ran out, survived or not; a plain loop tells by its end alone."""
-    told = (ended.windows[-1].get("ooms") or {}) if ended.windows else {}
-    return int(sum(each or 0 for each in told.values())) + (ended.code != 0 and not told)
+    ooms = (ended.windows[-1].get("ooms") or {}) if ended.windows else {}
+    return int(sum(each or 0 for each in ooms.values())) + (ended.code != 0 and not ooms)
 
 
 def _first_alarm(ended: Ended) -> int | None:

@@ -14,9 +14,9 @@ from statistics import median
 
 from options import Options
 from table import Row
-from tuner_link import told_shortly
+from tuner_link import short_decision
 from tuner_link_found import SUSTAINED, Tuned, short
-from tuner_link_hosts import Job, Told, job, missing, throttle, two_hosts
+from tuner_link_hosts import Job, Report, job, missing, throttle, two_hosts
 from tuner_link_space import at
 
 FAST, SLOW = "2gbit", "200mbit"
@@ -45,8 +45,8 @@ class Part:
 
     rate: str
     began: float
-    steps: Sequence[Told]
-    decisions: Sequence[Told]
+    steps: Sequence[Report]
+    decisions: Sequence[Report]
     must_decide: bool
 
     def row(self) -> Row:
@@ -79,8 +79,8 @@ def bench(options: Options) -> Iterator[Row]:
         (running.folder / "stop").touch()
         ended = running.wait(240)
     for decision in ended.decisions:
-        print(told_shortly(decision))
-    compared = Tuned.read(ended.told)
+        print(short_decision(decision))
+    compared = Tuned.read(ended.reports)
     for number, (rate, _) in enumerate(PARTS):
         until = began[number + 1] if number + 1 < len(began) else time.time()
         within = [
@@ -106,7 +106,7 @@ def bench(options: Options) -> Iterator[Row]:
 
 def go_through(running: Job, rate: str, seconds: float, options: Options) -> float:
     """Let the job train on a link of this bandwidth; return when that began."""
-    while not running.told():
+    while not running.reports():
         time.sleep(0.5)  # it has not begun yet
         running.check()
     throttle(running.hosts, rate)

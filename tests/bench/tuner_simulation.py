@@ -109,8 +109,8 @@ def _row(
     what: str, gain: float, decided: Sequence[Decided], goal: str = "", met: bool | None = None
 ) -> Row:
     steps = sorted(one.steps for one in decided)
-    told = [one.gain for one in decided if one.accepted]
-    gains = f"; told gain {fmean(told):+.1%}" if told else ""
+    accepted = [one.gain for one in decided if one.accepted]
+    gains = f"; measured gain {fmean(accepted):+.1%}" if accepted else ""
     high = steps[int(0.95 * len(steps))]
     return Row(
         what=f"{what}, {_percent(gain)}: accepted",

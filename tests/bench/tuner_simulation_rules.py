@@ -33,8 +33,10 @@ def before_after(gain: float, steps: Sequence[float]) -> Decided:
     num = BEFORE_AFTER_STEPS
     before = fmean(steps[:num])
     after = fmean(steps[num + SETTLE_STEPS : 2 * num + SETTLE_STEPS]) / (1 + gain)
-    told = before / after - 1
-    return Decided(accepted=told > BEFORE_AFTER_GAIN, gain=told, steps=2 * num + SETTLE_STEPS)
+    measured = before / after - 1
+    return Decided(
+        accepted=measured > BEFORE_AFTER_GAIN, gain=measured, steps=2 * num + SETTLE_STEPS
+    )
 
 
 def best_of(gains: Sequence[float], steps: Sequence[float]) -> Decided:

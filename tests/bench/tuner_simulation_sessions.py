@@ -42,7 +42,7 @@ def families(num: int) -> Iterator[Row]:
     yield Row(
         what=f"best of {FAMILY + 1}, the same",
         measured=f"{fmean(one.accepted for one in best):.1%}",
-        spread=f"told gain {fmean(one.gain for one in best):+.1%}",
+        spread=f"measured gain {fmean(one.gain for one in best):+.1%}",
     )
 
 

@@ -23,7 +23,7 @@ UNSHIFTED = Noise(drift=0.0, shift=0.0)
 
 def shifts(num: int) -> Iterator[Row]:
     """Yield both, of so many simulated runs."""
-    detected = _told_in_each(UNSHIFTED, num)
+    detected = _detected_in_each(UNSHIFTED, num)
     yield Row(
         what=f"shifts detected in {WATCHED_STEPS:,} steps without one",
         measured=f"{detected:.2f}",
@@ -31,12 +31,12 @@ def shifts(num: int) -> Iterator[Row]:
         met=detected < 1,
     )
     for what, noise in (("slow waves of 3 %", Noise(shift=0.0)), ("waves and shifts", USUAL)):
-        detected = _told_in_each(noise, num)
+        detected = _detected_in_each(noise, num)
         yield Row(
             what=f"shifts detected in {WATCHED_STEPS:,} steps of {what}", measured=f"{detected:.0f}"
         )
     for shift, within in SHIFTS:
-        delays = sorted(_told_after(SEED + index, shift) for index in range(num))
+        delays = sorted(_detected_after(SEED + index, shift) for index in range(num))
         yield Row(
             what=f"a shift of {100 * shift:+.0f} % is detected after",
             measured=f"{median(delays):.0f} steps",
@@ -46,7 +46,7 @@ def shifts(num: int) -> Iterator[Row]:
         )
 
 
-def _told_in_each(noise: Noise, num: int) -> float:
+def _detected_in_each(noise: Noise, num: int) -> float:
     """Return the mean number of detected shifts; of fewer runs, because they are long."""
     runs = max(1, num // 20)
     detected = 0
@@ -57,7 +57,7 @@ def _told_in_each(noise: Noise, num: int) -> float:
     return detected / runs
 
 
-def _told_after(seed: int, shift: float) -> int:
+def _detected_after(seed: int, shift: float) -> int:
     """Return after how many steps a shift is detected; at most those simulated."""
     cusum = Cusum()
     for index, seconds in enumerate(noisy_steps(seed, SHIFT_AT + SHIFT_STEPS, UNSHIFTED)):

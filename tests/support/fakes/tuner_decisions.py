@@ -63,7 +63,7 @@ def tuner_input(**changes: Any) -> TunerInput:
 
 
 def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion:
-    """Run a trial of the first proposal, from 0.07 seconds per sample; None: advice without a trial."""
+    """Try the first proposal, from 0.07 seconds per sample; None: advice without a trial."""
     inputs = tuner_input(**changes)
     proposal = propose(inputs)[0]
     if seconds_after is None:
