@@ -1,4 +1,8 @@
-"""zerowatch: a monitoring-first training runtime over DeepSpeed ZeRO."""
+"""Monitoring, out-of-memory recovery and tuning for DeepSpeed ZeRO training.
+
+Stability: monitoring (`initialize`, `watch`, `Watch`, `StepRecord`, `Settings`) is stable,
+`TrainingRun` and `StepResult` are beta, tuner and gradient compression are experimental.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .errors import BatchError as BatchError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import CommandLineError as CommandLineError
+    from .errors import DsConfigError as DsConfigError
+    from .errors import NonFiniteLossError as NonFiniteLossError
+    from .errors import RebuildError as RebuildError
+    from .errors import SettingsError as SettingsError
+    from .errors import ZerowatchError as ZerowatchError
+    from .metrics.settings import Settings as Settings
+    from .metrics.step_record import StepRecord as StepRecord
     from .runtime.initialize import initialize as initialize
     from .runtime.initialize import watch as watch
+    from .runtime.monitor.watch import Watch as Watch
     from .runtime.trainer.window.step_result import StepResult as StepResult
     from .runtime.training_run import TrainingRun as TrainingRun
 
 _MODULES = {
-    "initialize": "initialize",
-    "watch": "initialize",
-    "TrainingRun": "training_run",
-    "StepResult": "trainer.window.step_result",
+    "BatchError": "errors",
+    "CheckpointError": "errors",
+    "CommandLineError": "errors",
+    "DsConfigError": "errors",
+    "NonFiniteLossError": "errors",
+    "RebuildError": "errors",
+    "Settings": "metrics.settings",
+    "SettingsError": "errors",
+    "StepRecord": "metrics.step_record",
+    "StepResult": "runtime.trainer.window.step_result",
+    "TrainingRun": "runtime.training_run",
+    "Watch": "runtime.monitor.watch",
+    "ZerowatchError": "errors",
+    "initialize": "runtime.initialize",
+    "watch": "runtime.initialize",
 }
-__all__ = ["StepResult", "TrainingRun", "initialize", "watch"]
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "CommandLineError",
+    "DsConfigError",
+    "NonFiniteLossError",
+    "RebuildError",
+    "Settings",
+    "SettingsError",
+    "StepRecord",
+    "StepResult",
+    "TrainingRun",
+    "Watch",
+    "ZerowatchError",
+    "initialize",
+    "watch",
+]
 
 
 def __getattr__(name: str) -> object:
-    """Load the public names on first use, so that `zerowatch.dashboards` never drags torch in."""
+    """Import a public name on first use, so that `import zerowatch` does not import torch."""
     if name in _MODULES:
-        return getattr(import_module(f".runtime.{_MODULES[name]}", __name__), name)
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

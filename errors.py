@@ -1,25 +1,25 @@
-"""The errors a caller can catch.
+"""The errors that a caller can catch.
 
 ZerowatchError
 |-- SettingsError       a setting has a bad value; raised at start-up
-|-- DsConfigError       the DeepSpeed configuration is missing, no JSON or has an unknown key
+|-- DsConfigError       the DeepSpeed configuration is missing, not JSON or has an unknown key
 |-- CommandLineError    the command line cannot be carried out as written
 |-- BatchError          TrainingRun: a batch that cannot be trained on; nothing was changed
-|-- NonFiniteLossError  TrainingRun: a loss is nan or inf; no update was made of that batch
-|-- RebuildError        TrainingRun: the engine was not rebuilt; training goes on as it was
-`-- CheckpointError     TrainingRun: a saved state that cannot be written or loaded
+|-- NonFiniteLossError  TrainingRun: a loss is nan or inf; no update was made from the batch
+|-- RebuildError        TrainingRun: the engine was not rebuilt; training continues as before
+`-- CheckpointError     TrainingRun: a checkpoint that cannot be written or loaded
 
-Watching never raises during training. `TrainingRun` does, for it is the loop itself; after each of
-its errors the run stands as it did before the call.
+Monitoring never raises during training. `TrainingRun` does, because it is the training loop; after
+each of its errors the run is in the state before the call.
 """
 
 
 class ZerowatchError(Exception):
-    """Base of every error that zerowatch raises; its text says what, where and what to do."""
+    """Base of all errors of zerowatch. The message has what failed, where, and what to do."""
 
 
 class SettingsError(ZerowatchError):
-    """A setting has a value that is not allowed, or does not exist."""
+    """A setting does not exist, or has a value that is not allowed."""
 
 
 class DsConfigError(ZerowatchError):
@@ -31,16 +31,16 @@ class CommandLineError(ZerowatchError):
 
 
 class BatchError(ZerowatchError):
-    """A batch cannot be trained on: its leaves disagree, it is empty, or nothing in it counts."""
+    """A batch cannot be trained on: its tensors differ in length, it is empty, or has no weight."""
 
 
 class NonFiniteLossError(ZerowatchError):
-    """The loss of a window is nan or inf, on this rank or another."""
+    """The loss of a step is nan or inf, on this rank or another."""
 
 
 class RebuildError(ZerowatchError):
-    """The engine was not rebuilt, and training goes on as it was."""
+    """The engine was not rebuilt; training continues as before."""
 
 
 class CheckpointError(ZerowatchError):
-    """A saved state cannot be written or loaded."""
+    """A checkpoint cannot be written or loaded."""

@@ -1,6 +1,7 @@
-"""The ways in: deepspeed.initialize with a watch, and a watch for an engine that exists.
+"""The public entry points `initialize` and `watch`, and the state of this process behind them.
 
-What a process has one of stands here: its tap on the collectives, and the watch on its run.
+A process has one instrumentation of its collectives and one watch on its run. DeepSpeed is imported
+inside functions only, so that a script can be attached to before it imports DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,15 +22,24 @@ from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelt_keys
 from .common.fail_open import FailOpen
 from .monitor.console_logging import show_own_lines
-from .monitor.null_watch import NullWatch
+from .monitor.watch import NullWatch, Watch, WatchHandle
 
 if TYPE_CHECKING:
-    from .monitor.watch import Watch
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+# How long a process waits at exit for collectives that were never waited for; the backend waits
+# for them in any case.
+COMPLETION_SECONDS = 60.0
+# DeepSpeed's default of `distributed_port`.
+DISTRIBUTED_PORT = 29500
+# The classes of `engine.optimizer` on an engine that does not train.
+_NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
 
 
 @dataclass(slots=True)
 class _Process:
-    """What this process has one of."""
+    """State of this process."""
 
     fail_open: FailOpen = field(default_factory=FailOpen)
     collectives: CollectiveInstrumentation | None = None
@@ -46,64 +56,113 @@ class _Process:
 
 _process = _Process()
 
-# What an engine that does not train has for an optimizer.
-_NO_OPTIMIZERS = ("NoneType", "DummyOptim", "DeepSpeedZeRoOffload")
-# How long the process waits at its end for collectives that nobody waited for; the backend waits
-# for them in any case.
-COMPLETION_SECONDS = 60.0
 
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    training_data: torch.utils.data.Dataset[Any] | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    distributed_port: int = DISTRIBUTED_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Mapping[str, Any] | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Call `deepspeed.initialize` and watch the engine. Stability: stable.
 
-def initialize(*args: Any, settings: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """Call deepspeed.initialize and watch the engine.
+    All parameters but `settings` are those of `deepspeed.initialize` (0.19.8). The engine is
+    DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. Of several engines the
+    first with an optimizer is the watched run; the others share its watch.
 
-    Takes the arguments of `deepspeed.initialize`, and returns its tuple: engine, optimizer,
-    training_dataloader, lr_scheduler. The engine is DeepSpeed's own; `engine.watch` is the watch,
-    and `engine.watch.close()` takes it off again. Of several engines the first with an optimizer
-    is the watched run, and the others share its watch.
+    Example:
+        >>> engine, optimizer, _, scheduler = zerowatch.initialize(
+        ...     model=model,
+        ...     model_parameters=model.parameters(),
+        ...     config="ds.json",
+        ...     settings={"serve": {"port": 9500}},
+        ... )
+        >>> engine.watch.address
+        '127.0.0.1:9500'
 
     Args:
-        args: As for `deepspeed.initialize`.
-        settings: Settings nested as in zerowatch.toml, such as {"serve": {"port": 9500}}.
-        kwargs: As for `deepspeed.initialize`.
+        args: An object with `local_rank` and `deepspeed_config`; not needed with `config`.
+        model: The module to train.
+        optimizer: An optimizer, or a function of the parameters that returns one. By default the
+            one of the configuration.
+        model_parameters: The parameters to optimize, or parameter groups.
+        training_data: A dataset, for which DeepSpeed makes a data loader.
+        lr_scheduler: A scheduler, or a function of the optimizer that returns one.
+        distributed_port: Port of rank 0 for torch.distributed.
+        mpu: A model parallelism unit, as Megatron-LM's.
+        dist_init_required: Whether to initialize torch.distributed; by default if it is not yet.
+        collate_fn: Merges samples of `training_data` to a micro-batch.
+        config: The DeepSpeed configuration, as a path or a dict.
+        mesh_param: Sizes of the data and sequence parallel dimensions of a device mesh.
+        config_params: Older name of `config`.
+        settings: Settings nested as in zerowatch.toml, such as {"serve": {"port": 9500}}. They
+            override environment variables, the ds config and zerowatch.toml.
+
+    Returns:
+        engine, optimizer, training_dataloader, lr_scheduler, as `deepspeed.initialize`. Without an
+        optimizer, dataset or scheduler the element is None.
 
     Raises:
         SettingsError: A setting is wrong.
         DsConfigError: DeepSpeed refuses its configuration; its own error is the cause.
     """
     original = _original()
-    config = _config_given(original, args, kwargs)
-    loaded = load_settings(settings, read_zerowatch_block(config))
+    parameters = {
+        "args": args,
+        "model": model,
+        "optimizer": optimizer,
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+        "distributed_port": None if distributed_port == DISTRIBUTED_PORT else distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+        "config": config,
+        "mesh_param": mesh_param,
+        "config_params": config_params,
+    }
+    given = {name: value for name, value in parameters.items() if value is not None}
+    ds_config = _config_given(original, (), given)
+    loaded = load_settings(settings, read_zerowatch_block(ds_config))
     if loaded.enabled:
         _process.open_collectives()
-    _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
-    with ConfigErrors(config, _process.fail_open, raise_ours=True):
-        result = original(*args, **kwargs)
+    _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(ds_config)
+    with ConfigErrors(ds_config, _process.fail_open, raise_ours=True):
+        result: tuple[Any, Any, Any, Any] = original(**given)
     engine = result[0]
     _process.fail_open.wrap("watch", _maybe_watch)(engine, loaded)
-    engine.watch = _process.watch or NullWatch()
+    handle: WatchHandle = _process.watch or NullWatch()
+    engine.watch = handle
     return result
 
 
-def initialize_unwatched(**kwargs: Any) -> Any:
-    """Call deepspeed.initialize for an engine that an open watch will move to.
-
-    Raises:
-        DsConfigError: DeepSpeed refuses its configuration.
-    """
-    with ConfigErrors(kwargs["config"], _process.fail_open, raise_ours=True):
-        return _original()(**kwargs)
-
-
 def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
-    """Watch an engine that exists. A watch on another engine is closed first.
+    """Watch an existing engine. Stability: stable.
+
+    A watch on another engine is closed first.
+
+    Example:
+        >>> watch = zerowatch.watch(engine, settings={"run_log": {"enabled": False}})
+        >>> watch.snapshot()
 
     Args:
-        engine: A DeepSpeed engine. If it is watched already, that watch is returned as it is.
+        engine: A DeepSpeed engine. If it is watched already, its watch is returned unchanged.
         settings: Settings nested as in zerowatch.toml.
 
     Raises:
         SettingsError: A setting is wrong.
-        TypeError: This is no engine.
+        TypeError: `engine` is not a DeepSpeed engine.
     """
     if not hasattr(engine, "global_steps"):
         raise TypeError(
@@ -119,14 +178,24 @@ def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
     return opened
 
 
+def initialize_unwatched(**kwargs: Any) -> Any:
+    """Call deepspeed.initialize for an engine that an open watch is rebound to later.
+
+    Raises:
+        DsConfigError: DeepSpeed refuses its configuration.
+    """
+    with ConfigErrors(kwargs["config"], _process.fail_open, raise_ours=True):
+        return _original()(**kwargs)
+
+
 def instrument_torch() -> None:
-    """Install the tap right after torch was imported, before a process group exists."""
+    """Instrument collectives right after torch was imported, before a process group exists."""
     if load_settings(ds_block={"enabled": True}).enabled:
         _process.open_collectives()
 
 
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
-    """Replace deepspeed.initialize, right after its import, by one that also watches."""
+    """Replace deepspeed.initialize, right after its import, by a function that also watches."""
     original = deepspeed.initialize
 
     @functools.wraps(original)
@@ -145,10 +214,10 @@ def wrap_deepspeed(deepspeed: ModuleType) -> None:
 
 
 def close_watch(*, failed: bool) -> None:
-    """Close this process's watch for good, and wait for the last scrape where one is due.
+    """Close this process's watch for good, and wait for the last scrape if one is due.
 
     Args:
-        failed: Whether the run ends by an exception or a signal; then nobody waits.
+        failed: Whether the run ends by an exception or a signal; then no scrape is waited for.
     """
     if _process.watch is not None:
         _process.watch.close(failed=failed, at_exit=True)
@@ -158,7 +227,7 @@ def close_watch(*, failed: bool) -> None:
 
 
 def _original() -> Callable[..., Any]:
-    """Return deepspeed.initialize. Only ours is looked through: others wrap for their own ends."""
+    """Return deepspeed.initialize without our wrapper; wrappers of others stay."""
     import deepspeed
 
     found: Callable[..., Any] = deepspeed.initialize
@@ -173,8 +242,8 @@ def _maybe_watch(engine: Any, settings: Settings) -> None:
 
 
 def _watch_first(engine: Any, settings: Settings) -> None:
-    """Watch the first engine that trains; in a notebook, the one that was made last."""
-    # By name: DeepSpeed must not be imported here, before the script does.
+    """Watch the first engine that trains; in a notebook, the newest."""
+    # By name: this may run before the script imports DeepSpeed's classes.
     trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
     running = _process.watch is not None and _process.watch.is_open
     if trains and (not running or _is_interactive()):
@@ -182,26 +251,28 @@ def _watch_first(engine: Any, settings: Settings) -> None:
 
 
 def _open_watch(engine: Any, settings: Settings) -> Watch:
-    from .monitor.watch import Watch
+    from .monitor.build_watch import build_watch
 
     show_own_lines()
     if _process.watch is not None:
         _process.watch.close()
     collectives = _process.open_collectives()
-    _process.watch = Watch(engine, collectives, _process.fail_open, settings, _process.num_watches)
+    _process.watch = build_watch(
+        engine, collectives, _process.fail_open, settings, _process.num_watches
+    )
     _process.num_watches += 1
     if _process.num_watches == 1:
-        os.register_at_fork(after_in_child=_abandon)
+        os.register_at_fork(after_in_child=_close_after_fork)
     return _process.watch
 
 
 def _close_at_exit() -> None:
-    # The interpreter leaves an uncaught exception there before it runs exit handlers.
+    # The interpreter sets it for an uncaught exception before it runs exit handlers.
     close_watch(failed=hasattr(sys, "last_value"))
 
 
-def _abandon() -> None:
-    """Let go of everything in a forked child, which else keeps the port of a dead parent."""
+def _close_after_fork() -> None:
+    """In a forked child: drop everything, so that the child does not keep the parent's port."""
     if _process.watch is not None:
         _process.watch.close_after_fork()
     if _process.collectives is not None:
@@ -215,10 +286,10 @@ def _is_interactive() -> bool:
 def _config_given(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> object:
-    """Find the ds config among deepspeed.initialize's arguments, as DeepSpeed does."""
+    """Return the ds config among deepspeed.initialize's arguments, found as DeepSpeed does."""
     try:
         given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
-    except TypeError:  # DeepSpeed will complain of them
+    except TypeError:  # DeepSpeed raises for them
         return None
     for name in ("config", "config_params"):
         if given.get(name) is not None:

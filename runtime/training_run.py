@@ -15,7 +15,7 @@ from .common.host_group import HostGroup
 from .common.training_config import MICRO_BATCH, training_config, zero_stage
 from .engine.live_settings.choose_modules import ModuleSelector
 from .initialize import initialize, initialize_unwatched
-from .monitor.null_watch import NullWatch
+from .monitor.watch import NullWatch, WatchHandle
 from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.training_data import TrainingData
 from .trainer.engine_holder import EngineHolder
@@ -160,9 +160,10 @@ class TrainingRun:
         return module
 
     @property
-    def watch(self) -> Any:
-        """The watch on the engine."""
-        return self.engine.watch
+    def watch(self) -> WatchHandle:
+        """The watch on the engine; one that does nothing if monitoring is off."""
+        handle: WatchHandle = self.engine.watch
+        return handle
 
     def train_batch(self, batch: Any) -> StepResult:
         """Make one update from a global batch, of which each rank passes its share.

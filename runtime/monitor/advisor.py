@@ -56,7 +56,7 @@ class Advisor:
         self._facts: JobFacts | None = None
         self._advised: set[tuple[str, tuple[str, ...]]] = set()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Diagnose and advise, if the interval is long enough."""
         engine = self._context.engine() if self._is_enabled else None
         if engine is None or engine.global_steps < WARMUP_STEPS:

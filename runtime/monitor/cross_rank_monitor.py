@@ -1,4 +1,4 @@
-"""Compares this rank: with the other ranks, with the estimate, and with the profiler."""
+"""Compares this rank with the other ranks, with the estimate, and with the profiler."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from ..instrumentation.watch_context import WatchContext
 
 
 class CrossRankMonitor:
-    """Made on the training thread; runs from `start` until `stop`.
+    """Monitors this rank against the others, from `start` until `stop`.
+
+    Constructed on the training thread.
 
     Attributes:
-        listeners: What gets the record of each step, on the watch thread.
-        duties: What is to be done on the watch thread each second.
+        listeners: Get the record of each step, on the watch thread.
+        periodic_tasks: Called on the watch thread each second.
         rebind_engine: To be called with the new engine after a rebuild.
-        on_collective_error: Called with a collective that raised.
-        add_step_times: Called with each step's nanoseconds by phase, and those of them that were
-            blocked.
+        on_collective_error: To be called with a collective that raised.
+        add_step_times: To be called with each step's nanoseconds by phase, and those of them that
+            training was blocked.
         profiler: Profiles some steps; None for none.
     """
 
@@ -46,10 +48,10 @@ class CrossRankMonitor:
         ]
         if self.profiler is not None:
             self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
-        self.duties: Mapping[str, Callable[[], object]] = {"hang": self._hang_watch.check}
+        self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_watch.check}
         analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
         self.on_collective_error = analyzer.analyze
-        # On CUDA the host runs ahead of the device, so that its phases do not show who is slow.
+        # On CUDA the host runs ahead of the device, so its phases do not show which rank is slow.
         on_cpu = training_device_index() is None
         self.add_step_times = self._thread.step_times.add if on_cpu else _ignore_step_times
 
@@ -59,21 +61,21 @@ class CrossRankMonitor:
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Start to compare."""
+        """Start the cross-rank thread."""
         self._thread.start()
 
     def forget_hooks(self) -> None:
-        """In a forked child: let go of what ran in training, which is the parent's."""
+        """In a forked child: drop the profiler, which is the parent's."""
         if self.profiler is not None:
             self.profiler.close_after_fork()
 
     def close_hooks(self) -> None:
-        """End what runs in training. Safe to call twice."""
+        """Close the profiler. Safe to call twice."""
         if self.profiler is not None:
             self.profiler.close()
 
     def stop(self) -> None:
-        """Compare what is left, and end. Safe to call twice."""
+        """Compare the rest, and end. Safe to call twice."""
         self._thread.stop()
         self._hang_watch.close()
 
@@ -126,4 +128,4 @@ class CrossRankMonitor:
 
 
 def _ignore_step_times(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-    """Do nothing, where phases are not comparable."""
+    """Do nothing: phases are not comparable."""

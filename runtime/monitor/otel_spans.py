@@ -1,9 +1,16 @@
-"""A step's spans: its phases and its collectives, twenty at most with the root. Pure."""
+"""Which steps are traced, under which ids, and their spans: phases and collectives, 20 at most.
+
+Ids and sampling are the same on all ranks without communication.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS
@@ -20,11 +27,16 @@ from ..common.phase_timer import (
     PhaseInterval,
 )
 
+SLOW_RATIO = 2.0  # of the median step time of the last REMEMBERED_STEPS
+REMEMBERED_STEPS, LEAST_STEPS = 101, 10
+# A token bucket limits traces of slow steps: this many at once, then one per interval.
+SLOW_AT_ONCE, SECONDS_PER_SLOW = 20, 5.0
+
 MAX_CHILDREN = 19
-# With more, as of many micro-batches, each phase becomes one span. The rest has room for one of
-# each operation.
+# With more, such as of many micro-batches, each phase becomes one span. The rest of MAX_CHILDREN
+# is enough for one span of each operation.
 MAX_PHASE_SPANS = 8
-# Shorter gaps between two stretches of a phase are the script's own lines, not another stretch.
+# Shorter gaps between two intervals of a phase are lines of the script, not the end of a span.
 GAP_NS = 100_000
 
 _NAMES = {
@@ -38,8 +50,8 @@ _NAMES = {
 
 
 @dataclass(slots=True)
-class _Stretch:
-    """One span in the making, in Unix time; `busy_ns` is less than its length where it has gaps."""
+class _SpanBuilder:
+    """A span under construction, in Unix time; `busy_ns` is its length without gaps."""
 
     name: str
     start_ns: int
@@ -48,7 +60,7 @@ class _Stretch:
     pieces: int = 1
     attributes: dict[str, Value] = field(default_factory=dict)
 
-    def join(self, other: _Stretch) -> None:
+    def join(self, other: _SpanBuilder) -> None:
         self.start_ns = min(self.start_ns, other.start_ns)
         self.end_ns = max(self.end_ns, other.end_ns)
         self.busy_ns += other.busy_ns
@@ -67,7 +79,7 @@ class _Stretch:
         )
 
 
-def children(
+def child_spans(
     intervals: Iterable[PhaseInterval],
     calls: Sequence[CollectiveCall],
     offset_ns: int,
@@ -78,44 +90,46 @@ def children(
     Args:
         intervals: When each phase had the time, in order.
         calls: The step's settled collectives.
-        offset_ns: What makes the intervals' times Unix times.
-        device_offset_ns: The same for the times of calls that were read from CUDA events.
+        offset_ns: Added to the intervals' times to get Unix times.
+        device_offset_ns: The same for calls whose times were read from device events.
     """
-    phases = _phases(intervals, offset_ns)
+    phases = _phase_spans(intervals, offset_ns)
     offsets = offset_ns, device_offset_ns
-    comms = _comms([call for call in calls if call.timed], MAX_CHILDREN - len(phases), offsets)
-    spans = [stretch.span() for stretch in (*phases, *comms)]
+    comms = _comm_spans([call for call in calls if call.timed], MAX_CHILDREN - len(phases), offsets)
+    spans = [builder.span() for builder in (*phases, *comms)]
     return sorted(spans, key=lambda span: span.start_ns)
 
 
-def _phases(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_Stretch]:
-    """Join the stretches of each phase that follow each other; if there are many, all of them."""
-    stretches: list[_Stretch] = []
+def _phase_spans(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_SpanBuilder]:
+    """Join successive spans of the same phase; if there are many, all spans of each phase."""
+    spans: list[_SpanBuilder] = []
     for phase, start_ns, end_ns in intervals:
         if phase == OTHER or end_ns <= start_ns:
             continue
         start, end = start_ns + offset_ns, end_ns + offset_ns
-        stretch = _Stretch(_NAMES[phase], start, end, end - start)
-        last = stretches[-1] if stretches else None
-        if last is not None and last.name == stretch.name and start - last.end_ns < GAP_NS:
-            last.join(stretch)
+        span = _SpanBuilder(_NAMES[phase], start, end, end - start)
+        last = spans[-1] if spans else None
+        if last is not None and last.name == span.name and start - last.end_ns < GAP_NS:
+            last.join(span)
         else:
-            stretches.append(stretch)
-    return stretches if len(stretches) <= MAX_PHASE_SPANS else _by_name(stretches)
+            spans.append(span)
+    return spans if len(spans) <= MAX_PHASE_SPANS else _by_name(spans)
 
 
-def _comms(calls: Sequence[CollectiveCall], room: int, offsets: tuple[int, int]) -> list[_Stretch]:
-    """Give the longest calls a span each, and what is left of each operation one together."""
-    if len(calls) <= room:
-        return [_comm(call, offsets) for call in calls]
+def _comm_spans(
+    calls: Sequence[CollectiveCall], limit: int, offsets: tuple[int, int]
+) -> list[_SpanBuilder]:
+    """Return a span for each of the longest calls, and one per operation for the rest."""
+    if len(calls) <= limit:
+        return [_comm_span(call, offsets) for call in calls]
     operations = len({call.op for call in calls})
-    longest = heapq.nlargest(max(0, room - operations), calls, key=_length)
+    longest = heapq.nlargest(max(0, limit - operations), calls, key=_length)
     chosen = set(map(id, longest))
-    rest = [_comm(call, offsets) for call in calls if id(call) not in chosen]
-    return [*(_comm(call, offsets) for call in longest), *_by_name(rest)]
+    rest = [_comm_span(call, offsets) for call in calls if id(call) not in chosen]
+    return [*(_comm_span(call, offsets) for call in longest), *_by_name(rest)]
 
 
-def _comm(call: CollectiveCall, offsets: tuple[int, int]) -> _Stretch:
+def _comm_span(call: CollectiveCall, offsets: tuple[int, int]) -> _SpanBuilder:
     offset_ns = offsets[call.start_event is not None]
     attributes: dict[str, Value] = {
         "zerowatch.op": OPS[call.op],
@@ -123,7 +137,7 @@ def _comm(call: CollectiveCall, offsets: tuple[int, int]) -> _Stretch:
         "zerowatch.payload_bytes": call.payload_bytes,
         "zerowatch.exposed_seconds": call.exposed_ns / 1e9,
     }
-    return _Stretch(
+    return _SpanBuilder(
         f"comm {OPS[call.op]}",
         call.start_ns + offset_ns,
         call.end_ns + offset_ns,
@@ -136,20 +150,20 @@ def _length(call: CollectiveCall) -> int:
     return call.end_ns - call.start_ns
 
 
-def _by_name(stretches: Iterable[_Stretch]) -> list[_Stretch]:
-    joined: dict[str, _Stretch] = {}
-    for stretch in stretches:
-        known = joined.get(stretch.name)
+def _by_name(spans: Iterable[_SpanBuilder]) -> list[_SpanBuilder]:
+    joined: dict[str, _SpanBuilder] = {}
+    for span in spans:
+        known = joined.get(span.name)
         if known is None:
-            joined[stretch.name] = stretch
+            joined[span.name] = span
         else:
-            known.join(stretch)
-            known.attributes = _sums(known.attributes, stretch.attributes)
+            known.join(span)
+            known.attributes = _sums(known.attributes, span.attributes)
     return list(joined.values())
 
 
 def _sums(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, Value]:
-    """Add up what two calls of one operation have in numbers; leave out what they differ in."""
+    """Add up the numbers of two calls of one operation; leave out texts that differ."""
     found: dict[str, Value] = {}
     for name in [name for name in one if name in other]:
         left, right = one[name], other[name]
@@ -159,3 +173,62 @@ def _sums(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, Val
         else:
             found[name] = left + right
     return found
+
+
+def trace_id_of(run_id: str, step: int) -> int:
+    """Return the id of a step's trace, the same on all ranks."""
+    return _hash(f"{run_id}/{step}", 16)
+
+
+def span_id_of(run_id: str, step: int, rank: int, *, attempt: str) -> int:
+    """Return the id of a rank's root span in that trace.
+
+    Args:
+        run_id: Of the run.
+        step: Number of the step.
+        rank: Of the span.
+        attempt: Distinguishes steps of one run with the same number, such as after a restart.
+    """
+    return _hash(f"{run_id}/{step}/{rank}/{attempt}", 8)
+
+
+def is_sampled(trace_id: int, every_steps: int) -> bool:
+    """Whether a trace is one in `every_steps`, by its id and so the same on all ranks."""
+    return trace_id % 2**64 % every_steps == 0
+
+
+def _hash(text: str, num_bytes: int) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()
+    return int.from_bytes(digest, "big") or 1  # 0 is no id
+
+
+class SlowSteps:
+    """Finds slow steps by the median of this rank's last ones."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._allowed = float(SLOW_AT_ONCE)
+        self._counted_at = now()
+
+    def is_slow(self, seconds: float) -> bool:
+        """Whether a step was slow compared with those before it; remembers it."""
+        known = len(self._sorted)
+        slow = known >= LEAST_STEPS and seconds > SLOW_RATIO * self._sorted[known // 2]
+        self._last.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._last) > REMEMBERED_STEPS:
+            del self._sorted[bisect_left(self._sorted, self._last.popleft())]
+        return slow
+
+    def may_trace(self) -> bool:
+        """Whether one more slow step may be traced; counts it if so."""
+        now = self._now()
+        earned = (now - self._counted_at) / SECONDS_PER_SLOW
+        self._allowed = min(SLOW_AT_ONCE, self._allowed + earned)
+        self._counted_at = now
+        if self._allowed < 1:
+            return False
+        self._allowed -= 1
+        return True

@@ -1,4 +1,4 @@
-"""The run folder: its name is settled among the ranks, then this rank's log and rank 0's files."""
+"""The run folder: this rank's step log, and on rank 0 the settings and the targets file."""
 
 from __future__ import annotations
 
@@ -17,64 +17,68 @@ from .step_log import StepLog, keeps_every_step, write_settings
 
 logger = logging.getLogger(__name__)
 
-NAME_PATIENCE_SECONDS = 30.0
+RUN_ID_TIMEOUT_SECONDS = 30.0
 MAX_HELD_RECORDS = 1000
 
 
 class RunFolder:
-    """Holds records back until the run has a name, then writes them. Used on the watch thread."""
+    """Holds records until the run has an id, then writes them. Used on the watch thread.
+
+    Attributes:
+        run_id: None until rank 0 has shared it.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        identity: ProcessInfo,
+        process: ProcessInfo,
         store: RankStore,
         targets: TargetDiscovery,
     ) -> None:
         self._settings = settings
-        self._runs = settings.run_log.folder.absolute()  # a script may change its folder later
-        self._identity = identity
+        self._runs = settings.run_log.folder.absolute()  # a script may change its working folder
+        self._process = process
         self._store = store
         self._targets = targets
         self._log: StepLog | None = None
         self._held: list[StepRecord] = []
         self._lost = 0
-        self._asked_since = time.monotonic()
-        self.run_id = share_run_id(store, identity, settings.run_id)
+        self._since = time.monotonic()
+        self.run_id = share_run_id(store, process, settings.run_id)
         if self.run_id is not None:
             self._open(self.run_id)
 
     @property
     def path(self) -> Path | None:
-        """The folder, once it has a name; None where no run log is written."""
+        """The folder; None while the run has no id, or if no run log is written."""
         if self.run_id is None or not self._settings.run_log.enabled:
             return None
         return self._runs / self.run_id
 
     @property
     def dropped(self) -> int:
-        """Records that were lost."""
+        """Records lost so far."""
         return self._lost + (self._log.dropped if self._log else 0)
 
-    def look_around(self) -> None:
-        """Look for the run's name and, on rank 0, for where the other ranks serve."""
+    def poll(self) -> None:
+        """Look for the run id and, on rank 0, for the other ranks' targets."""
         if self.run_id is None:
-            self.run_id = self._learn_name()
+            self.run_id = self._find_run_id()
             if self.run_id is not None:
                 self._open(self.run_id)
-        if self._identity.rank != 0:
+        if self._process.rank != 0:
             self._store.poll()
-        if self._identity.rank != 0 or not self._settings.serve.enabled:
+        if self._process.rank != 0 or not self._settings.serve.enabled:
             return
         if self._targets.poll() and self.path is not None:
             write_or_warn(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
 
     def targets(self) -> list[dict[str, object]]:
-        """Describe where the run's ranks serve, for Prometheus."""
+        """Return the addresses of the ranks' metrics in Prometheus' http_sd form."""
         return [] if self.run_id is None else self._targets.targets(self.run_id)
 
     def append(self, record: StepRecord) -> None:
-        """Write a step, or hold it until the run has a name."""
+        """Write a step's record, or hold it until the run has an id."""
         if not self._settings.run_log.enabled:
             return
         if self._log is not None:
@@ -87,35 +91,35 @@ class RunFolder:
     def close(self) -> None:
         """Close this rank's log."""
         if self._log is None and self._held:
-            self.run_id = self.run_id or self._own_name()
+            self.run_id = self.run_id or self._own_run_id()
             self._open(self.run_id)
         if self._log is not None:
             self._log.close()
 
-    def _learn_name(self) -> str | None:
-        name = self._store.get("run_id")
-        if name is None and time.monotonic() - self._asked_since > NAME_PATIENCE_SECONDS:
-            return self._own_name()
-        return name
+    def _find_run_id(self) -> str | None:
+        run_id = self._store.get("run_id")
+        if run_id is None and time.monotonic() - self._since > RUN_ID_TIMEOUT_SECONDS:
+            return self._own_run_id()
+        return run_id
 
-    def _own_name(self) -> str:
-        name = f"{new_run_id()}-rank{self._identity.rank}"
+    def _own_run_id(self) -> str:
+        run_id = f"{new_run_id()}-rank{self._process.rank}"
         logger.warning(
-            "rank 0 has not told the run's name: it may not be watched. Rank %d writes to %s; set "
-            "ZEROWATCH_RUN_ID to the same name on all ranks to keep them together.",
-            self._identity.rank,
-            name,
+            "no run id from rank 0, which may not be monitored. Rank %d writes to %s; set "
+            "ZEROWATCH_RUN_ID to the same value on all ranks to keep them together.",
+            self._process.rank,
+            run_id,
         )
-        return name
+        return run_id
 
     def _open(self, run_id: str) -> None:
         folder = self.path
         if folder is None:
             return
-        identity = {"run_id": run_id, **asdict(self._identity)}
-        every_step = keeps_every_step(self._identity.world_size, self._identity.local_rank)
+        identity = {"run_id": run_id, **asdict(self._process)}
+        every_step = keeps_every_step(self._process.world_size, self._process.local_rank)
         log = StepLog(folder, identity, self._settings.run_log, every_step=every_step)
-        if self._identity.rank == 0:
+        if self._process.rank == 0:
             write_settings(folder, self._settings)
         for record in self._held:
             log.append(record)

@@ -1,4 +1,4 @@
-"""From steps and calls to metric values. Takes a stretch of steps at once, which costs less."""
+"""Metric values of steps and collectives. Several steps are published at once, which is cheaper."""
 
 from __future__ import annotations
 
@@ -18,18 +18,27 @@ from ..instrumentation.raw_step import RawStep, StepCounts
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step and what is known of it beside its record.
+    """A finished step.
 
-    `calls` are its collectives, where traces are made: all of them, or of very many the longest.
+    Attributes:
+        record: Of the step.
+        raw: What the hooks measured.
+        calls: Its collectives, if traces are made: all of them, or of very many the longest.
     """
 
     record: StepRecord
-    closed: RawStep
+    raw: RawStep
     calls: Sequence[CollectiveCall] = ()
 
 
 class StepMetrics:
-    """Writes steps to the recorder. The sums live there."""
+    """Writes steps to the recorder, which has the sums.
+
+    Args:
+        recorder: Gets the values.
+        flops_of: Returns the FLOPs of a step; None if unknown.
+        peak_flops: Of the device, per second; None if unknown.
+    """
 
     def __init__(
         self,
@@ -41,10 +50,10 @@ class StepMetrics:
         self._flops_of = flops_of
         self._peak_flops = peak_flops
 
-    def publish(self, steps: Sequence[Step], tally: PeriodTotals) -> None:
-        """Let a stretch of steps, and the calls that came meanwhile, become visible at once."""
+    def publish(self, steps: Sequence[Step], totals: PeriodTotals) -> None:
+        """Publish steps and the calls that ended meanwhile in one commit."""
         with self._recorder.commit():
-            self._count_calls(tally)
+            self._count_calls(totals)
             if steps:
                 records = [step.record for step in steps]
                 self._count_steps(steps)
@@ -52,31 +61,31 @@ class StepMetrics:
                 self._count_arithmetic(steps, sum(record.training_seconds for record in records))
 
     def publish_earlier(self, batch: Batch) -> None:
-        """Count what was issued before the watch began, such as the broadcast of the weights.
+        """Count calls issued before the watch began, such as the broadcast of the weights.
 
-        These calls are in the counters and in no step. They are not timed: some may be under way,
-        or wait for events that nobody has read.
+        They are in the counters and in no step. They are not timed: some may be running, or wait
+        for events that were never read.
         """
         batch.discard()
-        tally = PeriodTotals()
-        tally.add(batch.calls, CommTime(0.0, {}))
-        self.publish([], tally)
+        totals = PeriodTotals()
+        totals.add(batch.calls, CommTime(0.0, {}))
+        self.publish([], totals)
 
     def _count_steps(self, steps: Sequence[Step]) -> None:
-        put, records = self._recorder, [step.record for step in steps]
-        put.add(training.STEPS, len(records))
-        put.add(training.SKIPPED_STEPS, sum(record.skipped for record in records))
-        put.add(training.NONFINITE_LOSSES, sum(record.nonfinite_loss for record in records))
+        recorder, records = self._recorder, [step.record for step in steps]
+        recorder.add(training.STEPS, len(records))
+        recorder.add(training.SKIPPED_STEPS, sum(record.skipped for record in records))
+        recorder.add(training.NONFINITE_LOSSES, sum(record.nonfinite_loss for record in records))
         for step in steps:
             seconds = step.record.training_seconds
-            put.observe(training.STEP_SECONDS, seconds, exemplar=step.closed.trace)
+            recorder.observe(training.STEP_SECONDS, seconds, exemplar=step.raw.trace)
             for phase, spent in step.record.phase_seconds.items():
-                put.add(training.PHASE_SECONDS, spent, phase)
+                recorder.add(training.PHASE_SECONDS, spent, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])
         self._add_known(training.TOKENS, [record.tokens for record in records])
-        shares = [step.closed.coverage for step in steps if step.closed.coverage is not None]
-        if shares:  # the worst, so that a lapse between two scrapes shows
-            put.set(communication.COMM_COVERAGE_RATIO, min(shares))
+        shares = [step.raw.coverage for step in steps if step.raw.coverage is not None]
+        if shares:  # the least, so that a low value between two scrapes is seen
+            recorder.set(communication.COMM_COVERAGE_RATIO, min(shares))
 
     def _add_known(self, spec: MetricSpec, amounts: Sequence[int | None]) -> None:
         known = [amount for amount in amounts if amount is not None]
@@ -96,21 +105,21 @@ class StepMetrics:
                 self._recorder.set(spec, value)
 
     def _count_arithmetic(self, steps: Sequence[Step], seconds: float) -> None:
-        counted = [self._flops_of(step.closed.counts) for step in steps]
+        counted = [self._flops_of(step.raw.counts) for step in steps]
         flops = sum(one for one in counted if one is not None)
         if flops:
             self._recorder.add(training.FLOPS, flops)
             if self._peak_flops and seconds > 0:
                 self._recorder.set(training.MFU, flops / seconds / self._peak_flops)
 
-    def _count_calls(self, tally: PeriodTotals) -> None:
-        put = self._recorder
-        for sums in tally.sums:
+    def _count_calls(self, totals: PeriodTotals) -> None:
+        recorder = self._recorder
+        for sums in totals.sums:
             key = (sums.op, sums.group)
-            put.add(communication.COLLECTIVE_CALLS, sums.calls, *key, sums.phase)
-            put.add(communication.COLLECTIVE_BYTES, sums.payload_bytes, *key)
-            put.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
+            recorder.add(communication.COLLECTIVE_CALLS, sums.calls, *key, sums.phase)
+            recorder.add(communication.COLLECTIVE_BYTES, sums.payload_bytes, *key)
+            recorder.add(communication.COLLECTIVE_WIRE_BYTES, sums.wire_bytes, *key)
             for seconds in sums.seconds:
-                put.observe(communication.COLLECTIVE_SECONDS, seconds, sums.op)
-        for group, seconds in tally.comm_seconds.items():
-            put.add(communication.COMM_SECONDS, seconds, group)
+                recorder.observe(communication.COLLECTIVE_SECONDS, seconds, sums.op)
+        for group, seconds in totals.comm_seconds.items():
+            recorder.add(communication.COMM_SECONDS, seconds, group)

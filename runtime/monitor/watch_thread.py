@@ -1,8 +1,8 @@
-"""The watch thread: settles what the hooks noted, writes the log at once, publishes each second.
+"""The watch thread: finishes steps, writes them to the run log, publishes metrics each second.
 
-It takes batches of calls and closed steps from the training thread in order, and waits for neither
-the device nor other ranks. A step costs it little, because with cold caches each line of Python
-costs several times its usual price; the metrics of a second are cheaper worked out together.
+It takes batches of calls and raw steps from the training thread in order, and waits neither for the
+device nor for other ranks. Most work is done once a second for all its steps: with cold caches each
+line of Python costs several times its usual price.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
 from ..common.fail_open import FailOpen
 from ..instrumentation.raw_step import RawStep
+from .cross_rank_monitor import CrossRankMonitor
 from .device_sampler import DeviceSampler
+from .memory_monitor import MemoryMonitor
+from .otel import OtelExporter
+from .run_folder import RunFolder
 from .step_metrics import Step, StepMetrics
 
 Listener = Callable[[StepRecord], object]
@@ -38,74 +42,78 @@ MAX_KEPT_CALLS, LONGEST_CALLS = 16384, 512
 
 
 class WatchThread:
-    """Runs until `stop`, which publishes what has arrived by then.
+    """Runs from `start` until `stop`, which publishes what has arrived by then.
 
     Args:
-        publisher: Turns steps into metrics.
+        step_metrics: Turns steps into metrics.
         sampler: Reads the devices.
-        take_memory: Takes what each step read of memory; returns the risk by device.
-        events: Takes back the CUDA events that were read.
-        fail_open: Guards what is called here.
-        append: Writes a step's record to disk; called for each as soon as it is whole.
-        keep_pace: Takes each step's nanoseconds by phase, and those of them that were blocked.
-        listeners: Get the records of each second; the sequence may grow.
-        trace: Gets the steps of each second, with their calls; None if no traces are made.
-        duties: What else is to be done each second, by the name under which it may fail.
+        memory: Gets each step's memory sample; returns the risk by device.
+        cross_rank: Gets each step's time by phase.
+        folder: Writes each step's record as soon as it is complete.
+        otel: Gets the steps of each second with their calls, if it makes traces.
+        events: Gets back the device events that were read.
+        fail_open: Wraps all calls of the parts.
+        listeners: Get the records of each second; the list may grow.
         on_device: Whether calls are timed by events of the accelerator.
 
     Attributes:
-        dropped_steps: Steps lost because this thread could not keep up.
-        dropped_calls: Calls lost likewise.
-        untimed_calls: Calls whose end did not come in time.
+        dropped_steps: Steps lost because this thread was too slow.
+        dropped_calls: Calls lost for the same reason.
+        untimed_calls: Calls whose end did not arrive in time.
         cpu_seconds: CPU time this thread has used.
     """
 
     def __init__(
         self,
         *,
-        publisher: StepMetrics,
+        step_metrics: StepMetrics,
         sampler: DeviceSampler,
-        take_memory: Callable[[RawStep], Mapping[str, float]],
+        memory: MemoryMonitor,
+        cross_rank: CrossRankMonitor,
+        folder: RunFolder,
+        otel: OtelExporter,
         events: EventPool,
         fail_open: FailOpen,
-        append: Listener,
-        keep_pace: Callable[[Sequence[int], Sequence[int]], object],
         listeners: Sequence[Listener],
-        trace: Callable[[Sequence[Step]], object] | None,
-        duties: Mapping[str, Callable[[], object]],
         on_device: bool,
     ) -> None:
         self.dropped_steps = self.dropped_calls = self.untimed_calls = 0
         self.cpu_seconds = 0.0
         self._sampler = sampler
-        self._take_memory = fail_open.wrap("memory", take_memory)
+        self._add_memory_sample = fail_open.wrap("memory", memory.add_step)
         self._events = events
-        self._append = fail_open.wrap("run log", append)
-        self._keep_pace = fail_open.wrap("step times", keep_pace)
+        self._append = fail_open.wrap("run log", folder.append)
+        self._add_step_times = fail_open.wrap("step times", cross_rank.add_step_times)
         self._listeners = listeners
-        self._trace = None if trace is None else fail_open.wrap("traces", trace)
+        self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
         self._on_device = on_device
         self._inbox: queue.SimpleQueue[Batch | RawStep | None] = queue.SimpleQueue()
         self._pending: deque[Batch | RawStep] = deque()
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
-        self._clock, self._comm, self._tally = CommTimeCounter(), StepCommTotals(), PeriodTotals()
+        self._comm_time, self._comm = CommTimeCounter(), StepCommTotals()
+        self._totals = PeriodTotals()
         self._steps: list[Step] = []
         self._calls: list[CollectiveCall] = []
-        self._settle = fail_open.wrap("step records", self._settle_pending)
-        self._publish = fail_open.wrap("publish", publisher.publish)
+        self._fail_open = fail_open
+        self._finish = fail_open.wrap("step records", self._finish_pending)
+        self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
-        all_duties = {"devices": sampler.read_devices, **duties}
-        self._duties = [fail_open.wrap(name, duty) for name, duty in all_duties.items()]
+        self._tasks: list[Callable[[], object]] = [fail_open.wrap("devices", sampler.read_devices)]
         self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
+    def start(self, tasks: Mapping[str, Callable[[], object]]) -> None:
+        """Start the thread.
+
+        Args:
+            tasks: Called every second, by the name under which a failure is counted.
+        """
+        self._tasks += [self._fail_open.wrap(name, task) for name, task in tasks.items()]
         self._thread.start()
 
     def enqueue(self, item: Batch | RawStep) -> None:
-        """Hand over a batch of calls or a closed step. Called by the training thread."""
+        """Add a batch of calls or a raw step. Called on the training thread."""
         if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
             self._inbox.put(item)
         else:
@@ -113,7 +121,7 @@ class WatchThread:
             self.dropped_calls += _batch_of(item).discard()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
-        """Publish what is there and end. Safe to call twice, and where the thread never ran."""
+        """Publish what has arrived and end. Safe to call twice, and if the thread never ran."""
         self._inbox.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
@@ -124,18 +132,18 @@ class WatchThread:
         running = True
         while running:
             running = self._drain()
-            self._settle(final=not running)
+            self._finish(final=not running)
             now = time.monotonic()
             if now >= self._tick_due or not running:
                 self._tick_due = now + TICK_SECONDS
                 self.cpu_seconds = time.thread_time()
                 self._publish_second()
-                for duty in self._duties:
-                    duty()
+                for task in self._tasks:
+                    task()
         self._close()
 
     def _drain(self) -> bool:
-        """Wait for something to do; return False once told to stop."""
+        """Wait for something to do; return False after `stop`."""
         try:
             item = self._inbox.get(timeout=self._poll_seconds if self._pending else TICK_SECONDS)
         except queue.Empty:
@@ -148,8 +156,8 @@ class WatchThread:
             item = self._inbox.get_nowait()
         return False
 
-    def _settle_pending(self, *, final: bool) -> None:
-        """Take, in order, everything whose end has come."""
+    def _finish_pending(self, *, final: bool) -> None:
+        """Take, in order, everything that has ended."""
         while self._pending:
             head = self._pending[0]
             if not head.settled():
@@ -165,28 +173,28 @@ class WatchThread:
 
     def _take_calls(self, batch: Batch) -> None:
         batch.read_events(self._events)
-        time_taken = self._clock.measure(batch)
+        time_taken = self._comm_time.measure(batch)
         self._comm.add(batch.calls, time_taken)
-        self._tally.add(batch.calls, time_taken)
+        self._totals.add(batch.calls, time_taken)
         if self._trace is not None:
             self._calls.extend(batch.calls)
             if len(self._calls) > MAX_KEPT_CALLS:
                 self._calls = heapq.nlargest(LONGEST_CALLS, self._calls, _duration)
 
-    def _take_step(self, closed: RawStep) -> None:
+    def _take_step(self, raw: RawStep) -> None:
         comm, self._comm = self._comm, StepCommTotals()
         calls, self._calls = self._calls, []
-        risks = self._take_memory(closed) or {}
-        record = closed.record(comm, self._sampler.device_readings, risks)
-        self._keep_pace(closed.phase_ns, comm.blocked_ns)
+        risks = self._add_memory_sample(raw) or {}
+        record = raw.record(comm, self._sampler.device_readings, risks)
+        self._add_step_times(raw.phase_ns, comm.blocked_ns)
         self._append(record)
-        self._steps.append(Step(record, closed, calls))
+        self._steps.append(Step(record, raw, calls))
 
     def _publish_second(self) -> None:
-        """Publish what has come since the last time, and tell the listeners."""
+        """Publish what came since the last second, and call the listeners."""
         steps, self._steps = self._steps, []
-        tally, self._tally = self._tally, PeriodTotals()
-        self._publish(steps, tally)
+        totals, self._totals = self._totals, PeriodTotals()
+        self._publish(steps, totals)
         if self._trace is not None:
             self._trace(steps)
         for step in steps:

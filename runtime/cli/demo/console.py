@@ -20,7 +20,7 @@ from .report import TunerOutcome, header, step_line, summary_tables
 from .summary import advise, summarise
 
 if TYPE_CHECKING:
-    from ...monitor.watch import Watch
+    from ...monitor.watch import WatchHandle
 
 NUM_LINES = 25
 MAX_HELD_STEPS = 10  # until all ranks have published their addresses, which takes half a second
@@ -36,7 +36,7 @@ class DemoConsole:
     """
 
     def __init__(
-        self, *, watch: Watch, steps: int, num_ranks: int, file: TextIO | None = None
+        self, *, watch: WatchHandle, steps: int, num_ranks: int, file: TextIO | None = None
     ) -> None:
         self._watch = watch
         self._num_steps = steps

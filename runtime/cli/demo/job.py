@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...common import accelerator
 from ...initialize import close_watch
-from ...monitor.watch import Watch
+from ...monitor.watch import WatchHandle
 from ...training_run import TrainingRun
 from .console import DemoConsole
 from .corpus import NextByteSequences, standard_library_text
@@ -88,7 +88,7 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
     }
 
 
-def _console(watch: Watch, options: argparse.Namespace) -> DemoConsole | None:
+def _console(watch: WatchHandle, options: argparse.Namespace) -> DemoConsole | None:
     """Subscribe a console on rank 0; the other ranks behave alike."""
     if dist.get_rank() != 0:
         return None

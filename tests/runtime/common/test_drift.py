@@ -69,7 +69,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     ("runpy", "runtime/cli/attach.py", "_run_module_as_main"),
     (
         "deepspeed.comm.comm",
-        "runtime/monitor/watch.py and runtime/monitor/engine_info.py",
+        "runtime/monitor/build_watch.py and runtime/monitor/run_info.py",
         "cdb comms_logger",
     ),
     (

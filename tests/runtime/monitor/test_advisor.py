@@ -51,13 +51,13 @@ class Run:
         monkeypatch.setattr(advisor_module, "job_facts", lambda engine: tuner_input().facts)
         monkeypatch.setattr(advisor_module, "is_data_parallel", lambda engine: True)
         self.advisor = Advisor(context, send=lambda span: None, now=self.clock)
-        self.advisor.look()
+        self.advisor.poll()
 
     def later(self, seconds=MIN_SECONDS, steps=MIN_STEPS):
         """Train for a while, and look again."""
         self.clock.seconds += seconds
         self.engine.global_steps += steps
-        self.advisor.look()
+        self.advisor.poll()
 
     def advised(self):
         file = self.folder / DECISIONS_FILE

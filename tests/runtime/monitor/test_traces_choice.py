@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes.clock import FakeClock
 
-from zerowatch.runtime.monitor.otel_sampling import (
+from zerowatch.runtime.monitor.otel_spans import (
     LEAST_STEPS,
     SLOW_AT_ONCE,
     SlowSteps,
@@ -19,14 +19,14 @@ def test_ids_depend_on_run_and_step_and_a_span_on_its_rank_too():
     assert trace_id_of("night-7", 3) == trace_id_of("night-7", 3)
     assert len({trace_id_of(run, step) for run in ("a", "b") for step in range(100)}) == 200
     spans = {
-        span_id_of("a", step, rank, life=life)
+        span_id_of("a", step, rank, attempt=attempt)
         for step in range(100)
         for rank in range(8)
-        for life in ("0.0", "1.0")
+        for attempt in ("0.0", "1.0")
     }
     assert len(spans) == 1600
     assert 0 < trace_id_of("a", 1) < 2**128
-    assert 0 < span_id_of("a", 1, 0, life="0.0") < 2**64
+    assert 0 < span_id_of("a", 1, 0, attempt="0.0") < 2**64
 
 
 @pytest.mark.parametrize("every_steps", [10, 100])

@@ -13,7 +13,7 @@ from fakes.otlp_collector import Collector, attributes_of
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, own_lines, start, watched
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
-from zerowatch.runtime.monitor.otel_sampling import is_sampled, span_id_of, trace_id_of
+from zerowatch.runtime.monitor.otel_spans import is_sampled, span_id_of, trace_id_of
 
 pytestmark = pytest.mark.jobs
 
@@ -91,7 +91,7 @@ def test_a_trace_has_one_root_and_every_parent_is_in_it(job):
         assert len(ids) == len(spans)
         assert len(parents) == len(spans) - 1
         assert set(parents) <= ids
-        above = span_id_of(RUN, step, 0, life="0.0")
+        above = span_id_of(RUN, step, 0, attempt="0.0")
         assert job.of(1, step)[0].parent_span_id == above.to_bytes(8, "big")
 
 

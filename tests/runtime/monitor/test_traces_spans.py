@@ -18,7 +18,7 @@ from zerowatch.runtime.common.phase_timer import (
     OTHER,
     PhaseTimer,
 )
-from zerowatch.runtime.monitor.otel_spans import MAX_CHILDREN, children
+from zerowatch.runtime.monitor.otel_spans import MAX_CHILDREN, child_spans
 
 MS = 1_000_000
 ALL_REDUCE, ALL_GATHER = OPS.index("all_reduce"), OPS.index("all_gather")
@@ -51,7 +51,7 @@ def shown(spans):
 
 
 def test_each_phase_and_each_collective_has_a_span():
-    spans = children(ONE_OF_EACH, [call(6, 7), call(9.2, 9.8, ALL_GATHER)], 0, 0)
+    spans = child_spans(ONE_OF_EACH, [call(6, 7), call(9.2, 9.8, ALL_GATHER)], 0, 0)
 
     assert shown(spans) == [
         ("data.wait", 0, 2),
@@ -70,7 +70,7 @@ def test_phases_and_calls_may_have_clocks_of_their_own():
     on_device.start_event = object()
     by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, beside the GPU's
 
-    spans = children([interval(FORWARD, 0, 4)], [on_device, by_host], 100 * MS, 104 * MS)
+    spans = child_spans([interval(FORWARD, 0, 4)], [on_device, by_host], 100 * MS, 104 * MS)
 
     assert shown(spans) == [
         ("forward", 100, 104),
@@ -80,7 +80,7 @@ def test_phases_and_calls_may_have_clocks_of_their_own():
 
 
 def test_what_a_phase_was_cut_into_by_a_moment_is_one_span():
-    spans = children([interval(FORWARD, 0, 1), interval(FORWARD, 1.01, 2)], [], 0, 0)
+    spans = child_spans([interval(FORWARD, 0, 1), interval(FORWARD, 1.01, 2)], [], 0, 0)
 
     [span] = spans
     assert (span.start_ns, span.end_ns) == (0, 2 * MS)
@@ -94,7 +94,7 @@ def test_of_many_micro_batches_each_phase_is_one_span():
         for phase in (DATA, FORWARD, BACKWARD)
     ]
 
-    spans = children(phases, [], 0, 0)
+    spans = child_spans(phases, [], 0, 0)
 
     assert [span.name for span in spans] == ["data.wait", "forward", "backward"]
     assert {span.attributes["zerowatch.pieces"] for span in spans} == {64}
@@ -105,7 +105,7 @@ def test_of_many_calls_the_longest_have_spans_and_the_rest_one_for_each_operatio
     calls = [call(number, number + 0.01 * (number + 1)) for number in range(40)]
     calls += [call(50, 50.001, ALL_GATHER), call(51, 51.001, ALL_GATHER, role="world")]
 
-    spans = children(ONE_OF_EACH, calls, 0, 0)
+    spans = child_spans(ONE_OF_EACH, calls, 0, 0)
 
     comms = [span for span in spans if span.name.startswith("comm")]
     single = [span for span in comms if "zerowatch.pieces" not in span.attributes]
@@ -122,11 +122,11 @@ def test_never_are_there_more_than_twenty():
     calls = [call(n, n + 1, op) for n in range(50) for op in range(len(OPS))]
     eight_stretches = [interval(n % 2 + 1, n, n + 1) for n in range(8)]
 
-    assert len(children(eight_stretches, calls, 0, 0)) <= MAX_CHILDREN
+    assert len(child_spans(eight_stretches, calls, 0, 0)) <= MAX_CHILDREN
 
 
 def test_calls_whose_times_are_not_known_have_no_span():
-    assert children([], [call(1, 0, timed=False)], 0, 0) == []
+    assert child_spans([], [call(1, 0, timed=False)], 0, 0) == []
 
 
 def test_the_clock_keeps_when_each_phase_had_the_time():

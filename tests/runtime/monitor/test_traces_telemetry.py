@@ -21,7 +21,7 @@ from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, OtelExporter
-from zerowatch.runtime.monitor.otel_sampling import span_id_of, trace_id_of
+from zerowatch.runtime.monitor.otel_spans import span_id_of, trace_id_of
 from zerowatch.runtime.monitor.step_metrics import Step
 
 RUN, NEVER = "night-7", 10**9
@@ -110,7 +110,7 @@ def test_a_sampled_step_hangs_under_that_of_rank_0(make_rank, rank):
     one.trace(4)
 
     [root] = one.roots()
-    above = span_id_of(RUN, 4, 0, life="0.0").to_bytes(8, "big")
+    above = span_id_of(RUN, 4, 0, attempt="0.0").to_bytes(8, "big")
     assert root.parent_span_id == (above if rank else b"")
     assert rank or root.span_id == above
 
@@ -234,7 +234,7 @@ def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
     rank = make_rank()
     rank.trace(1)
 
-    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3, attributes={"knob": "k"}))
+    rank.telemetry.send(Span(name="tuner.decision", start_ns=1, end_ns=3, attributes={"knob": "k"}))
 
     (step,) = rank.roots()
     (told,) = [span for _, span in rank.collector.spans() if span.name == "tuner.decision"]
@@ -246,7 +246,7 @@ def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
 def test_where_nothing_is_sent_nothing_is_told(make_rank):
     rank = make_rank(traces=False)
 
-    rank.telemetry.tell(Span(name="tuner.decision", start_ns=1, end_ns=3))
+    rank.telemetry.send(Span(name="tuner.decision", start_ns=1, end_ns=3))
 
     assert rank.roots() == rank.collector.spans() == []
 
@@ -260,7 +260,7 @@ def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
 
     [line] = one.collector.lines()
     assert line.trace_id == trace_id_of(RUN, 9).to_bytes(16, "big")
-    assert line.span_id == span_id_of(RUN, 9, 0, life="0.0").to_bytes(8, "big")
+    assert line.span_id == span_id_of(RUN, 9, 0, attempt="0.0").to_bytes(8, "big")
 
 
 def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import zerowatch
-import zerowatch.runtime.monitor.watch
+import zerowatch.runtime.monitor.build_watch
 from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.ops import OPERATIONS
@@ -260,7 +260,7 @@ def two_engines_share_one_watch() -> None:
 def a_failing_hook_is_counted_and_dropped() -> None:
     engine = make()
     records = listen(engine)
-    engine.watch._engine_side._engine_hooks._window = None  # every hook that counts will raise
+    engine.watch._instrumentation._engine_hooks._window = None  # every hook that counts will raise
     expected = make(watched=False)
 
     for _ in range(3):
@@ -339,7 +339,7 @@ def a_backward_that_raised_is_no_micro_batch() -> None:
         raise AssertionError("the backward should have failed")
     engine.watch.close()
 
-    assert engine.watch._engine_side._engine_hooks._window.micro_batches == 0
+    assert engine.watch._instrumentation._engine_hooks._window.micro_batches == 0
     assert records == []
 
 
@@ -400,7 +400,7 @@ def a_watch_that_cannot_start_lets_training_be() -> None:
     def refuse(**_: object) -> None:
         raise PermissionError("no /proc here")
 
-    zerowatch.runtime.monitor.watch.memory_probes = refuse
+    zerowatch.runtime.monitor.build_watch.memory_probes = refuse
     engine = make()
     step(engine)
 

@@ -1,0 +1,177 @@
+"""Builds a watch: makes its parts in order, connects them, and starts its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import deepspeed.comm.comm as deepspeed_comm
+
+from ...metrics.catalog import training
+from ...metrics.exporters.server import MetricsServer
+from ...metrics.recorder import Recorder
+from ...metrics.settings import Settings
+from ...metrics.step_record import StepRecord
+from ..collectives.instrument import CollectiveInstrumentation
+from ..collectives.roles import p2p_role, role_of
+from ..common.accelerator import training_device_index
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
+from ..common.process_info import this_process
+from ..common.rank_store import RankStore, TargetDiscovery
+from ..devices.choose import device_probes, hardware_ids
+from ..devices.memory.choose import memory_probes
+from ..instrumentation.flops import flops_counter, publish_peak
+from ..instrumentation.hook_set import EngineInstrumentation
+from ..instrumentation.watch_context import WatchContext
+from .advisor import Advisor
+from .cross_rank_monitor import CrossRankMonitor
+from .device_sampler import DeviceSampler
+from .memory_monitor import MemoryMonitor
+from .otel import OtelExporter
+from .overhead_metrics import OverheadMetrics
+from .run_folder import RunFolder
+from .run_info import RunInfoPublisher, warn_of_comms_logger
+from .step_metrics import StepMetrics
+from .watch import EngineRef, Watch
+from .watch_thread import WatchThread
+
+
+def build_watch(
+    engine: Any,
+    collectives: CollectiveInstrumentation,
+    fail_open: FailOpen,
+    settings: Settings,
+    watch_index: int,
+) -> Watch:
+    """Return a running watch on an engine; if a part fails, close those made before it.
+
+    Args:
+        engine: A DeepSpeed engine.
+        collectives: The instrumentation of this process's collectives, open or not.
+        fail_open: Wraps whatever runs inside training.
+        settings: Of this run.
+        watch_index: Watches that this process had before; the same on all ranks.
+    """
+    process, device, recorder = this_process(), training_device_index(), Recorder()
+    calls, clock, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
+    with ExitStack() as undo:
+        # The server, so that scrapes are answered from now on.
+        store = RankStore(process, watch_index)
+        targets = TargetDiscovery(store, process)
+        folder = RunFolder(settings, process, store, targets)
+        server = MetricsServer(
+            recorder=recorder,
+            rank=process.rank,
+            local_rank=process.local_rank,
+            settings=settings.serve,
+            targets=folder.targets if process.rank == 0 else None,
+        )
+        undo.callback(server.close)
+        address = server.start()
+        if address is not None:
+            targets.announce(address)
+
+        # The monitors.
+        context = WatchContext(
+            engine=engine_ref,
+            identity=process,
+            watch_index=watch_index,
+            settings=settings,
+            call_recorder=calls,
+            clock=clock,
+            run_id=lambda: folder.run_id,
+            folder=lambda: folder.path,
+            recorder=recorder,
+            fail_open=fail_open,
+        )
+        recorder.set(training.RUN_ACTIVE, 1)
+        flops = fail_open.wrap("flops", flops_counter(engine.module, settings.flops.method))
+        peak_flops = publish_peak(settings.flops, recorder, device_index=device)
+        step_metrics = StepMetrics(recorder, flops, peak_flops)
+        run_info = RunInfoPublisher(context, folder, address)
+        probes = memory_probes(device_index=device, reset_peak=settings.memory.reset_peak_counters)
+        for probe in probes:
+            undo.callback(probe.close)
+        memory = MemoryMonitor(context, engine, probes)
+        undo.callback(memory.close)
+        cross_rank = CrossRankMonitor(context)
+        otel = OtelExporter(context, partial(hardware_ids, device_index=device))
+        undo.callback(otel.close)
+        advisor = Advisor(context, otel.send)
+        listeners: list[Callable[[StepRecord], object]] = [*cross_rank.listeners]
+        thread = WatchThread(
+            step_metrics=step_metrics,
+            sampler=DeviceSampler(
+                recorder,
+                fail_open,
+                device_probes(device_index=device),
+                settings.sampling.device_seconds,
+            ),
+            memory=memory,
+            cross_rank=cross_rank,
+            folder=folder,
+            otel=otel,
+            events=calls.events,
+            fail_open=fail_open,
+            listeners=listeners,
+            on_device=device is not None,
+        )
+
+        # The hooks in training, which feed the thread.
+        warn_of_comms_logger()
+        collectives.open()
+        undo.callback(collectives.close)
+        collectives.open_backend(deepspeed_comm.cdb)
+        calls.groups.set_roles(role_of, p2p_role)
+        step_metrics.publish_earlier(calls.drain())
+        calls.groups.drain_coverage()
+        calls.connect(clock, thread.enqueue, cross_rank.on_collective_error)
+        undo.callback(cross_rank.close_hooks)
+        instrumentation = EngineInstrumentation(
+            context, engine, memory.hooks, thread.enqueue, cross_rank.profiler
+        )
+        undo.callback(instrumentation.restore)
+
+        overhead = OverheadMetrics(
+            context,
+            collectives=collectives,
+            instrumentation=instrumentation,
+            memory=memory,
+            thread=thread,
+            cross_rank=cross_rank,
+            otel=otel,
+            folder=folder,
+        )
+        watch = Watch(
+            engine=engine_ref,
+            settings=settings,
+            recorder=recorder,
+            fail_open=fail_open,
+            server=server,
+            address=address,
+            folder=folder,
+            run_info=run_info,
+            listeners=listeners,
+            collectives=collectives,
+            instrumentation=instrumentation,
+            memory=memory,
+            cross_rank=cross_rank,
+            otel=otel,
+            advisor=advisor,
+            thread=thread,
+        )
+        thread.start(
+            {
+                **cross_rank.periodic_tasks,
+                "memory": memory.publish,
+                "advisor": advisor.poll,
+                "run folder": run_info.poll,
+                "overhead": overhead.publish,
+            }
+        )
+        cross_rank.start()
+        undo.pop_all()
+    return watch
