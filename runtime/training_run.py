@@ -204,7 +204,7 @@ class TrainingRun:
             collectives_inside=zero_stage(self.config) > 1,
         )
         if not self._tuner.is_on_trial:  # else a restart of the run would begin with it
-            self._checkpoints.window_ended()
+            self._checkpoints.on_window_end()
         self._tuner.on_window(result)
         return result
 

@@ -86,7 +86,7 @@ class CheckpointManager:
             RngState(**state.rng).restore()  # after a rebuild, which draws random numbers
         return state
 
-    def window_ended(self) -> None:
+    def on_window_end(self) -> None:
         """Write the plan if it has changed, with the ds config if the engine was rebuilt."""
         state = self._relevant_state()
         has_folder = self._watch.run_folder is not None  # a run may get it late
