@@ -194,32 +194,32 @@ class TunerSettings(Section):
     """`off`: no tuner. `advise` logs what to change. `auto` changes it in a TrainingRun (elsewhere
     it advises), and undoes what did not help."""
     numerics: Literal["bitwise", "reassociation", "statistical", "unrestricted"] = "reassociation"
-    """What a change may do to the numbers: `bitwise` nothing; `reassociation` sum them in another
-    order; `statistical` also round them otherwise, the same on average; `unrestricted` also
-    change batch size and learning rate."""
+    """What a change may affect: `bitwise` no bit of the numbers; `reassociation` the order of sums;
+    `statistical` also the rounding, with the same expectation; `unrestricted` also batch size and
+    learning rate."""
     rebuild: bool = True
-    """Whether the engine may be rebuilt for what cannot be changed in it."""
+    """Whether the engine may be rebuilt, for settings that cannot be changed in a live engine."""
     min_gain: float = Field(default=0.01, gt=0, lt=1)
-    """Least gain of throughput that is worth a change; 0.01 is 1 %. Never below 1 %, for a rebuild
-    3 %."""
+    """Least gain of throughput that is worth a change; 0.01 is 1 %. At least 1 %, and 3 % for a
+    rebuild."""
     exploration_ratio: float = Field(default=0.05, ge=0, le=1)
-    """Most of the training time that may be lost to trials, as a share of the time so far plus 10
-    minutes; 0 for no trials at all."""
+    """Largest share of the training time so far, plus 10 minutes, that trials may cost; 0 for no
+    trials."""
     observe_seconds: float = Field(default=20.0, gt=0)
     """Seconds of training that a diagnosis of a TrainingRun is made from; 30 for any other."""
     soak_steps: int = Field(default=200, ge=0)
-    """Most steps after an accepted change in which nothing else is tried; 10 seconds of training,
-    and at least 5 steps, if that is less."""
+    """Steps of the cooldown after an accepted change, in which nothing else is tried; fewer if 10
+    seconds of training, and at least 5 steps, are shorter."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Steps that the training will have; a change that cannot pay for its trial by then is not
-    tried. Without it, the run is taken to go on for long."""
+    """Steps of the whole training; a change whose trial would not pay back by then is not tried. If
+    not set, the training is assumed to be long."""
     comm_ratio_high: float = Field(default=COMM_RATIO_HIGH, gt=0, lt=1)
     """Share of training time that waits for communication, above which it is a symptom."""
     device_utilization_low: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
     """A device's busy share below which it is a symptom."""
     stop_file: Path | None = None
-    """While this file exists on rank 0's host, nothing is changed and what is on trial is taken
-    back; what was kept stays. By default `tuner.stop` in the run folder."""
+    """While this file exists on rank 0's host, nothing is changed and the trial is rolled back;
+    accepted changes stay. By default `tuner.stop` in the run folder."""
     history_dir: Path | None = None
     """Directory of the tuner's history, reused by later runs of the same job; by default `.tuner`
     in run_log.folder, and none if no run log is written. Delete it to reset."""

@@ -37,7 +37,7 @@ from .knob import KnobSet, ReadableKnob, WritableKnob
 from .layout_knobs import ZeroLayouts, layout_knobs
 from .memory_check import exceeds_fit, exceeds_free, exceeds_host
 
-Change = Callable[[], Undo]
+ApplyChange = Callable[[], Undo]
 
 
 class RunKnobs:
@@ -170,7 +170,7 @@ class RunKnobs:
             undo()
             raise ZerowatchError(f"rebuild rolled back: {rest.error}")
 
-    def _changes(self, target: Configuration) -> Iterator[Change]:
+    def _changes(self, target: Configuration) -> Iterator[ApplyChange]:
         """Yield the changes of this engine in order, each once the previous one is done."""
         compressor = self._engine_holder.compressor
         if any(self._differing(self._live, target)):

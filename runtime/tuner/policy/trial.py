@@ -29,6 +29,9 @@ MAX_PAUSES, MAX_UNUSABLE = 3, 50
 FUTILITY_LEVEL = 0.1
 
 
+TrialVerdict = Literal["accepted", "rejected", "rolled_back"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """Result of a trial.
@@ -44,7 +47,7 @@ class Judgement:
         reason: Half a sentence for people.
     """
 
-    verdict: Literal["accepted", "rejected", "rolled_back"]
+    verdict: TrialVerdict
     gain: float
     lower: float
     upper: float
@@ -194,7 +197,7 @@ class Trial:
         found = winsorized_mean([pair.difference for pair in self._pairs])
         lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
         highest = found.upper(FUTILITY_LEVEL)
-        verdict: Literal["accepted", "rejected", "rolled_back"] = "rejected"
+        verdict: TrialVerdict = "rejected"
         if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"
         elif highest < log1p(min(HARM_GAIN, plan.min_gain / 2)):
@@ -207,16 +210,14 @@ class Trial:
             return
         self._judge(verdict, found.mean, (lower, upper), reason)
 
-    def _judge_by_steps(
-        self, verdict: Literal["accepted", "rolled_back"], pairs: Sequence[_Pair], reason: str
-    ) -> None:
+    def _judge_by_steps(self, verdict: TrialVerdict, pairs: Sequence[_Pair], reason: str) -> None:
         mean = fmean(pair.difference for pair in self._pairs)
         bounds = min(pair.least for pair in pairs), max(pair.most for pair in pairs)
         self._judge(verdict, mean, bounds, reason)
 
     def _judge(
         self,
-        verdict: Literal["accepted", "rejected", "rolled_back"],
+        verdict: TrialVerdict,
         mean: float,
         bounds: tuple[float, float],
         reason: str,

@@ -108,16 +108,16 @@ def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
 def by_turns(stage: int, folder: Path) -> dict[str, Any]:
     """Turn it on, change one's mind, turn it off, and go on in another run from a save."""
     run = make(stage, slow=True, balance=False)
-    hands = run._tuner._knobs
-    told = {"without loader": "balance" in hands.options()}
+    knobs = run._tuner._knobs
+    told = {"without loader": "balance" in knobs.options()}
     batches = batches_of(run, num_workers=1)
-    told["options"] = hands.options()["balance"]
+    told["options"] = knobs.options()["balance"]
     seen = go_on(run, batches, TURNED_ON)
-    hands.apply({"balance": True})()  # on and back before anybody trains
-    hands.apply({"balance": True})
-    told["reads"] = [hands.values()["balance"], hands.verify({"balance": True})]
+    knobs.apply({"balance": True})()  # on and back before anybody trains
+    knobs.apply({"balance": True})
+    told["reads"] = [knobs.values()["balance"], knobs.verify({"balance": True})]
     seen += go_on(run, batches, TURNED_OFF - TURNED_ON)
-    hands.apply({"balance": False})
+    knobs.apply({"balance": False})
     seen += go_on(run, batches, 1)
     run.save(folder / "saves")  # while workers hold batches that are shared out unevenly
     end(run, seen)
@@ -139,14 +139,14 @@ def gathered(model: torch.nn.Module) -> list[float]:
 def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
     """Double the batch and go back, with a save between; then do the same by hand."""
     run = make(stage, slow=False, balance=False)
-    hands = run._tuner._knobs
+    knobs = run._tuner._knobs
     batches = batches_of(run, num_workers=1)
-    told = {"options": hands.options()["batch_samples"]}
+    told = {"options": knobs.options()["batch_samples"]}
     seen = go_on(run, batches, 3)
-    hands.apply({"batch_samples": 4 * BATCH})()
-    undo = hands.apply({"batch_samples": 2 * BATCH})
+    knobs.apply({"batch_samples": 4 * BATCH})()
+    undo = knobs.apply({"batch_samples": 2 * BATCH})
     seen += go_on(run, batches, 6)
-    told["reads"] = [hands.values()["batch_samples"], hands.verify({"batch_samples": 2 * BATCH})]
+    told["reads"] = [knobs.values()["batch_samples"], knobs.verify({"batch_samples": 2 * BATCH})]
     run.save(folder / "larger")
     end(run, seen)
     again = make(stage, slow=False, balance=False)
