@@ -1,4 +1,4 @@
-"""What the estimator plans before the run, beside what real engines of two ranks then held."""
+"""Planned memory against the memory of real engines of two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.estimate_cases import CASES, SHAPES, WITH_ACTIVATIONS
 from scripts.estimating import Compared, compare, compare_activations
 
 GOAL_STATES, GOAL_ACTIVATIONS = 0.05, 0.10
-A_JOB = 4  # cases, so that a job ends in good time
+CASES_PER_JOB = 4  # so that a job ends before its timeout
 
 
 def bench(options: Options) -> Iterator[Row]:
@@ -41,14 +41,14 @@ def bench(options: Options) -> Iterator[Row]:
 
 def _compare(names: Sequence[str], model: str) -> list[Compared]:
     compared: list[Compared] = []
-    for first in range(0, len(names), A_JOB):
+    for first in range(0, len(names), CASES_PER_JOB):
         with tempfile.TemporaryDirectory() as folder:
-            compared += compare(names[first : first + A_JOB], model, Path(folder))
+            compared += compare(names[first : first + CASES_PER_JOB], model, Path(folder))
     return compared
 
 
 def _by_rss(compared: Sequence[Compared]) -> list[Compared]:
-    """Take RSS for what was measured: with gloo's copies, without what was never touched."""
+    """Replace the measurement by RSS: with gloo's copies, without untouched memory."""
     return [replace(one, measured=one.rss) for one in compared]
 
 

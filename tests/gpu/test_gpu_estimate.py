@@ -1,4 +1,4 @@
-"""Activations as traced without values, against what a pass takes on a real GPU."""
+"""Traced activations against a real pass on a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_traced_activations_are_within_ten_percent_of_the_allocators_peak(sample
     model = LARGE().to("cuda", torch.bfloat16)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
-    run(model, samples, tokens)  # cuBLAS takes its workspace once
+    run(model, samples, tokens)  # cuBLAS allocates its workspace once
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
 

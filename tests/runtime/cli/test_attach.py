@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import SourceFileLoader
 
 import pytest
-from scripts.launching import SCRIPTS, plain, watched
+from scripts.launching import SCRIPTS, monitored, plain
 
 from zerowatch.runtime.cli.post_import import PostImportFinder
 
 
-def seen(finished):
+def result_of(finished):
     """Return exit code and output of a finished process."""
     return finished.returncode, finished.stdout, finished.stderr
 
@@ -42,7 +42,7 @@ def seen(finished):
 def test_a_script_runs_as_with_plain_python(arguments):
     expected = plain(*arguments, cwd=SCRIPTS)
 
-    assert seen(watched(*arguments, cwd=SCRIPTS)) == seen(expected)
+    assert result_of(monitored(*arguments, cwd=SCRIPTS)) == result_of(expected)
 
 
 def test_a_script_that_does_not_compile_shows_what_python_shows(tmp_path):
@@ -51,7 +51,7 @@ def test_a_script_that_does_not_compile_shows_what_python_shows(tmp_path):
     expected = plain("broken.py", cwd=tmp_path)
 
     assert "SyntaxError" in expected.stderr
-    assert seen(watched("broken.py", cwd=tmp_path)) == seen(expected)
+    assert result_of(monitored("broken.py", cwd=tmp_path)) == result_of(expected)
 
 
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
@@ -62,7 +62,7 @@ def test_a_failing_import_of_torch_shows_what_python_shows(tmp_path, error):
     expected = plain("train.py", cwd=tmp_path)
 
     assert "no libcudart" in expected.stderr
-    assert seen(watched("train.py", cwd=tmp_path)) == seen(expected)
+    assert result_of(monitored("train.py", cwd=tmp_path)) == result_of(expected)
 
 
 @pytest.fixture
@@ -81,14 +81,16 @@ def package(tmp_path):
 def test_a_module_runs_as_with_plain_python(package, module):
     expected = plain("-m", module, "--flag", cwd=package)
 
-    assert seen(watched("-m", module, "--flag", cwd=package)) == seen(expected)
+    assert result_of(monitored("-m", module, "--flag", cwd=package)) == result_of(expected)
 
 
 @pytest.mark.parametrize("target", [("show_globals.py",), ("-m", "show_globals")], ids=" ".join)
 def test_the_local_rank_of_the_deepspeed_launcher_reaches_the_script(target):
     expected = plain(*target, "--local_rank=1", "--lr=2", cwd=SCRIPTS)
 
-    assert seen(watched("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS)) == seen(expected)
+    assert result_of(monitored("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS)) == result_of(
+        expected
+    )
 
 
 def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
@@ -96,33 +98,33 @@ def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
 
     expected = plain("linked.py", cwd=tmp_path)
 
-    assert seen(watched("linked.py", cwd=tmp_path)) == seen(expected)
+    assert result_of(monitored("linked.py", cwd=tmp_path)) == result_of(expected)
 
 
 def test_a_missing_script_is_one_line_and_exit_code_2(tmp_path):
-    finished = watched("nofile.py", cwd=tmp_path)
+    finished = monitored("nofile.py", cwd=tmp_path)
 
     path = tmp_path / "nofile.py"
     line = f"zerowatch: cannot open script '{path}': No such file or directory\n"
-    assert seen(finished) == (2, "", line)
+    assert result_of(finished) == (2, "", line)
 
 
 def test_a_module_without_a_name_is_one_line_and_exit_code_2():
-    assert seen(watched("-m")) == (2, "", "zerowatch: -m needs the name of a module\n")
+    assert result_of(monitored("-m")) == (2, "", "zerowatch: -m needs the name of a module\n")
 
 
 def test_a_command_instead_of_a_script_names_the_right_program(tmp_path):
-    finished = watched("run", "train.py", cwd=tmp_path)
+    finished = monitored("run", "train.py", cwd=tmp_path)
 
     assert finished.returncode == 2
     assert finished.stderr.endswith("; the command is `zerowatch run`\n")
 
 
 def test_an_invalid_setting_is_one_line_before_the_script_starts(tmp_path):
-    finished = watched(SCRIPTS / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1")
+    finished = monitored(SCRIPTS / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1")
 
     line = "environment variable ZEROWATCH_SERVE_PROT is no setting; did you mean "
-    assert seen(finished) == (2, "", f"zerowatch: {line}'ZEROWATCH_SERVE_PORT'?\n")
+    assert result_of(finished) == (2, "", f"zerowatch: {line}'ZEROWATCH_SERVE_PORT'?\n")
 
 
 @pytest.fixture

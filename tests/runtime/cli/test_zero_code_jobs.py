@@ -13,10 +13,10 @@ from scripts.launching import (
     TORCHRUN,
     TWO_RANKS,
     ZEROWATCH,
+    monitored,
     own_lines,
     start,
     steps_logged,
-    watched,
 )
 
 pytestmark = pytest.mark.jobs
@@ -92,7 +92,7 @@ def one_rank(free_port):
 def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
     off = {"ZEROWATCH_ENABLED": "false"}
 
-    finished = watched(SCRIPTS / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
+    finished = monitored(SCRIPTS / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
 
     assert finished.returncode == 0, finished.stderr
     assert len(own_lines(finished)) == 5
@@ -117,7 +117,7 @@ def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank)
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     given = ("--deepspeed_config", "ds.json")
 
-    finished = watched(SCRIPTS / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
+    finished = monitored(SCRIPTS / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
 
     assert finished.returncode == 2
     line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
@@ -136,7 +136,7 @@ def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp
         "    print('out:', type(error).__name__, str(error)[:30])\n"
     )
 
-    finished = watched("careful.py", cwd=tmp_path, **one_rank)
+    finished = monitored("careful.py", cwd=tmp_path, **one_rank)
 
     assert finished.returncode == 0, finished.stderr
     assert own_lines(finished) == ["out: ValueError Expected a string path to an e"]
@@ -146,7 +146,7 @@ def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp
 def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_rank):
     job = (SCRIPTS / "train_trainer.py", *TRAINER)
 
-    finished = watched(*job, cwd=tmp_path, **one_rank)
+    finished = monitored(*job, cwd=tmp_path, **one_rank)
 
     assert finished.returncode == 2
     line = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"

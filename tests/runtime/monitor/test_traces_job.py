@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fakes.otlp_collector import Collector, attributes_of
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, own_lines, start, watched
+from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, monitored, own_lines, start
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.runtime.monitor.otel_spans import is_sampled, span_id_of, trace_id_of
@@ -182,7 +182,7 @@ def end_of_a_job(folder, **variables: str) -> tuple[float, list[str]]:
         "atexit.register(lambda: print('out:', 'opentelemetry.sdk.trace' in sys.modules))\n"
     )
     variables["PYTHONPATH"] = str(folder)
-    finished = watched(SCRIPTS / "traced_end.py", cwd=folder, **variables)
+    finished = monitored(SCRIPTS / "traced_end.py", cwd=folder, **variables)
     ended_at = time.time()
     assert finished.returncode == 0, finished.stderr
     assert "hook" not in finished.stderr
@@ -236,7 +236,7 @@ def test_without_the_extra_one_line_names_it_and_training_goes_on(tmp_path):
     hidden = tmp_path / "sitecustomize.py"
     hidden.write_text("import sys; sys.modules['opentelemetry.sdk'] = None\n")
 
-    finished = watched(
+    finished = monitored(
         SCRIPTS / "traced_end.py",
         cwd=tmp_path,
         PYTHONPATH=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Runs micro-batches forward and backward, writes what RSS grew by; takes a FILE and names."""
+"""Runs forward and backward passes and writes the growth of RSS; takes a FILE and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def measure(build: partial[Decoder], dtype: str, samples: int, tokens: int) -> dict[str, int]:
-    """Return the growth of the second pass, after libraries have what they allocate once."""
+    """Return the growth of the second pass; libraries allocate in the first."""
     module = build().to(DTYPES[dtype])
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
@@ -23,7 +23,7 @@ def measure(build: partial[Decoder], dtype: str, samples: int, tokens: int) -> d
         ids = torch.randint(0, module.words.num_embeddings, (samples, tokens))
         gc.collect()
         before = rss("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's mark of the peak
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak RSS
         logits = module(ids)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
         loss.backward()

@@ -1,4 +1,4 @@
-"""A decoder and DeepSpeed configurations of which planned and measured memory are compared."""
+"""A decoder and DeepSpeed configurations whose planned memory is compared with measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Takes token ids and returns logits; its output layer has a weight of its own."""
+    """Takes token ids and returns logits; embedding and output layer are not tied."""
 
     def __init__(
         self, vocabulary: int, width: int, layers: int, *, recompute: bool = False
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-# Large enough for buckets and padding to matter, with a vocabulary that two ranks share unevenly.
+# Large enough for buckets and padding to matter; two ranks divide the vocabulary unevenly.
 SMALL = partial(Decoder, 3001, 192, 4)
 LARGE = partial(Decoder, 8003, 384, 6)
 MODELS = {"small": SMALL, "large": LARGE}
@@ -58,9 +58,9 @@ MODELS = {"small": SMALL, "large": LARGE}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration; `dtype` is that of parameters, `batch` samples x tokens of a micro-batch.
+    """One configuration; `batch` is (samples, tokens) of a micro-batch.
 
-    By default so few tokens that activations hardly count.
+    The default has so few tokens that activations are negligible.
     """
 
     zero: Mapping[str, Any]
@@ -124,7 +124,7 @@ CASES: Mapping[str, Case] = {
         accumulation=2,
     ),
 }
-# The same with activations that count.
+# The same with activations that matter.
 WITH_ACTIVATIONS: Mapping[str, Case] = {
     "0, fp32, 4 x 256 tokens": Case(zero={"stage": 0}, batch=(4, 256)),
     "1, bf16, 4 x 256 tokens, accumulated": Case(
@@ -134,7 +134,7 @@ WITH_ACTIVATIONS: Mapping[str, Case] = {
     "3, bf16, 4 x 256 tokens": Case(zero={"stage": 3, **TIGHT}, dtype="bf16", batch=(4, 256)),
 }
 
-# Micro-batches of which activations alone are compared: model, data type, samples, tokens.
+# Micro-batches whose activations alone are compared: model, dtype, samples, tokens.
 SHAPES: Mapping[str, tuple[partial[Decoder], str, int, int]] = {
     "fp32, 4 x 256": (SMALL, "fp32", 4, 256),
     "bf16, 4 x 256": (SMALL, "bf16", 4, 256),

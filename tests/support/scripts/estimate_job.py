@@ -1,7 +1,7 @@
-"""Trains each case and writes what its ranks held; `estimate_job.py FOLDER MODEL [CASES...]`.
+"""Trains each case and writes its ranks' memory; `estimate_job.py FOLDER MODEL [CASES...]`.
 
-Three readings that know nothing of the plan: a walk over Python's objects for tensors, the bytes of
-the storages that operations made (the peaks, as a device's allocator would have them), and RSS.
+Three measurements are independent of the plan: a walk over Python's objects for tensors, the live
+bytes of storages (with peaks as in a device's allocator), and RSS.
 """
 
 from __future__ import annotations
@@ -31,61 +31,59 @@ ALL_CASES = {**CASES, **WITH_ACTIVATIONS}
 
 
 def measure(case: Case, model: str) -> dict[str, int]:
-    """Train an engine; return the bytes of its last step, by what was read and when."""
+    """Train an engine; return the bytes of its last step by measurement."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before, rss_before = storages(), rss("VmRSS")
     torch.manual_seed(0)
-    counted = LiveBytes()
-    with counted:
+    live = LiveBytes()
+    with live:
         module = MODELS[model]()
-        # Fused, as DeepSpeed's own is: torch's other one makes copies in its step.
+        # Fused, like DeepSpeed's own: torch's other implementation makes copies in its step.
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=case.ds_config)[0]
         for _ in range(STEPS - 1):
             step(engine, case, module.words.num_embeddings)
-        read = step(engine, case, module.words.num_embeddings, counted)
+        read = step(engine, case, module.words.num_embeddings, live)
         read["walked"] = sum(bytes_ for key, bytes_ in storages().items() if key not in before)
-        read["counted"] = counted.live
+        read["counted"] = live.live
     read["rss_peak"] -= rss_before
     engine.destroy()
     forget_stage_3()
     return read
 
 
-def step(
-    engine: Any, case: Case, vocabulary: int, counted: LiveBytes | None = None
-) -> dict[str, int]:
-    """Train one step; return the peaks of its passes, of the optimizer's part, and of RSS."""
-    if counted:
-        counted.peak = counted.live
-        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's mark of the peak
+def step(engine: Any, case: Case, vocabulary: int, live: LiveBytes | None = None) -> dict[str, int]:
+    """Train one step; return the peaks of its passes, of the optimizer's step, and of RSS."""
+    if live:
+        live.peak = live.live
+        Path("/proc/self/clear_refs").write_text("5")  # resets the kernel's peak RSS
     for micro_batch in range(case.accumulation):
         ids = torch.randint(0, vocabulary, case.batch)
         logits = engine(ids)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
         engine.backward(loss)
         del logits, loss
-        passes_peak = counted.peak if counted else 0
-        if counted and micro_batch == case.accumulation - 1:
-            counted.peak = counted.live
+        passes_peak = live.peak if live else 0
+        if live and micro_batch == case.accumulation - 1:
+            live.peak = live.live
         engine.step()
-    if not counted:
+    if not live:
         return {}
     return {
         "passes_peak": passes_peak,
-        "step_peak": counted.peak,
+        "step_peak": live.peak,
         "rss_peak": rss("VmHWM"),
     }
 
 
 def storages() -> dict[int, int]:
-    """Return the bytes of each storage that a tensor which Python knows stands on."""
+    """Return the bytes of each storage of a tensor that Python references."""
     found: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor) or thing.is_meta:
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.Tensor) or each.is_meta:
             continue
-        for tensor in (thing, thing.grad if thing.is_leaf else None):
+        for tensor in (each, each.grad if each.is_leaf else None):
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
@@ -101,7 +99,7 @@ if __name__ == "__main__":
     folder, model = Path(sys.argv[1]), sys.argv[2]
     names = sys.argv[3:] or list(CASES)
     deepspeed.init_distributed("gloo", verbose=False)
-    measure(ALL_CASES[names[0]], model)  # what libraries allocate once belongs to no case
+    measure(ALL_CASES[names[0]], model)  # libraries allocate in the first case
     gc.collect()
     gc.freeze()
     results = {name: measure(ALL_CASES[name], model) for name in names}

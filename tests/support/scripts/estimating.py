@@ -1,4 +1,4 @@
-"""Compares planned memory with what real engines held, and with what real passes took."""
+"""Compares planned memory with that of real engines and of real passes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zerowatch.runtime.estimator.typical_model import typical_activations
 from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
 from .launching import SCRIPTS, TORCHRUN, start
 
-# glibc keeps freed memory otherwise, so that RSS would show an earlier peak.
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+# Without it glibc keeps freed memory, and RSS shows an earlier peak.
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Bytes planned and measured; `rss` is what the process itself grew by."""
+    """Planned and measured bytes; `rss` is the growth of the process."""
 
     name: str
     planned: int
@@ -38,15 +38,15 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Return what the plan is off, relative to what was measured."""
+        """Return the error of the plan, relative to the measurement."""
         return self.planned / self.measured - 1
 
 
 def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared]:
-    """Train these cases on two ranks; of each quantity the fuller rank counts."""
+    """Train these cases on two ranks; the larger rank counts for each quantity."""
     script = SCRIPTS / "estimate_job.py"
     command = (TORCHRUN, "--standalone", "--nproc-per-node", RANKS, script, folder, model)
-    finished = start(*command, *names, cwd=folder, variables=GIVES_BACK)
+    finished = start(*command, *names, cwd=folder, variables=RETURN_FREED_MEMORY)
     files = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     ranks = [json.loads(file.read_text()) for file in files]
@@ -64,40 +64,41 @@ def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared
 
 
 def _planned(case: Case, model: str) -> tuple[int, int]:
-    """Return the peak, and what is held between steps; on CPU the host's bytes are the device's."""
+    """Return the bytes at the peak and between steps; on CPU device and host bytes add up."""
     with torch.device("meta"):
         module = MODELS[model]()
     topology = Topology(world_size=RANKS, backend="gloo")
     memory = plan_step(read_model_shape(module), case.ds_config, topology).memory
     samples, tokens = case.batch
-    known = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
-    activation_bytes = known.bytes_of(samples) if case.batch[0] > 1 else 0
-    several = case.accumulation > 1
+    activations = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
+    activation_bytes = activations.bytes_of(samples) if case.batch[0] > 1 else 0
     peak = peak_of(memory, micro_batches=case.accumulation, activation_bytes=activation_bytes)
     held = memory.resting_bytes + memory.host_bytes
-    held += several * memory.accumulated_host_bytes
+    held += (case.accumulation > 1) * memory.accumulated_host_bytes
     return peak.device_bytes + peak.host_bytes, held
 
 
 def compare_activations(names: Sequence[str], folder: Path) -> Iterator[tuple[Compared, Compared]]:
-    """Run each micro-batch for real; yield how the traced model does, and the formula."""
+    """Run each micro-batch; yield the comparison of the trace, and that of the formula."""
     file = folder / "activations.json"
     script = SCRIPTS / "estimate_activations.py"
-    finished = start(sys.executable, script, file, *names, cwd=folder, variables=GIVES_BACK)
+    finished = start(
+        sys.executable, script, file, *names, cwd=folder, variables=RETURN_FREED_MEMORY
+    )
     assert file.exists(), finished.stderr[-3000:]
     for name, read in json.loads(file.read_text()).items():
         build, dtype, samples, tokens = SHAPES[name]
         with torch.device("meta"):
             module = build()
         traced = trace_activations(module, dtype, samples=samples, tokens=tokens)
-        taken = {"name": name, "measured": read["rss"], "rss": read["rss"]}
-        by_trace = Compared(planned=traced.bytes_of(samples), **taken)
+        measured = {"name": name, "measured": read["rss"], "rss": read["rss"]}
+        by_trace = Compared(planned=traced.bytes_of(samples), **measured)
         formula = _by_formula(module, dtype, tokens)
-        yield by_trace, Compared(planned=samples * formula, **taken)
+        yield by_trace, Compared(planned=samples * formula, **measured)
 
 
 def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:
-    """Return a sample's bytes by the formula, for a model of the same widths."""
+    """Return a sample's bytes by the formula, for a model of the same size."""
     width = module.words.embedding_dim
     words = ParameterShape(name="embedding.weight", shape=(module.words.weight.numel(),))
     layers = (

@@ -1,4 +1,4 @@
-"""Starts scripts as a user would: with plain python, watched, and on two ranks."""
+"""Starts scripts as a user does: with plain python, with monitoring, and on two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain(*arguments: object, cwd: Path | None = None) -> Finished:
     return start(sys.executable, *arguments, cwd=cwd)
 
 
-def watched(*arguments: object, cwd: Path | None = None, **variables: str) -> Finished:
+def monitored(*arguments: object, cwd: Path | None = None, **variables: str) -> Finished:
     """Run `python -m zerowatch ARGUMENTS`."""
     return start(sys.executable, "-m", "zerowatch", *arguments, cwd=cwd, variables=variables)
 
@@ -33,9 +33,9 @@ def watched(*arguments: object, cwd: Path | None = None, **variables: str) -> Fi
 def start(
     *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> Finished:
-    """Run a command to its end; once more from the start if torch spoiled that.
+    """Run a command to its end, and repeat it once if torch aborts at exit.
 
-    torch 2.13's gloo aborts about one interpreter in a hundred as it ends, watched or not.
+    torch 2.13's gloo aborts about one interpreter in a hundred at exit, monitored or not.
     """
     before = set(cwd.iterdir()) if cwd else set()
     done = _run(command, cwd, variables)
@@ -47,10 +47,10 @@ def start(
 
 
 def clean(folder: Path, before: Container[Path]) -> None:
-    """Remove from a folder what was not there before."""
-    for made in folder.iterdir():
-        if made not in before:
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
+    """Remove the entries of a folder that are not in `before`."""
+    for path in folder.iterdir():
+        if path not in before:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _run(
@@ -67,7 +67,7 @@ def _run(
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a job on CPU that talks over the loopback interface only."""
+    """Return the environment of a CPU job that uses the loopback interface only."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("ZEROWATCH_")}
     return own | {
         "DS_ACCELERATOR": "cpu",

@@ -1,4 +1,4 @@
-"""Trains each case and writes what each of its last steps issued; `measure_plans.py FILE`."""
+"""Trains each case and writes the collectives of its last steps; `measure_plans.py FILE`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerowatch.runtime.initialize import watch
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-# DeepSpeed refuses fp16 on CPUs; torch computes it, and the collectives are the same.
+# DeepSpeed rejects fp16 on CPU; torch supports it, and the collectives are the same.
 get_accelerator().is_fp16_supported = lambda: True
 
 WARM_UP, MEASURED = 3, 2
@@ -47,13 +47,13 @@ def train(engine, case: Case) -> None:
 
 def measure(case: Case) -> dict:
     engine = make_engine(case)
-    opened = watch(engine, {"serve": {"enabled": False}, "run_log": {"enabled": False}})
+    monitor = watch(engine, {"serve": {"enabled": False}, "run_log": {"enabled": False}})
     steps: list[dict] = []
-    opened.subscribe(lambda record: steps.append(totals_of(record.collectives)))
+    monitor.subscribe(lambda record: steps.append(totals_of(record.collectives)))
     train(engine, case)
     planned = plan_of_engine(engine)
     held = {"parameters": parameter_bytes(engine), "optimizer": optimizer_bytes(engine)}
-    opened.close()
+    monitor.close()
     engine.destroy()
     forget_stage_3()
     return {
@@ -72,7 +72,7 @@ def totals_of(collectives) -> dict[str, list[float]]:
 
 
 def parameter_bytes(engine) -> int:
-    """Sum what the rank keeps of the parameters, where nothing is gathered."""
+    """Return the bytes of parameters that the rank keeps while none are gathered."""
     tensors = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
@@ -80,7 +80,7 @@ def parameter_bytes(engine) -> int:
 
 
 def optimizer_bytes(engine) -> int:
-    """Sum the optimizer's own copies of parameters, and its states."""
+    """Return the bytes of the optimizer's master copies and states."""
     models = {id(parameter) for parameter in engine.module.parameters()}
     state = engine.basic_optimizer.state
     masters = [parameter for parameter in state if id(parameter) not in models]
@@ -89,7 +89,7 @@ def optimizer_bytes(engine) -> int:
 
 
 def forget_stage_3() -> None:
-    """Undo what an engine of stage 3 leaves in its modules' globals, for the next one."""
+    """Reset the module globals that a stage-3 engine leaves behind."""
     parameter_offload.FWD_MODULE_STACK.clear()
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     plain = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", None)

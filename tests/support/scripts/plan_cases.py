@@ -1,4 +1,4 @@
-"""Models and DeepSpeed configurations of which plan and measurement are compared."""
+"""Models and DeepSpeed configurations whose plans are compared with measurements."""
 
 from __future__ import annotations
 
