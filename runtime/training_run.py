@@ -205,7 +205,7 @@ class TrainingRun:
         )
         if not self._tuner.is_on_trial:  # else a restart of the run would begin with it
             self._checkpoints.on_window_end()
-        self._tuner.on_window(result)
+        self._tuner.on_window_end(result)
         return result
 
     def evaluate(self, batch: Any) -> float:

@@ -72,7 +72,7 @@ class RankZeroTuner:
         self._buffered: list[StepTime] = []
         self.needs_exchange = self.is_on_trial = self._accepts_batches = False
 
-    def on_window(self, step: StepTime) -> None:
+    def on_window_end(self, step: StepTime) -> None:
         """Handle a committed window."""
         self._buffered.append(step)
         now = monotonic()
@@ -128,7 +128,7 @@ class RankZeroTuner:
         """Pass the buffered windows to the controller."""
         buffered, self._buffered = self._buffered, []
         for step in buffered:
-            self._ask(partial(self._controller.on_window, step))
+            self._ask(partial(self._controller.on_window_end, step))
         self._sync_state()
 
     def _sync_state(self) -> None:

@@ -43,7 +43,7 @@ class TunerSession(Protocol):
     def on_window_start(self) -> None:
         """Prepare for the next window."""
 
-    def on_window(self, result: StepResult) -> None:
+    def on_window_end(self, result: StepResult) -> None:
         """Handle a committed window."""
 
     def stop_trial(self) -> None:
@@ -70,7 +70,7 @@ class NullTunerSession:
     def on_window_start(self) -> None:
         """Do nothing."""
 
-    def on_window(self, result: StepResult) -> None:
+    def on_window_end(self, result: StepResult) -> None:
         """Do nothing."""
 
     def stop_trial(self) -> None:
@@ -137,9 +137,9 @@ class ActiveTunerSession:
             self.exclude_step_time()
         self._is_in_window = True
 
-    def on_window(self, result: StepResult) -> None:
+    def on_window_end(self, result: StepResult) -> None:
         """Handle a committed window, and apply rank 0's order, if there is one."""
-        self._knobs.on_window()
+        self._knobs.on_window_end()
         self._is_in_window = False
         opened, now = self._window_runner.opened, perf_counter()
         if opened is None or not opened.notices:  # this session is closed
@@ -158,7 +158,7 @@ class ActiveTunerSession:
             if self._rank0 is None:  # only now the options of all knobs are known
                 self._rank0 = self._create_rank0()
             if self._rank0 is not None:
-                self._rank0.on_window(step)
+                self._rank0.on_window_end(step)
         self._last_end = now
         if opened.notices[0].exchanges_order:
             self._exchange_order(stop_trial=False)

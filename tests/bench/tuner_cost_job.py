@@ -94,13 +94,13 @@ class Job:
         own = self.run._tuner, runner.notice_source
         self.run._tuner, runner.notice_source = session, meter.around(notices)
         session.on_window_start = meter.around(session.on_window_start)
-        session.on_window = meter.around(session.on_window)
+        session.on_window_end = meter.around(session.on_window_end)
         is_on_trial = kind.is_on_trial
         kind.is_on_trial = property(meter.around(is_on_trial.fget))
         num, took = max(1, round(seconds / self.agreed(self.steps(5)))), Meter()
         meter.wall = meter.cpu = meter.dearest = 0.0
         took.around(self.steps)(num)
-        del session.on_window_start, session.on_window
+        del session.on_window_start, session.on_window_end
         kind.is_on_trial = is_on_trial
         self.run._tuner, runner.notice_source = own
         return {
@@ -154,7 +154,7 @@ def empty_calls(times: int = 100_000) -> float:
     for _ in range(times):
         session.on_window_start()
         no_notice()
-        session.on_window(None)  # type: ignore[arg-type]
+        session.on_window_end(None)  # type: ignore[arg-type]
     return (time.thread_time() - began) / times
 
 

@@ -432,7 +432,7 @@ class GcKnob(WritableKnob):
         """Return 0: the garbage of a window is small."""
         return 0
 
-    def on_window(self) -> None:
+    def on_window_end(self) -> None:
         """Collect the garbage of a window, if set to."""
         if not self._is_ours:
             return

@@ -134,9 +134,9 @@ class RunKnobs:
         checked = {name: target[name] for name in target.keys() - self._not_verified}
         return self._knobs.all_applied(checked)
 
-    def on_window(self) -> None:
+    def on_window_end(self) -> None:
         """Do the work between two windows, such as garbage collection; cheap."""
-        self._gc.on_window()
+        self._gc.on_window_end()
 
     def close(self) -> None:
         """Restore Python's garbage collection. Safe to call twice."""

@@ -133,7 +133,7 @@ class Controller:
             self._enter_safe_mode(outcome.reason)
             self.configuration.commit()
 
-    def on_window(self, step: StepTime) -> None:
+    def on_window_end(self, step: StepTime) -> None:
         """Handle a committed window."""
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds

@@ -161,7 +161,7 @@ def test_collection_between_steps_can_be_undone(gc_knob):
 
     assert (gc.isenabled(), gc.get_freeze_count() > 0) == (False, True)
     assert gc_knob.get() == "between_steps"
-    gc_knob.on_window()
+    gc_knob.on_window_end()
     undo()
     assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
     assert gc_knob.get() == "automatic"

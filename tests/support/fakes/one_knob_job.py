@@ -81,7 +81,7 @@ class OneKnobJob:
         self._recorder.add(training.STEPS, 1)
         self._recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self.seconds)
         step = StepTime(number=self.num_steps, seconds=seconds, samples=SAMPLES)
-        self.controller.on_window(step)
+        self.controller.on_window_end(step)
 
     def values(self) -> Configuration:
         return {KNOB: self._value}

@@ -120,7 +120,7 @@ class Job:
         set_(communication.COMM_LINK_BANDWIDTH, LINK_BANDWIDTH / self.pace, "dp")
         if self.is_watched:
             set_(overhead.WATCH_LAST_UPDATE_TIMESTAMP, float(self._steps))
-        self.controller.on_window(
+        self.controller.on_window_end(
             StepTime(
                 number=self._steps,
                 seconds=seconds,
