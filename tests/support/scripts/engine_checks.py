@@ -260,7 +260,7 @@ def two_engines_share_one_watch() -> None:
 def a_failing_hook_is_counted_and_dropped() -> None:
     engine = make()
     records = listen(engine)
-    engine.watch._instrumentation._engine_hooks._window = None  # every hook that counts will raise
+    engine.watch._instrumentation._engine_hooks._counts = None  # every hook that counts will raise
     expected = make(watched=False)
 
     for _ in range(3):
@@ -339,7 +339,7 @@ def a_backward_that_raised_is_no_micro_batch() -> None:
         raise AssertionError("the backward should have failed")
     engine.watch.close()
 
-    assert engine.watch._instrumentation._engine_hooks._window.micro_batches == 0
+    assert engine.watch._instrumentation._engine_hooks._counts.micro_batches == 0
     assert records == []
 
 
