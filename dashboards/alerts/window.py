@@ -13,27 +13,26 @@ from .guards import after_some_steps, while_training
 
 def window_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts with windows of this timing."""
-    return (_windows_done_again(timing), _restarting(timing))
+    return (_oom_replays(timing), _restarting(timing))
 
 
-def _windows_done_again(timing: Timing) -> Alert:
+def _oom_replays(timing: Timing) -> Alert:
     # The long window excludes single bad batches, the short one shows that it is not over yet.
     both_windows = where(
         f"{recorded.REPLAY_RATIO_LONG.select()} > {REPLAY_RATIO_HIGH}",
         f"{recorded.REPLAY_RATIO.select()} > 0",
     )
     return Alert(
-        name="ZerowatchWindowsDoneAgain",
+        name="ZerowatchOomReplays",
         component="memory",
         severity="warning",
         expression=while_training(after_some_steps(both_windows, timing)),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
-        summary=f"Training {RUN} keeps running out of memory and doing its windows again",
+        summary=f"Training {RUN} keeps running out of memory and replaying windows",
         description=(
-            f"{PERCENT} of the training time of the last half hour went into windows that had to "
-            "be done again in smaller pieces. No sample is lost, but time is: make micro-batches "
-            "smaller from the start, or free memory."
+            f"{PERCENT} of the training time of the last half hour was lost to replayed windows. "
+            "No sample is lost. Start with smaller micro-batches, or free memory."
         ),
         dashboard="zerowatch-memory",
     )

@@ -85,7 +85,7 @@ PATTERN = (
         BarGauge(
             title="Collectives in a step, by operation",
             description="Calls of one rank in a step. Hundreds of small ones: enlarge "
-            "`reduce_bucket_size` and `allgather_bucket_size`. An all_reduce where you expect "
+            "`reduce_bucket_size`. An all_reduce where you expect "
             "reduce_scatter: `zerowatch estimate` says why.",
             queries=(Query(of_run(communication.CALLS_PER_STEP), "{{op}}", shape="now"),),
             unit=COUNT,

@@ -111,7 +111,7 @@ HELD_BACK = (
         description="Each bar is a measurement over the limit from which its alert would fire; at "
         "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
         "the dashboard Communication, **waiting for data** on Step anatomy, **idle device** on "
-        "Devices (GPUs only), **out of memory** and **windows done again** on Memory.",
+        "Devices (GPUs only), **out of memory** and **replayed windows** on Memory.",
         queries=(
             Query(
                 against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
@@ -143,7 +143,7 @@ HELD_BACK = (
             ),
             Query(
                 against_limit(of_run(window.REPLAY_RATIO), REPLAY_RATIO_HIGH),
-                "windows done again",
+                "replayed windows",
                 shape="now",
             ),
         ),

@@ -68,7 +68,7 @@ DONE_AGAIN = sized(
         empty=NO_RUN,
     ),
     TimeSeries(
-        title="Time lost to windows done again",
+        title="Time lost to replayed windows",
         description="Share of training time. Above the line, ask for smaller micro-batches from "
         "the start, or for activation checkpointing.",
         queries=(

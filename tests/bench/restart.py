@@ -44,7 +44,7 @@ def bench(options: Options) -> Iterator[Row]:
     )
     done = len(killed.of(0, "committed"))
     yield Row(
-        what="windows done again",
+        what="replayed windows",
         measured=f"{done - steps}",
         spread=f"{(done - steps) / max(1, len(killed.kills)):.1f} a kill",
     )

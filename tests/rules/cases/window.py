@@ -7,7 +7,7 @@ from rules.promtool import Case, says
 
 LABELS = {"job": "zerowatch", "run": "night-7"}
 DONE_AGAIN = {
-    "alertname": "ZerowatchWindowsDoneAgain",
+    "alertname": "ZerowatchOomReplays",
     "component": "memory",
     "severity": "warning",
     **LABELS,
@@ -34,7 +34,7 @@ def restarts(*stretches: Stretch) -> Series:
 
 CASES = (
     Case(
-        title="A run that loses a tenth of its time to windows done again is told of",
+        title="A run that loses a tenth of its time to replayed windows fires",
         # Not 0.3: that would pass the threshold on a scrape to the digit, as sums are rounded.
         series=replays((10, 0), (10, 0.28), (20, 0)),
         alert=DONE_AGAIN,
