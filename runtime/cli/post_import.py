@@ -1,4 +1,7 @@
-"""Calls back once, right after a named top-level module has been imported for the first time."""
+"""Import hook: calls back once, right after the first import of a named top-level module.
+
+wrapt's import hooks are not used: they stay in `sys.meta_path` and wrap the loader for good.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,30 @@ ImportCallback = Callable[[ModuleType], object]
 
 
 class PostImportFinder:
-    """Stands first among the import system's finders until every callback has fired.
+    """The first finder of `sys.meta_path`, until every callback was called.
 
-    It finds nothing by itself: the finders behind it do, and the module gets their spec and their
-    loader. Only that loader's `exec_module` is wrapped, on the instance, and is itself again
-    before the module's first line runs; so nothing can tell that we were there.
+    The finders behind it find the module, which gets their spec and loader. Only that loader's
+    `exec_module` is wrapped, on the instance, and is restored before the module's first line runs.
     """
 
     def __init__(self, callbacks: Mapping[str, ImportCallback]) -> None:
-        """Prepare.
+        """Prepare; `start` installs the finder.
 
         Args:
-            callbacks: By name of a top-level module. A callback must not raise: it would look like
-                a failure of the module's own import.
+            callbacks: By name of a top-level module. A callback must not raise: its error would
+                look like one of the import.
         """
         self._waiting = dict(callbacks)
 
     def start(self) -> None:
-        """Call back for what is imported already, and wait for the rest."""
+        """Call back for modules that are imported already, and install the finder for the rest."""
         sys.meta_path.insert(0, self)
         for name in tuple(self._waiting):
             if module := sys.modules.get(name):
-                self._fire(name, module)
+                self._call_back(name, module)
 
     def close(self) -> None:
-        """Stop waiting."""
+        """Remove the finder."""
         self._waiting.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -47,43 +49,43 @@ class PostImportFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find the module as the finders behind this one do, and watch its execution."""
+        """Return the spec of the finders behind this one, with its loader wrapped."""
         if fullname not in self._waiting:
             return None
-        spec = _find_behind(self, fullname, path, target)
+        spec = _find_after(self, fullname, path, target)
         loader = spec and spec.loader
         if spec and hasattr(loader, "exec_module") and hasattr(loader, "__dict__"):
-            self._watch_execution(spec.name, loader)
+            self._wrap_loader(spec.name, loader)
         return spec
 
-    def _watch_execution(self, name: str, loader: Any) -> None:
+    def _wrap_loader(self, name: str, loader: Any) -> None:
         def make(execute: ImportCallback) -> ImportCallback:
             def exec_module(module: ModuleType) -> None:
-                if module.__name__ != name:  # a loader may serve several modules, as zipimport's
+                if module.__name__ != name:  # zipimport's loader serves several modules
                     execute(module)
                     return
-                wrap.restore()
+                patch.restore()
                 execute(module)
-                self._fire(name, module)
+                self._call_back(name, module)
 
             return exec_module
 
-        wrap = AttributePatch(loader, "exec_module", make)
+        patch = AttributePatch(loader, "exec_module", make)
 
-    def _fire(self, name: str, module: ModuleType) -> None:
-        callback = self._waiting.pop(name, None)  # atomic: of two threads, one gets it
+    def _call_back(self, name: str, module: ModuleType) -> None:
+        callback = self._waiting.pop(name, None)  # atomic: one of two threads gets it
         if not self._waiting:
             self.close()
         if callback is not None:
             callback(module)
 
 
-def _find_behind(
-    asking: PostImportFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
+def _find_after(
+    finder: PostImportFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    from_asking = dropwhile(lambda finder: finder is not asking, list(sys.meta_path))
-    for finder in islice(from_asking, 1, None):
-        find = getattr(finder, "find_spec", None)
+    following = dropwhile(lambda each: each is not finder, list(sys.meta_path))
+    for each in islice(following, 1, None):
+        find = getattr(each, "find_spec", None)
         spec: ModuleSpec | None = find(name, path, target) if find else None
         if spec is not None:
             return spec

@@ -1,1 +1,1 @@
-"""Helpers for all packages: fail-open guards, patches, undo, the ds config, rank host_group."""
+"""Helpers for all packages: fail-open hooks, patches, undo, the ds config, host collectives."""

@@ -1,4 +1,4 @@
-"""Where the kernel keeps the limits of this process's cgroup and of all its parents."""
+"""The folders with the limits of this process's cgroup and its parents."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
-    """List the folders that may hold a controller's limits, innermost first.
+    """Return the folders that may have a controller's limits, innermost first.
 
-    Inside a container the group's path may be the host's, which is not mounted there; the
-    container's own group is then the mount itself. A folder that does not exist may be listed.
+    In a container the group's path may be the host's, which is not mounted; the container's group
+    is then the mount itself. Folders that do not exist may be included.
 
     Args:
-        controller: Such as "memory"; a mount of its own in version 1, everywhere in version 2.
+        controller: Such as "memory".
         root: The root of the file system, for tests.
     """
     try:

@@ -1,4 +1,4 @@
-"""Numbers that live on a device, read later: a copy is started now and looked at once done."""
+"""Scalars on a device, read without synchronization: a copy starts now and is read once done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import accelerator
 
 
 class PendingScalar:
-    """A number that is on its way from a device. Never waits for it."""
+    """A scalar that is being copied from a device. Never waits."""
 
     __slots__ = ("_copy", "_done")
 
@@ -22,12 +22,12 @@ class PendingScalar:
         self._done.record()
 
     def arrived(self) -> bool:
-        """Whether the number can be read."""
+        """Whether the copy is done."""
         arrived: bool = self._done.query()
         return arrived
 
     def read(self) -> float | None:
-        """Return the number, or None if it has not arrived."""
+        """Return the value, or None if the copy is not done."""
         return float(self._copy) if self.arrived() else None
 
 
@@ -35,7 +35,7 @@ Number = float | PendingScalar | None
 
 
 def number(source: Any) -> Number:
-    """Read a number, a tensor with one element or None: at once from the host, else later."""
+    """Return a scalar of a number, a tensor with one element or None."""
     if source is None or type(source) is float:
         return source
     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
@@ -52,23 +52,23 @@ def _from_device(source: torch.Tensor) -> PendingScalar | None:
 
 
 def arrived(one: Number) -> bool:
-    """Whether a number can be read."""
+    """Whether a scalar can be read."""
     return not isinstance(one, PendingScalar) or one.arrived()
 
 
 def read(one: Number) -> float | None:
-    """Return a number, or None if there is none or it has not arrived."""
+    """Return the value, or None if there is none or it is pending."""
     return one.read() if isinstance(one, PendingScalar) else one
 
 
 def total(numbers: list[Number]) -> float | None:
-    """Add up the numbers that are there; None if there are none."""
+    """Return the sum of the known values; None if there are none."""
     known = _known(numbers)
     return sum(known) if known else None
 
 
 def mean(numbers: list[Number]) -> float | None:
-    """Average the numbers that are there; None if there are none."""
+    """Return the mean of the known values; None if there are none."""
     known = _known(numbers)
     return sum(known) / len(known) if known else None
 

@@ -1,4 +1,4 @@
-"""The one place where watching fails open: a hook that raises is counted, logged and dropped."""
+"""Fail-open hooks: one that raises is counted, logged and dropped. The only such place."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ logger = logging.getLogger(__name__)
 
 
 class FailOpen:
-    """Guards the hooks of one process and counts those that failed.
+    """Wraps the hooks of a process, and counts those that failed.
 
-    The count is plain data, written on any thread and published by the watch thread, so that a
-    failing hook does not depend on anything else that may fail.
+    Attributes:
+        failures: Failed hooks by name. Plain data, written on any thread and published by the watch
+            thread, so that counting cannot fail itself.
     """
 
     def __init__(self) -> None:
         self.failures: Counter[str] = Counter()
 
     def wrap(self, name: str, body: Callable[P, T]) -> Callable[P, T | None]:
-        """Return `body` made safe: it returns None from its first exception on.
+        """Return a function that calls `body`, and returns None from its first exception on.
 
         Args:
             name: The value of the `hook` label under which a failure is counted.
-            body: The hook. It must not call into the training.
+            body: The hook. It must not call the training's own code.
         """
         dropped = False
 
@@ -39,10 +40,10 @@ class FailOpen:
                 return None
             try:
                 return body(*args, **kwargs)
-            except Exception:  # whatever it is, training goes on
+            except Exception:  # of any kind: training goes on
                 dropped = True
                 self.failures[name] += 1
-                with contextlib.suppress(Exception):  # memory may be out
+                with contextlib.suppress(Exception):  # there may be no memory left
                     logger.warning(
                         "hook %r failed and was dropped; training goes on, its metrics stop. "
                         "Please report this.",

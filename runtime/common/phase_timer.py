@@ -1,4 +1,4 @@
-"""Training-thread time by phase. Phases exclude each other and add up to wall time."""
+"""Time of the training thread by phase; exclusive phases that add up to wall time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from ...metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 _NON_TRAINING = (EVAL, CHECKPOINT)
-# Of one step; what is more, as of very many micro-batches, loses the earliest.
+# Of one step; with more, such as of very many micro-batches, the earliest are dropped.
 MAX_INTERVALS = 4096
 
-PhaseInterval = tuple[int, int, int]  # a phase, and from when to when it had the time
+PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 
 
 class PhaseTimer:
-    """A stack of phases over one clock, which starts with the first; the innermost gets the time.
+    """A stack of phases; the innermost accrues the time. The clock starts with the first phase.
 
-    Driven by the training thread. `current` may be read from any thread: it tags collectives, of
-    which autograd's threads issue some.
+    Used on the training thread. `current` may be read on any thread: it labels collectives, some of
+    which autograd's threads issue.
 
     Attributes:
-        strayed: Set when an evaluation or a checkpoint begins; to be taken back by who reads it.
-        on_change: Called with the phase under way, an index of PHASES, as another begins or it
-            ends; None where nobody listens.
+        current: The innermost phase, an index of PHASES.
+        since_ns: Time of the last change of phase.
+        left_training: Set when an evaluation or a checkpoint begins; the reader resets it.
+        on_change: Called with the current phase before it changes; None for no call.
     """
 
     __slots__ = (
@@ -35,9 +36,9 @@ class PhaseTimer:
         "_started",
         "_totals",
         "current",
+        "left_training",
         "on_change",
         "since_ns",
-        "strayed",
     )
 
     def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
@@ -46,13 +47,13 @@ class PhaseTimer:
         self._intervals: deque[PhaseInterval] | None = None
         self._outer: list[int] = []
         self._started = False
-        self.strayed = False
+        self.left_training = False
         self.on_change: Callable[[int], object] | None = None
         self.current = OTHER
         self.since_ns = now()
 
     def enter(self, phase: int) -> None:
-        """Begin a phase inside the one under way."""
+        """Begin a phase inside the current one."""
         if not self._started:
             self._started = True
             self.since_ns = self._now()
@@ -60,15 +61,15 @@ class PhaseTimer:
         self._outer.append(self.current)
         self.current = phase
         if phase in _NON_TRAINING:
-            self.strayed = True
+            self.left_training = True
 
     def leave(self) -> None:
-        """End the innermost phase and go on with the one around it."""
+        """End the innermost phase; the enclosing one continues."""
         self._accrue()
         self.current = self._outer.pop()
 
     def idle_seconds(self) -> float:
-        """Return the time since a phase last began or ended. May be asked on any thread."""
+        """Return the time since the last change of phase. May be called on any thread."""
         return (self._now() - self.since_ns) / 1e9
 
     def take(self) -> list[int]:
@@ -78,11 +79,11 @@ class PhaseTimer:
         return totals
 
     def keep_intervals(self) -> None:
-        """Keep from now on when each phase began and ended, for `take_intervals`."""
+        """Record from now on when each phase begins and ends, for `take_intervals`."""
         self._intervals = deque(maxlen=MAX_INTERVALS)
 
     def take_intervals(self) -> Iterable[PhaseInterval]:
-        """Return the intervals since the last call, in order; none where they are not kept."""
+        """Return the intervals since the last call, in order; none if they are not recorded."""
         if self._intervals is None:
             return ()
         kept, self._intervals = self._intervals, deque(maxlen=MAX_INTERVALS)

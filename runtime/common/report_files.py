@@ -1,4 +1,4 @@
-"""Files of reports: readable by their owner alone, and never written over one that exists."""
+"""Report files: readable by their owner only, and never overwritten."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def create_private(path: Path) -> int:
     """Create a file and return its descriptor, open for writing.
 
     Raises:
-        FileExistsError: It is there already.
+        FileExistsError: It exists.
         OSError: It cannot be created.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def create_first_free(paths: Iterable[Path]) -> tuple[Path, int] | None:
-    """Create the first of these files that is not there yet; None if all of them are.
+    """Create the first of these files that does not exist; return None if all exist.
 
     Raises:
         OSError: It cannot be created.
@@ -38,12 +38,12 @@ def create_first_free(paths: Iterable[Path]) -> tuple[Path, int] | None:
 
 
 def utc_text(unix_seconds: float) -> str:
-    """Write a moment, to the second."""
+    """Return a time as text in UTC, to the second."""
     return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def write_or_warn(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Write a small file so that a reader sees the old or the new one; warn if the disk refuses."""
+    """Replace a small file atomically; log a warning if that fails."""
     try:
         atomic_write(path, text, mode=mode)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The ds config of a TrainingRun, made from the caller's."""
+"""The ds config of a TrainingRun, derived from the caller's."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def training_config(config: object) -> dict[str, Any]:
         )
     ours = copy.deepcopy(dict(given))
     _check_micro_batch(ours, config)
-    # DeepSpeed would expect them to multiply; here the batch that comes in decides.
+    # DeepSpeed requires that the batch sizes multiply; here the size of each batch decides.
     ours.pop("train_batch_size", None)
     ours["gradient_accumulation_steps"] = 1
     ours[MANAGED] = False
     zero = ours.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("overlap_comm") and int(zero.get("stage", 0)) < 2:
-        # All reduction is in step() then: there is nothing that it could overlap with.
+        # All reduction is in step() then, with nothing to overlap with.
         ours["zero_optimization"] = {**zero, "overlap_comm": False}
         logger.warning(
-            "zero_optimization.overlap_comm has no effect below stage 2 in a TrainingRun, whose "
-            "gradients are reduced once a window; it was turned off"
+            "zero_optimization.overlap_comm disabled: it has no effect below stage 2, where a "
+            "TrainingRun reduces gradients once per step"
         )
     fp16 = ours.get("fp16")
     if isinstance(fp16, Mapping) and fp16.get("enabled") and zero_stage(ours) == 0:
         logger.warning(
-            "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that it never "
-            "laid on the loss, so updates are too small. Use bf16, or stage 1"
+            "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that the loss "
+            "was not multiplied by, so updates are too small. Use bf16, or stage 1"
         )
     return ours
 
@@ -69,7 +69,7 @@ def _check_micro_batch(ours: Mapping[str, Any], config: object) -> None:
 
 
 def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a nested mapping with changes laid over it."""
+    """Return a copy of a nested mapping with changes merged into it."""
     result = copy.deepcopy(dict(config))
     for name, value in changes.items():
         below = config.get(name)
@@ -83,9 +83,9 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def leaner_engines(
     config: Mapping[str, Any], world_size: int, *, on_host: bool
 ) -> list[dict[str, Any]]:
-    """Return changes to a ds config, each needing less memory than the one before.
+    """Return changes to a ds config, each needing less device memory than the one before.
 
-    A higher stage saves nothing on one rank, and offloading nothing where training is on the host.
+    A higher stage saves nothing on one rank, and offloading nothing if training runs on the host.
     """
     stage = zero_stage(config)
     stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]

@@ -139,10 +139,10 @@ class MemoryHooks:
         sample = StepMemorySample(
             readings=self._reader.sample_step(),
             shapes=shapes,
-            trained_only=not self._clock.strayed,
+            trained_only=not self._clock.left_training,
             detail=detail,
         )
-        self._clock.strayed = False
+        self._clock.left_training = False
         if self._detail_seconds is not None and now >= self._detail_due:
             self._begin_detail(now)
         return sample

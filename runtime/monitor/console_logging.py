@@ -1,4 +1,4 @@
-"""Shows zerowatch's own log lines, with its name before them, where nobody has set up logging."""
+"""Console output of zerowatch's log lines, if the script has not configured logging."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import logging
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to stderr, and falls silent once the script has handlers of its own."""
+    """Writes to stderr until the root logger has handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one line, unless the root logger's handlers do."""
+        """Write a line, unless the root logger has handlers."""
         if not logging.getLogger().handlers:
             super().emit(record)
 
 
 def show_own_lines() -> None:
-    """Let warnings, and the line that tells where a run is, be seen; does nothing twice."""
+    """Show warnings, and the INFO lines of a few modules. Safe to call twice."""
     ours = logging.getLogger("zerowatch")
     if logging.getLogger().handlers or ours.handlers:
         return
     handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
-    # Of what is said once per run, this is what everybody wants to know.
+    # Once per run: where metrics and logs are, killed ranks, a loaded checkpoint, tuner decisions.
     for name in (
         "zerowatch.runtime.monitor.run_info",
         "zerowatch.runtime.memory.oom.killed_ranks",
         "zerowatch.runtime.trainer.checkpoint.load",
         "zerowatch.runtime.tuner.reporting",
     ):
-        telling = logging.getLogger(name)
-        if telling.level == logging.NOTSET:
-            telling.setLevel(logging.INFO)
+        module_logger = logging.getLogger(name)
+        if module_logger.level == logging.NOTSET:
+            module_logger.setLevel(logging.INFO)

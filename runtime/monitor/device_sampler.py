@@ -1,4 +1,4 @@
-"""Reads the devices beside the training."""
+"""Periodic readings of the devices: utilization, power, links."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..memory.memory_reader import Readings
 
 
 class DeviceSampler:
-    """Holds the device probes of one rank. Used on the watch thread alone.
+    """Reads the device probes of a rank. Used on the watch thread only.
 
     Attributes:
-        device_readings: What the devices last read, by device and reading.
+        device_readings: The last readings, by device and name.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DeviceSampler:
         self._device_due = 0.0
 
     def read_devices(self) -> None:
-        """Read the devices, where that is due, and publish what they say."""
+        """Read the devices if the interval is over, and publish the readings."""
         now = time.monotonic()
         if now < self._device_due:
             return
@@ -49,7 +49,7 @@ class DeviceSampler:
                     self._recorder.set(spec, value, device, *labels)
 
     def close(self) -> None:
-        """Give the devices back."""
+        """Close the probes."""
         for probe in self._probes:
             probe.close()
 

@@ -1,4 +1,4 @@
-"""The run log on disk: one line per step, one write per line, and a disk that may fail."""
+"""The step log on disk: one line per step, one write per line; a disk error never raises."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ THINNED_EVERY = 10
 
 
 class StepLog:
-    """Appends step records to `rank-<r>.jsonl`. Never raises for a disk's sake.
+    """Appends step records to `rank-<r>.jsonl`. A disk error never raises.
 
     Each line is handed to the kernel in one write, so that a killed process loses at most the step
-    in flight. Above FULL_LOG_WORLD_SIZE ranks only one rank a node writes every step.
+    in flight. Above FULL_LOG_WORLD_SIZE ranks only one rank per node writes every step.
 
     Attributes:
         dropped: Records that could not be written.
@@ -43,10 +43,10 @@ class StepLog:
 
         Args:
             folder: The run folder.
-            identity: Fields that stand in every record; `rank` names the file.
-            settings: Where to cut segments and how many to keep.
+            identity: Fields of every record; `rank` is in the file's name.
+            settings: Size and number of segments.
             every_step: Whether to keep every step or every tenth.
-            now: A clock that does not go back, in seconds.
+            now: A monotonic clock, in seconds.
         """
         self.path = folder / f"rank-{identity['rank']}.jsonl"
         self.dropped = 0
@@ -60,7 +60,7 @@ class StepLog:
         self._warned = False
 
     def append(self, record: StepRecord) -> None:
-        """Write one record; count it as dropped if the disk refuses."""
+        """Write a record; count it as dropped if that fails."""
         if not self._every_step and record.step % THINNED_EVERY:
             return
         line = self._writer.line(record)
@@ -70,7 +70,7 @@ class StepLog:
                 self._write(descriptor, line)
                 return
         except OSError as error:
-            self._give_up(error)
+            self._on_error(error)
         self.dropped += 1
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class StepLog:
             self._descriptor = None
 
     def _open(self) -> int | None:
-        """Return the open file, or None while waiting to try a failed disk again."""
+        """Return the open file; None during the delay after a disk error."""
         if self._descriptor is not None and self._bytes < self._settings.segment_bytes:
             return self._descriptor
         if self._now() < self._retry_at:
@@ -92,17 +92,17 @@ class StepLog:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._bytes = os.fstat(self._descriptor).st_size
         if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
-            self._write(self._descriptor, b"\n")  # after the half line of a killed writer
+            self._write(self._descriptor, b"\n")  # after the partial line of a killed process
         return self._descriptor
 
     def _write(self, descriptor: int, line: bytes) -> None:
         written = os.write(descriptor, line)
         self._bytes += written
         if written < len(line):
-            raise OSError(f"only {written} of {len(line)} bytes fitted")
+            raise OSError(f"only {written} of {len(line)} bytes were written")
 
     def _rotate(self) -> None:
-        """Put the full file aside as segment 1, the older ones one further, and drop the oldest."""
+        """Rename the full file to segment 1 and the others one number up; drop the oldest."""
         for age in range(self._settings.segments - 1, 0, -1):
             older = self.path.with_suffix(f".{age}.jsonl")
             newer = self.path.with_suffix(f".{age - 1}.jsonl") if age > 1 else self.path
@@ -111,28 +111,28 @@ class StepLog:
         if self._settings.segments == 1:
             self.path.unlink(missing_ok=True)
 
-    def _give_up(self, error: OSError) -> None:
+    def _on_error(self, error: OSError) -> None:
         self._retry_at = self._now() + RETRY_SECONDS
         try:
             self.close()
-        except OSError:  # the file is gone either way
+        except OSError:  # the descriptor is released either way
             self._descriptor = None
         if not self._warned:
             self._warned = True
             logger.warning(
-                "cannot write the run log %s: %s. Set run_log.folder to a folder that can be "
-                "written. Training goes on; records are dropped and counted until then.",
+                "cannot write the run log %s: %s. Records are dropped and counted until it can be "
+                "written; training goes on. Set run_log.folder to a writable folder.",
                 self.path,
                 error,
             )
 
 
 def keeps_every_step(world_size: int, local_rank: int) -> bool:
-    """Whether a rank's log is to hold every step, or every tenth."""
+    """Whether a rank logs every step, not every tenth."""
     return world_size <= FULL_LOG_WORLD_SIZE or local_rank == 0
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
-    """Write the settings of the run beside its logs, readable by the owner alone."""
+    """Write the settings to the run folder, readable by the owner only."""
     text = json.dumps(settings.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
     write_or_warn(folder / "settings.json", text, mode=0o600)

@@ -1,4 +1,4 @@
-"""What is said of a DeepSpeed configuration that DeepSpeed refuses."""
+"""Explanations of a DeepSpeed configuration that DeepSpeed refuses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(tmp_path, 
     assert line == f"ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
 
 
-def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+def test_a_folder_given_as_the_file_is_named(tmp_path):
     assert explain(str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory; give a JSON file"
 
 
@@ -63,13 +63,13 @@ def test_a_folder_in_place_of_a_file_is_named(tmp_path):
         ('{\n  # ours\n  "a" 4\n}', "line 3, column 7: Expecting ':' delimiter"),
     ],
 )
-def test_what_is_no_json_is_located(ds_json, text, place):
+def test_invalid_json_is_located(ds_json, text, place):
     line = explain(ds_json(text))
 
     assert line.startswith(f"ds.json: not valid JSON at {place}")
 
 
-def test_text_that_is_no_object_is_refused_as_a_whole(ds_json):
+def test_json_that_is_not_an_object_is_refused(ds_json):
     assert explain(ds_json("hello")) == "ds.json: must hold one JSON object, { ... }"
 
 
@@ -100,13 +100,13 @@ def test_text_that_is_no_object_is_refused_as_a_whole(ds_json):
         ),
     ],
 )
-def test_a_key_is_named_with_its_block_and_the_way_out(ds_json, config, said):
+def test_a_key_is_named_with_its_block_and_what_to_do(ds_json, config, said):
     line = explain(ds_json({"train_batch_size": 2, **config}))
 
     assert line == f"ds.json: {said}"
 
 
-def test_a_key_that_stands_twice_is_named(ds_json):
+def test_a_duplicate_key_is_named(ds_json):
     line = explain(ds_json('{"train_batch_size": 4, "train_batch_size": 8}'))
 
     assert line == "ds.json: Duplicate keys in DeepSpeed config: ['train_batch_size']"
@@ -121,7 +121,7 @@ def test_the_file_of_a_dict_is_found_among_the_scripts_arguments(ds_json, monkey
     assert line.startswith("ds.json: unknown key 'zero_optimization.stge'")
 
 
-def test_a_dict_of_no_file_goes_by_a_general_name():
+def test_a_dict_without_a_file_has_a_general_name():
     assert explain({"fp16": 3, "train_batch_size": 2}).startswith("DeepSpeed configuration: 'fp16'")
 
 
@@ -135,7 +135,7 @@ def test_the_file_that_hugging_face_could_not_read_is_named(ds_json):
     assert line.startswith("ds.json: not valid JSON at line 1, column 13")
 
 
-def test_an_error_that_is_not_about_the_configuration_is_left_alone():
+def test_an_error_that_is_not_about_the_configuration_is_not_explained():
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
 
@@ -154,12 +154,12 @@ def test_a_configuration_without_a_readable_block_has_no_settings(config):
     assert read_zerowatch_block(config) == {}
 
 
-def test_a_block_that_is_no_object_is_a_wrong_setting():
+def test_a_block_that_is_not_an_object_is_a_wrong_setting():
     with pytest.raises(SettingsError, match="must be an object of settings, got 5"):
         read_zerowatch_block({"zerowatch": 5})
 
 
-def test_a_misspelt_top_level_key_is_told_with_what_was_meant(ds_json, caplog):
+def test_a_misspelt_top_level_key_is_logged_with_a_suggestion(ds_json, caplog):
     path = ds_json({"train_batch_size": 1, "zero_optimisation": {"stage": 2}, "my_own": 1})
 
     warn_of_misspelt_keys(path)
@@ -170,7 +170,7 @@ def test_a_misspelt_top_level_key_is_told_with_what_was_meant(ds_json, caplog):
     ]
 
 
-def test_keys_that_deepspeed_knows_and_ours_are_passed_over(ds_json, caplog):
+def test_keys_of_deepspeed_and_ours_are_not_logged(ds_json, caplog):
     keys = ("zero_optimization", "bf16", "gradient_clipping", "flops_profiler", "zerowatch")
 
     warn_of_misspelt_keys(ds_json({key: {} for key in keys}))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from zerowatch.runtime.common.fail_open import FailOpen
 
 
-def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) -> None:
+def test_a_hook_that_raises_is_counted_logged_once_and_not_called_again(caplog) -> None:
     calls = []
 
     def broken(value: int) -> int:
@@ -21,14 +21,14 @@ def test_a_hook_that_raises_is_counted_told_once_and_not_called_again(caplog) ->
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
 
 
-def test_a_hook_that_works_returns_what_it_returns() -> None:
+def test_a_hook_that_works_returns_its_value() -> None:
     fail_open = FailOpen()
 
     assert fail_open.wrap("mine", lambda value, more=0: value + more)(1, more=2) == 3
     assert not fail_open.failures
 
 
-def test_what_ends_a_process_is_not_held_back() -> None:
+def test_system_exit_is_not_swallowed() -> None:
     def leave() -> None:
         raise SystemExit(3)
 

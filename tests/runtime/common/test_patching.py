@@ -27,7 +27,7 @@ def test_a_wrapped_method_of_an_instance_leaves_no_trace() -> None:
     assert "step" not in vars(engine)
 
 
-def test_an_attribute_that_stood_there_is_the_very_same_again() -> None:
+def test_an_instance_attribute_is_restored_to_the_very_same_object() -> None:
     engine = Engine()
     engine.step = own = lambda: "own"
 
@@ -47,7 +47,7 @@ def test_a_class_gets_its_function_back() -> None:
     assert vars(Engine)["step"] is original
 
 
-def test_a_wrapper_over_ours_is_left_alone() -> None:
+def test_a_wrapper_put_over_ours_stays() -> None:
     engine = Engine()
     wrap = AttributePatch(engine, "step", doubled)
     ours = engine.step
@@ -59,7 +59,7 @@ def test_a_wrapper_over_ours_is_left_alone() -> None:
     assert vars(engine)["step"] is theirs
 
 
-def test_a_wrap_does_not_keep_its_owner_alive() -> None:
+def test_a_patch_does_not_keep_its_owner_alive() -> None:
     engine = Engine()
     wrap = AttributePatch(engine, "step", doubled)
     gone = weakref.ref(engine)

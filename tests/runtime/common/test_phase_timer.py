@@ -23,7 +23,7 @@ class HandTurned:
         return self.ns
 
 
-def test_the_constants_are_the_places_of_the_labels() -> None:
+def test_the_constants_are_the_indices_of_the_labels() -> None:
     names = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
 
     places = (DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER)
@@ -52,7 +52,7 @@ def test_the_innermost_phase_gets_the_time() -> None:
     assert sum(totals) == 20 - 5
 
 
-def test_taking_begins_anew_within_the_phase_under_way() -> None:
+def test_take_restarts_the_totals_within_the_current_phase() -> None:
     time = HandTurned()
     clock = PhaseTimer(time)
     clock.enter(BACKWARD)

@@ -1,4 +1,4 @@
-"""A watch on a real engine: what it wraps it restores, and what it notes is right."""
+"""A watch on a real engine: patches are restored, and records are right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_call_that_nobody_waited_for_does_not_abort_the_exit(tmp_path: Path) -> None:
+def test_a_collective_that_was_never_waited_for_does_not_abort_the_exit(tmp_path: Path) -> None:
     script = SCRIPTS / "leave_a_call_open.py"
 
     finished = start(TORCHRUN, *TWO_RANKS, "-m", "zerowatch", script, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The run log, on real disks that fill up, vanish or refuse."""
+"""The step log on real disks that fill up, vanish or fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_record_is_on_disk_as_soon_as_it_was_appended(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
+def test_a_restart_appends_after_a_partial_line(tmp_path: Path) -> None:
     log = StepLog(tmp_path, IDENTITY, RunLogSettings())
     log.append(record(1))
     log.close()
@@ -77,7 +77,7 @@ def test_a_restart_goes_on_after_half_a_line(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in whole] == [1, 2]
 
 
-def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None:
+def test_a_nan_loss_is_null_with_a_flag(tmp_path: Path) -> None:
     log = StepLog(tmp_path, IDENTITY, RunLogSettings())
 
     log.append(record(1, loss=float("nan")))
@@ -88,7 +88,7 @@ def test_a_loss_that_is_no_number_is_null_and_told_apart(tmp_path: Path) -> None
     assert written["nonfinite_loss"] is True
 
 
-def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:
+def test_segments_are_rotated_and_the_oldest_dropped(tmp_path: Path) -> None:
     log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=3))
 
     for step in range(60):
@@ -102,7 +102,9 @@ def test_segments_are_cut_and_the_oldest_dropped(tmp_path: Path) -> None:
     assert kept[0] > 0
 
 
-def test_a_folder_that_cannot_be_made_is_told_once_and_counted(tmp_path: Path, caplog) -> None:
+def test_a_folder_that_cannot_be_created_is_logged_once_and_its_records_are_counted(
+    tmp_path: Path, caplog
+) -> None:
     (tmp_path / "file").write_text("in the way")
     log = StepLog(tmp_path / "file" / "run", IDENTITY, RunLogSettings())
 
@@ -112,10 +114,10 @@ def test_a_folder_that_cannot_be_made_is_told_once_and_counted(tmp_path: Path, c
     assert log.dropped == 3
     warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "Training goes on" in warnings[0].getMessage()
+    assert "training goes on" in warnings[0].getMessage()
 
 
-def test_writing_goes_on_when_the_disk_takes_it_again(tmp_path: Path, caplog) -> None:
+def test_writing_resumes_when_the_disk_works_again(tmp_path: Path, caplog) -> None:
     blocker = tmp_path / "run"
     blocker.write_text("in the way")
     now = [0.0]
@@ -136,7 +138,7 @@ def test_a_full_disk_loses_records_and_nothing_else(tmp_path: Path) -> None:
     script = f"""
 import resource, sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
-from test_run_log import IDENTITY, record
+from test_step_log import IDENTITY, record
 from zerowatch.metrics.settings import RunLogSettings
 from zerowatch.runtime.monitor.step_log import StepLog
 from pathlib import Path
@@ -157,7 +159,7 @@ print(log.dropped)
     assert int(finished.stdout) == 9 - len(whole)
 
 
-def test_many_ranks_write_every_tenth_step_but_for_one_a_node(tmp_path: Path) -> None:
+def test_many_ranks_write_every_tenth_step_except_one_per_node(tmp_path: Path) -> None:
     log = StepLog(tmp_path, IDENTITY, RunLogSettings(), every_step=keeps_every_step(65, 3))
 
     for step in range(25):
@@ -169,7 +171,7 @@ def test_many_ranks_write_every_tenth_step_but_for_one_a_node(tmp_path: Path) ->
     assert keeps_every_step(64, 3)
 
 
-def test_the_settings_beside_the_log_are_the_owners_alone(tmp_path: Path) -> None:
+def test_the_settings_file_is_readable_by_the_owner_only(tmp_path: Path) -> None:
     write_settings(tmp_path / "run", Settings(run_id="mine"))
 
     path = tmp_path / "run" / "settings.json"

@@ -65,7 +65,7 @@ def test_each_phase_and_each_collective_has_a_span():
     ]
 
 
-def test_phases_and_calls_may_have_clocks_of_their_own():
+def test_phases_and_calls_may_use_different_clocks():
     on_device = call(-3, -2)
     on_device.start_event = object()
     by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, beside the GPU's
@@ -79,7 +79,7 @@ def test_phases_and_calls_may_have_clocks_of_their_own():
     ]
 
 
-def test_what_a_phase_was_cut_into_by_a_moment_is_one_span():
+def test_short_gaps_within_a_phase_do_not_split_its_span():
     spans = child_spans([interval(FORWARD, 0, 1), interval(FORWARD, 1.01, 2)], [], 0, 0)
 
     [span] = spans
@@ -118,7 +118,7 @@ def test_of_many_calls_the_longest_have_spans_and_the_rest_one_for_each_operatio
     assert "zerowatch.group" not in merged["comm all_gather"]
 
 
-def test_never_are_there_more_than_twenty():
+def test_there_are_never_more_than_twenty_spans():
     calls = [call(n, n + 1, op) for n in range(50) for op in range(len(OPS))]
     eight_stretches = [interval(n % 2 + 1, n, n + 1) for n in range(8)]
 
@@ -129,7 +129,7 @@ def test_calls_whose_times_are_not_known_have_no_span():
     assert child_spans([], [call(1, 0, timed=False)], 0, 0) == []
 
 
-def test_the_clock_keeps_when_each_phase_had_the_time():
+def test_the_timer_records_the_intervals_of_each_phase():
     times = iter([0, 0, 10, 25, 40, 60])
     clock = PhaseTimer(lambda: next(times))
     clock.keep_intervals()
@@ -142,7 +142,7 @@ def test_the_clock_keeps_when_each_phase_had_the_time():
     assert list(clock.take_intervals()) == []
 
 
-def test_a_clock_that_nobody_asked_keeps_nothing():
+def test_a_timer_records_no_intervals_by_default():
     clock = PhaseTimer()
     clock.enter(FORWARD)
     clock.leave()

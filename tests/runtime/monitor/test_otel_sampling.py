@@ -1,4 +1,4 @@
-"""Which steps leave a trace: a chance that is the same on all ranks, and those that were slow."""
+"""Which steps are traced: sampled ones, the same on all ranks, and slow ones."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_ids_depend_on_run_and_step_and_a_span_on_its_rank_too():
 
 
 @pytest.mark.parametrize("every_steps", [10, 100])
-def test_about_one_step_in_so_many_is_sampled(every_steps):
+def test_about_one_in_every_steps_is_sampled(every_steps):
     sampled = [step for step in range(20_000) if is_sampled(trace_id_of("a", step), every_steps)]
 
     assert len(sampled) == pytest.approx(20_000 / every_steps, rel=0.2)
 
 
-def test_every_step_is_sampled_where_that_is_asked():
+def test_every_step_is_sampled_with_every_steps_1():
     assert all(is_sampled(trace_id_of("a", step), 1) for step in range(100))
 
 
@@ -45,7 +45,7 @@ def slow_among(seconds):
     return [number for number, each in enumerate(seconds) if steps.is_slow(each)]
 
 
-def test_a_step_is_slow_against_the_median_of_those_before():
+def test_a_step_is_slow_compared_with_the_median_of_earlier_ones():
     assert slow_among([1.0] * 20 + [1.9, 2.1, 1.0, 5.0]) == [21, 23]
 
 
@@ -53,14 +53,14 @@ def test_the_first_steps_are_never_slow():
     assert slow_among([1.0] * (LEAST_STEPS - 1) + [9.0]) == []
 
 
-def test_steps_that_stay_slow_become_the_measure():
+def test_steps_that_stay_slow_become_the_new_median():
     slow = slow_among([1.0] * 101 + [3.0] * 101)
 
     assert slow[0] == 101
     assert max(slow) < 101 + 60
 
 
-def test_many_slow_steps_leave_only_some_traces():
+def test_traces_of_many_slow_steps_are_limited():
     clock = FakeClock()
     steps = SlowSteps(clock)
 

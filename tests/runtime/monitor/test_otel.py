@@ -1,4 +1,4 @@
-"""From steps to what a collector gets, on one rank: which steps, under whom, and for whom."""
+"""What a collector gets of one rank's steps: which are traced, their parents and exemplars."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def numbers(roots):
     return [attributes_of(root)["zerowatch.step"] for root in roots]
 
 
-def test_without_an_endpoint_nothing_is_done(make_rank, monkeypatch):
+def test_without_an_endpoint_nothing_is_sent(make_rank, monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
 
     rank = make_rank(endpoint=None)
@@ -104,7 +104,7 @@ def test_without_an_endpoint_nothing_is_done(make_rank, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_sampled_step_hangs_under_that_of_rank_0(make_rank, rank):
+def test_a_sampled_step_is_a_child_of_rank_0s(make_rank, rank):
     one = make_rank(rank=rank)
 
     one.trace(4)
@@ -115,7 +115,7 @@ def test_a_sampled_step_hangs_under_that_of_rank_0(make_rank, rank):
     assert rank or root.span_id == above
 
 
-def test_a_slow_step_is_traced_and_stands_by_itself(make_rank):
+def test_a_slow_step_is_traced_without_a_parent(make_rank):
     one = make_rank(rank=1, every_steps=NEVER)
 
     for number in range(20):
@@ -142,7 +142,7 @@ def traced_once(rank):
     return rank.roots()
 
 
-def test_a_root_is_as_long_as_its_step_where_the_earliest_intervals_were_lost(make_rank):
+def test_a_root_is_as_long_as_its_step_if_the_earliest_intervals_were_dropped(make_rank):
     one = make_rank()
 
     one.trace(4, seconds=0.5, kept_seconds=0.2)
@@ -151,7 +151,7 @@ def test_a_root_is_as_long_as_its_step_where_the_earliest_intervals_were_lost(ma
     assert root.end_time_unix_nano - root.start_time_unix_nano == 500_000_000
 
 
-def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
+def test_calls_on_an_unknown_device_clock_are_left_out(make_rank):
     one, calls = make_rank(), []
     for event in (None, object()):
         call = CollectiveCall(0, SimpleNamespace(role="dp"), 8, None, 0)
@@ -165,7 +165,7 @@ def test_calls_on_a_clock_that_cannot_be_told_are_left_out(make_rank):
     assert [span.name for _, span in one.collector.spans()].count(f"comm {OPS[0]}") == 1
 
 
-def test_a_gpu_that_cannot_be_named_costs_no_trace(make_rank):
+def test_traces_are_sent_if_the_gpu_has_no_id(make_rank):
     def find_gpu():
         raise AttributeError("uuid")
 
@@ -175,7 +175,7 @@ def test_a_gpu_that_cannot_be_named_costs_no_trace(make_rank):
     assert numbers(one.roots()) == [4]
 
 
-def test_a_trace_that_fails_at_the_end_harms_nobody(make_rank, monkeypatch):
+def test_a_trace_that_fails_at_the_end_does_not_raise(make_rank, monkeypatch):
     one = make_rank(run_id=None)
     one.trace(1)
     one.run_id = RUN
@@ -195,7 +195,7 @@ def test_of_very_many_ranks_only_the_first_of_a_node_traces_sampled_steps(make_r
     assert len(first.roots()) == 1
 
 
-def test_steps_before_the_run_has_a_name_are_traced_once_it_has(make_rank):
+def test_steps_before_the_run_has_an_id_are_traced_later(make_rank):
     one = make_rank(run_id=None)
 
     one.trace(1)
@@ -207,7 +207,7 @@ def test_steps_before_the_run_has_a_name_are_traced_once_it_has(make_rank):
     assert one.telemetry.dropped == 0
 
 
-def test_where_a_run_never_gets_a_name_its_steps_are_counted_as_lost(make_rank):
+def test_steps_of_a_run_without_an_id_are_counted_as_lost(make_rank):
     one = make_rank(run_id=None)
 
     for number in range(MAX_HELD_STEPS + 3):
@@ -230,7 +230,7 @@ def test_the_scripts_own_span_stays_the_exemplar_of_its_step(make_rank, user_tra
     assert exemplar.labels["trace_id"] == (user_trace or {"trace_id": ours})["trace_id"]
 
 
-def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
+def test_a_span_outside_of_steps_has_its_own_trace(make_rank):
     rank = make_rank()
     rank.trace(1)
 
@@ -243,7 +243,7 @@ def test_what_happens_beside_the_steps_has_a_trace_of_its_own(make_rank):
     assert attributes_of(told) == {"knob": "k"}
 
 
-def test_where_nothing_is_sent_nothing_is_told(make_rank):
+def test_without_traces_no_span_is_sent(make_rank):
     rank = make_rank(traces=False)
 
     rank.telemetry.send(Span(name="tuner.decision", start_ns=1, end_ns=3))
@@ -251,7 +251,7 @@ def test_where_nothing_is_sent_nothing_is_told(make_rank):
     assert rank.roots() == rank.collector.spans() == []
 
 
-def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
+def test_a_log_line_has_the_ids_of_the_current_step_if_that_is_sampled(make_rank):
     one = make_rank(logs=True)
 
     one.engine.global_steps = 8
@@ -263,7 +263,7 @@ def test_a_log_line_belongs_to_the_step_under_way_if_that_is_sampled(make_rank):
     assert line.span_id == span_id_of(RUN, 9, 0, attempt="0.0").to_bytes(8, "big")
 
 
-def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):
+def test_a_log_line_else_has_the_ids_of_the_last_traced_step(make_rank):
     one = make_rank(logs=True, every_steps=NEVER)
 
     OWN_LOGGER.warning("before any")
@@ -279,7 +279,7 @@ def test_else_it_belongs_to_the_last_step_that_left_a_trace(make_rank):
     ]
 
 
-def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
+def test_a_log_line_that_cannot_be_formatted_does_not_raise(make_rank):
     one = make_rank(logs=True)
     OWN_LOGGER.propagate = False  # pytest's own handler would raise
 
@@ -294,7 +294,7 @@ def test_a_log_line_that_cannot_be_written_harms_nobody(make_rank):
 
 
 @pytest.mark.parametrize("end", ["close", "close_after_fork"])
-def test_after_its_end_it_takes_no_more_log_lines(make_rank, end):
+def test_no_log_lines_are_taken_after_the_end(make_rank, end):
     one = make_rank(logs=True)
     others = [handler for handler in OWN_LOGGER.handlers if "LogCapture" in repr(handler)]
 

@@ -95,7 +95,7 @@ def test_a_trace_has_one_root_and_every_parent_is_in_it(job):
         assert job.of(1, step)[0].parent_span_id == above.to_bytes(8, "big")
 
 
-def test_a_step_shows_its_phases_and_each_of_its_collectives(job):
+def test_a_step_has_spans_for_its_phases_and_each_of_its_collectives(job):
     for rank in (0, 1):
         for step in SAMPLED:
             root, *rest = job.of(rank, step)
@@ -131,7 +131,7 @@ def test_spans_lie_within_their_step_and_add_up_to_its_phases(job):
                 assert spent / 1e9 == pytest.approx(record["phase_seconds"][phase], abs=1e-4)
 
 
-def test_a_root_tells_what_its_step_was(job):
+def test_a_root_span_has_the_attributes_of_its_step(job):
     root, *_ = job.of(1, SAMPLED[0])
 
     record = job.records[1][SAMPLED[0]]
@@ -142,14 +142,14 @@ def test_a_root_tells_what_its_step_was(job):
     assert told["zerowatch.comm_exposed_seconds"] == record["comm_exposed_seconds"]
 
 
-def test_each_rank_says_who_it_is_and_nobody_how_it_was_called(job):
+def test_the_resource_has_rank_and_host_and_no_command_line(job):
     instances = {resource["service.instance.id"] for resource, _ in job.spans}
 
     assert instances == {f"{RUN}/0", f"{RUN}/1"}
     assert SECRET not in str(job.collector.requests)
 
 
-def test_the_last_metrics_say_how_the_run_ended(job):
+def test_the_last_metrics_have_the_end_of_the_run(job):
     last = {
         (attributes_of(point)["rank"], metric.name): point.as_double
         for metric in job.collector.metrics()
@@ -165,7 +165,7 @@ def test_the_last_metrics_say_how_the_run_ended(job):
     }
 
 
-def test_our_log_lines_come_and_the_scripts_own_do_not(job):
+def test_log_lines_of_zerowatch_are_sent_and_the_scripts_are_not(job):
     lines = [line.body.string_value for line in job.collector.lines()]
 
     assert any(line.startswith("watching 2 rank(s)") for line in lines)
@@ -196,7 +196,7 @@ def usual_end(tmp_path_factory):
     return end_of_a_job(tmp_path_factory.mktemp("usual"))
 
 
-def test_where_nothing_is_to_be_sent_the_sdk_is_not_loaded(usual_end):
+def test_the_sdk_is_not_loaded_if_nothing_is_to_be_sent(usual_end):
     assert usual_end[1][-1] == "out: False"
 
 
