@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zerowatch.runtime.monitor import advisor
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-advisor.LEAST_SECONDS = 2.0  # half a minute is long for a test
+advisor.MIN_SECONDS = 2.0  # half a minute is long for a test
 MOST_SECONDS = 20.0
 ACCUMULATION = 4
 config = {
