@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .call import CollectiveCall, StreamWait
 from .events import EventPool
+from .groups import CollectiveCall, StreamWait
 
 if TYPE_CHECKING:
     from ..common.accelerator import Event

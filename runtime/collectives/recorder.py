@@ -19,10 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..common.phase_timer import OTHER, PhaseTimer
 from .batch import Batch
-from .call import CollectiveCall
 from .call_reader import CallReader
 from .events import EventPool
-from .groups import Groups, sequence_number
+from .groups import CollectiveCall, Groups, sequence_number
 from .stream_waits import StreamWaitTracker
 
 BATCH_CALLS = 4096

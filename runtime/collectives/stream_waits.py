@@ -20,8 +20,8 @@ from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import OTHER, PhaseTimer
-from .call import CollectiveCall, StreamWait
 from .events import EventPool
+from .groups import CollectiveCall, StreamWait
 
 # Calls that a stream carries while nothing waits for it; older ones have probably ended.
 MAX_CARRIED = 512

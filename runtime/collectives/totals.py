@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS, PHASES
 from ...metrics.step_record import CollectiveTotals
-from .call import CollectiveCall
 from .comm_time import CommTime
-from .groups import Group
+from .groups import CollectiveCall, Group
 
 
 @dataclass(slots=True)

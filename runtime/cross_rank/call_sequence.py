@@ -10,8 +10,7 @@ from collections import deque
 import numpy as np
 
 from ...metrics.catalog.labels import OPS
-from ..collectives.call import CollectiveCall
-from ..collectives.groups import RECENT_CALLS, RankSet
+from ..collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
 from .messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
 
 # Its sizes may differ over the members, and one's size does not belong to another's duration.

@@ -9,8 +9,7 @@ from statistics import median
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
-from ..collectives.call import CollectiveCall
-from ..collectives.groups import RankSet
+from ..collectives.groups import CollectiveCall, RankSet
 from ..collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN
 from .link import Link, LinkEstimate

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
 from ...metrics.recorder import Recorder
-from ..collectives.call import CollectiveCall
-from ..collectives.groups import Groups, RankSet
+from ..collectives.groups import CollectiveCall, Groups, RankSet
 from ..collectives.ops import SYMMETRIC
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals

@@ -22,7 +22,7 @@ from ...metrics.exporters.otel_resource import is_standard_endpoint, resource_at
 from ...metrics.exporters.otlp_queue import OtlpQueue
 from ...metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
 from ...metrics.settings import OtelSettings
-from ..collectives.call import CollectiveCall
+from ..collectives.groups import CollectiveCall
 from ..instrumentation.watch_context import WatchContext
 from .otel_spans import SlowSteps, child_spans, is_sampled, span_id_of, trace_id_of
 from .step_log import keeps_every_step

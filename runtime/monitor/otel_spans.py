@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS
 from ...metrics.exporters.telemetry_data import Span, Value
-from ..collectives.call import CollectiveCall
+from ..collectives.groups import CollectiveCall
 from ..common.phase_timer import (
     BACKWARD,
     CHECKPOINT,

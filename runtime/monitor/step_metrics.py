@@ -10,8 +10,8 @@ from ...metrics.catalog.spec import MetricSpec
 from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
-from ..collectives.call import CollectiveCall
 from ..collectives.comm_time import CommTime
+from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
 from ..instrumentation.raw_step import RawStep, StepCounts
 

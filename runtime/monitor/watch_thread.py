@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
-from ..collectives.call import CollectiveCall
 from ..collectives.comm_time import CommTimeCounter
 from ..collectives.events import EventPool
+from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
 from ..common.fail_open import FailOpen

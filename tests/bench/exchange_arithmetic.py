@@ -22,8 +22,7 @@ from torch.distributed import TCPStore
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import CrossRankSettings
-from zerowatch.runtime.collectives.call import CollectiveCall
-from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer

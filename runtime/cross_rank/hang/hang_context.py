@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from ....metrics.catalog.labels import OPS, PHASES
-from ...collectives.call import CollectiveCall
-from ...collectives.groups import Group, Groups, RankSet
+from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
 from ...common.fail_open import FailOpen
 from ..cross_rank_thread import CrossRankThread
 from ..messages import Heartbeat

@@ -6,8 +6,8 @@ import pytest
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.call import CollectiveCall
 from zerowatch.runtime.collectives.comm_time import CommTime, CommTimeCounter, IntervalUnion
+from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.collectives.totals import PeriodTotals, StepCommTotals
 

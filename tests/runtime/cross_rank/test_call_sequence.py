@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fakes.rank_sets import FakeGroup
 
-from zerowatch.runtime.collectives.call import CollectiveCall
-from zerowatch.runtime.collectives.groups import RECENT_CALLS
+from zerowatch.runtime.collectives.groups import RECENT_CALLS, CollectiveCall
 from zerowatch.runtime.cross_rank import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.call_sequence import CallSequence
 

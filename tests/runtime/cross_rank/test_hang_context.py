@@ -9,8 +9,7 @@ import torch
 from fakes.rank_sets import FakeGroups
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.call import CollectiveCall
-from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
 from zerowatch.runtime.cross_rank.messages import Heartbeat

@@ -16,7 +16,7 @@ from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 from zerowatch.runtime.collectives.batch import Batch
-from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo

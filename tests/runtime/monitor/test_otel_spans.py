@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.phase_timer import (
     BACKWARD,
     CHECKPOINT,

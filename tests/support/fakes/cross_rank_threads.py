@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.collectives.call import CollectiveCall
+from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE, CrossRankThread
 from zerowatch.runtime.cross_rank.stragglers import MIN_STEPS, WARM_UP_STEPS

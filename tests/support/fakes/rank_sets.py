@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.call import CollectiveCall
-from zerowatch.runtime.collectives.groups import RankSet
+from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.collectives.ops import wire_factor
 
 MS = 1_000_000
