@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common.fail_open import FailOpen
-from ..common.patching import AttributePatch
+from ..common.patching import PatchSet
 from .call_reader import CallReader, backend_readers, torch_readers
 from .recorder import CallRecorder
 from .stream_waits import StreamHooks
@@ -42,7 +42,7 @@ class CollectiveInstrumentation:
         self.call_recorder = CallRecorder()
         self.cost_ns = 0
         self._open = False
-        self._patches: list[AttributePatch] = []
+        self._patches = PatchSet()
         self._wrappers: set[Callable[..., Any]] = set()
         self._backend: Any = None
         self._inside = _InsideCall()
@@ -69,8 +69,8 @@ class CollectiveInstrumentation:
             self._wrappers.add(wrapper)
             for module in (dist, c10d):
                 if hasattr(module, name):
-                    self._patches.append(AttributePatch(module, name, partial(_return, wrapper)))
-        self._patches.append(AttributePatch(dist.Work, "wait", self._wait_wrapper))
+                    self._patches.add(module, name, partial(_return, wrapper))
+        self._patches.add(dist.Work, "wait", self._wait_wrapper)
         self._stream_hooks.open()
 
     def open_backend(self, backend: Any) -> None:
@@ -80,15 +80,13 @@ class CollectiveInstrumentation:
         self._backend = backend
         for name, reader in backend_readers():
             if hasattr(backend, name):
-                self._patches.append(AttributePatch(backend, name, partial(self._wrapper, reader)))
+                self._patches.add(backend, name, partial(self._wrapper, reader))
 
     def close(self) -> None:
         """Restore every name; wrappers that others keep become pass-throughs."""
         self._open = False
         self._stream_hooks.close()
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
         self._release_captured()
         self._wrappers.clear()
         self._backend = None

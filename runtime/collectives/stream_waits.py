@@ -18,7 +18,7 @@ import torch
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
-from ..common.patching import AttributePatch
+from ..common.patching import PatchSet
 from ..common.phase_timer import OTHER, PhaseTimer
 from .events import EventPool
 from .groups import CollectiveCall, StreamWait
@@ -168,7 +168,7 @@ class StreamHooks:
         self.cost_ns = 0
         self._inside = inside
         self._open = False
-        self._patches: list[AttributePatch] = []
+        self._patches = PatchSet()
         self._accelerator = accelerator.current
         device = self._accelerator
         # `Stream.wait_event` calls `Event.wait`, and `Stream.record_event` calls `Event.record`.
@@ -190,14 +190,12 @@ class StreamHooks:
             return
         self._open = True
         for owner, name, hook in self._hooks:
-            self._patches.append(AttributePatch(owner, name, self._wrapper(hook)))
+            self._patches.add(owner, name, self._wrapper(hook))
 
     def close(self) -> None:
         """Restore every name."""
         self._open = False
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
 
     def _wrapper(self, hook: Callable[..., Any]) -> Callable[[Any], Any]:
         is_compiling, inside = torch.compiler.is_compiling, self._inside

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _ABSENT = object()
@@ -49,3 +49,60 @@ class AttributePatch:
             delattr(owner, self.name)
         else:
             setattr(owner, self.name, self._previous)
+
+
+class PatchSet:
+    """Patches of several attributes that are restored together."""
+
+    def __init__(self) -> None:
+        self._patches: list[AttributePatch] = []
+
+    def __len__(self) -> int:
+        """Return how many attributes are patched."""
+        return len(self._patches)
+
+    def add(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Wrap one more attribute; see `AttributePatch`."""
+        self._patches.append(AttributePatch(owner, name, make))
+
+    def add_existing(self, owner: Any, names: Iterable[str], make: Callable[[Any], Any]) -> None:
+        """Wrap those of the attributes that the owner has."""
+        for name in names:
+            if hasattr(owner, name):
+                self.add(owner, name, make)
+
+    def restore(self) -> None:
+        """Restore all attributes, the last one first. Safe to call twice."""
+        for patch in reversed(self._patches):
+            patch.restore()
+        self._patches.clear()
+
+
+class MethodPatches:
+    """Replaced methods of one object, until `close`.
+
+    A replacement that another wrapper still holds then calls the original.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self._patches = PatchSet()
+        self._closed = False
+
+    def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace a method by what `make` returns for the original."""
+
+        def make_call(original: Callable[..., Any]) -> Callable[..., Any]:
+            replacement = make(original)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return (original if self._closed else replacement)(*args, **kwargs)
+
+            return call
+
+        self._patches.add(self._owner, name, make_call)
+
+    def close(self) -> None:
+        """Restore the methods. Safe to call twice."""
+        self._closed = True
+        self._patches.restore()

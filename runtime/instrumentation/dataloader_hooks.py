@@ -10,7 +10,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data import dataloader as torch_dataloader
 
 from ..common.fail_open import FailOpen
-from ..common.patching import AttributePatch
+from ..common.patching import PatchSet
 from ..common.phase_timer import DATA, EVAL, PhaseTimer
 from .engine_hooks import EngineHooks
 
@@ -31,16 +31,14 @@ class DataHooks:
         self._open = True
         self._enter = fail_open.wrap("data", self._on_start)
         self._leave = fail_open.wrap("data", clock.leave)
-        self._patches = [
-            AttributePatch(owner, "__next__", self._wrapper) for owner in LOADER_CLASSES
-        ]
+        self._patches = PatchSet()
+        for owner in LOADER_CLASSES:
+            self._patches.add(owner, "__next__", self._wrapper)
 
     def restore(self) -> None:
         """Restore the loaders."""
         self._open = False
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
 
     def _on_start(self) -> None:
         self._clock.enter(DATA if self.engine_hooks.training else EVAL)

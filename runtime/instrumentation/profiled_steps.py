@@ -21,7 +21,7 @@ from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.comm_time import Interval, IntervalUnion
 from ..common import accelerator
-from ..common.patching import AttributePatch
+from ..common.patching import PatchSet
 
 MARK = "zerowatch: profiled step"
 # What the training thread runs between operators, waits included.
@@ -71,7 +71,7 @@ class ProfiledSteps:
         self._on_device = on_device
         self._profile: Any = None
         self._mark: Any = None
-        self._patches: list[AttributePatch] = []
+        self._patches = PatchSet()
         self._finished: tuple[int, Any] | None = None
 
     def on_step_end(self, step: int) -> None:
@@ -107,9 +107,7 @@ class ProfiledSteps:
     def close_after_fork(self) -> None:
         """In a forked child: drop the profile under way, which is the parent's."""
         self._profile = None
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
         atexit.unregister(self.close)
 
     def _start(self) -> None:
@@ -121,16 +119,12 @@ class ProfiledSteps:
         self._profile, self._mark = profile, record_function(MARK)
         self._mark.__enter__()
         owner = autograd_profiler.profile
-        self._patches = [
-            AttributePatch(owner, name, self._close_first)
-            for name in ("_prepare_trace", "__enter__")
-        ]
+        for name in ("_prepare_trace", "__enter__"):
+            self._patches.add(owner, name, self._close_first)
 
     def _stop(self) -> Any:
         profile, self._profile = self._profile, None
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
         self._mark.__exit__(None, None, None)
         profile.__exit__(None, None, None)
         atexit.unregister(self.close)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...common.patching import AttributePatch
+from ...common.patching import PatchSet
 
 STATS, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
 ACCELERATOR_STATS, ACCELERATOR_RESET = "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"
@@ -49,11 +49,9 @@ class SharedPeakCounters:
             RESET: self._reset_for_script,
             ACCELERATOR_RESET: self._reset_for_script,
         }
-        self._wraps = [
-            AttributePatch(owner, name, make)
-            for name, make in makers.items()
-            if hasattr(owner, name)
-        ]
+        self._patches = PatchSet()
+        for name, make in makers.items():
+            self._patches.add_existing(owner, [name], make)
 
     def take(self, device: int) -> Stats:
         """Return the allocator's statistics, with peaks since `take` was last called."""
@@ -69,9 +67,7 @@ class SharedPeakCounters:
     def restore(self) -> None:
         """Restore the original functions. Safe to call twice."""
         self._open = False
-        for wrap in self._wraps:
-            wrap.restore()
-        self._wraps.clear()
+        self._patches.restore()
 
     def _stats_for_script(self, original: Any) -> Any:
         def stats(device: int) -> Stats:

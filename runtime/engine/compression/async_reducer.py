@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...common.patching import MethodPatches
 from .collective_steps import InFlightReduction
-from .reduction_patch import PatchSet
 
 # Each bucket in flight holds the memory of a full one, even if it is nearly empty: a gradient that
 # does not fit any more launches what is there.
@@ -56,7 +56,7 @@ class AsyncBucketReducer:
         is_launching: Whether a bucket is being launched; its reductions are passed to `add`.
     """
 
-    def __init__(self, optimizer: Any, patches: PatchSet, index: GradientIndex) -> None:
+    def __init__(self, optimizer: Any, patches: MethodPatches, index: GradientIndex) -> None:
         """Replace the optimizer's own reduction.
 
         Args:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, ParameterIndex, ParameterNames
 from .collective_steps import run_all
-from .reduction_patch import PatchSet
 
 
 class Stage0:
@@ -21,7 +21,7 @@ class Stage0:
         self._compressor = compressor
         self._names = names
         self._index = ParameterIndex()
-        self._patches = PatchSet(engine)
+        self._patches = MethodPatches(engine)
         self._patches.replace("_reduce_non_expert_gradients", self._indexing)
         self._patches.replace("allreduce_bucket", self._compressing)
 

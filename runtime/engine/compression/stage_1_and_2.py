@@ -14,11 +14,11 @@ import torch
 from deepspeed import comm as dist
 
 from ...common import accelerator
+from ...common.patching import MethodPatches
 from .async_reducer import AsyncBucketReducer
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterIndex, ParameterNames
 from .collective_steps import CollectiveSteps, InFlightReduction, Reduction, run_all
 from .compressed_all_reduce import direct_is_cheaper
-from .reduction_patch import PatchSet
 
 Tensors = Sequence[torch.Tensor]
 
@@ -39,7 +39,7 @@ class Stage1And2:
         self._compressor = compressor
         self._buckets = BucketIndex(optimizer, names)
         self._async_reducer: AsyncBucketReducer | None = None
-        self._patches = PatchSet(optimizer)
+        self._patches = MethodPatches(optimizer)
         self._patches.replace("allreduce_and_copy_with_multiple_ranks", self._reduce_to_owners)
         if compressor is not None:
             self._patches.replace("allreduce_bucket", self._all_reduce_bucket)

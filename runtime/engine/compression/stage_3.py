@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterNames
 from .collective_steps import run_all
-from .reduction_patch import PatchSet
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
@@ -24,7 +24,7 @@ class Stage3:
         self._optimizer = optimizer
         self._compressor = compressor
         self._names = names
-        self._patches = PatchSet(optimizer)
+        self._patches = MethodPatches(optimizer)
         self._patches.replace(_SCATTER, self._scatter_grads)
         self._patches.replace(_SCATTER_BUCKET, self._scatter_bucket)
 

@@ -19,7 +19,7 @@ from ...collectives.ops import Guard, guarded_methods
 from ...common import accelerator
 from ...common.all_or_none import CollectiveAttempt, PeerFailedError
 from ...common.host_group import HostCollectives
-from ...common.patching import AttributePatch
+from ...common.patching import PatchSet
 from ...common.training_config import zero_stage
 from .check import unsupported_reason
 from .restore import HostSum, restore_snapshot
@@ -213,16 +213,12 @@ def _guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
 
         return call
 
-    patches = [
-        AttributePatch(backend, name, guarded)
-        for name in guarded_methods(Guard.REBUILD)
-        if hasattr(backend, name)
-    ]
+    patches = PatchSet()
+    patches.add_existing(backend, guarded_methods(Guard.REBUILD), guarded)
     try:
         yield
     finally:
-        for patch in reversed(patches):
-            patch.restore()
+        patches.restore()
 
 
 def _synchronize_ids(host_group: HostCollectives) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ...collectives.ops import Guard, guarded_methods
 from ...common.host_group import HostCollectives
-from ...common.patching import AttributePatch
+from ...common.patching import PatchSet
 from ...memory.oom.parse_error import is_caused_by_oom
 from .oom_capture import PeerOutOfMemory
 
@@ -48,7 +48,7 @@ class CollectiveGuard:
         self.vote_seconds = 0.0
         self._host_group = host_group
         self._is_single_rank = host_group.world_size == 1
-        self._patches: list[AttributePatch] = []
+        self._patches = PatchSet()
         self._call = _GuardedCall()
         self._window_thread: int | None = None
         self._outer_exception: BaseException | None = None
@@ -58,18 +58,12 @@ class CollectiveGuard:
         """Wrap the methods of DeepSpeed's backend object, `deepspeed.comm.comm.cdb`."""
         if self._patches or self._is_single_rank:
             return
-        self._patches = [
-            AttributePatch(backend, name, self._wrapper)
-            for name in guarded_methods(Guard.OOM)
-            if hasattr(backend, name)
-        ]
+        self._patches.add_existing(backend, guarded_methods(Guard.OOM), self._wrapper)
 
     def close(self) -> None:
         """Restore the methods. Wrappers that others wrapped over become pass-throughs."""
         self.armed = False
-        for patch in reversed(self._patches):
-            patch.restore()
-        self._patches.clear()
+        self._patches.restore()
 
     @contextmanager
     def window(self) -> Iterator[None]:
