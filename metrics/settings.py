@@ -207,7 +207,7 @@ class TunerSettings(Section):
     trials."""
     observe_seconds: float = Field(default=20.0, gt=0)
     """Seconds of training that a diagnosis of a TrainingRun is made from; 30 for any other."""
-    soak_steps: int = Field(default=200, ge=0)
+    cooldown_steps: int = Field(default=200, ge=0)
     """Steps of the cooldown after an accepted change, in which nothing else is tried; fewer if 10
     seconds of training, and at least 5 steps, are shorter."""
     total_steps: int | None = Field(default=None, ge=1)

@@ -139,7 +139,7 @@ WAITS = (
     ),
     Table(
         title="Stragglers now",
-        description="The phase tells where to look: **data** at the loader and the disk, "
+        description="The phase shows where to look: **data** at the loader and the disk, "
         "**forward** and **backward** at the device, its clock and who else uses it.",
         labels={"rank": "Rank", "phase": "Phase"},
         columns=(

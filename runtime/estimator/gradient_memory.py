@@ -23,7 +23,7 @@ _FUSED = frozenset(("adam", "adamw", "fusedadam"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMemory:
-    """Bytes of gradients on the device, and on the host where the name says so.
+    """Bytes of gradients on the device, and on the host (`host`, `host_accumulated`).
 
     Attributes:
         kept: Gradients at the end of backward.

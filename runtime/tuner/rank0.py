@@ -39,7 +39,7 @@ class StopFile:
         return self._path or (None if folder is None else folder / "tuner.stop")
 
     def exists(self) -> bool | None:
-        """Whether it exists; None where the disk cannot tell."""
+        """Whether it exists; None if that cannot be read."""
         path = self.path
         try:
             return path is not None and path.exists()

@@ -228,7 +228,7 @@ class ActiveTunerSession:
                 min_gain=settings.min_gain,
                 exploration_ratio=settings.exploration_ratio,
                 observe_seconds=settings.observe_seconds,
-                cooldown_steps=settings.soak_steps,
+                cooldown_steps=settings.cooldown_steps,
                 total_steps=settings.total_steps,
                 thresholds=Thresholds.of_settings(self._settings),
             ),

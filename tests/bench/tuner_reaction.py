@@ -27,7 +27,7 @@ LEAST = 0.98  # of the better one's throughput: what a change no longer needed m
 ASKED = {
     "tuner": {"tuner": "auto", "numerics": "statistical"},
     # The cooldown is counted in steps, and would outlast the parts of this bench.
-    "settings": {"rebuild": False, "soak_steps": 20},
+    "settings": {"rebuild": False, "cooldown_steps": 20},
     "seconds": 3600,
     "rivals": {"at first": FIRST},
     "rounds": 4,

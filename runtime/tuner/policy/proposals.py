@@ -32,7 +32,7 @@ from .registry import (
 )
 from .types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 
-MIN_GAIN = 0.01  # a trial cannot tell a smaller gain from noise
+MIN_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise
 MIN_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail
 _REBUILD_FACTOR = 1.15  # a rebuild must be predicted to be that much faster than a live change
 _EQUAL_GAINS = 0.02  # predictions that differ by less rank equal
@@ -84,7 +84,7 @@ def propose(inputs: TunerInput) -> list[Proposal]:
 
     Under memory pressure: only what frees memory, one proposal per knob; it need not gain.
     Otherwise: the best configuration of the history; what is predicted to gain; what only a trial
-    can tell; and what is no longer needed.
+    can decide; and what is no longer needed.
     """
     pressure = inputs.symptom(MEMORY_PRESSURE)
     if pressure is not None:

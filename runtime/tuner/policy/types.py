@@ -62,7 +62,7 @@ class ModelTraits:
         expert_capacity: Its experts take a limited number of tokens of a micro-batch and drop the
             rest.
         loss_decomposable: The loss of a batch is the weighted mean of its parts' losses. It is not
-            where samples are compared with each other. Only the user can tell.
+            where samples are compared with each other. Only the user knows.
     """
 
     dropout: bool = False

@@ -33,7 +33,7 @@ SETTINGS = {
     "cross_rank": {"interval_seconds": 0.1},
     "tuner": {
         "observe_seconds": 0.1,
-        "soak_steps": 5,
+        "cooldown_steps": 5,
         "exploration_ratio": 1.0,
         "comm_ratio_high": 0.01,
         "rebuild": False,
