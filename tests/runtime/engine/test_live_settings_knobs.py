@@ -1,4 +1,4 @@
-"""Each knob of a live engine, turned at window 3 and back at window 6, on two and four ranks."""
+"""Each knob of a live engine, set at window 3 and undone at window 6, on two and four ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @pytest.mark.jobs
 @each_case
-def test_on_two_ranks_the_weights_end_bitwise_as_if_nothing_was_touched(two_ranks, case: Case):
+def test_on_two_ranks_weights_are_bitwise_unchanged(two_ranks, case: Case):
     assert [rank[case.name]["bitwise"] for rank in two_ranks] == [True, True]
 
 
@@ -61,7 +61,7 @@ def test_on_four_ranks_weights_are_bitwise_equal_unless_the_knob_reorders_sums(
 
 @pytest.mark.jobs
 @each_case
-def test_the_calls_of_a_window_change_with_the_knob_and_back(two_ranks, case: Case):
+def test_the_calls_of_a_window_change_with_the_knob_and_return_with_its_undo(two_ranks, case: Case):
     for rank in two_ranks:
         found = rank[case.name]
         for what, direction in case.shows:
@@ -74,7 +74,7 @@ def test_the_calls_of_a_window_change_with_the_knob_and_back(two_ranks, case: Ca
 
 @pytest.mark.jobs
 @each_case
-def test_what_was_set_reads_back_and_so_does_what_was_there(two_ranks, case: Case):
+def test_the_set_value_and_the_restored_value_read_back(two_ranks, case: Case):
     for rank in two_ranks:
         assert rank[case.name]["holds_after_apply"]
         assert rank[case.name]["holds_after_undo"]
@@ -82,7 +82,7 @@ def test_what_was_set_reads_back_and_so_does_what_was_there(two_ranks, case: Cas
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("value", [0, 10**5])
-def test_kept_parameters_take_the_bytes_that_were_told_before(two_ranks, value: int):
+def test_persistent_parameters_take_the_predicted_bytes(two_ranks, value: int):
     found = two_ranks[0][f"stage 3, param_persistence_threshold {value}"]
 
     kept = found["turned"]["kept_bytes"] - found["untouched"]["kept_bytes"]
@@ -105,10 +105,10 @@ def test_a_buffer_takes_the_bytes_of_its_elements(two_ranks, name: str, bytes_mo
 
 
 @pytest.mark.jobs
-def test_a_knob_that_an_engine_does_not_have_says_why(two_ranks):
+def test_an_unsupported_knob_has_a_reason(two_ranks):
     reasons = two_ranks[0]["reasons"]
 
-    assert reasons["stage 0"]["prefetch_bucket_size"] == "only stage 3 gathers parameters"
+    assert "stage 3" in reasons["stage 0"]["prefetch_bucket_size"]
     assert "step()" in reasons["stage 1"]["overlap_comm"]
     assert "no streams" in reasons["stage 3"]["overlap_comm"]
     for case in CASES:
@@ -124,7 +124,7 @@ def test_a_knob_that_an_engine_does_not_have_says_why(two_ranks):
         (TIMER_SYNCHRONIZED, 1),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_before_anything_changes(knob, value):
+def test_an_invalid_value_is_refused_before_anything_changes(knob, value):
     engine = an_engine()
 
     with pytest.raises(ZerowatchError, match=knob.name):
@@ -133,7 +133,7 @@ def test_a_value_that_makes_no_sense_is_refused_before_anything_changes(knob, va
     assert engine.tput_timer.config.synchronized is True
 
 
-def test_a_name_that_is_gone_from_deepspeed_disables_its_knob_and_is_logged(caplog):
+def test_a_name_missing_from_deepspeed_disables_its_knob_and_is_logged(caplog):
     engine = an_engine()
     del engine.tput_timer
 

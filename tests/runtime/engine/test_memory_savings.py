@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTED, *OFFLOADED])
-def test_the_weights_end_bitwise_as_if_nothing_was_switched(ranks, name: str):
+def test_weights_are_bitwise_unchanged(ranks, name: str):
     assert [rank[name]["bitwise"] for rank in ranks] == [True, True]
 
 
@@ -49,7 +49,7 @@ def test_autograd_keeps_less_than_half_while_checkpointing_is_on(ranks, name: st
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTED, *OFFLOADED])
-def test_forwards_and_step_are_the_very_objects_they_were(ranks, name: str):
+def test_undo_restores_the_original_forwards_and_step(ranks, name: str):
     for rank in ranks:
         assert rank[name]["forwards_restored"]
         assert rank[name]["step_restored"]

@@ -109,13 +109,13 @@ def by_turns(stage: int, folder: Path) -> dict[str, Any]:
     """Turn it on, change one's mind, turn it off, and go on in another run from a save."""
     run = make(stage, slow=True, balance=False)
     knobs = run._tuner._knobs
-    told = {"without loader": "balance" in knobs.options()}
+    found = {"without loader": "balance" in knobs.options()}
     batches = batches_of(run, num_workers=1)
-    told["options"] = knobs.options()["balance"]
+    found["options"] = knobs.options()["balance"]
     seen = go_on(run, batches, TURNED_ON)
     knobs.apply({"balance": True})()  # on and back before anybody trains
     knobs.apply({"balance": True})
-    told["reads"] = [knobs.values()["balance"], knobs.verify({"balance": True})]
+    found["reads"] = [knobs.values()["balance"], knobs.verify({"balance": True})]
     seen += go_on(run, batches, TURNED_OFF - TURNED_ON)
     knobs.apply({"balance": False})
     seen += go_on(run, batches, 1)
@@ -124,7 +124,7 @@ def by_turns(stage: int, folder: Path) -> dict[str, Any]:
     again = make(stage, slow=True, balance=False)
     again.load(folder / "saves")
     seen += go_on(again, batches_of(again, num_workers=0), WINDOWS[stage] - len(seen))
-    return {**told, **end(again, seen)}
+    return {**found, **end(again, seen)}
 
 
 def gathered(model: torch.nn.Module) -> list[float]:
@@ -141,26 +141,26 @@ def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
     run = make(stage, slow=False, balance=False)
     knobs = run._tuner._knobs
     batches = batches_of(run, num_workers=1)
-    told = {"options": knobs.options()["batch_samples"]}
+    found = {"options": knobs.options()["batch_samples"]}
     seen = go_on(run, batches, 3)
     knobs.apply({"batch_samples": 4 * BATCH})()
     undo = knobs.apply({"batch_samples": 2 * BATCH})
     seen += go_on(run, batches, 6)
-    told["reads"] = [knobs.values()["batch_samples"], knobs.verify({"batch_samples": 2 * BATCH})]
+    found["reads"] = [knobs.values()["batch_samples"], knobs.verify({"batch_samples": 2 * BATCH})]
     run.save(folder / "larger")
     end(run, seen)
     again = make(stage, slow=False, balance=False)
     again.load(folder / "larger")
     batches = batches_of(again, num_workers=0)
     seen += go_on(again, batches, 2)
-    told["loaded"] = again._tuner._knobs.values()["batch_samples"]
+    found["loaded"] = again._tuner._knobs.values()["batch_samples"]
     again.rebuild({"zero_optimization": {"stage": 2}})
     seen += go_on(again, batches, 2)
     again._tuner._knobs.apply({"batch_samples": BATCH})
     seen += go_on(again, batches, 3)
     undo()  # of a run that has ended: nothing comes of it
     rate = again.engine.basic_optimizer.param_groups[0]["lr"]
-    return {**told, **end(again, seen), "rate": rate, "by hand": by_hand(stage, seen)}
+    return {**found, **end(again, seen), "rate": rate, "by hand": by_hand(stage, seen)}
 
 
 def by_hand(stage: int, seen: list[list[int]]) -> list[float]:
@@ -177,15 +177,15 @@ def by_hand(stage: int, seen: list[list[int]]) -> list[float]:
 def main(folder: Path, stages: list[int]) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
-    told = {}
+    found = {}
     for stage in stages:
-        told[stage] = {
+        found[stage] = {
             "balanced": train(stage, balance=True, num_workers=1),
             "even": train(stage, balance=False, num_workers=0),
         }
-    told["by turns"] = by_turns(1, folder)
-    told["larger"] = larger_batches(1, folder)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(told))
+    found["by turns"] = by_turns(1, folder)
+    found["larger"] = larger_batches(1, folder)
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

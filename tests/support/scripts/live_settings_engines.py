@@ -1,4 +1,4 @@
-"""Small engines, their windows owned by the script, whose weights show any difference."""
+"""Small engines without managed gradient accumulation, whose weights show any difference."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Net(torch.nn.Module):
 
 
 class Counts:
-    """Counts DeepSpeed's collectives, and what else a changed engine does more or less often."""
+    """Counts of DeepSpeed's collectives and of other calls that a setting changes."""
 
     def __init__(self) -> None:
         self.window: Counter[str] = Counter()
@@ -65,9 +65,9 @@ class Counts:
         accelerator.synchronize = self._counting("synchronize", accelerator.synchronize)
 
     def _counting(self, name: str, function: Callable) -> Callable:
-        def counted(*given, **named):
+        def counted(*args, **kwargs):
             self.window[name] += 1
-            return function(*given, **named)
+            return function(*args, **kwargs)
 
         return counted
 
@@ -92,7 +92,7 @@ class Counts:
         return counted
 
     def close(self, engine) -> dict[str, int]:
-        """Return what was counted since the last time."""
+        """Return the counts since the last call."""
         parameters = list(engine.module.parameters())
         if hasattr(parameters[0], "ds_tensor"):
             kept = [p for p in parameters if p.ds_persist]
@@ -142,11 +142,11 @@ def train(
 
 @contextmanager
 def saved_bytes(engine) -> Iterator[None]:
-    """Note as `engine.saved` what autograd keeps of a forward, without the parameters."""
+    """Set `engine.saved` to the bytes that autograd keeps of a forward, without parameters."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        # Looked at anew each time: ZeRO 3 gathers parameters into other memory.
+        # Computed each time: ZeRO 3 gathers parameters into other memory.
         held = {parameter.data_ptr() for parameter in engine.module.parameters()}
         if tensor.data_ptr() not in held:
             kept[tensor.data_ptr()] = tensor.nbytes

@@ -1,4 +1,4 @@
-"""Turns each knob of a live engine at window 3 and back at window 6, and tells what that changed.
+"""Sets each knob of a live engine at window 3, undoes it at window 6, and reports what changed.
 
 `live_settings_knobs_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """
@@ -68,13 +68,14 @@ def untouched(stage: int, zero: dict) -> torch.Tensor:
 
 
 def reasons() -> dict[str, dict[str, str | None]]:
-    """Return for each stage why an engine does not have a knob."""
-    told = {}
+    """Return for each stage why an engine does not support a knob."""
+    reasons_by_stage = {}
     for stage in range(4):
         engine = make_engine(stage, {})
-        told[f"stage {stage}"] = {knob.name: knob.unsupported_reason(engine) for knob in KNOBS}
+        of_knobs = {knob.name: knob.unsupported_reason(engine) for knob in KNOBS}
+        reasons_by_stage[f"stage {stage}"] = of_knobs
         give_up(engine)
-    return told
+    return reasons_by_stage
 
 
 if __name__ == "__main__":

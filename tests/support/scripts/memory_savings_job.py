@@ -95,7 +95,7 @@ def make(case: Case):
 
 
 def as_language(forward: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Read tokens out of the numbers that the other engines are trained on."""
+    """Map the numbers that the other engines are trained on to tokens."""
     tokens = (x.abs() * 10).long().clamp(max=31)
     return forward(input_ids=tokens, labels=tokens).loss
 
@@ -142,10 +142,10 @@ if __name__ == "__main__":
         key = (case.stage, case.bf16, case.transformers)
         if key not in plain:
             plain[key] = run(case, is_applied=False)[0]
-        actual, told = run(case, is_applied=True)
+        actual, found = run(case, is_applied=True)
         difference = (actual - plain[key]).abs().max() / plain[key].abs().max()
-        told["bitwise"] = torch.equal(actual, plain[key])
-        told["difference"] = float(difference)
-        results[case.name] = told
-    assert len(told["saved"]) == WINDOWS
+        found["bitwise"] = torch.equal(actual, plain[key])
+        found["difference"] = float(difference)
+        results[case.name] = found
+    assert len(found["saved"]) == WINDOWS
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
