@@ -31,10 +31,10 @@ class PendingScalar:
         return float(self._copy) if self.arrived() else None
 
 
-Number = float | PendingScalar | None
+ScalarOrPending = float | PendingScalar | None
 
 
-def number(source: Any) -> Number:
+def scalar(source: Any) -> ScalarOrPending:
     """Return a scalar of a number, a tensor with one element or None."""
     if source is None or type(source) is float:
         return source
@@ -51,27 +51,27 @@ def _from_device(source: torch.Tensor) -> PendingScalar | None:
     return PendingScalar(source)
 
 
-def arrived(one: Number) -> bool:
+def arrived(one: ScalarOrPending) -> bool:
     """Whether a scalar can be read."""
     return not isinstance(one, PendingScalar) or one.arrived()
 
 
-def read(one: Number) -> float | None:
+def read(one: ScalarOrPending) -> float | None:
     """Return the value, or None if there is none or it is pending."""
     return one.read() if isinstance(one, PendingScalar) else one
 
 
-def total(numbers: list[Number]) -> float | None:
+def total(numbers: list[ScalarOrPending]) -> float | None:
     """Return the sum of the known values; None if there are none."""
     known = _known(numbers)
     return sum(known) if known else None
 
 
-def mean(numbers: list[Number]) -> float | None:
+def mean(numbers: list[ScalarOrPending]) -> float | None:
     """Return the mean of the known values; None if there are none."""
     known = _known(numbers)
     return sum(known) / len(known) if known else None
 
 
-def _known(numbers: list[Number]) -> list[float]:
+def _known(numbers: list[ScalarOrPending]) -> list[float]:
     return [value for value in map(read, numbers) if value is not None]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..common.device_scalar import Number, number
+from ..common.device_scalar import ScalarOrPending, scalar
 from ..common.fail_open import FailOpen
 from ..common.patching import AttributePatch
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, OTHER, PhaseTimer
@@ -59,7 +59,7 @@ class EngineHooks:
         self._open = True
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
-        self._loss: Number = None
+        self._loss: ScalarOrPending = None
         self._output: Callable[[], Any] = _no_output
         self._inside_backward = False
         self._plain_backward = False
@@ -284,10 +284,10 @@ class EngineHooks:
         self._collect(counts)
 
 
-def extract_loss(output: Any) -> Number:
+def extract_loss(output: Any) -> ScalarOrPending:
     """Return a loss; None for anything but a tensor with one element."""
     if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return number(output.detach())
+        return scalar(output.detach())
     return None
 
 

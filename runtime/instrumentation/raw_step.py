@@ -10,7 +10,7 @@ from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import StepRecord
 from ..collectives.batch import Batch
 from ..collectives.totals import StepCommTotals
-from ..common.device_scalar import Number, arrived, mean, read, total
+from ..common.device_scalar import ScalarOrPending, arrived, mean, read, total
 from ..common.phase_timer import PhaseInterval
 from ..memory.memory_reader import Readings
 from ..memory.step_sample import StepMemorySample
@@ -33,11 +33,11 @@ class StepCounts:
     samples: int | None = None
     tokens: int | None = None
     sequence_length: int | None = None
-    losses: list[Number] = field(default_factory=list)
+    losses: list[ScalarOrPending] = field(default_factory=list)
     losses_are_shares: bool = False
     skipped: bool = False
 
-    def add(self, shapes: list[BatchShape], loss: Number) -> None:
+    def add(self, shapes: list[BatchShape], loss: ScalarOrPending) -> None:
         """Count one micro-batch, of one or more forwards."""
         self.micro_batches += 1
         for shape in shapes:
@@ -69,9 +69,9 @@ class RawStep:
     intervals: Iterable[PhaseInterval]
     counts: StepCounts
     coverage: float | None
-    gradient_norm: Number
-    learning_rate: Number
-    loss_scale: Number
+    gradient_norm: ScalarOrPending
+    learning_rate: ScalarOrPending
+    loss_scale: ScalarOrPending
     trace: Mapping[str, str] | None
     memory: StepMemorySample | None
     batch: Batch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...metrics.exporters.trace_context import current_trace_labels
-from ..common.device_scalar import Number, number
+from ..common.device_scalar import ScalarOrPending, scalar
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
 from .raw_step import RawStep, StepCounts
@@ -87,14 +87,14 @@ class StepCollector:
         return self._coverage()
 
 
-def _gradient_norm(engine: Any) -> Number:
-    return number(engine.get_global_grad_norm())
+def _gradient_norm(engine: Any) -> ScalarOrPending:
+    return scalar(engine.get_global_grad_norm())
 
 
-def _learning_rate(engine: Any) -> Number:
-    return number(engine.optimizer.param_groups[0]["lr"])
+def _learning_rate(engine: Any) -> ScalarOrPending:
+    return scalar(engine.optimizer.param_groups[0]["lr"])
 
 
-def _loss_scale(engine: Any) -> Number:
+def _loss_scale(engine: Any) -> ScalarOrPending:
     # Not engine.loss_scale(), which is the configured one: 0 where the scale is dynamic.
-    return number(engine._get_optimizer_loss_scale())
+    return scalar(engine._get_optimizer_loss_scale())

@@ -26,7 +26,7 @@ from ..collectives.groups import CollectiveCall
 from ..instrumentation.watch_context import WatchContext
 from .otel_spans import SlowSteps, child_spans, is_sampled, span_id_of, trace_id_of
 from .step_log import keeps_every_step
-from .step_metrics import Step
+from .step_metrics import FinishedStep
 
 if TYPE_CHECKING:
     from ...metrics.exporters.otlp import Otlp
@@ -62,7 +62,7 @@ class OtelExporter:
         self._rank = context.identity.rank
         # Nodes may count their restarts differently; a span of such a rank has an unknown parent.
         self._attempt = f"{context.identity.attempt}.{context.watch_index}"
-        self._held: deque[Step] = deque()
+        self._held: deque[FinishedStep] = deque()
         self._lost = 0
         self._slow = SlowSteps()
         self._last_ids: tuple[int, int] | None = None
@@ -86,7 +86,7 @@ class OtelExporter:
         """Traces and log lines lost."""
         return self._lost + (0 if self._outbox is None else self._outbox.dropped)
 
-    def trace(self, steps: Sequence[Step]) -> None:
+    def trace(self, steps: Sequence[FinishedStep]) -> None:
         """Make traces of sampled and slow steps. Called on the watch thread each second.
 
         The steps' metrics are published already: a histogram gets its exemplar once the trace was
@@ -168,7 +168,7 @@ class OtelExporter:
         host = self._context.identity.host
         return resource_attributes(os.environ, run_id=run_id, rank=self._rank, host=host)
 
-    def _consider(self, step: Step, run_id: str) -> None:
+    def _consider(self, step: FinishedStep, run_id: str) -> None:
         slow = self._slow.is_slow(step.record.training_seconds)
         trace_id = trace_id_of(run_id, step.record.step)
         if self._is_sampled(trace_id):
@@ -185,7 +185,7 @@ class OtelExporter:
             trace_id, self._settings.every_steps
         )
 
-    def _queue_trace(self, step: Step, run_id: str, trace_id: int, *, reason: str) -> None:
+    def _queue_trace(self, step: FinishedStep, run_id: str, trace_id: int, *, reason: str) -> None:
         intervals = list(step.raw.intervals)
         if self._outbox is None or not intervals:
             return
@@ -217,7 +217,7 @@ class OtelExporter:
     def _span_id(self, run_id: str, step: int, rank: int) -> int:
         return span_id_of(run_id, step, rank, attempt=self._attempt)
 
-    def _attributes(self, step: Step, run_id: str, reason: str) -> dict[str, Value]:
+    def _attributes(self, step: FinishedStep, run_id: str, reason: str) -> dict[str, Value]:
         record = step.record
         known: dict[str, Value | None] = {
             "zerowatch.run": run_id,
@@ -267,14 +267,14 @@ def _open_otlp(settings: OtelSettings, rank: int) -> Otlp | None:
     return Otlp(settings.endpoint, settings.timeout_seconds)
 
 
-def _comparable(step: Step) -> Sequence[CollectiveCall]:
+def _comparable(step: FinishedStep) -> Sequence[CollectiveCall]:
     """Return the calls with comparable times: on CUDA not those on an earlier batch's anchor."""
     if step.raw.batch.anchor is not None:
         return step.raw.batch.calls
     return [call for call in step.calls if call.start_event is None]
 
 
-def _examples(step: Step, spans: Sequence[Span]) -> list[Example]:
+def _examples(step: FinishedStep, spans: Sequence[Span]) -> list[Example]:
     """Return exemplars for the histograms; the script's own span of the step has precedence."""
     found = [
         Example(

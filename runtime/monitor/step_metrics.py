@@ -17,7 +17,7 @@ from ..instrumentation.raw_step import RawStep, StepCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FinishedStep:
     """A finished step.
 
     Attributes:
@@ -50,7 +50,7 @@ class StepMetrics:
         self._flops_of = flops_of
         self._peak_flops = peak_flops
 
-    def publish(self, steps: Sequence[Step], totals: PeriodTotals) -> None:
+    def publish(self, steps: Sequence[FinishedStep], totals: PeriodTotals) -> None:
         """Publish steps and the calls that ended meanwhile in one commit."""
         with self._recorder.commit():
             self._count_calls(totals)
@@ -71,7 +71,7 @@ class StepMetrics:
         totals.add(batch.calls, CommTime(0.0, {}))
         self.publish([], totals)
 
-    def _count_steps(self, steps: Sequence[Step]) -> None:
+    def _count_steps(self, steps: Sequence[FinishedStep]) -> None:
         recorder, records = self._recorder, [step.record for step in steps]
         recorder.add(training.STEPS, len(records))
         recorder.add(training.SKIPPED_STEPS, sum(record.skipped for record in records))
@@ -104,7 +104,7 @@ class StepMetrics:
             if value is not None:
                 self._recorder.set(spec, value)
 
-    def _count_arithmetic(self, steps: Sequence[Step], seconds: float) -> None:
+    def _count_arithmetic(self, steps: Sequence[FinishedStep], seconds: float) -> None:
         counted = [self._flops_of(step.raw.counts) for step in steps]
         flops = sum(one for one in counted if one is not None)
         if flops:

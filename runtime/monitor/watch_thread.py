@@ -28,7 +28,7 @@ from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
 from .otel import OtelExporter
 from .run_folder import RunFolder
-from .step_metrics import Step, StepMetrics
+from .step_metrics import FinishedStep, StepMetrics
 
 Listener = Callable[[StepRecord], object]
 
@@ -94,7 +94,7 @@ class WatchThread:
         self._tick_due = 0.0
         self._comm_time, self._comm = CommTimeCounter(), StepCommTotals()
         self._totals = PeriodTotals()
-        self._steps: list[Step] = []
+        self._steps: list[FinishedStep] = []
         self._calls: list[CollectiveCall] = []
         self._fail_open = fail_open
         self._finish = fail_open.wrap("step records", self._finish_pending)
@@ -188,7 +188,7 @@ class WatchThread:
         record = raw.record(comm, self._sampler.device_readings, risks)
         self._add_step_times(raw.phase_ns, comm.blocked_ns)
         self._append(record)
-        self._steps.append(Step(record, raw, calls))
+        self._steps.append(FinishedStep(record, raw, calls))
 
     def _publish_second(self) -> None:
         """Publish what came since the last second, and call the listeners."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...common.device_scalar import Number, number, read
+from ...common.device_scalar import ScalarOrPending, read, scalar
 
 
 class Residuals:
@@ -69,7 +69,7 @@ class CompressionError:
     def __init__(self) -> None:
         self._values_squared: torch.Tensor | None = None
         self._errors_squared: torch.Tensor | None = None
-        self._last: Number = None
+        self._last: ScalarOrPending = None
 
     def add_values(self, values: torch.Tensor) -> None:
         """Add values that are about to be compressed."""
@@ -86,7 +86,7 @@ class CompressionError:
     def close(self) -> None:
         """End a window, and start to copy its ratio to the host."""
         if self._values_squared is not None and self._errors_squared is not None:
-            self._last = number((self._errors_squared / self._values_squared).sqrt())
+            self._last = scalar((self._errors_squared / self._values_squared).sqrt())
         self.discard()
 
     def discard(self) -> None:

@@ -14,7 +14,7 @@ from zerowatch.runtime.common.phase_timer import (
 
 
 class HandTurned:
-    """A clock that goes on only when told."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.ns = 0

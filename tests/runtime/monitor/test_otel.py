@@ -22,7 +22,7 @@ from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, OtelExporter
 from zerowatch.runtime.monitor.otel_spans import span_id_of, trace_id_of
-from zerowatch.runtime.monitor.step_metrics import Step
+from zerowatch.runtime.monitor.step_metrics import FinishedStep
 
 RUN, NEVER = "night-7", 10**9
 OWN_LOGGER = logging.getLogger("zerowatch")
@@ -67,7 +67,7 @@ class Rank:
             trace=user_trace,
         )
         self.recorder.observe(STEP_SECONDS, seconds, exemplar=user_trace)
-        self.telemetry.trace([Step(record_of(number, seconds=seconds), closed, calls)])
+        self.telemetry.trace([FinishedStep(record_of(number, seconds=seconds), closed, calls)])
 
     def roots(self):
         """Close, and return the roots that the collector got."""
@@ -237,10 +237,10 @@ def test_a_span_outside_of_steps_has_its_own_trace(make_rank):
     rank.telemetry.send(Span(name="tuner.decision", start_ns=1, end_ns=3, attributes={"knob": "k"}))
 
     (step,) = rank.roots()
-    (told,) = [span for _, span in rank.collector.spans() if span.name == "tuner.decision"]
-    assert told.trace_id != step.trace_id
-    assert (told.parent_span_id, told.end_time_unix_nano) == (b"", 3)
-    assert attributes_of(told) == {"knob": "k"}
+    (sent,) = [span for _, span in rank.collector.spans() if span.name == "tuner.decision"]
+    assert sent.trace_id != step.trace_id
+    assert (sent.parent_span_id, sent.end_time_unix_nano) == (b"", 3)
+    assert attributes_of(sent) == {"knob": "k"}
 
 
 def test_without_traces_no_span_is_sent(make_rank):

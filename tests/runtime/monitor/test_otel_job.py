@@ -135,11 +135,14 @@ def test_a_root_span_has_the_attributes_of_its_step(job):
     root, *_ = job.of(1, SAMPLED[0])
 
     record = job.records[1][SAMPLED[0]]
-    told = attributes_of(root)
-    assert (told["zerowatch.run"], told["zerowatch.rank"]) == (RUN, 1)
-    assert (told["zerowatch.step"], told["zerowatch.sampled_by"]) == (SAMPLED[0], "chance")
-    assert told["zerowatch.loss"] == pytest.approx(record["loss"])
-    assert told["zerowatch.comm_exposed_seconds"] == record["comm_exposed_seconds"]
+    attributes = attributes_of(root)
+    assert (attributes["zerowatch.run"], attributes["zerowatch.rank"]) == (RUN, 1)
+    assert (attributes["zerowatch.step"], attributes["zerowatch.sampled_by"]) == (
+        SAMPLED[0],
+        "chance",
+    )
+    assert attributes["zerowatch.loss"] == pytest.approx(record["loss"])
+    assert attributes["zerowatch.comm_exposed_seconds"] == record["comm_exposed_seconds"]
 
 
 def test_the_resource_has_rank_and_host_and_no_command_line(job):
