@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -81,6 +82,12 @@ class EngineHolder:
         self._make_engine = make_engine
         self.on_engine_replaced: list[Callable[[], None]] = []
         self._attached: dict[EngineChange, tuple[Attachment, Undo]] = {}
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Run folder of the engine's present watch; the caller may open another watch on it."""
+        folder: Path | None = self.engine.watch.run_folder
+        return folder
 
     def checkpoint_activations(self, chosen: ModuleSelector | bool) -> None:
         """Checkpoint activations of the chosen modules; True: of the repeated block; False: stop.

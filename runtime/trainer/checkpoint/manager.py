@@ -44,8 +44,7 @@ class CheckpointManager:
     ) -> None:
         self._engine_holder, self._window_runner = engine_holder, window_runner
         self._data, self._host_group = data, host_group
-        self._watch = engine_holder.engine.watch
-        self._plan_file = PlanFile(self._watch)
+        self._plan_file = PlanFile(engine_holder)
         self._is_node_leader = this_process().local_rank == 0
         self._written = self._relevant_state()
         window_runner.on_fatal_oom.append(self._record_failure)
@@ -89,7 +88,7 @@ class CheckpointManager:
     def on_window_end(self) -> None:
         """Write the plan if it has changed, with the ds config if the engine was rebuilt."""
         state = self._relevant_state()
-        has_folder = self._watch.run_folder is not None  # a run may get it late
+        has_folder = self._engine_holder.run_folder is not None  # a run may get it late
         if state != self._written and has_folder:
             self._written = state
             if self._is_node_leader:

@@ -52,7 +52,7 @@ class PersistedPlan:
 
 
 class RunFolderOwner(Protocol):
-    """Owner of a run folder, such as the watch."""
+    """Owner of a run folder."""
 
     @property
     def run_folder(self) -> Path | None:
@@ -63,11 +63,11 @@ class PlanFile:
     """Plan file of a run folder, one per node if folders are not shared; logs errors of the disk.
 
     Args:
-        watch: Owner of the run folder, which it may get late; without one nothing is written.
+        owner: Owner of the run folder, which it may get late; without one nothing is written.
     """
 
-    def __init__(self, watch: RunFolderOwner) -> None:
-        self._watch = watch
+    def __init__(self, owner: RunFolderOwner) -> None:
+        self._owner = owner
         self._accounted_for: frozenset[Failure] = frozenset()
         self._warned = False
 
@@ -116,7 +116,7 @@ class PlanFile:
 
     @property
     def _folder(self) -> Path | None:
-        return self._watch.run_folder
+        return self._owner.run_folder
 
     @contextmanager
     def _locked(self) -> Iterator[PersistedPlan]:

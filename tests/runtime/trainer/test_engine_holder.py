@@ -1,13 +1,15 @@
-"""Attachments of an engine are attached to its replacement, as far as it supports them."""
+"""Holder of a run's engine: attachments move to its replacement; its watch may be replaced too."""
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from zerowatch.runtime.trainer import engine_holder
+from zerowatch.runtime.trainer.checkpoint.plan_file import PlanFile
 from zerowatch.runtime.trainer.engine_holder import EngineHolder
 from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
 
@@ -39,3 +41,14 @@ def test_an_attachment_that_the_new_engine_rejects_is_dropped_and_logged(holder,
     assert holder.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
     assert EngineChange.OPTIMIZER_STATE_OFFLOAD.value in caplog.text
     assert "no room for pinned memory" in caplog.text
+
+
+def test_the_run_folder_is_that_of_a_watch_opened_later(holder, tmp_path):
+    holder.engine.watch = SimpleNamespace(run_folder=None)
+    plan_file = PlanFile(holder)
+    plan_file.write({}, steps=1)
+
+    holder.engine.watch = SimpleNamespace(run_folder=tmp_path)
+    plan_file.write({}, steps=2)
+
+    assert json.loads((tmp_path / "plan.json").read_text())["steps"] == 2
