@@ -11,6 +11,7 @@ from fakes.rank_sets import FakeGroup
 from torch.distributed import PrefixStore, TCPStore
 
 from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.catalog.spec import MetricSpec
 
 NUM_RANKS, SLOW, LATE, DIVERGED = 130, 101, 127, 77
 
@@ -40,9 +41,7 @@ def crowd() -> Iterator[ComparedRanks]:
     yield crowd
 
 
-def values(
-    crowd: ComparedRanks, spec: communication.MetricSpec, *labels: str
-) -> list[float | None]:
+def values(crowd: ComparedRanks, spec: MetricSpec, *labels: str) -> list[float | None]:
     return [rank.recorder.snapshot().value(spec, *labels) for rank in crowd.all]
 
 
