@@ -74,7 +74,7 @@ def test_a_snapshot_for_torch_s_viewer_is_written_beside_the_report(
 
     report = (tmp_path / "oom" / "rank-0-1.txt").read_text()
     assert report.startswith(
-        "out of memory on cuda:0 in forward of step 61, micro-batch 2: 3.0 GiB"
+        "out of memory on cuda:0 in forward of step 61, micro-batch 2: 3.00 GiB requested"
     )
     assert "(set_per_process_memory_fraction)" in report.splitlines()[0]
     assert "drop rank-0-1.pickle on https://pytorch.org/memory_viz" in report
