@@ -228,7 +228,7 @@ class TunerSettings(Section):
 class Settings(BaseSettings):
     """All settings; built by `load_settings`, whose errors are one line.
 
-    Example:
+    Examples:
         >>> settings = load_settings({"serve": {"port": 9500}})
         >>> settings.serve.port
         9500

@@ -80,7 +80,7 @@ def initialize(
     DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. Of several engines the
     first with an optimizer is the watched run; the others share its watch.
 
-    Example:
+    Examples:
         >>> engine, optimizer, _, scheduler = zerowatch.initialize(
         ...     model=model,
         ...     model_parameters=model.parameters(),
@@ -152,7 +152,7 @@ def watch(engine: Any, settings: Mapping[str, Any] | None = None) -> Watch:
 
     A watch on another engine is closed first.
 
-    Example:
+    Examples:
         >>> watch = zerowatch.watch(engine, settings={"run_log": {"enabled": False}})
         >>> watch.snapshot()
 

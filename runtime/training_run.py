@@ -74,7 +74,7 @@ class TrainingRun:
         ValueError: `compression` is unknown, or not possible with this engine.
         ZerowatchError: `activation_checkpointing` selects no module.
 
-    Example:
+    Examples:
         >>> def loss(model, batch):
         ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
         >>> run = zerowatch.TrainingRun(model, config="ds_config.json", loss=loss)
@@ -190,7 +190,7 @@ class TrainingRun:
                 memory ran out within the update itself: then restart it from its last checkpoint.
             TypeError: The loss returned neither a mean loss nor (mean loss, weight).
 
-        Example:
+        Examples:
             >>> result = run.train_batch({"x": x, "y": y})  # [local_batch, 1024], [local_batch]
             >>> result.loss
             0.693
@@ -292,7 +292,7 @@ class TrainingRun:
         Raises:
             RebuildError: The new engine cannot be built. Nothing has changed; training goes on.
 
-        Example:
+        Examples:
             >>> run.rebuild({"zero_optimization": {"stage": 3}})
         """
         with self._user_change():

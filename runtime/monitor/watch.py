@@ -82,7 +82,7 @@ class Watch:
 
     `zerowatch.initialize` and `zerowatch.watch` make it; it is also `engine.watch`.
 
-    Example:
+    Examples:
         >>> engine, *_ = zerowatch.initialize(model=model, config="ds.json")
         >>> engine.watch.subscribe(lambda record: print(record.step, record.loss))
         >>> engine.watch.close()

@@ -41,7 +41,7 @@ _STEP, _FLOOR, _UNUSABLE = range(3)
 class Forecaster:
     """Keeps the last readings of one device and a model of its peaks.
 
-    Example:
+    Examples:
         >>> forecaster = Forecaster()
         >>> forecaster.add(point)  # after each step
         >>> forecast = forecaster.forecast()  # None until a few steps are known

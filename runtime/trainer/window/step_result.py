@@ -21,7 +21,7 @@ class StepResult:
         skipped: Whether no update was made, because fp16 gradients overflowed.
         seconds: Wall time of the call, replays included.
 
-    Example:
+    Examples:
         >>> result = run.train_batch(batch)
         >>> print(f"step {result.step}: loss {result.loss:.3f} in {result.seconds:.2f} s")
     """
