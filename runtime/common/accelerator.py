@@ -2,8 +2,9 @@
 
 `current` stands for the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's
 CUDA, AMD (ROCm). Another kind is a class with the members of `Accelerator`, made `current` here,
-and probes in `devices/choose.py` and `devices/memory/choose.py`. Importing this module initialises
-no device.
+and a memory probe in `devices/memory/choose.py`; a row in `devices/choose.py` adds utilisation and
+power. `training_device_index` also needs DeepSpeed's accelerator to be of that kind. Importing this
+module initialises no device.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Accelerator(Protocol):
         kind: torch's type of device, such as "cuda".
         collective_backend: The process group backend whose collectives run on streams. Its name is
             also the prefix of its kernels' names.
-        module: torch's module for the device; owns `synchronize`.
-        Stream: The class of its streams, with `wait_stream` and `synchronize`.
+        module: torch's module for the device; owns `synchronize`. Must allow weak references.
+        Stream: The class of its streams, with `wait_stream`, `synchronize`, and the handle
+            `cuda_stream`, by which streams are compared.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
         profiler_device: torch's profiler type of what runs on it.
     """
@@ -93,7 +95,10 @@ class Accelerator(Protocol):
         """Let this thread query events while another captures a graph; return whether it may."""
 
     def memory_stats(self, index: int) -> dict[str, Any]:
-        """Return the allocator's statistics, nested; empty before the device is initialised."""
+        """Return the allocator's statistics, nested as torch.cuda.memory_stats_as_nested_dict's.
+
+        Empty before the device is initialised.
+        """
 
     def memory_info(self, index: int) -> tuple[int, int]:
         """Return the free and total bytes of the device, over all processes."""
