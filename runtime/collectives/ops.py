@@ -2,8 +2,8 @@
 
 One row is one operation, as metrics label it; it lists the functions of torch and DeepSpeed that
 issue it. All other lists of collectives in the package are read from here. To add a function,
-extend its row; for a new operation, add a row and its label to `metrics/catalog/labels.py`, and the bytes
-that it sends to `docs/concepts.md`. Plain data: no torch.
+extend its row; for a new operation, add a row and its label to `metrics/catalog/labels.py`, and the
+bytes that it sends to `docs/concepts.md`. Plain data: no torch.
 """
 
 from __future__ import annotations
