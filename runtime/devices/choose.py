@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..common import accelerator
 from .cpu import CpuDevice
 from .nvml import device_uuid, nvml_device
-from .peak import gpu_peak_flops_per_second, measure_cpu_flops_per_second
+from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .probe import DeviceProbe
 
 # By the accelerator's kind; one without a row is not read.

@@ -17,11 +17,12 @@ from .engine_hooks import EngineHooks
 LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 
 
-class DataHooks:
+class DataLoaderHooks:
     """Times `__next__` of the outermost loader on the training thread, until `restore`.
 
     Attributes:
-        engine_hooks: Of the engine that the data is for; to be replaced with the engine.
+        engine_hooks: The hooks on the engine that the data is for; set again when the engine is
+            rebuilt.
     """
 
     def __init__(self, clock: PhaseTimer, fail_open: FailOpen, engine_hooks: EngineHooks) -> None:

@@ -17,8 +17,8 @@ from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER,
 from ..devices.memory.free_heap import free_heap_bytes
 from ..memory.categories import Held, larger_of
 from ..memory.engine_memory import bytes_by_category
+from ..memory.forecast.forecast_service import MemoryForecasts
 from ..memory.forecast.series import Shape
-from ..memory.forecast_service import MemoryForecasts
 from ..memory.memory_reader import MemoryReader
 from ..memory.step_sample import DetailedSample, StepMemorySample, largest_shapes
 from .batch_shape import BatchShape

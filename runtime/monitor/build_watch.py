@@ -23,8 +23,8 @@ from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
 from ..devices.choose import device_probes, hardware_ids
 from ..devices.memory.choose import memory_probes
+from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
-from ..instrumentation.hook_set import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
 from .advisor import Advisor
 from .cross_rank_monitor import CrossRankMonitor

@@ -16,8 +16,8 @@ from ..instrumentation.raw_step import RawStep
 from ..instrumentation.watch_context import WatchContext
 from ..memory.categories import baseline
 from ..memory.engine_memory import bytes_by_category
+from ..memory.forecast.forecast_service import MemoryForecasts
 from ..memory.forecast.series import PeakPoint
-from ..memory.forecast_service import MemoryForecasts
 from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.metrics import MemoryMetrics

@@ -16,12 +16,12 @@ from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
 from ..memory.allocator_snapshot import dump_snapshot
-from ..memory.forecast.series import PeakPoint, Shape
-from ..memory.forecast_service import MemoryForecasts
+from ..memory.forecast.forecast_service import MemoryForecasts
+from ..memory.forecast.series import PeakPoint, PeakPrediction, Shape
 from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.metrics import MemoryMetrics
-from ..memory.oom.evidence import Limit, OomContext, PeakPrediction, TrainingSetup
+from ..memory.oom.evidence import Limit, OomContext, TrainingSetup
 from ..memory.oom.would_fit import Layout, LayoutBytes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...metrics.catalog import overhead, training
 from ..collectives.instrument import CollectiveInstrumentation
-from ..instrumentation.hook_set import EngineInstrumentation
+from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
 from .cross_rank_monitor import CrossRankMonitor
 from .memory_monitor import MemoryMonitor

@@ -24,7 +24,7 @@ from ..common.fail_open import FailOpen
 if TYPE_CHECKING:
     from ...metrics.exporters.server import MetricsServer
     from ..collectives.instrument import CollectiveInstrumentation
-    from ..instrumentation.hook_set import EngineInstrumentation
+    from ..instrumentation.engine_instrumentation import EngineInstrumentation
     from .advisor import Advisor
     from .cross_rank_monitor import CrossRankMonitor
     from .memory_monitor import MemoryMonitor

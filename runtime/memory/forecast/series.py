@@ -39,3 +39,12 @@ class PeakPoint:
     unusable_bytes: float = 0.0
     retries: float = 0.0
     shapes: tuple[Shape, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPrediction:
+    """Prediction made before a step: its peak, and the risk of the next 50 steps."""
+
+    step: int
+    predicted_bytes: float | None
+    risk_ratio: float | None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ..forecast.series import PeakPoint, Shape
+from ..forecast.series import PeakPoint, PeakPrediction, Shape
 from .limit_name import host_limit_name
 from .parse_error import OomError
 from .would_fit import Layout, LayoutBytes, OomCase, Remedy, remedies
@@ -39,15 +39,6 @@ class TrainingSetup:
     samples: int | None = None
     accumulation: int | None = None
     checkpointing: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakPrediction:
-    """Prediction made before a step: its peak, and the risk of the next 50 steps."""
-
-    step: int
-    predicted_bytes: float | None
-    risk_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

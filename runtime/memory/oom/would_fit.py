@@ -71,7 +71,7 @@ class OomCase:
         floor_bytes: In use between the last steps; None if unknown.
         shape: The current micro-batch; None if unknown.
         largest_tokens: Tokens of the largest recent micro-batch that fitted; None if unknown.
-        predict_peak: Returns the predict_peak peak of a micro-batch shape; None if unknown.
+        predict_peak: Returns the predicted peak of a micro-batch shape; None if unknown.
         categories: Bytes by category at the last peak.
         layout: ZeRO stage and offloads.
         planned: Model states by layout: the present one and the alternatives.

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from zerowatch.runtime.devices.choose import peak_flops_per_second
-from zerowatch.runtime.devices.peak import gpu_peak_flops_per_second
+from zerowatch.runtime.devices.peak_flops import gpu_peak_flops_per_second
 from zerowatch.runtime.instrumentation.flops import flops_terms
 
 SEQUENCE = 64

@@ -11,9 +11,9 @@ from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.recorder import Recorder
-from zerowatch.runtime.memory import forecast_service as module
+from zerowatch.runtime.memory.forecast import forecast_service as module
+from zerowatch.runtime.memory.forecast.forecast_service import MemoryForecasts
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
-from zerowatch.runtime.memory.forecast_service import MemoryForecasts
 
 MIB = 2**20
 GIB = 2**30

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.series import PeakPoint, PeakPrediction, Shape
 from zerowatch.runtime.memory.oom.evidence import (
     Limit,
     OomContext,
     OomEvidence,
-    PeakPrediction,
     TrainingSetup,
 )
 from zerowatch.runtime.memory.oom.parse_error import OomError, find_oom_error

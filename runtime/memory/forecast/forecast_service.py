@@ -8,14 +8,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from ...metrics.catalog import memory
-from ...metrics.recorder import Recorder
-from ...metrics.thresholds import OOM_RISK_HIGH
-from ..common.units import format_bytes
-from .forecast.forecaster import Forecaster
-from .forecast.memory_forecast import MemoryForecast
-from .forecast.series import PeakPoint, Shape
-from .oom.evidence import PeakPrediction
+from ....metrics.catalog import memory
+from ....metrics.recorder import Recorder
+from ....metrics.thresholds import OOM_RISK_HIGH
+from ...common.units import format_bytes
+from .forecaster import Forecaster
+from .memory_forecast import MemoryForecast
+from .series import PeakPoint, PeakPrediction, Shape
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..collectives.batch import Batch
 from ..collectives.roles import p2p_role, role_of
 from ..common.phase_timer import CHECKPOINT
-from .dataloader_hooks import DataHooks
+from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
 from .memory_hooks import MemoryHooks
 from .profiled_steps import ProfiledSteps
@@ -44,7 +44,9 @@ class EngineInstrumentation:
         self._profiler = profiler
         self._earlier_ns = 0
         self._engine_hooks = self._hook(engine)
-        self._data_hooks = DataHooks(context.clock, context.fail_open, self._engine_hooks)
+        self._dataloader_hooks = DataLoaderHooks(
+            context.clock, context.fail_open, self._engine_hooks
+        )
 
     @property
     def cost_ns(self) -> int:
@@ -63,7 +65,7 @@ class EngineInstrumentation:
         calls.groups.set_roles(role_of, p2p_role)
         self._enqueue(calls.drain())
         calls.groups.drain_coverage()
-        self._engine_hooks = self._data_hooks.engine_hooks = self._hook(engine)
+        self._engine_hooks = self._dataloader_hooks.engine_hooks = self._hook(engine)
 
     def discard_window(self) -> None:
         """Drop the micro-batches since the last step."""
@@ -82,7 +84,7 @@ class EngineInstrumentation:
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""
         self._engine_hooks.restore()
-        self._data_hooks.restore()
+        self._dataloader_hooks.restore()
 
     def _hook(self, engine: Any) -> EngineHooks:
         context, memory = self._context, self._memory
