@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 
 import balance
-import codec
+import cross_rank_arithmetic
 import estimator
-import exchange_arithmetic
+import gradient_compression
 import hang
 import hot_path
 import oom_risk
@@ -48,7 +48,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "threads": threads.bench,
     "scrape": scrape.bench,
     "scale": scale.bench,
-    "exchange": exchange_arithmetic.bench,
+    "cross_rank": cross_rank_arithmetic.bench,
     "skipped": skipped.bench,
     "hang": hang.bench,
     "soak": soak.bench,
@@ -57,7 +57,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "estimator": estimator.bench,
     "otlp": otlp.bench,
     "balance": balance.bench,
-    "codec": codec.bench,
+    "compression": gradient_compression.bench,
     "rebuild": rebuild.bench,
     "restart": restart.bench,
     "tuner_simulation": tuner_simulation.bench,

@@ -108,13 +108,14 @@ def configuration_of(run: TrainingRun) -> dict[str, Any]:
         for name, knob in LIVE.items()
         if knob.unsupported_reason(run.engine) is None
     }
-    codec = run._engine_holder.compressor  # the run itself has no attribute for it
+    compressor = run._engine_holder.compressor  # the run itself has no attribute for it
+    kind = None if compressor is None else compressor.kind
     return {
         **live,
         "zero_stage": int(run.engine.zero_optimization_stage()),
         "micro_batch_samples": run.micro_batch_samples,
-        "gradient_compression": None if codec is None or codec.kind == "plain" else codec.kind,
-        "asynchronous_reduction": codec is not None and codec.asynchronous,
+        "gradient_compression": None if kind == "plain" else kind,
+        "asynchronous_reduction": compressor is not None and compressor.asynchronous,
     }
 
 

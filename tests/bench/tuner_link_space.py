@@ -7,8 +7,8 @@ what sends the same bytes in the same calls:
 
 - overlap_comm, on a device without streams: gloo's calls block the training thread (two visits);
 - micro-batches of ZeRO 0 and 1, which reduce once a window (visits at one bucket);
-- the ways of ZeRO 0, which has one; those of ZeRO 1 and 2 under a codec, where two ranks' slices
-  go straight to their owners, and without reduce_scatter twice as much is sent.
+- the ways of ZeRO 0, which has one; those of ZeRO 1 and 2 under compression, where two ranks'
+  slices go straight to their owners, and without reduce_scatter twice as much is sent.
 
 ZeRO 3 sends more than any other stage: it is visited at the larger micro-batches only.
 """
@@ -79,25 +79,25 @@ def rebuilt() -> list[Configuration]:
 
 def statistical() -> list[Configuration]:
     """Return what other roundings add; asynchronously, where buckets can be waited for."""
-    codecs = [{"gradient_compression": kind} for kind in KINDS]
+    formats = [{"gradient_compression": kind} for kind in KINDS]
     asynchronous = {"asynchronous_reduction": True}
     return [
         *(
-            at(2, micro_batch, bucket, **codec)
-            for codec in codecs
+            at(2, micro_batch, bucket, **compression)
+            for compression in formats
             for micro_batch in MICRO_BATCHES
             for bucket in BUCKETS
         ),
         *(
-            at(2, micro_batch, 5_000_000, **asynchronous, **codec)
-            for codec in (codecs[1], {})
+            at(2, micro_batch, 5_000_000, **asynchronous, **compression)
+            for compression in (formats[1], {})
             for micro_batch in MICRO_BATCHES
         ),
-        *(at(1, 16, bucket, **codec) for codec in codecs for bucket in BUCKETS),
-        *(at(1, 16, 5_000_000, **asynchronous, **codec) for codec in codecs),
-        *(at(3, 16, 5_000_000, **codec) for codec in codecs),
-        *(at(0, 16, bucket, **codec) for codec in codecs for bucket in BUCKETS),
-        *(at(0, micro_batch, **codec) for codec in codecs for micro_batch in (4, 8)),
+        *(at(1, 16, bucket, **compression) for compression in formats for bucket in BUCKETS),
+        *(at(1, 16, 5_000_000, **asynchronous, **compression) for compression in formats),
+        *(at(3, 16, 5_000_000, **compression) for compression in formats),
+        *(at(0, 16, bucket, **compression) for compression in formats for bucket in BUCKETS),
+        *(at(0, micro_batch, **compression) for compression in formats for micro_batch in (4, 8)),
     ]
 
 

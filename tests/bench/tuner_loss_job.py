@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from codec_training_job import JUDGED_WINDOWS, TEXT, gathered
+from compression_training_job import JUDGED_WINDOWS, TEXT, gathered
 from torch.utils.data import Subset
 from tuner_link_model import asked, configuration_of, report
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripts.async_io import HOW_TO_BUILD, built_extensions
-from scripts.holdings_cases import CASES, NVME_CASES
+from scripts.engine_memory_cases import CASES, NVME_CASES
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 
 pytestmark = pytest.mark.jobs
@@ -19,7 +19,7 @@ Samples = list[list[dict]]
 
 def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Samples]:
     """Return each rank's samples by case: before and after the update of each of three steps."""
-    script = SCRIPTS / "holdings_checks.py"
+    script = SCRIPTS / "engine_memory_checks.py"
     finished = start(TORCHRUN, *TWO_RANKS, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
@@ -29,7 +29,7 @@ def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Sample
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
-    return sample(tmp_path_factory.mktemp("holdings"), IN_MEMORY)
+    return sample(tmp_path_factory.mktemp("engine_memory"), IN_MEMORY)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_an_unknown_stage_is_rejected_on_all_ranks_without_effect(found):
 
 def test_compression_and_activation_checkpointing_are_attached_to_the_new_engine(found):
     for rank in found:
-        assert rank["rebuilt, with more"]["codec"]
+        assert rank["rebuilt, with more"]["compressor"]
         assert rank["rebuilt, with more"]["difference"] < 1e-3
 
 

@@ -77,7 +77,7 @@ def test_a_rebuild_keeps_the_values_that_its_stage_supports(results):
         assert (at_3["reduce_bucket_size"], at_3["reduce_scatter"]) == (512, False)
         assert "use_multi_rank_bucket_allreduce" not in at_3
         assert (at_3["activation_checkpointing"], at_3["gradient_compression"]) == (True, "bf16")
-        assert found["same codec"]
+        assert found["same compressor"]
         assert (at_0["reduce_bucket_size"], at_0["timers.throughput.synchronized"]) == (512, False)
         assert "reduce_scatter" not in at_0
 

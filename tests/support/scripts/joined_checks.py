@@ -94,9 +94,9 @@ def rebuilt(folder: Path, **options: Any) -> Found:
 
     refused: list[str] = []
     outcome = train(run, between)
-    codec = run._engine_holder.compressor
-    attached = codec is not None and codec.error_ratio is not None
-    return {**end(run), "difference": outcome["weights"], "errors": refused, "codec": attached}
+    compressor = run._engine_holder.compressor
+    attached = compressor is not None and compressor.error_ratio is not None
+    return {**end(run), "difference": outcome["weights"], "errors": refused, "compressor": attached}
 
 
 def starved(folder: Path, suffices: Callable[[zerowatch.TrainingRun], bool]) -> Found:

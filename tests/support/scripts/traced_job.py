@@ -9,7 +9,7 @@ from pathlib import Path
 
 import deepspeed
 import torch.distributed as dist
-from compare_watched import CONFIGURATIONS, compare
+from compare_monitored import CONFIGURATIONS, compare
 
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo", verbose=False)

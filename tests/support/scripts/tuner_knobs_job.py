@@ -98,10 +98,10 @@ def over_a_rebuild() -> Results:
         "gradient_compression": "bf16",
     }
     results: Results = {"turned": order(run, knobs, changed)}
-    codec = run._engine_holder.compressor
+    compressor = run._engine_holder.compressor
     results["to 3"] = order(run, knobs, {**knobs.values(), "zero_stage": 3})
     results["at 3"] = knobs.values()
-    results["same codec"] = run._engine_holder.compressor is codec
+    results["same compressor"] = run._engine_holder.compressor is compressor
     train(run)
     run.rebuild({"zero_optimization": {"stage": 0}})
     results["at 0"] = knobs.values()

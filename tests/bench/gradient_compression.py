@@ -27,7 +27,7 @@ BASE = "fp32 all_reduce"
 SEEDS = (1, 2, 3)
 STEPS = 200
 MOST_LOSS = 0.01
-ARMS = (  # what it is called, the codec's kind, whether it has feedback
+ARMS = (  # what it is called, the compression format, whether it has feedback
     ("fp32", None, None),
     ("bf16", "bf16", None),
     ("int8", "int8", None),
@@ -50,7 +50,7 @@ def bench(options: Options) -> Iterator[Row]:
 
 def _link(options: Options) -> Iterator[Row]:
     num_values, rounds = (500_000, 2) if options.quick else (NUM_VALUES, ROUNDS)
-    measured = _on_two_hosts("codec_link_job.py", num_values, rounds)
+    measured = _on_two_hosts("compression_link_job.py", num_values, rounds)
     fp32 = measured[BASE]["seconds"]
     for name, found in measured.items():
         share = median(own / base for own, base in zip(found["seconds"], fp32, strict=True))
@@ -67,7 +67,7 @@ def _link(options: Options) -> Iterator[Row]:
 
 def _steps(options: Options) -> Iterator[Row]:
     sizes = (200, 50, 2) if options.quick else (700, 1500, 7)  # width, rows, rounds
-    measured = _on_two_hosts("codec_step_job.py", *sizes)
+    measured = _on_two_hosts("compression_step_job.py", *sizes)
     for name, found in measured.items():
         shares = [own / base for own, base in zip(found, measured["fp32"], strict=True)]
         yield Row(
@@ -98,7 +98,7 @@ def _training(options: Options) -> Iterator[Row]:
         "seeds": SEEDS,
         "steps": 10 if options.quick else STEPS,
     }
-    losses = run_ranks("codec_training_job.py", asked, world_size=2, timeout_seconds=3600)[0]
+    losses = run_ranks("compression_training_job.py", asked, world_size=2, timeout_seconds=3600)[0]
     for name, reached in losses.items():
         away = [own / base - 1 for own, base in zip(reached, losses["fp32"], strict=True)]
         judged = name in GOALS

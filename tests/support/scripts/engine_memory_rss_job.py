@@ -1,7 +1,7 @@
 """Trains a model of 20 million parameters and writes what its peak RSS was made of.
 
-`holdings_rss_job.py FOLDER CASE STEPS`; rank r writes FOLDER/rank-r.json: for each step bytes by
-category, the peak of forward and backward, and the baseline.
+`engine_memory_rss_job.py FOLDER CASE STEPS`; rank r writes FOLDER/rank-r.json: for each step bytes
+by category, the peak of forward and backward, and the baseline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from holdings_cases import CASES
+from engine_memory_cases import CASES
 
 from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
 from zerowatch.runtime.devices.memory.host import HostMemory
@@ -58,7 +58,7 @@ def make_engine(name: str, folder: Path):
 
 
 def step(engine, host: HostMemory) -> tuple:
-    """Return holdings before and after the update, floor and peak of forward and backward."""
+    """Return engine memory before and after the update, floor and peak of forward and backward."""
     ids = torch.randint(0, VOCABULARY, (4, TOKENS))
     host.read()
     engine.backward(engine(ids))
@@ -76,12 +76,12 @@ def in_use(host: HostMemory) -> float:
 def main(folder: Path, name: str, steps: int) -> None:
     engine = make_engine(name, folder)
     host = HostMemory(reset_peak=True)
-    beside = baseline("cpu", in_use(host), bytes_by_category(engine)["cpu"])
+    others = baseline("cpu", in_use(host), bytes_by_category(engine)["cpu"])
     report = []
     for _ in range(steps):
         before, after, floor, peak = step(engine, host)
-        categories = categories_at_peak(before, after, floor, peak, beside)
-        report.append({"categories": categories, "peak": peak, "baseline": beside})
+        categories = categories_at_peak(before, after, floor, peak, others)
+        report.append({"categories": categories, "peak": peak, "baseline": others})
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
 
 

@@ -1,7 +1,7 @@
 """Trains each case on two ranks and writes the bytes held by the engine, and an independent count.
 
-`holdings_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. The independent count: every
-tensor of the garbage collector, minus those that existed before the engine; parameters and
+`engine_memory_checks.py FOLDER CASE...`; rank r writes FOLDER/rank-r.json. The independent count:
+every tensor of the garbage collector, minus those that existed before the engine; parameters and
 optimizer by module, parameter groups and optimizer state.
 """
 
@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.utils import groups, safe_get_local_fp32_param
-from holdings_cases import CASES, Case, Net
+from engine_memory_cases import CASES, Case, Net
 
 from zerowatch.runtime.memory.engine_memory import bytes_by_category, engine_tensors
 

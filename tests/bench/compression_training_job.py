@@ -1,4 +1,4 @@
-"""One rank of the codec bench: trains the demo's model in each form and reports the last loss."""
+"""One rank of the compression bench: trains the demo's model in each format, reports losses."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def train(asked: dict[str, Any], kind: str | None, feedback: bool | None, seed: 
     config = ds_config(steps=asked["steps"], stage=2) | {"managed_gradient_accumulation": False}
     parameters = model.parameters()
     engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
-    codec = GradientCompressor(kind, feedback=feedback) if kind else None
-    if codec is not None:
-        codec.attach(engine)
+    compressor = GradientCompressor(kind, feedback=feedback) if kind else None
+    if compressor is not None:
+        compressor.attach(engine)
     sequences = NextByteSequences(TEXT, model.config.max_position_embeddings)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     order = torch.randperm(
@@ -39,12 +39,12 @@ def train(asked: dict[str, Any], kind: str | None, feedback: bool | None, seed: 
     batch = engine.train_micro_batch_size_per_gpu()
     for step in range(asked["steps"]):
         begin = (step * world + rank) * batch
-        if codec is not None:
-            codec.begin_window()
+        if compressor is not None:
+            compressor.begin_window()
         engine.backward(engine(**gathered(sequences, order[begin : begin + batch].tolist())))
         engine.step()
-        if codec is not None:
-            codec.commit_window()
+        if compressor is not None:
+            compressor.commit_window()
     judged = range(len(sequences) - JUDGED_WINDOWS, len(sequences))
     with torch.no_grad():
         loss = float(model(**gathered(sequences, list(judged))))

@@ -1,6 +1,6 @@
-"""One rank of the codec bench: steps of one ZeRO-2 engine on a link, in each form by turns.
+"""One rank of the compression bench: steps of one ZeRO-2 engine on a link, in each form by turns.
 
-The codec changes on the running engine. Writes JSON on stdout.
+The compressor changes on the running engine. Writes JSON on stdout.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def main(width: int, rows: int, rounds: int) -> None:
     report: dict[str, list[float]] = {name: [] for name in ARMS}
     for turn in range(rounds + 1):
         for name, asked in ARMS.items():
-            codec = asked and GradientCompressor(asked[0], asynchronous=asked[1])
-            undo = codec.attach(engine) if codec else None
+            compressor = asked and GradientCompressor(asked[0], asynchronous=asked[1])
+            undo = compressor.attach(engine) if compressor else None
             took = seconds(engine, batch)
             if turn:  # the first turn warms up
                 report[name].append(took)

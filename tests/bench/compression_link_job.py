@@ -1,4 +1,4 @@
-"""One rank of the codec bench: the same values summed in each form, in turns; JSON on stdout."""
+"""One rank of the compression bench: sums the same values in each format; JSON on stdout."""
 
 from __future__ import annotations
 

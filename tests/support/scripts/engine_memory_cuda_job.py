@@ -8,7 +8,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from holdings_rss_job import TOKENS, VOCABULARY, make_engine
+from engine_memory_rss_job import TOKENS, VOCABULARY, make_engine
 
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 
