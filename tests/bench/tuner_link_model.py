@@ -20,7 +20,7 @@ from tuner_link_found import REPORT
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
-from zerowatch.runtime.engine.live_settings.knobs import KNOBS
+from zerowatch.runtime.engine.live_settings.live_settings import LIVE_SETTINGS
 from zerowatch.runtime.training_run import TrainingRun
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
@@ -32,7 +32,7 @@ MODEL = GptConfig(
     max_position_embeddings=MOST_LENGTH, hidden_size=512, num_hidden_layers=3, num_attention_heads=8
 )
 SAMPLES = 16  # of each rank, in each window
-LIVE = {knob.name: knob for knob in KNOBS}
+LIVE = {setting.name: setting for setting in LIVE_SETTINGS}
 WHOLE = "reduce_scatter"  # while it is off, the other pattern cannot be chosen
 # What the caller would have written: four micro-batches of four.
 DS_CONFIG: dict[str, Any] = {

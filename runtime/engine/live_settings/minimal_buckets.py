@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.undo import Undo, chain
-from .bucket_knobs import REDUCE_BUCKET_SIZE
-from .knob import Knob
-from .prefetch_knobs import (
-    MAX_LIVE_PARAMETERS,
-    MAX_REUSE_DISTANCE,
-    PARAM_PERSISTENCE_THRESHOLD,
-    PREFETCH_BUCKET_SIZE,
+from .bucket_settings import REDUCE_BUCKET_SIZE_SETTING
+from .live_setting import LiveSetting
+from .prefetch_settings import (
+    MAX_LIVE_PARAMETERS_SETTING,
+    MAX_REUSE_DISTANCE_SETTING,
+    PARAM_PERSISTENCE_THRESHOLD_SETTING,
+    PREFETCH_BUCKET_SIZE_SETTING,
 )
 from .zero_optimizer import num_elements
 
 # ZeRO 3 then gathers each module's parameters when it runs, and releases them after it.
-NO_PREFETCH: Mapping[Knob, int] = {
-    PREFETCH_BUCKET_SIZE: 0,
-    MAX_LIVE_PARAMETERS: 0,
-    MAX_REUSE_DISTANCE: 0,
-    PARAM_PERSISTENCE_THRESHOLD: 0,
+NO_PREFETCH: Mapping[LiveSetting, int] = {
+    PREFETCH_BUCKET_SIZE_SETTING: 0,
+    MAX_LIVE_PARAMETERS_SETTING: 0,
+    MAX_REUSE_DISTANCE_SETTING: 0,
+    PARAM_PERSISTENCE_THRESHOLD_SETTING: 0,
 }
 
 
@@ -34,19 +34,19 @@ class MinimalBuckets:
 
     def attach(self, engine: Any) -> Undo:
         """Lower the sizes between two windows, and return the undo."""
-        return chain([knob.apply(engine, minimum) for knob, minimum in _to_lower(engine)])
+        return chain([setting.apply(engine, minimum) for setting, minimum in _to_lower(engine)])
 
 
-def _to_lower(engine: Any) -> list[tuple[Knob, int]]:
-    """Return the knobs that are above their minimum, with that minimum."""
+def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
+    """Return the settings that are above their minimum, with that minimum."""
     prefetching = [
-        (knob, minimum)
-        for knob, minimum in NO_PREFETCH.items()
-        if knob.unsupported_reason(engine) is None and knob.get(engine) > minimum
+        (setting, minimum)
+        for setting, minimum in NO_PREFETCH.items()
+        if setting.unsupported_reason(engine) is None and setting.get(engine) > minimum
     ]
     bucket_size = _smallest_useful_bucket(engine)
-    freed = REDUCE_BUCKET_SIZE.memory_bytes(engine, bucket_size)
-    bucket = [(REDUCE_BUCKET_SIZE, bucket_size)] if freed and freed < 0 else []
+    freed = REDUCE_BUCKET_SIZE_SETTING.memory_bytes(engine, bucket_size)
+    bucket = [(REDUCE_BUCKET_SIZE_SETTING, bucket_size)] if freed and freed < 0 else []
     return [*bucket, *prefetching]
 
 

@@ -15,8 +15,8 @@ from ...engine.compression.gradient_compressor import (
 )
 from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing
 from ...engine.live_settings.choose_modules import ModuleSelector
-from ...engine.live_settings.knob import Knob
-from ...engine.live_settings.knobs import KNOBS
+from ...engine.live_settings.live_setting import LiveSetting
+from ...engine.live_settings.live_settings import LIVE_SETTINGS
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving
@@ -49,7 +49,7 @@ class DeepSpeedKnob(WritableKnob):
         source: Has the engine.
     """
 
-    def __init__(self, setting: Knob, source: EngineSource) -> None:
+    def __init__(self, setting: LiveSetting, source: EngineSource) -> None:
         self.spec = SPECS[setting.name]
         self._setting, self._source = setting, source
         # A change back undoes the last change instead of adding another patch, so that the
@@ -127,7 +127,7 @@ class DeepSpeedKnob(WritableKnob):
 
 def deepspeed_knobs(source: EngineSource) -> list[DeepSpeedKnob]:
     """Return the knobs of all live settings that the registry has."""
-    return [DeepSpeedKnob(setting, source) for setting in KNOBS if setting.name in SPECS]
+    return [DeepSpeedKnob(setting, source) for setting in LIVE_SETTINGS if setting.name in SPECS]
 
 
 def powers_of_two(total: int, now: int, *, with_zero: bool = False) -> tuple[int, ...]:

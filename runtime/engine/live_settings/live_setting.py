@@ -1,4 +1,4 @@
-"""Base class of the settings of a live engine that can be read, changed and restored."""
+"""Base class of the live settings: engine attributes that can be read, changed and restored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .zero_optimizer import synchronize_device
 Value = int | bool
 
 
-class Knob(ABC):
+class LiveSetting(ABC):
     """One setting of a live engine, set alike on every rank between `step()` and the next forward.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Knobs of ZeRO 3's parameter gathering: prefetch, live parameters, reuse, persistence.
+"""Live settings of ZeRO 3's parameter gathering: prefetch, live parameters, reuse, persistence.
 
 A new prefetch size or reuse distance takes effect in the next forward, once DeepSpeed has traced
 the order of the modules twice. Fewer persistent parameters can mean more or fewer gathers: the
@@ -20,7 +20,7 @@ from ...common.deepspeed_internals import (
     release_cache,
 )
 from ...common.undo import Undo, chain, own_attributes, restore_attributes, set_attributes
-from .knob import Knob, Value
+from .live_setting import LiveSetting, Value
 from .zero_optimizer import (
     largest_itemsize,
     num_elements,
@@ -30,7 +30,7 @@ from .zero_optimizer import (
 )
 
 
-class _CoordinatorKnob(Knob):
+class _CoordinatorSetting(LiveSetting):
     """A limit in elements, kept as a private attribute of the parameter coordinator.
 
     Attributes:
@@ -56,7 +56,7 @@ class _CoordinatorKnob(Knob):
         return chain([clear_release_cache, undo])
 
 
-class _PrefetchBucketSize(_CoordinatorKnob):
+class _PrefetchBucketSize(_CoordinatorSetting):
     name = "prefetch_bucket_size"
     private_name = "__prefetch_bucket_sz"
 
@@ -67,17 +67,17 @@ class _PrefetchBucketSize(_CoordinatorKnob):
         return (min(value, total) - min(self.get(engine), total)) * largest_itemsize(parameters)
 
 
-class _MaxLiveParameters(_CoordinatorKnob):
+class _MaxLiveParameters(_CoordinatorSetting):
     name = "max_live_parameters"
     private_name = "__max_n_available_params"
 
 
-class _MaxReuseDistance(_CoordinatorKnob):
+class _MaxReuseDistance(_CoordinatorSetting):
     name = "max_reuse_distance"
     private_name = "__max_reuse_dist_in_numel"
 
 
-class _ParamPersistenceThreshold(Knob):
+class _ParamPersistenceThreshold(LiveSetting):
     name = "param_persistence_threshold"
     minimum = 0
 
@@ -136,7 +136,7 @@ class _ParamPersistenceThreshold(Knob):
         )
 
     def _memory_bytes(self, engine: Any, value: Value) -> int | None:
-        """Count the parameters that stay whole between steps, beside their partitions."""
+        """Count the parameters that stay whole between steps, next to their partitions."""
         offload = engine.optimizer.parameter_offload
         budget = int(offload.model_persistence_threshold)
         bytes_now = bytes_then = 0
@@ -149,10 +149,10 @@ class _ParamPersistenceThreshold(Knob):
         return bytes_then - bytes_now
 
 
-PREFETCH_BUCKET_SIZE = _PrefetchBucketSize()
-MAX_LIVE_PARAMETERS = _MaxLiveParameters()
-MAX_REUSE_DISTANCE = _MaxReuseDistance()
-PARAM_PERSISTENCE_THRESHOLD = _ParamPersistenceThreshold()
+PREFETCH_BUCKET_SIZE_SETTING = _PrefetchBucketSize()
+MAX_LIVE_PARAMETERS_SETTING = _MaxLiveParameters()
+MAX_REUSE_DISTANCE_SETTING = _MaxReuseDistance()
+PARAM_PERSISTENCE_THRESHOLD_SETTING = _ParamPersistenceThreshold()
 
 
 def _unsupported_reason(engine: Any, private_name: str) -> str | None:

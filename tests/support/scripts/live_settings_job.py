@@ -1,6 +1,6 @@
-"""Sets each knob of a live engine at window 3, undoes it at window 6, and reports what changed.
+"""Sets each live setting at window 3, undoes it at window 6, and reports what changed.
 
-`live_settings_knobs_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
+`live_settings_job.py FOLDER`; rank r writes FOLDER/rank-r.json, one entry per case.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from live_settings_engines import (
     weights,
 )
 
-from zerowatch.runtime.engine.live_settings.knobs import KNOBS
+from zerowatch.runtime.engine.live_settings.live_settings import LIVE_SETTINGS
 
-KNOB = {knob.name: knob for knob in KNOBS}
+SETTINGS_BY_NAME = {setting.name: setting for setting in LIVE_SETTINGS}
 
 
 def turned(case: Case, expected: torch.Tensor, counts: Counts) -> dict:
     engine = make_engine(case.stage, case.zero)
     counts.watch(engine)
-    knob = KNOB[case.knob]
-    found = {"was": knob.get(engine), "memory_bytes": knob.memory_bytes(engine, case.value)}
+    setting = SETTINGS_BY_NAME[case.setting]
+    found = {"was": setting.get(engine), "memory_bytes": setting.memory_bytes(engine, case.value)}
     windows, undos = [], []
 
     def before_window(window: int) -> None:
         if window == APPLY_BEFORE:
-            undos.append(knob.apply(engine, case.value))
-            found["holds_after_apply"] = knob.is_applied(engine, case.value)
+            undos.append(setting.apply(engine, case.value))
+            found["holds_after_apply"] = setting.is_applied(engine, case.value)
         if window == UNDO_BEFORE:
             undos[0]()
             undos[0]()
-            found["holds_after_undo"] = knob.is_applied(engine, found["was"])
+            found["holds_after_undo"] = setting.is_applied(engine, found["was"])
         counts.window.clear()
 
     train(engine, dist.get_rank(), before_window, lambda: windows.append(counts.close(engine)))
@@ -68,12 +68,14 @@ def untouched(stage: int, zero: dict) -> torch.Tensor:
 
 
 def reasons() -> dict[str, dict[str, str | None]]:
-    """Return for each stage why an engine does not support a knob."""
+    """Return for each stage why an engine does not support a setting."""
     reasons_by_stage = {}
     for stage in range(4):
         engine = make_engine(stage, {})
-        of_knobs = {knob.name: knob.unsupported_reason(engine) for knob in KNOBS}
-        reasons_by_stage[f"stage {stage}"] = of_knobs
+        of_settings = {
+            setting.name: setting.unsupported_reason(engine) for setting in LIVE_SETTINGS
+        }
+        reasons_by_stage[f"stage {stage}"] = of_settings
         give_up(engine)
     return reasons_by_stage
 

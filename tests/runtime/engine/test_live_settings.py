@@ -1,4 +1,4 @@
-"""Each knob of a live engine, set at window 3 and undone at window 6, on two and four ranks."""
+"""Each live setting, set at window 3 and undone at window 6, on two and four ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scripts.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.ranks import start_ranks
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.engine.live_settings.bucket_knobs import REDUCE_BUCKET_SIZE
-from zerowatch.runtime.engine.live_settings.knobs import TIMER_SYNCHRONIZED
+from zerowatch.runtime.engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
+from zerowatch.runtime.engine.live_settings.live_settings import TIMER_SYNCHRONIZED_SETTING
 
 # Over more than two ranks these change the order of sums; the others are bitwise neutral.
 REORDER_SUMS = {
@@ -25,7 +25,7 @@ REORDER_SUMS = {
 
 
 def results_of(ranks: int, folder) -> list[dict[str, Any]]:
-    finished = start_ranks(ranks, SCRIPTS / "live_settings_knobs_job.py", folder, cwd=folder)
+    finished = start_ranks(ranks, SCRIPTS / "live_settings_job.py", folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -51,17 +51,17 @@ def test_on_two_ranks_weights_are_bitwise_unchanged(two_ranks, case: Case):
 
 @pytest.mark.jobs
 @pytest.mark.parametrize("case", ON_FOUR_RANKS, ids=lambda case: case.name)
-def test_on_four_ranks_weights_are_bitwise_equal_unless_the_knob_reorders_sums(
+def test_on_four_ranks_weights_are_bitwise_equal_unless_the_setting_reorders_sums(
     four_ranks, case: Case
 ):
     for rank in four_ranks:
         assert rank[case.name]["difference"] <= 1e-6
-        assert rank[case.name]["bitwise"] or case.knob in REORDER_SUMS
+        assert rank[case.name]["bitwise"] or case.setting in REORDER_SUMS
 
 
 @pytest.mark.jobs
 @each_case
-def test_the_calls_of_a_window_change_with_the_knob_and_return_with_its_undo(two_ranks, case: Case):
+def test_calls_of_a_window_change_with_the_setting_and_return_with_its_undo(two_ranks, case: Case):
     for rank in two_ranks:
         found = rank[case.name]
         for what, direction in case.shows:
@@ -105,43 +105,43 @@ def test_a_buffer_takes_the_bytes_of_its_elements(two_ranks, name: str, bytes_mo
 
 
 @pytest.mark.jobs
-def test_an_unsupported_knob_has_a_reason(two_ranks):
+def test_an_unsupported_setting_has_a_reason(two_ranks):
     reasons = two_ranks[0]["reasons"]
 
     assert "stage 3" in reasons["stage 0"]["prefetch_bucket_size"]
     assert "step()" in reasons["stage 1"]["overlap_comm"]
     assert "no streams" in reasons["stage 3"]["overlap_comm"]
     for case in CASES:
-        assert reasons[f"stage {case.stage}"][case.knob] is None
+        assert reasons[f"stage {case.stage}"][case.setting] is None
 
 
 @pytest.mark.parametrize(
-    ("knob", "value"),
+    ("setting", "value"),
     [
-        (REDUCE_BUCKET_SIZE, 0),
-        (REDUCE_BUCKET_SIZE, True),
-        (REDUCE_BUCKET_SIZE, 1.5),
-        (TIMER_SYNCHRONIZED, 1),
+        (REDUCE_BUCKET_SIZE_SETTING, 0),
+        (REDUCE_BUCKET_SIZE_SETTING, True),
+        (REDUCE_BUCKET_SIZE_SETTING, 1.5),
+        (TIMER_SYNCHRONIZED_SETTING, 1),
     ],
 )
-def test_an_invalid_value_is_refused_before_anything_changes(knob, value):
+def test_an_invalid_value_is_refused_before_anything_changes(setting, value):
     engine = an_engine()
 
-    with pytest.raises(ZerowatchError, match=knob.name):
-        knob.apply(engine, value)
+    with pytest.raises(ZerowatchError, match=setting.name):
+        setting.apply(engine, value)
 
     assert engine.tput_timer.config.synchronized is True
 
 
-def test_a_name_missing_from_deepspeed_disables_its_knob_and_is_logged(caplog):
+def test_a_name_missing_from_deepspeed_disables_its_setting_and_is_logged(caplog):
     engine = an_engine()
     del engine.tput_timer
 
-    assert "tput_timer" in (TIMER_SYNCHRONIZED.unsupported_reason(engine) or "")
-    assert TIMER_SYNCHRONIZED.is_applied(engine, True) is False
+    assert "tput_timer" in (TIMER_SYNCHRONIZED_SETTING.unsupported_reason(engine) or "")
+    assert TIMER_SYNCHRONIZED_SETTING.is_applied(engine, True) is False
     assert "DeepSpeedEngine.tput_timer" in caplog.text
     with pytest.raises(ZerowatchError, match="tput_timer"):
-        TIMER_SYNCHRONIZED.apply(engine, False)
+        TIMER_SYNCHRONIZED_SETTING.apply(engine, False)
 
 
 def an_engine() -> SimpleNamespace:

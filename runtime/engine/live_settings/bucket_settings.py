@@ -1,4 +1,4 @@
-"""Knobs of gradient reduction: bucket size, buffers, collective and stream, for every ZeRO stage.
+"""Live settings of gradient reduction, for every ZeRO stage: buckets, buffers, collective, stream.
 
 Stages 1 and 2 allocate their buffers in each backward; stage 3 keeps one, which is resized.
 Stage 0 and BF16_Optimizer have no setting, only a default argument: they flatten up to 500 million
@@ -26,7 +26,7 @@ from ...common.deepspeed_internals import (
 )
 from ...common.patching import AttributePatch
 from ...common.undo import Undo, UndoOnce, chain, set_attributes
-from .knob import Knob, Value
+from .live_setting import LiveSetting, Value
 from .zero_optimizer import (
     largest_itemsize,
     param_coordinator,
@@ -41,7 +41,7 @@ _COORDINATOR_STREAM = "_PartitionedParameterCoordinator__allgather_stream"
 _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class _ReduceBucketSize(Knob):
+class _ReduceBucketSize(LiveSetting):
     name = "reduce_bucket_size"
     minimum = 1
 
@@ -87,7 +87,7 @@ class _ReduceBucketSize(Knob):
         return (value - self.get(engine)) * element_bytes * _num_buffers(engine.optimizer)
 
 
-class _ReduceScatter(Knob):
+class _ReduceScatter(LiveSetting):
     name = "reduce_scatter"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -117,7 +117,7 @@ class _ReduceScatter(Knob):
         return set_attributes(engine.optimizer, reduce_scatter=value)
 
 
-class _MultiRankBucketAllreduce(Knob):
+class _MultiRankBucketAllreduce(LiveSetting):
     name = "use_multi_rank_bucket_allreduce"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -136,7 +136,7 @@ class _MultiRankBucketAllreduce(Knob):
         return set_attributes(engine.optimizer, use_multi_rank_bucket_allreduce=value)
 
 
-class _ContiguousGradients(Knob):
+class _ContiguousGradients(LiveSetting):
     name = "contiguous_gradients"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -181,7 +181,7 @@ class _ContiguousGradients(Knob):
         return num_bytes if value else -num_bytes
 
 
-class _OverlapComm(Knob):
+class _OverlapComm(LiveSetting):
     name = "overlap_comm"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -238,11 +238,11 @@ class _OverlapComm(Knob):
         return more_buffers * element_bytes * int(zero.reduce_bucket_size)
 
 
-REDUCE_BUCKET_SIZE = _ReduceBucketSize()
-REDUCE_SCATTER = _ReduceScatter()
-MULTI_RANK_BUCKET_ALLREDUCE = _MultiRankBucketAllreduce()
-CONTIGUOUS_GRADIENTS = _ContiguousGradients()
-OVERLAP_COMM = _OverlapComm()
+REDUCE_BUCKET_SIZE_SETTING = _ReduceBucketSize()
+REDUCE_SCATTER_SETTING = _ReduceScatter()
+MULTI_RANK_BUCKET_ALLREDUCE_SETTING = _MultiRankBucketAllreduce()
+CONTIGUOUS_GRADIENTS_SETTING = _ContiguousGradients()
+OVERLAP_COMM_SETTING = _OverlapComm()
 
 
 def _has_bucket_setting(engine: Any) -> bool:
