@@ -1,8 +1,9 @@
-"""What blocks the compute stream: the calls that it must wait for before it goes on.
+"""The collectives that block the compute stream: it must wait for their end.
 
-A call that is issued or waited for on another stream does not block it by itself. That stream then
-carries the call, until the compute stream or the host waits for the stream. `StreamWaitTracker`
-keeps the books; `StreamHooks` wraps the functions by which streams and the host wait.
+A call that is issued or waited for on another stream does not block the compute stream by itself.
+That stream then carries the call, until the compute stream or the host waits for the stream.
+`StreamWaitTracker` records which stream carries which calls. `StreamHooks` wraps the functions by
+which streams and the host wait.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ class StreamWaitTracker:
         self._accelerator = accelerator.current
         self._current_stream = self._accelerator.current_stream
         self._is_capturing = self._accelerator.is_capturing
-        self._clock: PhaseTimer | None = None
+        self._handle_of = self._accelerator.stream_handle
+        self._phase_timer: PhaseTimer | None = None
         self._compute: Stream | None = None
         self._carried: dict[int | None, deque[CollectiveCall]] = {}
         self._recorded: weakref.WeakKeyDictionary[Event, tuple[CollectiveCall, ...]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def connect(self, clock: PhaseTimer | None) -> None:
-        """Make the current stream the compute stream, and tag waits with the clock's phase."""
-        self._clock = clock
+    def connect(self, phase_timer: PhaseTimer | None) -> None:
+        """Make the current stream the compute stream, and tag waits with the timer's phase."""
+        self._phase_timer = phase_timer
         self._compute = self._current_stream() if self._accelerator.is_initialized() else None
         self._carried.clear()
         self._recorded.clear()
@@ -79,7 +81,7 @@ class StreamWaitTracker:
 
     def on_stream_wait(self, waiting: Stream, stream: Stream) -> None:
         """Record that a stream is about to wait for all work queued on another."""
-        carried = self._carried.get(_key(stream))
+        carried = self._carried.get(self._handle_of(stream))
         if carried:
             self._awaited(waiting, carried)
             if waiting == self._compute:
@@ -89,7 +91,7 @@ class StreamWaitTracker:
         """Record that an event marks this moment on a stream, by default on the current one."""
         if not self._carried:
             return
-        carried = self._carried.get(_key(stream or self._current_stream()))
+        carried = self._carried.get(self._handle_of(stream or self._current_stream()))
         if carried:
             self._recorded[event] = tuple(carried)
         else:
@@ -104,9 +106,9 @@ class StreamWaitTracker:
     def on_stream_sync(self, stream: Stream) -> None:
         """Record that the host is about to wait for a stream, and so queues no compute meanwhile.
 
-        A mark on the compute stream passes once that stream has run dry.
+        The device reaches a mark on the compute stream once that stream has no more work.
         """
-        carried = self._carried.get(_key(stream))
+        carried = self._carried.get(self._handle_of(stream))
         if carried and stream != self._compute:
             self._mark_wait(carried)
             carried.clear()
@@ -128,7 +130,7 @@ class StreamWaitTracker:
             self._carry(waiting, calls)
 
     def _carry(self, stream: Stream, calls: Iterable[CollectiveCall]) -> None:
-        carried = self._carried.setdefault(_key(stream), deque(maxlen=MAX_CARRIED))
+        carried = self._carried.setdefault(self._handle_of(stream), deque(maxlen=MAX_CARRIED))
         carried.extend(calls)
 
     def _mark_wait(self, calls: Iterable[CollectiveCall]) -> None:
@@ -142,23 +144,24 @@ class StreamWaitTracker:
         if not blocking or self._compute is None or self.drops_in_capture(len(blocking)):
             return
         wait = StreamWait(self._events.record(self._compute), len(blocking))
-        phase = OTHER if self._clock is None else self._clock.current
+        phase = OTHER if self._phase_timer is None else self._phase_timer.current
         for call in blocking:
             call.wait_phase = phase
             call.stream_wait = wait
 
 
 class Inside(Protocol):
-    """Whether this thread is inside a wrapped function already."""
+    """A flag of each thread: whether it is inside a wrapped function already."""
 
     value: bool
 
 
 class StreamHooks:
-    """Wraps how streams and the host wait, from `open` until `close`.
+    """Wraps the functions by which streams and the host wait, from `open` until `close`.
 
-    Opening does nothing where torch was built without the accelerator. Not seen are waits from C++
-    or by `torch.accelerator`, and events recorded there. Closed or nested wrappers pass through.
+    `open` does nothing where torch was built without the accelerator. Waits and events from C++ or
+    from `torch.accelerator` are not seen. A wrapper only calls the original function while the
+    hooks are closed, and within another wrapped function.
 
     Attributes:
         cost_ns: Nanoseconds that recording took.
@@ -185,7 +188,7 @@ class StreamHooks:
         ]
 
     def open(self) -> None:
-        """Wrap."""
+        """Wrap the functions, unless they are wrapped already."""
         if self._open or not self._accelerator.is_built():
             return
         self._open = True
@@ -193,7 +196,7 @@ class StreamHooks:
             self._patches.add(owner, name, self._wrapper(hook))
 
     def close(self) -> None:
-        """Restore every name."""
+        """Restore the functions."""
         self._open = False
         self._patches.restore()
 
@@ -216,8 +219,3 @@ class StreamHooks:
             return hooked
 
         return make
-
-
-def _key(stream: Stream) -> int | None:
-    """Identify a stream; a generic `torch.Stream` has no such number, and carries nothing."""
-    return getattr(stream, "cuda_stream", None)

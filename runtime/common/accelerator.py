@@ -1,10 +1,10 @@
 """The accelerator of this process: the only module that names torch.cuda.
 
-`current` stands for the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's
-CUDA, AMD (ROCm). Another kind is a class with the members of `Accelerator`, made `current` here,
-and a memory probe in `devices/memory/choose.py`; a row in `devices/choose.py` adds utilisation and
-power. `training_device_index` also needs DeepSpeed's accelerator to be of that kind. Importing this
-module initialises no device.
+`current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
+AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
+here, and a memory probe in `devices/memory/choose.py`. A row in `devices/choose.py` adds
+utilisation and power. `training_device_index` also needs DeepSpeed's accelerator to be of that
+kind. Importing this module initialises no device.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class Accelerator(Protocol):
         collective_backend: The process group backend whose collectives run on streams. Its name is
             also the prefix of its kernels' names.
         module: torch's module for the device; owns `synchronize`. Must allow weak references.
-        Stream: The class of its streams, with `wait_stream`, `synchronize`, and the handle
-            `cuda_stream`, by which streams are compared.
+        hardware_id_prefix: The prefix that makes a device's UUID its `hw.id` in OTLP data.
+        Stream: The class of its streams, with `wait_stream` and `synchronize`.
         Event: The class of its events, with `record`, `wait` and `synchronize`.
         profiler_device: torch's profiler type of what runs on it.
     """
 
     kind: str
     collective_backend: str
+    hardware_id_prefix: str
     module: Any
     Stream: Any
     Event: Any
@@ -88,6 +89,9 @@ class Accelerator(Protocol):
     def current_stream(self) -> Any:
         """Return the stream that gets this thread's work."""
 
+    def stream_handle(self, stream: Any) -> int | None:
+        """Return a number that identifies a stream; None for a stream of another class."""
+
     def is_capturing(self) -> bool:
         """Return whether the current stream is captured into a graph."""
 
@@ -113,7 +117,7 @@ class Accelerator(Protocol):
         """Record the stack of each allocation; return False if the script does so already."""
 
     def stop_memory_history(self) -> None:
-        """End the record."""
+        """Stop recording allocations."""
 
     def dump_memory_snapshot(self, path: str) -> None:
         """Write the allocator's blocks and history to a file, for torch's memory viewer."""
@@ -128,12 +132,13 @@ class Accelerator(Protocol):
 class CudaAccelerator:
     """NVIDIA and AMD GPUs, through torch.cuda.
 
-    What runs for each collective is torch's own function, without a call between. The others look
-    torch's function up when they are called.
+    `current_stream` and `is_capturing` run for each collective: they are torch's own functions,
+    without a call between. The other methods look torch's function up when they are called.
     """
 
     kind = "cuda"
     collective_backend = "nccl"
+    hardware_id_prefix = "GPU-"
     module: Any = torch.cuda
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
@@ -141,6 +146,11 @@ class CudaAccelerator:
 
     current_stream: Callable[[], Any] = staticmethod(torch.cuda.current_stream)
     is_capturing: Callable[[], bool] = staticmethod(torch.cuda.is_current_stream_capturing)
+
+    @staticmethod
+    def stream_handle(stream: Any) -> int | None:
+        """Return the `cudaStream_t`; None for a generic `torch.Stream`, which has none."""
+        return getattr(stream, "cuda_stream", None)
 
     def is_built(self) -> bool:
         """Return whether torch was built with CUDA or ROCm."""
@@ -214,7 +224,7 @@ class CudaAccelerator:
         return True
 
     def stop_memory_history(self) -> None:
-        """End the record."""
+        """Stop recording allocations."""
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def dump_memory_snapshot(self, path: str) -> None:
@@ -230,7 +240,8 @@ class CudaAccelerator:
         torch.cuda.set_rng_state(state)
 
 
-# Read as `accelerator.current` at each use, or by the constructor of what runs for each collective.
+# Other modules read `accelerator.current` at each use. The classes that run for each collective
+# read it once, in their constructors.
 current: Accelerator = CudaAccelerator()
 
 

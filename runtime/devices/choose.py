@@ -48,4 +48,5 @@ def hardware_ids(*, device_index: int | None) -> dict[str, str]:
     uuid = None if device_index is None else device_uuid(device_index)
     if uuid is None:
         return {}
-    return {f"{accelerator.current.kind}:{device_index}": f"GPU-{uuid}"}
+    device = accelerator.current
+    return {f"{device.kind}:{device_index}": device.hardware_id_prefix + uuid}

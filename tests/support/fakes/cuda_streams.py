@@ -97,6 +97,7 @@ class FakeCuda:
 
     kind = "cuda"
     collective_backend = "nccl"
+    stream_handle = staticmethod(accelerator.CudaAccelerator.stream_handle)
 
     def __init__(self, host: ManualClock) -> None:
         self.host = host
