@@ -50,8 +50,8 @@ class Scrapes:
     such as from a browser, neither ends nor extends the wait.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._clients: dict[str, _Client] = {}
         self._changed = threading.Condition()
 
@@ -59,7 +59,7 @@ class Scrapes:
         """Record a scrape by `client`, answered with this value of run_active."""
         with self._changed:
             seen = self._clients.pop(client, None) or _Client()
-            seen.times.append(self._clock())
+            seen.times.append(self._now())
             seen.end_was_read = run_active == 0
             self._clients[client] = seen  # at the end: the first has been silent longest
             if len(self._clients) > MAX_CLIENTS:
@@ -82,7 +82,7 @@ class Scrapes:
 
         Without any, those that scraped once: Prometheus may have started just now.
         """
-        now = self._clock()
+        now = self._now()
         recent = [client for client in self._clients.values() if not client.is_gone(now)]
         regular = [client for client in recent if client.interval_seconds is not None]
         return [client for client in regular or recent if not client.end_was_read]

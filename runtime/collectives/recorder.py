@@ -45,7 +45,7 @@ class CallRecorder:
         self.dropped_calls = 0
         self._calls: list[CollectiveCall] = []
         self._under_way: set[CollectiveCall] = set()
-        self._clock: PhaseTimer | None = None
+        self._phase_timer: PhaseTimer | None = None
         self._on_batch: Callable[[Batch], None] | None = None
         self._on_failed: Callable[[CollectiveCall], None] | None = None
         self._training_thread = get_ident()
@@ -63,24 +63,24 @@ class CallRecorder:
 
     def connect(
         self,
-        clock: PhaseTimer | None,
+        phase_timer: PhaseTimer | None,
         on_batch: Callable[[Batch], None] | None,
         on_failed: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
-        """Tag calls with the clock's phase from now on; this thread becomes the training thread.
+        """Tag calls with the timer's phase from now on; this thread becomes the training thread.
 
         Args:
-            clock: The phases of training.
+            phase_timer: The phases of training.
             on_batch: Called with each full batch.
             on_failed: Called with a call that raised, before the exception goes on.
         """
         self._on_failed = on_failed
-        self._clock = clock
+        self._phase_timer = phase_timer
         self._on_batch = on_batch
         self._training_thread = get_ident()
         self._works.clear()
         self._messages.clear()
-        self.stream_waits.connect(clock)
+        self.stream_waits.connect(phase_timer)
 
     def drain(self) -> Batch:
         """Return the calls recorded since the last time."""
@@ -98,7 +98,7 @@ class CallRecorder:
         group = self.groups.find(process_group, point_to_point=reader.point_to_point)
         if group is None:
             return None  # this rank is no member, or the original will raise
-        phase = OTHER if self._clock is None else self._clock.current
+        phase = OTHER if self._phase_timer is None else self._phase_timer.current
         calls = [
             CollectiveCall(op, group, size, dtype, phase)
             for op, size, dtype in reader.payloads(args, kwargs)
@@ -208,7 +208,7 @@ class CallRecorder:
         if call.start_event is not None:
             self.stream_waits.on_call_wait(call)
         elif get_ident() == self._training_thread and not call.end_ns:
-            call.wait_phase = OTHER if self._clock is None else self._clock.current
+            call.wait_phase = OTHER if self._phase_timer is None else self._phase_timer.current
             call.wait_ns = perf_counter_ns()
 
     def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:

@@ -10,14 +10,14 @@ from ...metrics.catalog.labels import PHASES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, EVAL, CHECKPOINT, OTHER = range(len(PHASES))
 _NON_TRAINING = (EVAL, CHECKPOINT)
-# Of one step; with more, such as of very many micro-batches, the earliest are dropped.
+# Intervals kept of one step. A step of very many micro-batches drops the earliest ones.
 MAX_INTERVALS = 4096
 
 PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 
 
 class PhaseTimer:
-    """A stack of phases; the innermost accrues the time. The clock starts with the first phase.
+    """A stack of phases; the innermost accrues the time. Time is counted from the first phase.
 
     Used on the training thread. `current` may be read on any thread: it labels collectives, some of
     which autograd's threads issue.
@@ -31,7 +31,7 @@ class PhaseTimer:
 
     __slots__ = (
         "_intervals",
-        "_now",
+        "_now_ns",
         "_outer",
         "_started",
         "_totals",
@@ -41,8 +41,8 @@ class PhaseTimer:
         "since_ns",
     )
 
-    def __init__(self, now: Callable[[], int] = perf_counter_ns) -> None:
-        self._now = now
+    def __init__(self, now_ns: Callable[[], int] = perf_counter_ns) -> None:
+        self._now_ns = now_ns
         self._totals = [0] * len(PHASES)
         self._intervals: deque[PhaseInterval] | None = None
         self._outer: list[int] = []
@@ -50,13 +50,13 @@ class PhaseTimer:
         self.left_training = False
         self.on_change: Callable[[int], object] | None = None
         self.current = OTHER
-        self.since_ns = now()
+        self.since_ns = now_ns()
 
     def enter(self, phase: int) -> None:
         """Begin a phase inside the current one."""
         if not self._started:
             self._started = True
-            self.since_ns = self._now()
+            self.since_ns = self._now_ns()
         self._accrue()
         self._outer.append(self.current)
         self.current = phase
@@ -70,7 +70,7 @@ class PhaseTimer:
 
     def idle_seconds(self) -> float:
         """Return the time since the last change of phase. May be called on any thread."""
-        return (self._now() - self.since_ns) / 1e9
+        return (self._now_ns() - self.since_ns) / 1e9
 
     def take(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
@@ -92,8 +92,8 @@ class PhaseTimer:
     def _accrue(self) -> None:
         if self.on_change is not None:
             self.on_change(self.current)
-        now = self._now()
-        self._totals[self.current] += now - self.since_ns
+        now_ns = self._now_ns()
+        self._totals[self.current] += now_ns - self.since_ns
         if self._intervals is not None:
-            self._intervals.append((self.current, self.since_ns, now))
-        self.since_ns = now
+            self._intervals.append((self.current, self.since_ns, now_ns))
+        self.since_ns = now_ns

@@ -25,13 +25,15 @@ class DataLoaderHooks:
             rebuilt.
     """
 
-    def __init__(self, clock: PhaseTimer, fail_open: FailOpen, engine_hooks: EngineHooks) -> None:
+    def __init__(
+        self, phase_timer: PhaseTimer, fail_open: FailOpen, engine_hooks: EngineHooks
+    ) -> None:
         self._thread = threading.get_ident()
-        self._clock = clock
+        self._phase_timer = phase_timer
         self.engine_hooks = engine_hooks
         self._open = True
         self._enter = fail_open.wrap("data", self._on_start)
-        self._leave = fail_open.wrap("data", clock.leave)
+        self._leave = fail_open.wrap("data", phase_timer.leave)
         self._patches = PatchSet()
         for owner in LOADER_CLASSES:
             self._patches.add(owner, "__next__", self._wrapper)
@@ -42,11 +44,11 @@ class DataLoaderHooks:
         self._patches.restore()
 
     def _on_start(self) -> None:
-        self._clock.enter(DATA if self.engine_hooks.training else EVAL)
+        self._phase_timer.enter(DATA if self.engine_hooks.training else EVAL)
 
     def _wrapper(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def hooked(iterator: Any) -> Any:
-            outermost = self._clock.current not in (DATA, EVAL)
+            outermost = self._phase_timer.current not in (DATA, EVAL)
             if not (self._open and outermost and threading.get_ident() == self._thread):
                 return original(iterator)
             self._enter()

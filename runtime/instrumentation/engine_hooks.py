@@ -48,14 +48,14 @@ class EngineHooks:
     def __init__(
         self,
         engine: Any,
-        clock: PhaseTimer,
+        phase_timer: PhaseTimer,
         fail_open: FailOpen,
         memory: MemoryHooks,
         collector: StepCollector,
     ) -> None:
         self.cost_ns = 0
         self._engine = weakref.ref(engine)
-        self._clock = clock
+        self._phase_timer = phase_timer
         self._open = True
         self._counts = StepCounts()
         self._shapes: list[BatchShape] = []
@@ -115,8 +115,8 @@ class EngineHooks:
         return self._wrap(
             name,
             original,
-            lambda args, kwargs: self._clock.enter(phase),
-            lambda result, returned: self._clock.leave(),
+            lambda args, kwargs: self._phase_timer.enter(phase),
+            lambda result, returned: self._phase_timer.leave(),
         )
 
     def _instruction(self, name: str, original: Any) -> Any:
@@ -125,7 +125,7 @@ class EngineHooks:
 
         def on_start(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             training = torch.is_grad_enabled()  # `train_batch` requires it
-            self._clock.enter(phase if training else EVAL)
+            self._phase_timer.enter(phase if training else EVAL)
             if is_forward and training:
                 shape = loaded_shape(args[0], kwargs)
                 if shape is not None:
@@ -134,7 +134,10 @@ class EngineHooks:
             elif name == "OptimizerStep":
                 self._on_update_start()
 
-        return self._wrap(name, original, on_start, lambda result, returned: self._clock.leave())
+        def on_end(result: Any, returned: bool) -> None:
+            self._phase_timer.leave()
+
+        return self._wrap(name, original, on_start, on_end)
 
     def _wrap(
         self,
@@ -204,13 +207,13 @@ class EngineHooks:
         if self.training and torch.is_grad_enabled():
             shape = batch_shape(args, kwargs)
             self._shapes.append(shape)
-            self._clock.enter(FORWARD)
+            self._phase_timer.enter(FORWARD)
             self._on_batch_start(shape, self._counts.micro_batches + 1)
         else:
-            self._clock.enter(EVAL)
+            self._phase_timer.enter(EVAL)
 
     def _on_forward_end(self, output: Any, returned: bool) -> None:
-        self._clock.leave()
+        self._phase_timer.leave()
         # Weakly, as it may hold the whole graph; read only if a plain backward follows.
         self._output = _weak_output(output)
 
@@ -219,11 +222,11 @@ class EngineHooks:
         if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
             self._counts.losses_are_shares = True  # the caller has divided them
         self._inside_backward = True
-        self._clock.enter(BACKWARD)
+        self._phase_timer.enter(BACKWARD)
 
     def _on_backward_end(self, result: Any, returned: bool) -> None:
         self._inside_backward = False
-        self._clock.leave()
+        self._phase_timer.leave()
         if returned:
             self._count_micro_batch()
 
@@ -232,7 +235,7 @@ class EngineHooks:
         if not self._plain_backward:
             self._plain_backward = True
             self._loss = extract_loss(self._output())
-            self._clock.enter(BACKWARD)
+            self._phase_timer.enter(BACKWARD)
 
     def _on_plain_backward_end(self) -> None:
         self._close_plain_backward()
@@ -242,7 +245,7 @@ class EngineHooks:
         """End a plain backward; one that raised did not end itself."""
         if self._plain_backward:
             self._plain_backward = False
-            self._clock.leave()
+            self._phase_timer.leave()
 
     def _count_micro_batch(self) -> None:
         """Count one backward, which may follow several forwards."""
@@ -269,10 +272,10 @@ class EngineHooks:
             updates = not managed or engine.is_gradient_accumulation_boundary()
             if updates and not self._is_pipeline:
                 self._on_update_start()
-        self._clock.enter(OTHER if self._is_pipeline else OPTIMIZER)
+        self._phase_timer.enter(OTHER if self._is_pipeline else OPTIMIZER)
 
     def _on_step_end(self, result: Any, returned: bool) -> None:
-        self._clock.leave()
+        self._phase_timer.leave()
         engine = self._engine()
         if engine is None or engine.global_steps == self._steps_before:
             return

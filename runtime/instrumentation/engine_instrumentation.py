@@ -45,7 +45,7 @@ class EngineInstrumentation:
         self._earlier_ns = 0
         self._engine_hooks = self._hook(engine)
         self._dataloader_hooks = DataLoaderHooks(
-            context.clock, context.fail_open, self._engine_hooks
+            context.phase_timer, context.fail_open, self._engine_hooks
         )
 
     @property
@@ -74,12 +74,12 @@ class EngineInstrumentation:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Count the time inside as that of a checkpoint: no training, and no hang either."""
-        wrap, clock = self._context.fail_open.wrap, self._context.clock
-        wrap("suspend", clock.enter)(CHECKPOINT)
+        wrap, phase_timer = self._context.fail_open.wrap, self._context.phase_timer
+        wrap("suspend", phase_timer.enter)(CHECKPOINT)
         try:
             yield
         finally:
-            wrap("suspend", clock.leave)()
+            wrap("suspend", phase_timer.leave)()
 
     def restore(self) -> None:
         """Remove the hooks. Safe to call twice."""
@@ -89,4 +89,4 @@ class EngineInstrumentation:
     def _hook(self, engine: Any) -> EngineHooks:
         context, memory = self._context, self._memory
         collector = StepCollector(context, engine, memory, self._enqueue, self._profiler)
-        return EngineHooks(engine, context.clock, context.fail_open, memory, collector)
+        return EngineHooks(engine, context.phase_timer, context.fail_open, memory, collector)

@@ -50,7 +50,7 @@ class MemoryHooks:
         self,
         engine: Any,
         reader: MemoryReader,
-        clock: PhaseTimer,
+        phase_timer: PhaseTimer,
         fail_open: FailOpen,
         *,
         forecasts: MemoryForecasts,
@@ -62,7 +62,7 @@ class MemoryHooks:
         Args:
             engine: A DeepSpeed engine.
             reader: Reads memory.
-            clock: The phases of training.
+            phase_timer: The phases of training.
             fail_open: Guards what runs in training.
             forecasts: Assesses each micro-batch before it runs.
             on_exception: Called with each error that passes through the engine.
@@ -74,7 +74,7 @@ class MemoryHooks:
         self._assess_batch = forecasts.assess_batch
         self._engine = weakref.ref(engine)
         self._reader = reader
-        self._clock = clock
+        self._phase_timer = phase_timer
         self._detail_seconds = detail_seconds
         self._shapes: dict[Shape, None] = {}
         self._reading_due = self._detail_due = 0.0
@@ -89,7 +89,7 @@ class MemoryHooks:
     def rebind_engine(self, engine: Any) -> None:
         """Sample another engine from now on; a detailed sample under way is dropped."""
         self._engine = weakref.ref(engine)
-        self._clock.on_change = None
+        self._phase_timer.on_change = None
         self._shapes = {}
 
     def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
@@ -112,14 +112,16 @@ class MemoryHooks:
     def on_backward_end(self) -> None:
         """Sum the engine's tensors while buckets exist, in a step that is sampled in detail."""
         engine = self._engine()
-        if self._clock.on_change is None or engine is None or self._held_in_backward is not None:
+        if self._phase_timer.on_change is None or engine is None:
+            return
+        if self._held_in_backward is not None:
             return
         self._held_in_backward = self._sum_tensors(engine)
 
     def on_update_start(self) -> None:
         """Sum the engine's tensors while gradients exist, in a step that is sampled in detail."""
         engine = self._engine()
-        if self._clock.on_change is None or engine is None:
+        if self._phase_timer.on_change is None or engine is None:
             return
         self._reader.sample_phase()  # the peak so far belongs to no phase that is read from here on
         self._pass_readings_left = max(self._pass_readings_left, READINGS_OF_UPDATE)
@@ -139,17 +141,17 @@ class MemoryHooks:
         sample = StepMemorySample(
             readings=self._reader.sample_step(),
             shapes=shapes,
-            trained_only=not self._clock.left_training,
+            trained_only=not self._phase_timer.left_training,
             detail=detail,
         )
-        self._clock.left_training = False
+        self._phase_timer.left_training = False
         if self._detail_seconds is not None and now >= self._detail_due:
             self._begin_detail(now)
         return sample
 
     def close(self) -> None:
         """End the detailed sample under way. Safe to call twice."""
-        self._clock.on_change = None
+        self._phase_timer.on_change = None
 
     def _begin_detail(self, now: float) -> None:
         """Sample the step that begins now in detail."""
@@ -159,13 +161,13 @@ class MemoryHooks:
         self._phase_peaks = {}
         self._held_in_backward = self._held_before = None
         self._detail_cost_seconds = 0.0
-        self._clock.on_change = self._on_phase_end
+        self._phase_timer.on_change = self._on_phase_end
 
     def _end_detail(self) -> DetailedSample | None:
         engine = self._engine()
-        if self._clock.on_change is None or engine is None:
+        if self._phase_timer.on_change is None or engine is None:
             return None
-        self._clock.on_change = None
+        self._phase_timer.on_change = None
         before, after = self._held_before, self._sum_tensors(engine)
         if before is None or after is None:
             return None

@@ -43,7 +43,7 @@ class StepCollector:
         """
         wrap = context.fail_open.wrap
         self._engine = weakref.ref(engine)
-        self._clock = context.clock
+        self._phase_timer = context.phase_timer
         self._calls = context.call_recorder
         self._enqueue = enqueue
         self._read_memory = wrap("memory", memory.on_step_end)
@@ -64,8 +64,8 @@ class StepCollector:
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
-            phase_ns=self._clock.take(),
-            intervals=self._clock.take_intervals(),
+            phase_ns=self._phase_timer.take(),
+            intervals=self._phase_timer.take_intervals(),
             counts=counts,
             coverage=self._read_coverage(),
             gradient_norm=self._gradient_norm(engine),

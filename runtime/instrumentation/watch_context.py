@@ -32,7 +32,7 @@ class WatchContext:
     watch_index: int
     settings: Settings
     call_recorder: CallRecorder
-    clock: PhaseTimer
+    phase_timer: PhaseTimer
     run_id: Callable[[], str | None]
     folder: Callable[[], Path | None]
     recorder: Recorder

@@ -56,7 +56,7 @@ def build_watch(
         watch_index: Watches that this process had before; the same on all ranks.
     """
     process, device, recorder = this_process(), training_device_index(), Recorder()
-    calls, clock, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
+    calls, phase_timer, engine_ref = collectives.call_recorder, PhaseTimer(), EngineRef(engine)
     with ExitStack() as undo:
         # The server, so that scrapes are answered from now on.
         store = RankStore(process, watch_index)
@@ -81,7 +81,7 @@ def build_watch(
             watch_index=watch_index,
             settings=settings,
             call_recorder=calls,
-            clock=clock,
+            phase_timer=phase_timer,
             run_id=lambda: folder.run_id,
             folder=lambda: folder.path,
             recorder=recorder,
@@ -128,7 +128,7 @@ def build_watch(
         calls.groups.set_roles(role_of, p2p_role)
         step_metrics.publish_earlier(calls.drain())
         calls.groups.drain_coverage()
-        calls.connect(clock, thread.enqueue, cross_rank.on_collective_error)
+        calls.connect(phase_timer, thread.enqueue, cross_rank.on_collective_error)
         undo.callback(cross_rank.close_hooks)
         instrumentation = EngineInstrumentation(
             context, engine, memory.hooks, thread.enqueue, cross_rank.profiler

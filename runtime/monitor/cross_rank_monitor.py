@@ -92,7 +92,7 @@ class CrossRankMonitor:
             rank=identity.rank,
             host=identity.host,
             groups=context.call_recorder.groups,
-            phase_timer=context.clock,
+            phase_timer=context.phase_timer,
             recorder=context.recorder,
             fail_open=context.fail_open,
             interval_seconds=settings.cross_rank.interval_seconds,
@@ -111,7 +111,7 @@ class CrossRankMonitor:
                 is_training=self._is_training,
             ),
             settings=context.settings.hang,
-            phase_timer=context.clock,
+            phase_timer=context.phase_timer,
             recorder=context.recorder,
             fail_open=context.fail_open,
         )

@@ -64,7 +64,7 @@ class MemoryMonitor:
         self.hooks = MemoryHooks(
             engine,
             self._reader,
-            context.clock,
+            context.phase_timer,
             context.fail_open,
             forecasts=self._forecasts,
             on_exception=self._on_exception,

@@ -64,7 +64,7 @@ class EngineOomContext(OomContext):
 
     def phase(self) -> str | None:
         """Return the current phase of the training thread."""
-        return PHASES[self._context.clock.current]
+        return PHASES[self._context.phase_timer.current]
 
     def readings(self) -> Readings | None:
         """Read all devices."""

@@ -39,7 +39,7 @@ class OverheadMetrics:
     def publish(self) -> None:
         """Publish all values as they are now."""
         recorder = self._context.recorder
-        idle_seconds = self._context.clock.idle_seconds()
+        idle_seconds = self._context.phase_timer.idle_seconds()
         with recorder.commit():
             recorder.set(training.LAST_ACTIVITY_TIMESTAMP, time.time() - idle_seconds)
             recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, time.time())

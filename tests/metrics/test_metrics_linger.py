@@ -96,7 +96,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
 )
 def test_the_patience_follows_the_scrapes_seen(scraped_at, now, patience):
     clock = iter([*scraped_at, now])
-    scrapes = Scrapes(clock=lambda: next(clock))
+    scrapes = Scrapes(now=lambda: next(clock))
     for _ in scraped_at:
         scrapes.note("prometheus", run_active=1)
 
@@ -119,7 +119,7 @@ def test_a_single_scrape_is_followed_by_a_short_wait():
 
 def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:
     """Return what is known after visits: when, by whom, and the run_active that was read."""
-    scrapes = Scrapes(clock=lambda: clock[0])
+    scrapes = Scrapes(now=lambda: clock[0])
     for at, client, run_active in visits:
         clock[0] = at
         scrapes.note(client, run_active=run_active)

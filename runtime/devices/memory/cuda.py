@@ -59,7 +59,7 @@ class CudaMemory:
         self,
         device_index: int,
         device: MemoryStats,
-        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic,
         peaks: SharedPeakCounters | None = None,
     ) -> None:
         """Describe the probe.
@@ -67,14 +67,14 @@ class CudaMemory:
         Args:
             device_index: torch's index of the device.
             device: The accelerator.
-            clock: Seconds.
+            now: A monotonic clock, in seconds.
             peaks: Resets the peak counters at each reading; None to leave them alone.
         """
         self.device = f"{device.kind}:{device_index}"
         self._index = device_index
         self._device = device
         self._peaks = peaks
-        self._clock = clock
+        self._now = now
         self._limit = 0.0
         self._limit_due = float("-inf")
 
@@ -108,7 +108,7 @@ class CudaMemory:
         return self._device.memory_stats(self._index)
 
     def _limit_bytes(self, reserved: float) -> float:
-        now = self._clock()
+        now = self._now()
         if now >= self._limit_due:
             self._limit_due = now + _LIMIT_SECONDS
             free, total = self._device.memory_info(self._index)

@@ -78,15 +78,15 @@ class HostLimit:
     and touched, as those of tensors are.
     """
 
-    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, root: Path = Path("/"), now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self._physical_bytes = _physical_bytes(root)
         self._cgroup_paths = _cgroup_limit_paths(root)
         self._renew()
 
     def resident_bytes(self, *, resident: float, virtual: float, data: float) -> float:
         """Return the limit for RSS in bytes, given the process's sizes now, in bytes."""
-        if self._clock() >= self._renewal_due:
+        if self._now() >= self._renewal_due:
             self._renew()
         return min(
             self._resident_limit,
@@ -96,7 +96,7 @@ class HostLimit:
 
     def _renew(self) -> None:
         """Read the limits again, as a container can be resized."""
-        self._renewal_due = self._clock() + _RENEWAL_SECONDS
+        self._renewal_due = self._now() + _RENEWAL_SECONDS
         cgroups = (_cgroup_bytes(path) for path in self._cgroup_paths)
         self._resident_limit = min([self._physical_bytes, *cgroups])
 

@@ -33,18 +33,18 @@ def test_the_constants_are_the_indices_of_the_labels() -> None:
 
 def test_the_innermost_phase_gets_the_time() -> None:
     time = HandTurned()
-    clock = PhaseTimer(time)
+    timer = PhaseTimer(time)
 
     time.ns = 5  # before the first phase no time counts
-    clock.enter(FORWARD)
+    timer.enter(FORWARD)
     time.ns = 12
-    clock.enter(DATA)
+    timer.enter(DATA)
     time.ns = 15
-    clock.leave()
+    timer.leave()
     time.ns = 16
-    clock.leave()
+    timer.leave()
     time.ns = 20
-    totals = clock.take()
+    totals = timer.take()
 
     assert totals[FORWARD] == 7 + 1
     assert totals[DATA] == 3
@@ -54,13 +54,13 @@ def test_the_innermost_phase_gets_the_time() -> None:
 
 def test_take_restarts_the_totals_within_the_current_phase() -> None:
     time = HandTurned()
-    clock = PhaseTimer(time)
-    clock.enter(BACKWARD)
+    timer = PhaseTimer(time)
+    timer.enter(BACKWARD)
 
     time.ns = 10
-    first = clock.take()
+    first = timer.take()
     time.ns = 14
-    second = clock.take()
+    second = timer.take()
 
     assert (first[BACKWARD], second[BACKWARD]) == (10, 4)
-    assert clock.current == BACKWARD
+    assert timer.current == BACKWARD

@@ -220,7 +220,7 @@ def test_a_container_that_is_resized_shows_within_ten_seconds(tmp_path: Path) ->
     root = machine(tmp_path, "0::/\n")
     cgroup_limit(root, "", "memory.max", 2 * 2**30)
     seconds = [0.0]
-    limit = HostLimit(root, clock=lambda: seconds[0])
+    limit = HostLimit(root, now=lambda: seconds[0])
 
     cgroup_limit(root, "", "memory.max", 2**30)
     seconds[0] = 10.0
@@ -259,7 +259,7 @@ def test_the_process_s_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:
 def test_the_driver_is_asked_for_the_limit_every_ten_seconds_only() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
     seconds = [0.0]
-    probe = CudaMemory(0, cuda, clock=lambda: seconds[0])
+    probe = CudaMemory(0, cuda, now=lambda: seconds[0])
 
     calls = []
     for now in (0.0, 1.0, 9.9, 10.0):

@@ -51,7 +51,7 @@ class Rank:
             identity=identity,
             watch_index=0,
             settings=SimpleNamespace(otel=OtelSettings(**given)),
-            clock=PhaseTimer(),
+            phase_timer=PhaseTimer(),
             run_id=lambda: self.run_id,
             recorder=self.recorder,
             fail_open=FailOpen(),

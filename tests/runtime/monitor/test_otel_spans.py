@@ -131,20 +131,20 @@ def test_calls_whose_times_are_not_known_have_no_span():
 
 def test_the_timer_records_the_intervals_of_each_phase():
     times = iter([0, 0, 10, 25, 40, 60])
-    clock = PhaseTimer(lambda: next(times))
-    clock.keep_intervals()
+    timer = PhaseTimer(lambda: next(times))
+    timer.keep_intervals()
 
-    clock.enter(FORWARD)
-    clock.leave()
-    clock.take()
+    timer.enter(FORWARD)
+    timer.leave()
+    timer.take()
 
-    assert list(clock.take_intervals()) == [(OTHER, 0, 10), (FORWARD, 10, 25), (OTHER, 25, 40)]
-    assert list(clock.take_intervals()) == []
+    assert list(timer.take_intervals()) == [(OTHER, 0, 10), (FORWARD, 10, 25), (OTHER, 25, 40)]
+    assert list(timer.take_intervals()) == []
 
 
 def test_a_timer_records_no_intervals_by_default():
-    clock = PhaseTimer()
-    clock.enter(FORWARD)
-    clock.leave()
+    timer = PhaseTimer()
+    timer.enter(FORWARD)
+    timer.leave()
 
-    assert list(clock.take_intervals()) == []
+    assert list(timer.take_intervals()) == []
