@@ -91,6 +91,7 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
+# tuner/policy/predict.py repeats `_share` and `_reduce`, as it imports nothing of this package.
 def _share(backend: str, group_size: int, payload_bytes: int) -> float:
     """All but the rank's own part: (n-1)/n."""
     return (group_size - 1) / group_size

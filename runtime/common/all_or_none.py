@@ -15,6 +15,14 @@ class PeerFailedError(RuntimeError):
     """Another rank failed in the section that all ranks were in."""
 
 
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether an error was raised on this rank only because another rank failed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PeerFailedError):
+        cause = cause.__cause__
+    return cause is not None
+
+
 class CollectiveAttempt:
     """A section entered by all ranks: use it in a `with` statement, then read `error`.
 

@@ -15,6 +15,7 @@ from ..tuner.policy.decision import Mode
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
 from ..tuner.policy.experiment import Conclusion
 from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
+from ..tuner.policy.options import WARMUP_STEPS
 from ..tuner.policy.proposals import TunerInput, propose
 from ..tuner.policy.types import JobFacts, Numerics, State, Symptom
 from ..tuner.reporting import TunerReporter
@@ -22,9 +23,7 @@ from ..tuner.reporting import TunerReporter
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
 
-
-WARMUP_STEPS = 5
-# Of the interval of a diagnosis: exposed communication is published some seconds late.
+#  Of the interval of a diagnosis: exposed communication is published some seconds late.
 MIN_SECONDS, MIN_STEPS = 30.0, 20
 # An idle device mostly waits for communication or for Python: one advice for all of these.
 WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))

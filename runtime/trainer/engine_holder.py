@@ -18,6 +18,7 @@ import torch
 from ...errors import DsConfigError, RebuildError, ZerowatchError
 from ..common.host_group import HostGroup
 from ..common.training_config import leaner_engines, merged, training_config, zero_stage
+from ..common.undo import Undo
 from ..engine.compression.gradient_compressor import GradientCompressor
 from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing
 from ..engine.live_settings.choose_modules import ModuleSelector
@@ -31,8 +32,6 @@ from .metrics import RebuildOutcome, TrainerMetrics
 from .oom_recovery.escalation import EngineChange, Escalation
 
 logger = logging.getLogger(__name__)
-
-Undo = Callable[[], None]
 
 
 class Attachment(Protocol):

@@ -100,7 +100,7 @@ class WindowRunner:
         self._guard = CollectiveGuard(host_group)
         self._guard.open(deepspeed_comm.cdb)  # around what watches the collectives
         self.replay = OomReplay(
-            engine_owner=engine_holder,
+            engine_source=engine_holder,
             host_group=host_group,
             guard=self._guard,
             planner=MicroBatchPlanner(),

@@ -8,19 +8,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from enum import IntEnum
 from time import perf_counter
 
 from ...errors import ZerowatchError
+from ..common.all_or_none import is_peer_failure
 from ..common.host_group import HostCollectives
-from ..common.undo import FAILURES
-from .policy.types import Configuration, KnobSetter, Order, Outcome, Undo
+from ..common.undo import FAILURES, Undo
+from .policy.types import Configuration, KnobSetter, Order, Outcome
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
 REASON_BYTES = 300  # of the reason that a rank sends to the others
-_OF_PEER = "another rank"  # is in the reason of a rank that failed because another one did
+
+
+class Fault(IntEnum):
+    """Whose fault it is that a phase failed on a rank; of several ranks the largest counts."""
+
+    NONE = 0
+    OTHER_RANK = 1
+    THIS_RANK = 2
 
 
 def exchange_order(
@@ -68,10 +77,16 @@ def apply_order(
 
 
 class _RankTransaction:
-    """One rank's part. Nothing is raised; `problem` has what failed."""
+    """One rank's part of a transaction; it raises nothing.
+
+    Attributes:
+        problem: What failed on this rank; None if nothing did.
+        fault: Whose fault that is.
+    """
 
     def __init__(self, order: Order, knobs: KnobSetter) -> None:
         self.problem: str | None = None
+        self.fault = Fault.NONE
         self._order, self._knobs = order, knobs
         self._before: Configuration | None = None
         self._undo: Undo | None = None
@@ -130,7 +145,9 @@ class _RankTransaction:
             run()
         except FAILURES as error:
             self.problem = _message(error)
+            self.fault = Fault.OTHER_RANK if is_peer_failure(error) else Fault.THIS_RANK
         if self.problem is not None:
+            self.fault = self.fault or Fault.THIS_RANK
             logger.warning("%s: %s failed: %s", self._order.why, phase, self.problem)
 
 
@@ -138,18 +155,19 @@ def _run(transaction: _RankTransaction, host_group: HostCollectives) -> str | No
     """Run the phases until one fails on some rank; return the reason, None if none failed."""
     for phase in (transaction.check, transaction.apply, transaction.verify):
         phase()
-        if host_group.all_max(int(transaction.problem is not None)):
-            return _gather_reason(transaction.problem or "", host_group)
+        fault = host_group.all_max(transaction.fault)
+        if fault != Fault.NONE:
+            is_cause = transaction.fault == fault
+            return _gather_reason((is_cause and transaction.problem) or "", host_group)
     return None
 
 
 def _gather_reason(own: str, host_group: HostCollectives) -> str:
-    """Return the first rank's reason, preferably one that is not the failure of a peer."""
+    """Return the reason of the first rank that gives one."""
     own = own.encode()[:REASON_BYTES].decode(errors="ignore")
     reasons = host_group.all_gather_text(own, REASON_BYTES)
     given = [f"rank {rank}: {each.strip()}" for rank, each in enumerate(reasons) if each.strip()]
-    own_faults = [each for each in given if _OF_PEER not in each]
-    return next(iter([*own_faults, *given]), "a rank gave no reason")
+    return next(iter(given), "a rank gave no reason")
 
 
 def _message(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from ...common.deepspeed_internals import (
     ZERO_3,
     missing_names,
 )
+from ...common.undo import Undo
 from .bucket_compressor import BucketCompressor
 from .encoding import FORMATS
 from .error_feedback import CompressionError, Residuals
@@ -25,8 +26,6 @@ from .stage_1_and_2 import Stage1And2
 from .stage_3 import Stage3
 
 logger = logging.getLogger(__name__)
-
-Undo = Callable[[], None]
 
 PLAIN = "plain"
 KINDS = (PLAIN, *FORMATS)

@@ -166,11 +166,10 @@ def _checked_snapshot(
 
 
 def _not_rebuilt(error: Exception) -> RebuildError:
+    reason = str(error)
     if isinstance(error, PeerFailedError):
-        return RebuildError(
-            "the engine was not rebuilt: another rank refused, whose error has the reason"
-        )
-    found = RebuildError(f"the engine was not rebuilt: {error}")
+        reason = "another rank refused, whose error has the reason"
+    found = RebuildError(f"the engine was not rebuilt: {reason}")
     found.__cause__ = None if isinstance(error, RebuildError) else error
     return found
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...common.patching import AttributePatch
-
-Undo = Callable[[], None]
+from ...common.undo import Undo
 
 _LINEAR = ("sgd",)
 _SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch.distributed as dist
 
 from ...common import accelerator
+from ...common.engine_source import EngineSource
 from ...common.host_group import HostCollectives
 from ..window.rng import RngState
 from .abort import abort_unsupported_reason, abort_window
@@ -27,14 +28,6 @@ from .sizing import BatchShares, MemoryMeasurements, MicroBatchPlanner, suggest_
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class EngineOwner(Protocol):
-    """Owner of the engine, which a rebuild replaces by another."""
-
-    @property
-    def engine(self) -> Any:
-        """The engine in use."""
 
 
 class MemorySource(Protocol):
@@ -73,7 +66,7 @@ class OomReplay:
     """Runs a window, and runs it again in smaller micro-batches where memory runs out.
 
     Args:
-        engine_owner: Owner of the engine.
+        engine_source: The run's; a rebuild replaces its engine.
         host_group: Between all ranks.
         guard: Open, and on all ranks.
         planner: How windows are split.
@@ -90,7 +83,7 @@ class OomReplay:
     def __init__(
         self,
         *,
-        engine_owner: EngineOwner,
+        engine_source: EngineSource,
         host_group: HostCollectives,
         guard: CollectiveGuard,
         planner: MicroBatchPlanner,
@@ -100,7 +93,7 @@ class OomReplay:
         self.planner = planner
         self.on_window_abort: list[Callable[[], None]] = []
         self.on_error: list[Callable[[BaseException], None]] = []
-        self._engine_owner, self._host_group, self._guard = engine_owner, host_group, guard
+        self._engine_source, self._host_group, self._guard = engine_source, host_group, guard
         self._escalation, self._memory = escalation or EscalationPolicy(), memory
         self._num_attempts = 0
 
@@ -183,7 +176,7 @@ class OomReplay:
         Raises:
             RuntimeError: The window cannot be aborted: this rank's own error, or PeerOutOfMemory.
         """
-        engine = self._engine_owner.engine
+        engine = self._engine_source.engine
         capture.clear_frames()
         reason = abort_unsupported_reason(engine)
         if capture.origin is OomOrigin.OWN and capture.error is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....errors import BatchError, ZerowatchError
+from ...common.engine_source import EngineSource
+from ...common.undo import Undo
 from ...trainer.data.training_data import TrainingData
 from ...trainer.window_runner import WindowRunner
 from ..policy.registry import BALANCE, BATCH_SAMPLES, MICRO_BATCH_SAMPLES
-from ..policy.types import Undo, Value
-from .knob import EngineSource, ReadableKnob, SwitchKnob, WritableKnob
+from ..policy.types import Value
+from .knob import ReadableKnob, SwitchKnob, WritableKnob
 
 
 def data_knobs(window_runner: WindowRunner, data: TrainingData | None) -> list[WritableKnob]:

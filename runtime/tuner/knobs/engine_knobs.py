@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....errors import ZerowatchError
+from ...common.engine_source import EngineSource
+from ...common.undo import Undo
 from ...engine.compression.gradient_compressor import (
     PLAIN,
     GradientCompressor,
@@ -30,8 +32,8 @@ from ..policy.registry import (
     SPECS,
     KnobSpec,
 )
-from ..policy.types import Undo, Value
-from .knob import EngineSource, ReadableKnob, SwitchKnob, WritableKnob
+from ..policy.types import Value
+from .knob import ReadableKnob, SwitchKnob, WritableKnob
 
 logger = logging.getLogger(__name__)
 

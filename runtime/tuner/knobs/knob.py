@@ -5,25 +5,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
 
 from ....errors import ZerowatchError
+from ...common.undo import Undo
 from ..policy.registry import KnobSpec
-from ..policy.types import Configuration, Undo, Value
+from ..policy.types import Configuration, Value
 
 logger = logging.getLogger(__name__)
-
-
-class EngineSource(Protocol):
-    """Has the engine in use; after a rebuild it is another one."""
-
-    @property
-    def engine(self) -> Any:
-        """DeepSpeed's engine."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The engine's ds config."""
 
 
 class ReadableKnob(ABC):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ....errors import DsConfigError
+from ...common.engine_source import EngineSource
 from ...common.training_config import merged, training_config, zero_stage
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.check import unsupported_reason
@@ -16,7 +17,7 @@ from ...memory.oom.would_fit import Layout
 from ..policy.registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
 from ..policy.types import Configuration, Value
 from .engine_knobs import ZERO
-from .knob import EngineSource, ReadableKnob
+from .knob import ReadableKnob
 
 STAGE, OFFLOADS = ZERO_STAGE.name, (OFFLOAD_OPTIMIZER.name, OFFLOAD_PARAM.name)
 LAYOUT = (STAGE, *OFFLOADS)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....errors import ZerowatchError
-from ..policy.types import Configuration, Undo, Value
+from ...common.undo import Undo
+from ..policy.types import Configuration, Value
 from .data_knobs import EngineMicroBatchKnob
 from .engine_knobs import EngineCheckpointingKnob, GcKnob, deepspeed_knobs
 from .knob import KnobSet

@@ -9,14 +9,14 @@ from typing import Any
 from ....errors import ZerowatchError
 from ...common.all_or_none import CollectiveAttempt
 from ...common.host_group import HostCollectives
-from ...common.undo import UndoStack
+from ...common.undo import Undo, UndoStack
 from ...trainer.data.training_data import TrainingData
 from ...trainer.engine_holder import EngineHolder
 from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.oom_recovery.sizing import GuardSchedule, MicroBatchLimits
 from ...trainer.window_runner import WindowRunner
 from ..policy.registry import MICRO_BATCH_SAMPLES, SPECS
-from ..policy.types import Configuration, Undo, Value
+from ..policy.types import Configuration, Value
 from .data_knobs import data_knobs, largest_share
 from .engine_knobs import (
     NO_COMPRESSOR,
@@ -159,7 +159,7 @@ class RunKnobs:
         with CollectiveAttempt(self._host_group) as ready:
             engine_holder.reload_optimizer_states()  # memory may run out on one rank alone
         if ready.error is not None:
-            raise ZerowatchError(f"the engine was not rebuilt: {ready.error}")
+            raise ZerowatchError(f"the engine was not rebuilt: {ready.error}") from ready.error
         undo.add(restore_attachments(engine_holder))
         before = engine_holder.config
         engine_holder.rebuild_as(config)
@@ -168,7 +168,7 @@ class RunKnobs:
             undo.do(self._changes(target))
         if rest.error is not None:
             undo()
-            raise ZerowatchError(f"rebuild rolled back: {rest.error}")
+            raise ZerowatchError(f"rebuild rolled back: {rest.error}") from rest.error
 
     def _changes(self, target: Configuration) -> Iterator[ApplyChange]:
         """Yield the changes of this engine in order, each once the previous one is done."""

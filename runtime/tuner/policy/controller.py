@@ -17,7 +17,7 @@ from .configuration_state import ConfigurationState, PendingAccept
 from .diagnose import MEMORY_PRESSURE
 from .experiment import Conclusion, Experiment
 from .metrics_delta import MetricsDelta
-from .options import TunerListener, TunerOptions
+from .options import WARMUP_STEPS, TunerListener, TunerOptions
 from .proposals import TunerInput
 from .search import Search
 from .search_history import SearchHistory
@@ -36,7 +36,6 @@ from .types import (
 
 logger = logging.getLogger(__name__)
 
-WARMUP_STEPS = 5
 SETTLE_STEPS = 2  # after a change that did not stay
 MAX_FAILURES = 2  # failed changes, after which nothing more is tried
 RELIEF_STEPS = 5  # after freeing memory, until the forecast includes it

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ....metrics.settings import TunerSettings
 from .diagnose import Thresholds
 from .experiment import Conclusion
 from .types import Configuration, Numerics, Proposal, State, Symptom
 
+WARMUP_STEPS = 5  # before the first diagnosis, of a TrainingRun and of any other run
 MIN_COOLDOWN_STEPS = 5
+_DEFAULTS = TunerSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +36,11 @@ class TunerOptions:
     numerics: Numerics
     acts: bool = True
     allows_rebuild: bool = True
-    min_gain: float = 0.01
-    exploration_ratio: float = 0.05
-    cooldown_steps: int = 200
+    min_gain: float = _DEFAULTS.min_gain
+    exploration_ratio: float = _DEFAULTS.exploration_ratio
+    cooldown_steps: int = _DEFAULTS.cooldown_steps
     cooldown_seconds: float = 10.0
-    observe_seconds: float = 20.0
+    observe_seconds: float = _DEFAULTS.observe_seconds
     total_steps: int | None = None
     thresholds: Thresholds = field(default_factory=Thresholds)
 

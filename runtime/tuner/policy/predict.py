@@ -102,6 +102,23 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
+# The two formulas below are those of collectives/ops.py, which policy may not import;
+# test_predict.py compares them.
+def share_to_others(ranks: int) -> float:
+    """Return the share of a payload that a rank of a ring sends to other ranks."""
+    return (ranks - 1) / ranks
+
+
+def reduce_factor(backend: str, ranks: int, payload_bytes: float) -> float:
+    """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
+    if backend != "gloo":
+        return share_to_others(ranks)
+    # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.
+    needed = max(math.ceil(payload_bytes / _SEGMENT_BYTES), 2 * ranks)
+    segments = math.ceil(needed / ranks) * ranks
+    return 1 - 2 / segments + (ranks - 1) / ranks**2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepTraffic:
     configuration: Configuration
@@ -110,7 +127,7 @@ class _StepTraffic:
     @property
     def share(self) -> float:
         """Share of a payload that is sent to other ranks."""
-        return (self.facts.world_size - 1) / self.facts.world_size
+        return share_to_others(self.facts.world_size)
 
     @property
     def gradients(self) -> float:
@@ -153,7 +170,8 @@ class _StepTraffic:
             return self._all_reduced(self.bucket)
         calls = math.ceil(self.gradients / self.bucket) + ranks - 1
         payload = self.facts.gradient_bytes
-        return Traffic(wire_bytes=payload * self._reduce_factor(payload / calls), calls=calls)
+        factor = reduce_factor(self.facts.backend, ranks, payload / calls)
+        return Traffic(wire_bytes=payload * factor, calls=calls)
 
     def _reduced_at_stage_3(self) -> Traffic:
         """Return the traffic of one reduction of all gradients by ZeRO 3."""
@@ -194,16 +212,6 @@ class _StepTraffic:
         """Return the least number of calls that gather all parameters once."""
         bucket = max(1, _number(self.configuration, PREFETCH_BUCKET_SIZE, 50_000_000))
         return min(self.facts.num_tensors, math.ceil(self.facts.num_parameters / bucket))
-
-    def _reduce_factor(self, payload_bytes: float) -> float:
-        """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
-        ranks = self.facts.world_size
-        if self.facts.backend != "gloo":
-            return self.share
-        # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.
-        needed = max(math.ceil(payload_bytes / _SEGMENT_BYTES), 2 * ranks)
-        segments = math.ceil(needed / ranks) * ranks
-        return 1 - 2 / segments + (ranks - 1) / ranks**2
 
     def _code_bytes(self) -> float | None:
         return _CODE_BYTES.get(str(self.configuration.get(GRADIENT_COMPRESSION.name)))

@@ -32,8 +32,8 @@ from .registry import (
 )
 from .types import Configuration, JobFacts, Numerics, Proposal, Symptom, Value
 
-MIN_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise
-MIN_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail
+MIN_PREDICTED_GAIN = 0.01  # a trial cannot distinguish a smaller gain from noise
+MIN_PREDICTED_REBUILD_GAIN = 0.05  # a rebuild takes time and memory, and may fail
 _REBUILD_FACTOR = 1.15  # a rebuild must be predicted to be that much faster than a live change
 _EQUAL_GAINS = 0.02  # predictions that differ by less rank equal
 _CERTAIN_LOSS = -0.15  # more than effects that are not predicted, such as overlap, may make up for
@@ -250,7 +250,7 @@ def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
     for proposal in proposals:
         gain = proposal.predicted_gain
         is_complete = any(SPECS[knob].fully_predicted for knob in proposal.changes)
-        least = MIN_REBUILD_GAIN if proposal.tier == "rebuild" else MIN_GAIN
+        least = MIN_PREDICTED_REBUILD_GAIN if proposal.tier == "rebuild" else MIN_PREDICTED_GAIN
         if gain is not None and gain >= least:
             yield proposal
         elif proposal.tier == "rebuild" or (

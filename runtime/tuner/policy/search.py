@@ -20,7 +20,6 @@ from .types import Configuration, JobFacts, KnobSetter, Proposal, StepTime, Symp
 UNPREDICTED_GAIN = 0.03  # assumed of a change without a prediction
 MAX_RELAXED_LOSS = 0.02  # of speed, for undoing a measure that is no longer needed
 ASSUMED_LOSS = 0.15  # of the windows run with a change, until it is rolled back
-EXPLORATION_RATIO = 0.05
 GRANT_SECONDS = 600.0  # lets a young run, where a gain pays longest, start trials at once
 
 
@@ -31,9 +30,7 @@ class ExplorationBudget:
         spent_seconds: Training time spent so far.
     """
 
-    def __init__(
-        self, ratio: float = EXPLORATION_RATIO, *, grant_seconds: float = GRANT_SECONDS
-    ) -> None:
+    def __init__(self, ratio: float, *, grant_seconds: float = GRANT_SECONDS) -> None:
         self.spent_seconds = 0.0
         self._ratio = ratio
         self._grant_seconds = grant_seconds

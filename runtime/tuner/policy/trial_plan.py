@@ -25,10 +25,10 @@ SESSION_ALPHA = 0.05
 EVEN_TRIALS = 5
 SHARES = EVEN_TRIALS + EVEN_TRIALS**2 * 0.18133  # 0.18133: the sum of 1/k^2 from 6 on
 BLOCK_SECONDS, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS = 2.0, 2, 4
-LIVE_PAIRS, LIVE_MIN_GAIN = 32, 0.01
+LIVE_PAIRS, MIN_MEASURED_LIVE_GAIN = 32, 0.01
 # A rebuild takes seconds, so blocks are longer, and small gains are not searched for.
 REBUILD_BLOCK_SECONDS, MIN_REBUILD_STEPS, MAX_REBUILD_STEPS = 10.0, 4, 10
-REBUILD_PAIRS, REBUILD_MIN_GAIN = 8, 0.03
+REBUILD_PAIRS, MIN_MEASURED_REBUILD_GAIN = 8, 0.03
 # In simulation, all looks of a trial together falsely accept a knob without effect with twice the
 # level of one look; where a gain of 3 % is required, with at most a fifth of that level.
 LIVE_LOOK_SHARE, REBUILD_LOOK_SHARE = 0.5, 4.0
@@ -89,7 +89,7 @@ def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: in
                 REBUILD_BLOCK_SECONDS / step_seconds, MIN_REBUILD_STEPS, MAX_REBUILD_STEPS
             ),
             settle_steps=settle_steps,
-            min_gain=REBUILD_MIN_GAIN,
+            min_gain=MIN_MEASURED_REBUILD_GAIN,
             alpha=alpha,
             look_level=REBUILD_LOOK_SHARE * alpha,
             first_look=3,
@@ -100,7 +100,7 @@ def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: in
     return TrialPlan(
         block_steps=_steps(BLOCK_SECONDS / step_seconds, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS),
         settle_steps=settle_steps,
-        min_gain=LIVE_MIN_GAIN,
+        min_gain=MIN_MEASURED_LIVE_GAIN,
         alpha=alpha,
         look_level=LIVE_LOOK_SHARE * alpha,
         first_look=4,

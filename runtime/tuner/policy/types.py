@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 Value = bool | int | str | None
 # Values by knob name. A complete one has every knob of the job.
 Configuration = Mapping[str, Value]
-Undo = Callable[[], None]
 
 Tier = Literal["live", "rebuild"]
 Verdict = Literal["accepted", "rolled_back", "rejected", "advised"]
@@ -216,7 +215,7 @@ class KnobSetter(Protocol):
     def unsupported_reason(self, target: Configuration) -> str | None:
         """Return why this rank should not use a configuration, e.g. its memory; else None."""
 
-    def apply(self, target: Configuration) -> Undo:
+    def apply(self, target: Configuration) -> Callable[[], None]:
         """Set what differs, and return what restores exactly the values before.
 
         Raises:

@@ -72,7 +72,7 @@ class Rank:
         self.asked: list[int] = []
         self.drawn: list[float] = []
         self.replay = OomReplay(
-            engine_owner=SimpleNamespace(engine=engine),
+            engine_source=SimpleNamespace(engine=engine, config={}),
             host_group=host_group,
             guard=CollectiveGuard(host_group),
             planner=MicroBatchPlanner(),

@@ -6,11 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.estimator.plan import Plan
 from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.predict import num_micro_batches, predicted_gain, traffic_of
+from zerowatch.runtime.tuner.policy.predict import (
+    num_micro_batches,
+    predicted_gain,
+    reduce_factor,
+    share_to_others,
+    traffic_of,
+)
 from zerowatch.runtime.tuner.policy.types import JobFacts
 
 LAYERS, ELEMENTS = 12, 1 << 20
@@ -220,3 +227,15 @@ def test_an_end_of_offloading_saves_its_time():
 )
 def test_without_figures_nothing_is_predicted(now, reading):
     assert gain(now, {**now, "micro_batch_samples": 16}, reading) is None
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
+def test_wire_formulas_equal_those_of_collectives(backend, ranks):
+    payloads = [1, 1 << 20, 5_000_000, 1 << 30]
+
+    assert share_to_others(ranks) == wire_factor("all_gather", backend, ranks)
+    assert 2 * share_to_others(ranks) == wire_factor("all_reduce", backend, ranks)
+    assert [reduce_factor(backend, ranks, each) for each in payloads] == [
+        wire_factor("reduce", backend, ranks, each) for each in payloads
+    ]

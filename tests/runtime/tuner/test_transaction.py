@@ -9,6 +9,7 @@ import pytest
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.common.all_or_none import PeerFailedError
 from zerowatch.runtime.common.undo import UndoStack
 from zerowatch.runtime.tuner.policy.types import Order
 from zerowatch.runtime.tuner.transaction import exchange_order
@@ -156,8 +157,10 @@ def test_all_ranks_learn_that_one_could_not_undo():
 
 
 def test_the_reason_is_that_of_a_rank_that_failed_by_itself():
-    echo = raising(ZerowatchError("the engine was not rebuilt: another rank has failed"))
-    knobs = [FakeKnobs(apply=echo), FakeKnobs(apply=raising(ZerowatchError("no room for it")))]
+    echo = ZerowatchError("the engine was not rebuilt")
+    echo.__cause__ = PeerFailedError("another rank has failed")
+    own = ZerowatchError("no room for it")
+    knobs = [FakeKnobs(apply=raising(each)) for each in (echo, own)]
 
     ended = exchange(knobs, order())
 

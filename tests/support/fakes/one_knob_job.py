@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from zerowatch.metrics.catalog import overhead, training
 from zerowatch.metrics.recorder import Recorder
+from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.experiment import Conclusion
 from zerowatch.runtime.tuner.policy.options import TunerOptions
@@ -18,7 +19,6 @@ from zerowatch.runtime.tuner.policy.types import (
     State,
     StepTime,
     Symptom,
-    Undo,
     Value,
 )
 
