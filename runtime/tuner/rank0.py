@@ -25,8 +25,8 @@ class StopFile:
     """The file that pauses the tuner while it exists.
 
     Args:
-        path: As set by the user; None for `tuner.stop` in the run folder.
-        watch: Has the run folder, once the run has a name.
+        path: Path that the user set; None for `tuner.stop` in the run folder.
+        watch: Source of the run folder, once the run has a name.
     """
 
     def __init__(self, path: Path | None, watch: Any) -> None:
@@ -54,7 +54,7 @@ class RankZeroTuner:
     trial, windows are buffered and passed to the controller about once a second.
 
     Args:
-        controller: Of the run.
+        controller: The run's controller.
         fail_open: Disables the controller at its first error.
         stop_file: Pauses the tuner.
 

@@ -64,7 +64,7 @@ class NullTunerSession:
 
     @property
     def is_on_trial(self) -> bool:
-        """False."""
+        """Always False: nothing is on trial."""
         return False
 
     def on_window_start(self) -> None:
@@ -90,14 +90,14 @@ class ActiveTunerSession:
     """The session of a tuned run.
 
     Args:
-        engine_holder: Of the run.
-        window_runner: Of the run.
-        host_group: Of the run.
-        data: Of the run.
-        settings: All of them.
+        engine_holder: Holder of the run's engine, which the knobs change.
+        window_runner: Sends this rank's notice to all ranks at the start of each window.
+        host_group: Broadcasts rank 0's orders.
+        data: Training data, whose batch size and load balance are knobs.
+        settings: The run's settings, of which `tuner` configures the session.
 
     Attributes:
-        numerics: What the user allows.
+        numerics: Strictness of numerics that the user allows.
     """
 
     def __init__(

@@ -38,10 +38,10 @@ def exchange_order(
     """Apply rank 0's order on all ranks; each calls this between the same two windows.
 
     Args:
-        host_group: Of all ranks.
-        knobs: This rank's.
-        order: Rank 0's, if it has one; that of other ranks is ignored.
-        clock: Seconds.
+        host_group: Connects all ranks.
+        knobs: Knobs of this rank.
+        order: Order of rank 0, if it has one; that of other ranks is ignored.
+        clock: Seconds of a monotonic clock.
 
     Returns:
         The order and its outcome; None if there was no order.

@@ -1,8 +1,8 @@
 """What the tuner costs a run in which it finds nothing to do, and one in which it is off.
 
 The cost counted is that on rank 0's training thread, around the tuner's four calls of a window,
-looks at the metrics included, as often as by default. Its CPU time counts: wall time holds whatever
-else the machine did meanwhile. The same calls of a tuner that is off are measured likewise, after a
+looks at the metrics included, as often as by default. Its CPU time counts: wall time includes the
+machine's other work. The same calls of a tuner that is off are measured likewise, after a
 step's arithmetic has emptied the caches: what the clocks take then is no cost of the tuner.
 """
 

@@ -26,14 +26,14 @@ SEARCH_FILE = Path(__file__).parents[2] / ".build" / "tuner_link_search.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What the tuner may do.
+    """Limits of what the tuner may change.
 
     Attributes:
         name: That of the part that the static search adds for it.
-        goal: Of throughput over that before.
-        seconds: How long the tuner has.
-        arguments: Of TrainingRun.
-        settings: Of the tuner.
+        goal: Least throughput, relative to that before.
+        seconds: Time that the tuner has.
+        arguments: Arguments of TrainingRun.
+        settings: Settings of the tuner.
     """
 
     name: str

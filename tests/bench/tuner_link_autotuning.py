@@ -1,4 +1,4 @@
-"""DeepSpeed's own autotuner on the two hosts. It starts every trial anew, over pdsh and ssh."""
+"""DeepSpeed's own autotuner on the two hosts; each trial is a new job, over pdsh and ssh."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Tuned:
     """A run that was tuned, and then compared with others on the same engine.
 
     Attributes:
-        steps: What was reports of each step while the tuner worked.
+        steps: Reports of the steps while the tuner worked.
         found: The configuration that was left.
         exploration_seconds: As the tuner reports.
         compared: Seconds of steps by what was compared, one list for each round.

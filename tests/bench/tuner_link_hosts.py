@@ -38,7 +38,7 @@ class Job:
 
     Attributes:
         hosts: Where; their link may be throttled meanwhile.
-        folder: Of what it writes: `out-<rank>`, and its run logs under `runs`.
+        folder: Folder of its output: `out-<rank>`, and its run logs under `runs`.
     """
 
     hosts: Sequence[Host]
@@ -89,7 +89,7 @@ def job(hosts: Sequence[Host], script: str, asked: Mapping[str, Any]) -> Iterato
     Args:
         hosts: The hosts.
         script: It gets the path of a file: `asked` as JSON, and in it `folder`.
-        asked: What it should do.
+        asked: Arguments of the script.
     """
     with ExitStack() as undo:
         name = undo.enter_context(tempfile.TemporaryDirectory(prefix="zerowatch-bench-"))

@@ -19,7 +19,7 @@ class Decided:
 
     Attributes:
         accepted: Whether it would stay.
-        gain: Of throughput, as the rule would tell it.
+        gain: Gain of throughput that the rule reports.
         steps: That it took.
     """
 

@@ -48,7 +48,7 @@ class DeepSpeedKnob(WritableKnob):
 
     Args:
         setting: Reads and sets it on an engine.
-        source: Has the engine.
+        source: Source of the engine.
     """
 
     def __init__(self, setting: LiveSetting, source: EngineSource) -> None:
@@ -188,7 +188,7 @@ class AttachmentKnob(SwitchKnob):
         spec: The knob's data.
         engine_holder: Holder of the engine.
         change: The key of the attachment in the engine holder.
-        attachment: What is attached.
+        attachment: The setting to attach.
     """
 
     def __init__(
@@ -378,11 +378,11 @@ class AsyncReductionKnob(ReadableKnob):
         return unsupported_reason(self._engine_holder.engine, asynchronous=False)
 
     def get(self) -> Value:
-        """Return whether they are."""
+        """Return whether gradients are reduced during backward."""
         return compressor_config(self._engine_holder.compressor).asynchronous
 
     def options(self) -> Sequence[Value]:
-        """Return both, or False only where another setting prevents it, such as overlap_comm."""
+        """Return both values; only False where another setting (overlap_comm) prevents it."""
         engine = self._engine_holder.engine
         is_possible = self.get() or unsupported_reason(engine, asynchronous=True) is None
         return (False, True) if is_possible else (False,)
@@ -415,7 +415,7 @@ class GcKnob(WritableKnob):
         return BETWEEN_STEPS if self._is_ours and not gc.isenabled() else AUTOMATIC
 
     def options(self) -> Sequence[Value]:
-        """Return both."""
+        """Return both values."""
         return (AUTOMATIC, BETWEEN_STEPS)
 
     def set(self, value: Value) -> Undo:

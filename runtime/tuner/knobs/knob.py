@@ -67,7 +67,7 @@ class SwitchKnob(WritableKnob):
     """A knob that is on or off."""
 
     def options(self) -> Sequence[Value]:
-        """Return both."""
+        """Return both values."""
         return (False, True)
 
     def set(self, value: Value) -> Undo:

@@ -28,7 +28,7 @@ class ZeroLayouts:
     """The layouts of the training state that this job could have.
 
     Args:
-        source: Has the engine in use and its ds config.
+        source: Source of the engine in use and its ds config.
         world_size: Ranks that share the training state.
         is_training_run: Whether new ds configs are completed for a TrainingRun.
     """

@@ -25,9 +25,9 @@ def exceeds_free(measured: MemoryMeasurements, *, extra_bytes: int, length: int)
     """Return a reason if a change needs more than the highest recent peak leaves free; else None.
 
     Args:
-        measured: This rank's peaks, and its limit.
-        extra_bytes: What the change needs.
-        length: Of the longest batch so far.
+        measured: Memory peaks of this rank, and its limit.
+        extra_bytes: Bytes that the change needs.
+        length: Length of the longest batch so far.
     """
     peaks = same_length_bucket(measured.peaks, length)[-_RECENT_PEAKS:]
     if measured.limit_bytes is None or not peaks or extra_bytes <= 0:
@@ -45,10 +45,10 @@ def exceeds_fit(
     """Return a reason if peaks show that micro-batches of that size do not fit; else None.
 
     Args:
-        measured: This rank's peaks, and its limit.
-        samples: Of a micro-batch on this rank.
-        extra_bytes: What else the change needs.
-        length: Of the longest batch so far.
+        measured: Memory peaks of this rank, and its limit.
+        samples: Samples of a micro-batch on this rank.
+        extra_bytes: Bytes that the change needs apart from the micro-batch.
+        length: Length of the longest batch so far.
         bound: Samples of that length that have not run out of memory.
     """
     if samples > bound:

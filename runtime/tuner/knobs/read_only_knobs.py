@@ -21,7 +21,7 @@ class ReadOnlyKnobs:
     """Reads the knobs of a live engine and their possible values.
 
     Args:
-        engine: DeepSpeed's; referenced weakly.
+        engine: DeepSpeed's engine; referenced weakly.
         world_size: Ranks that share the training state.
     """
 

@@ -44,10 +44,10 @@ class RunKnobs:
     """Reads and sets all knobs of one run on this rank; all ranks call it alike.
 
     Args:
-        engine_holder: Of the run.
-        window_runner: Of the run.
-        host_group: Of the run.
-        data: Of the run; None to leave its data alone.
+        engine_holder: Rebuilds the engine, and attaches settings to it.
+        window_runner: Splits windows into micro-batches, and measures memory.
+        host_group: Exchanges between the ranks whether a change has failed.
+        data: Training data, whose batch size and load balance are knobs; None for no such knobs.
 
     Attributes:
         host_oom_risk: Probability that this host runs out of memory soon, 0 to 1; to be updated.
@@ -255,7 +255,7 @@ class PlanCache:
     would be guarded in every block, and the guard's cost would be measured.
 
     Args:
-        replay: Has the planner of micro-batches.
+        replay: Source of the planner of micro-batches.
     """
 
     MAX_CONFIGURATIONS = 64

@@ -21,11 +21,11 @@ def candidate_values(
 
     Args:
         spec: The knob.
-        trigger: How the symptom asks to change it.
-        configuration: The complete one in use.
-        options: What the knob can be set to in this job.
-        facts: The job's.
-        samples_per_rank: In a window.
+        trigger: Direction, or values, that the symptom asks for.
+        configuration: The complete configuration in use.
+        options: Possible values of the knob in this job.
+        facts: Properties of the job.
+        samples_per_rank: Samples of one rank in a window.
     """
     now = configuration[spec.name]
     if isinstance(trigger, tuple):
@@ -63,10 +63,10 @@ def in_several_buckets(
     """Return changes with a smaller bucket where they need several buckets to have an effect.
 
     Args:
-        configuration: The complete one in use.
-        changes: Of one knob.
-        options: What the bucket size can be set to in this job.
-        facts: The job's.
+        configuration: The complete configuration in use.
+        changes: Change of one knob, and of those that it needs.
+        options: Possible bucket sizes in this job.
+        facts: Properties of the job.
     """
     bucket, limit = configuration.get(REDUCE_BUCKET_SIZE.name), facts.num_gradients
     needs_several = any(

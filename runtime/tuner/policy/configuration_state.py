@@ -14,13 +14,13 @@ class ConfigurationState:
     """Tracks three configurations of one job; each is complete.
 
     Args:
-        knobs: Rank 0's; only read.
-        listener: Gets what the job uses, at each change.
+        knobs: Knobs of rank 0, which are read but not set.
+        listener: Receives each change of the configuration in use.
 
     Attributes:
-        known_good: What the job uses without a trial.
-        in_use: What it uses now.
-        wanted: What it is to use.
+        known_good: Configuration that the job uses without a trial.
+        in_use: Configuration that all ranks use now.
+        wanted: Configuration that the next order leads to.
         why: Half a sentence for people.
     """
 
@@ -88,9 +88,9 @@ class PendingAccept:
     """An accepted configuration, from the verdict until all ranks use it. One at a time.
 
     Args:
-        configuration: The job's.
-        search: Gets the result.
-        listener: Gets the conclusion.
+        configuration: Configurations of the job.
+        search: Receives the result.
+        listener: Receives the conclusion.
     """
 
     def __init__(

@@ -62,15 +62,15 @@ class Controller:
     """The tuner of one run.
 
     Args:
-        knobs: Rank 0's; only read.
-        metrics: Rank 0's.
-        facts: The job's.
-        options: The user's.
-        listener: Gets the events.
-        history: Of earlier runs of this job.
+        knobs: Knobs of rank 0, which are read but not set.
+        metrics: Metrics of rank 0.
+        facts: Properties of the job.
+        options: Limits that the user sets.
+        listener: Receives the events.
+        history: History of earlier runs of this job.
 
     Attributes:
-        configuration: What the job uses, and is to use.
+        configuration: Configurations in use, wanted and known to be good.
         state: One of the keys of TRANSITIONS.
     """
 
@@ -354,7 +354,7 @@ class MemoryRelief:
 
     Args:
         search: Finds possible changes.
-        options: The user's.
+        options: Limits that the user sets.
     """
 
     def __init__(self, search: Search, options: TunerOptions) -> None:
@@ -373,7 +373,7 @@ class MemoryRelief:
         """Return the change to make; None if nothing is left.
 
         Args:
-            step: The window that shows the risk.
+            step: Time and risk of the window that shows the risk.
             configuration: The one that it was run with.
         """
         inputs = self._search.emergency_inputs(step, configuration)

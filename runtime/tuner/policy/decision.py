@@ -29,22 +29,22 @@ class Decision:
     """One change that was tried, refused or advised.
 
     Attributes:
-        number: Of the decision in this run, from 1.
+        number: Number of the decision in this run, from 1.
         unix_seconds: Time of the decision.
         step: The last step before it.
         symptom: The symptom it was for.
         changes: The proposed changes.
         numerics: The strictest numerics that allow it.
-        predicted_gain: Of throughput, 0.5 for half as much again; None if unknown.
+        predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
         gain: Measured gain, likewise; None where it was not tried.
         lower: Lower bound of the gain.
         upper: Upper bound of the gain.
         pairs: Compared pairs of blocks of steps.
         steps: Steps of the trial.
-        exploration_seconds: What the trial and its switches cost in training time.
+        exploration_seconds: Training time that the trial and its switches cost.
         verdict: The verdict.
         reason: Half a sentence for people.
-        context: In which it holds: link, sample length, ranks.
+        context: Context in which it holds: link, sample length, ranks.
         world_size: Ranks of the job.
         mode: Whether the tuner may act.
     """

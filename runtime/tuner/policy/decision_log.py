@@ -37,7 +37,7 @@ class DecisionLog:
         Args:
             folder: The run folder; None before the run has a name, and where none is written.
             decision: The decision.
-            conclusion: Its inputs.
+            conclusion: Conclusion of the experiment, with its inputs.
         """
         if folder is None:
             self.lost += 1

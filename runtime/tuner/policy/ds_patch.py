@@ -20,7 +20,7 @@ def ds_patch(changes: Sequence[Change], accumulation: tuple[int, int] | None = N
     """Return changes as lines to apply by hand to the ds config and to the script.
 
     Args:
-        changes: To be made.
+        changes: Changed values by knob.
         accumulation: Micro-batches per step, before and after.
 
     Returns:

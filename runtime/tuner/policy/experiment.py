@@ -20,13 +20,13 @@ class Conclusion:
 
     Attributes:
         proposal: The proposal.
-        inputs: What it was derived from.
+        inputs: Inputs of the proposal.
         verdict: The verdict.
         reason: Half a sentence for people.
-        judgement: What was measured; None without a trial, or where it was aborted.
+        judgement: Result of the trial; None without a trial, or where it was aborted.
         plan: The trial's; None where no trial was started.
         times: Seconds per sample of each window of the trial in order; None for unusable ones.
-        cost_seconds: What the trial cost in training time.
+        cost_seconds: Training time that the trial cost.
     """
 
     proposal: Proposal
@@ -49,13 +49,13 @@ class Experiment:
 
     Args:
         proposal: The difference between A and B.
-        inputs: What it was derived from.
-        plan: The trial's.
+        inputs: Inputs of the proposal.
+        plan: Plan of the trial.
 
     Attributes:
-        before: A, complete.
-        after: B, complete.
-        cost_seconds: Its cost in training time so far, switches included.
+        before: The complete configuration A.
+        after: The complete configuration B.
+        cost_seconds: Training time that the trial has cost so far, switches included.
     """
 
     def __init__(self, proposal: Proposal, inputs: TunerInput, plan: TrialPlan) -> None:

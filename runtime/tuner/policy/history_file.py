@@ -56,7 +56,7 @@ class HistoryFile:
     """The history of one job. Disk errors lose the history and never raise.
 
     Args:
-        folder: Of the files; None for no history.
+        folder: Folder of the files; None for no history.
         key: Fingerprint of the job.
         owner: Name of this process among all that may run the job, as a part of a file's name.
         is_gone: Whether the process of such a name has ended.

@@ -30,10 +30,10 @@ class MetricsDelta:
         stale: The metrics were not updated in the interval; nothing else is known then.
         seconds: Training time of the interval.
         steps: Optimizer steps in it.
-        phase_ratios: By phase, those that occurred.
+        phase_ratios: Share of each phase that occurred.
         exposed_ratio: Waiting for collectives.
         comm_ratio: Collectives in flight, hidden ones included.
-        cause_ratios: Of waiting for compared collectives, by cause.
+        cause_ratios: Share of waiting for compared collectives, by cause.
         coverage: Recorded over issued collectives, the lower of both ends.
         step_wire_bytes: Bytes that this rank sent in a step.
         step_calls: Collectives in a step.
@@ -44,7 +44,7 @@ class MetricsDelta:
         headroom_ratio: Free share of the memory limit, on the device with the least.
         device_headroom_ratio: The same of the training device.
         oom_risk: The highest of any device.
-        straggler_score: Of this rank's slowest phase.
+        straggler_score: Score of this rank's slowest phase.
         offload_ratio: Time in code that offloads.
         tokens_per_sample: Mean over the interval.
         world_size: Ranks of the job.

@@ -1,4 +1,4 @@
-"""What the user allows the tuner, and the listener of its events."""
+"""Limits that the user sets to the tuner, and the listener of its events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DEFAULTS = TunerSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerOptions:
-    """What the user allows the tuner.
+    """Limits that the user sets to the tuner.
 
     Attributes:
-        numerics: How a change may affect the numbers.
+        numerics: Strictness of numerics that every change keeps to.
         acts: Whether it changes anything; otherwise it only advises.
         allows_rebuild: Whether the engine may be rebuilt.
         min_gain: Least gain of throughput worth a change.
@@ -29,8 +29,8 @@ class TunerOptions:
         cooldown_steps: Steps after an accepted change without a trial.
         cooldown_seconds: The same in seconds; the shorter of both applies.
         observe_seconds: Training time that a diagnosis is made from.
-        total_steps: Of the training; None if unknown.
-        thresholds: Of the diagnosis.
+        total_steps: Steps of the whole training; None if unknown.
+        thresholds: Thresholds of the diagnosis.
     """
 
     numerics: Numerics
@@ -51,7 +51,7 @@ class TunerOptions:
 
 
 class TunerListener(Protocol):
-    """Gets the events of a controller."""
+    """Receives the events of a controller."""
 
     def on_state(self, state: State) -> None:
         """Handle a change of state."""

@@ -37,7 +37,7 @@ _CHUNK_VALUES = 256 * 1024  # of a rank that compression sends in one message ov
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank sends in a step."""
+    """Bytes and calls that one rank sends in a step."""
 
     wire_bytes: float
     calls: float
@@ -59,8 +59,8 @@ def predicted_gain(
     Args:
         now: The complete configuration that the reading belongs to.
         then: The complete configuration to predict.
-        facts: The job's.
-        samples_per_rank: In a window now.
+        facts: Properties of the job.
+        samples_per_rank: Samples of one rank in a window now.
         reading: Metrics whose communication figures are reliable.
     """
     batch_ratio = _number(then, BATCH_SAMPLES, 1) / _number(now, BATCH_SAMPLES, 1)

@@ -46,18 +46,18 @@ class TunerInput:
     """Everything that proposals are derived from.
 
     Attributes:
-        configuration: The complete one in use, known to work.
-        options: What each knob can be set to in this job.
-        facts: The job's.
-        numerics: What the user allows.
+        configuration: The complete configuration in use, known to work.
+        options: Possible values of each knob in this job.
+        facts: Properties of the job.
+        numerics: Strictness of numerics that the user allows.
         allows_rebuild: Whether the engine may be rebuilt.
         symptoms: The diagnosis, most urgent first.
         reading: The metrics that the diagnosis is made from.
-        samples_per_rank: In a window.
+        samples_per_rank: Samples of one rank in a window.
         denied: Knobs with values that did not help in this context, including those that were in
             use before something better was found.
         remembered: The complete configuration that was best in this context; None if unknown.
-        thresholds: Of the diagnosis.
+        thresholds: Thresholds of the diagnosis.
         context: Name of the context; "" if unknown.
     """
 
@@ -131,7 +131,7 @@ def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
 def _from_history(inputs: TunerInput) -> Iterator[Proposal]:
     """Yield the change to the best configuration of this context, as one proposal.
 
-    It was measured before, so a live one is tried whatever is predicted.
+    It was measured before, so a live one is tried even where a loss is predicted.
     """
     changes = {
         knob: value

@@ -39,11 +39,11 @@ class KnobSpec:
     """One knob.
 
     Attributes:
-        name: In configurations, metrics and messages.
+        name: Name in configurations, metrics and messages.
         numerics: The strictest numerics that allow a change in a plain job; see
             `required_numerics`.
         domain: All values in order, or a rule where there are too many.
-        triggers: How to change it, by symptom that it may help against.
+        triggers: Direction or values of a change, by symptom that it may help against.
         description: Half a sentence for people.
         ds_key: Path in a ds config; None if it has none.
         advice: What to write into a script, with a {value}; None if the ds config is enough.
@@ -53,7 +53,7 @@ class KnobSpec:
             again in one, and one more; ZeRO 3 records its trace again, which takes three.
         reorders_sums: Whether it changes the order in which ranks' gradients are summed.
         splits_batch: Whether it changes which samples are in a micro-batch together.
-        stepping: How candidates follow from the value in use.
+        stepping: Rule by which candidates follow from the value in use.
         step_factor: The factor for stepping "factor"; half of it moves a step's time by less than a
             trial can measure.
         saturation: The size above which larger values have the same effect; None if there is none.

@@ -60,8 +60,8 @@ def pays_back(expected_gain: float, remaining_seconds: float | None, cost_second
 
     Args:
         expected_gain: 0.5 for half as much again.
-        remaining_seconds: Of training at today's speed; None, unknown, counts as infinite.
-        cost_seconds: Of the trial.
+        remaining_seconds: Training time left at today's speed; None, unknown, counts as infinite.
+        cost_seconds: Training time that the trial costs.
     """
     remaining = inf if remaining_seconds is None else remaining_seconds - cost_seconds
     return expected_gain > 0 and remaining * expected_gain / (1 + expected_gain) > cost_seconds
@@ -71,13 +71,13 @@ class Search:
     """Turns metrics into experiments.
 
     Args:
-        knobs: Rank 0's; only read.
-        facts: The job's.
-        options: The user's.
-        history: Of the search so far.
+        knobs: Knobs of rank 0, which are read but not set.
+        facts: Properties of the job.
+        options: Limits that the user sets.
+        history: History of the search so far.
 
     Attributes:
-        budget: For trials.
+        budget: Training time that trials may cost.
         num_fruitless: Trials so far without an accepted change.
         rebuild_seconds: Duration of the last rebuild; 0 before the first.
     """
@@ -104,7 +104,7 @@ class Search:
 
         Args:
             reading: Metrics of the interval.
-            step: Its last window.
+            step: The last window of the trial.
             configuration: The one that it was run with.
         """
         if not reading.stale:
@@ -144,7 +144,7 @@ class Search:
         """Yield what to try, the most promising first, each with why this rank refuses it.
 
         Args:
-            inputs: Of the proposals.
+            inputs: Inputs of the proposals.
             step: The last window.
             baseline: Present step times.
         """

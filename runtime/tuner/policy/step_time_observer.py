@@ -54,7 +54,7 @@ class StepTimeObserver:
     """Collects windows without a trial; returns metrics once an interval is long enough.
 
     Args:
-        metrics: This rank's.
+        metrics: Metrics of this rank.
         min_seconds: Least length of an interval.
 
     Attributes:

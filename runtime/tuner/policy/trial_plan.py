@@ -79,7 +79,7 @@ def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: in
         step_seconds: Usual time of a step, above 0.
         number: 1 + the session's trials that accepted nothing. A trial that accepts passes its
             share of alpha on to the next (online fallback of Tian and Ramdas).
-        tier: Of the change.
+        tier: Whether the change needs a rebuild.
         settle_steps: Steps ignored after each switch.
     """
     alpha = trial_alpha(number)

@@ -76,13 +76,13 @@ class JobFacts:
 
     Attributes:
         world_size: Data-parallel ranks.
-        backend: Of the gradients' process group: "gloo" or "nccl".
-        gradient_bytes: Of all gradients, in the type that DeepSpeed sends them in.
-        parameter_bytes: Of all parameters, likewise.
+        backend: Backend of the gradients' process group: "gloo" or "nccl".
+        gradient_bytes: Bytes of all gradients, in the type that DeepSpeed sends them in.
+        parameter_bytes: Bytes of all parameters, likewise.
         gradient_width: Bytes of a gradient element on the wire.
         parameter_width: Bytes of a parameter element on the wire.
         num_tensors: Parameter tensors of the model.
-        traits: Of the model.
+        traits: Properties of the model's modules.
     """
 
     world_size: int
@@ -130,7 +130,7 @@ class Proposal:
         symptom: The symptom it is for.
         tier: Whether the engine has to be rebuilt.
         numerics: The strictest numerics that allow it.
-        predicted_gain: Of throughput, 0.5 for half as much again; None if unknown.
+        predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
         why: Half a sentence for people.
         relaxes: Whether it undoes a measure that is no longer needed, so that it need not gain.
     """
@@ -146,15 +146,15 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """What the controller gets for each window.
+    """Time and results of one window, the controller's input.
 
     Attributes:
-        number: Of the step.
+        number: Number of the step.
         seconds: Wall time since the end of the previous window, data loading included.
-        samples: Over all ranks.
+        samples: Samples of the window on all ranks.
         usable: False where something other than training fell into it: a checkpoint, an
             evaluation, a change, a replayed window.
-        oom_risk: The highest of any rank, 0 to 1.
+        oom_risk: Highest OOM risk of any rank, 0 to 1.
         replays: Attempts at it that ran out of memory.
         loss: Mean over all ranks; None where unknown or not finite.
     """
@@ -189,8 +189,8 @@ class Outcome:
 
     Attributes:
         done: Whether all ranks use the target; otherwise all use what they used before.
-        reason: Why not, by the first rank that failed.
-        seconds: How long training was paused.
+        reason: Reason for a failure, by the first rank that failed.
+        seconds: Time for which training was paused.
         refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
         undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing
             may be changed any more.

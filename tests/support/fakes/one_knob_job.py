@@ -29,15 +29,15 @@ OTHER_RATIO = 0.3  # of a step, in no phase: the symptom of the knob
 
 
 class OneKnobJob:
-    """Is the knobs, the metrics and the listener of a controller.
+    """The knobs and the listener of a controller, and the source of its metrics.
 
     Args:
-        gain: Of throughput, with the knob at its new value.
-        step_seconds: Of a step with the old value.
-        observe_seconds: Before each diagnosis.
+        gain: Gain of throughput with the knob at its new value.
+        step_seconds: Time of a step with the old value.
+        observe_seconds: Training time before each diagnosis.
 
     Attributes:
-        conclusions: Of the controller.
+        conclusions: Conclusions of the controller.
         seconds: Training time so far, switches included.
         num_steps: Steps so far.
         accepted_after: Steps until the first accept; None without one.

@@ -45,10 +45,10 @@ class Job:
     """Two ranks on a slow link; micro-batches of 8 halve a step, compression adds a third.
 
     Attributes:
-        now: What the ranks work with.
+        now: Configuration in use.
         states, conclusions: Events of the controller.
         kept, trials: The stored history by context; what is recorded as on trial.
-        coverage, oom_risk, replays, loss: Of the next windows.
+        coverage, oom_risk, replays, loss: Values that the next windows report.
         is_watched: Whether metrics are updated.
         is_usable: Whether step times are usable.
         pace, saving: Factors of the time of all windows, and of those with larger micro-batches.
