@@ -39,15 +39,15 @@ def file_of(place: str) -> str:
     return place.rpartition(":")[0]
 
 
-def test_failures_are_swallowed_in_one_place_only() -> None:
+def test_exceptions_are_suppressed_in_one_place_only() -> None:
     swallowers = [
-        place for place, node in nodes() if swallows(node) and file_of(place) not in FAIL_OPEN
+        place for place, node in nodes() if suppresses(node) and file_of(place) not in FAIL_OPEN
     ]
 
     assert swallowers == []
 
 
-def swallows(node: ast.AST) -> bool:
+def suppresses(node: ast.AST) -> bool:
     """Whether this catches any exception, and does not pass it on with a closing `raise`."""
     if isinstance(node, ast.ExceptHandler):
         ends_in_raise = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None

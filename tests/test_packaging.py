@@ -58,7 +58,7 @@ def test_a_wheel_holds_every_module_and_no_other(names_in_wheel: set[str]) -> No
     assert modules == expected
 
 
-def test_a_wheel_tells_type_checkers_that_it_is_typed(names_in_wheel: set[str]) -> None:
+def test_a_wheel_has_the_marker_for_type_checkers(names_in_wheel: set[str]) -> None:
     assert "zerowatch/py.typed" in names_in_wheel
 
 

@@ -1,4 +1,4 @@
-"""Means that bear outliers, and how sure they are."""
+"""Trimmed means, which outliers do not move, and their confidence intervals."""
 
 from __future__ import annotations
 

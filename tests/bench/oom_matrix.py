@@ -36,7 +36,7 @@ HEADINGS = (
     "seconds",
 )
 
-Told = dict[str, dict[str, Any]]
+Report = dict[str, dict[str, Any]]
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def main() -> None:
     sys.exit(1 if missed else 0)
 
 
-def run(world_size: int, engines: list[str]) -> list[Told]:
-    """Run the matrix; returns what each rank tells."""
+def run(world_size: int, engines: list[str]) -> list[Report]:
+    """Run the matrix; return each rank's report."""
     with tempfile.TemporaryDirectory(prefix="zerowatch-oom-") as name:
         command = [TORCHRUN, "--standalone", "--nproc-per-node", world_size]
         command += [SCRIPT, name, "all", *engines]
@@ -76,7 +76,7 @@ def run(world_size: int, engines: list[str]) -> list[Told]:
         return [json.loads(file.read_text()) for file in files]
 
 
-def rows_of(world_size: int, ranks: list[Told]) -> list[tuple[str, ...]]:
+def rows_of(world_size: int, ranks: list[Report]) -> list[tuple[str, ...]]:
     return [row_of(world_size, name, [rank[name] for rank in ranks]) for name in ranks[0]]
 
 
@@ -102,7 +102,7 @@ def row_of(world_size: int, name: str, ranks: list[dict[str, Any]]) -> tuple[str
 
 
 def recovers(window: dict[str, Any]) -> bool:
-    """Whether a window was done again, in the size expected, which the next one kept to."""
+    """Whether a window was replayed in the expected size, which the next one kept."""
     sizes = {max(window["sizes"]), max(window["then"]), window["expected"]}
     return window["replays"] >= 1 and len(sizes) == 1
 

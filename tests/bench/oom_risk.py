@@ -1,10 +1,10 @@
-"""Is an OOM foreseen, how long before, and is a probability of it one? On 600 generated runs.
+"""Out-of-memory forecasts on 600 generated runs: recall, lead time, calibration, false alarms.
 
-Half of them end out of memory. Each is followed reading by reading, as a live one is; its forecasts
-are held against what came. Two plain rules do the same for comparison. For their Brier score, an
-alarm and no alarm each stand for the probability that they had on runs kept apart for tuning. Those
-without forewarning (a burst or a jump out of nothing, noise alone) count in the Brier score and
-among the false alarms, not in the lead.
+Half of the runs end out of memory. The bench feeds each run to the forecast reading by reading, and
+compares each forecast with the outcome. Two plain rules forecast the same runs for comparison. For
+their Brier score, an alarm counts as the probability of an OOM after an alarm, as separate tuning
+runs had it; no alarm likewise. OOMs without a warning sign (a burst, a jump, noise alone) count in
+the Brier score and among the false alarms, but not in the lead.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _warning_row(followed: Sequence[Followed], rule: str) -> Row:
 
 
 def _batch_row(followed: Sequence[Followed]) -> Row:
-    """Tell how often a batch was called fatal that was not."""
+    """Return how often the forecast called a batch fatal that was not."""
     called = sum(int((each.batch_risk[: each.run.oom_step] > ALARM).sum()) for each in followed)
     steps = sum(len(each.run.shapes) for each in followed)
     return Row(

@@ -19,7 +19,7 @@ class Parts:
     Attributes:
         base: What the step began with, of the model and all that stays; no noise.
         rise: What its micro-batch takes; no noise.
-        extra: What a burst takes beside it.
+        extra: What a burst takes in addition.
         grown: How much of the rest has grown since the start: a leak, fragmentation.
         growth_since: The step at which that set in.
         floor: As read after the step.
@@ -105,7 +105,7 @@ def chunks(steps: int, random: np.random.Generator) -> Array:
 
 
 def bursts(steps: int, states: float, random: np.random.Generator) -> Array:
-    """Return what an evaluation, a log line or a checkpoint takes beside the step, now and then."""
+    """Return the additional bytes of occasional evaluations, log lines and checkpoints."""
     rate = np.exp(random.uniform(np.log(1 / 300), np.log(1 / 20)))
     size = states * random.uniform(0.01, 0.1)
     heavy = random.random() < 0.5

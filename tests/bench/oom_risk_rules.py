@@ -1,4 +1,4 @@
-"""Three rules that foresee an OOM, each asked after every step: ours, a threshold, a straight line.
+"""Three rules that forecast an OOM after every step: zerowatch's, a threshold, a straight line.
 
 All read the same: peaks with what fragmentation makes unusable, and the limit. The threshold is
 that at which peers warn, 92 % of the limit. The line is a least-squares fit to the last 100

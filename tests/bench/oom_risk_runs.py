@@ -52,7 +52,7 @@ class Run:
         shapes: The micro-batch of each step, that of the fatal one last, if there is one.
         points: The readings, of completed steps only.
         oom_step: The step that did not fit; None if all did.
-        cause: Why it did not fit, as `cause_of` tells; empty if all did.
+        cause: Why it did not fit, from `cause_of`; empty if all did.
     """
 
     kind: str

@@ -19,11 +19,11 @@ RELIABILITY_EDGES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a forecast is held against, step by step.
+    """Outcomes that forecasts are compared with, step by step.
 
     Attributes:
         comes: Whether the run is out of memory within the next 50 steps.
-        known: Whether that can be told: not in the last 50 steps of a run that ends well, nor
+        known: Whether the outcome is known: not in the last 50 steps of a run that ends well, nor
             before the first forecast, nor at the fatal step itself.
     """
 

@@ -1,8 +1,9 @@
-"""What watching costs a step, beside DeepSpeed's comms_logger and torch.profiler.
+"""Overhead of monitoring on a step, compared with DeepSpeed's comms_logger and torch.profiler.
 
 Arms are interleaved in one process per rank. Each arm's block is compared with the mean of the two
-unwatched blocks of its round; the two compared with each other show the noise floor. Wall time is
-what counts; CPU time of rank 0's process says much the same, and bears other load on the machine.
+unmonitored blocks of its round; the two compared with each other show the noise floor. Wall time is
+what counts; CPU time of rank 0's process agrees with it, and other load on the machine disturbs it
+less.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _rows(stage: int, found: dict[str, Any]) -> Iterator[Row]:
 
 
 def _ratios(rounds: Rounds, arm: str, kind: str) -> list[float]:
-    """Compare an arm with the mean of its round's two unwatched blocks."""
+    """Compare an arm with the mean of its round's two unmonitored blocks."""
     return [
         2 * each[arm][kind] / (each["off"][kind] + each["off again"][kind])
         for each in rounds

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def orders(rounds: int, every_round: list[str], some_rounds: list[str]) -> Iterator[list[str]]:
-    """Shuffle the arms of each round alike on all ranks; the dear ones come every 4th round."""
+    """Shuffle the arms of each round alike on all ranks; expensive arms come every 4th round."""
     shuffler = random.Random(1)
     for number in range(rounds):
         order = every_round + (some_rounds if number % 4 == 0 else [])

@@ -1,7 +1,8 @@
 """What it takes to rebuild an engine: all 16 transitions of stages, and offloading both ways.
 
 The host memory of a rebuild is its peak RSS less the larger of what was in use before and after it:
-what is needed for a while, beside the engines. It is set against the states that a rank moves.
+what is needed for a while, in addition to the engines. The bench compares it with the states that
+a rank moves.
 """
 
 from __future__ import annotations

@@ -70,13 +70,13 @@ def _train(steps: int, kills: int, early: int) -> Course:
 
 
 def _ended(course: Course, rank: int) -> tuple[list[float], int]:
-    (note,) = course.of(rank, "ended")
-    return note["weights"], note["samples"]
+    (event,) = course.of(rank, "ended")
+    return event["weights"], event["samples"]
 
 
 def _restart_seconds(killed: Course) -> list[float]:
     """Return, for kills after which the next attempt came to train, how long that took."""
-    resumed = {note["attempt"]: note["at"] for note in killed.of(0, "resumed")}
+    resumed = {event["attempt"]: event["at"] for event in killed.of(0, "resumed")}
     return [
         resumed[kill.attempt + 1] - kill.at_unix_seconds
         for kill in killed.kills

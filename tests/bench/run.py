@@ -1,4 +1,4 @@
-"""Runs the benches and prints one table; a goal that is missed is said, not an error.
+"""Runs the benches and prints one table; a missed goal is printed, and is no error.
 
 .venv/bin/python tests/bench/run.py [--quick] [--steps N] [names...]
 """
@@ -73,7 +73,7 @@ BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what watching costs.")
+    parser = argparse.ArgumentParser(description="Measure overhead, accuracy and tuning.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)}; by default all")
     parser.add_argument("--steps", type=int, default=800, help="timed steps of each overhead arm")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean little")
@@ -85,13 +85,13 @@ def main() -> None:
     print(_surroundings(), flush=True)
     options = Options(steps=asked.steps, quick=asked.quick)
     rows = [row for name in asked.names or BENCHES for row in _run(name, options)]
-    _tell("GOALS MISSED", [row.what for row in rows if row.met is False])
-    _tell("TOO NOISY TO TELL", [row.what for row in rows if row.too_noisy])
+    _print_names("GOALS MISSED", [row.what for row in rows if row.met is False])
+    _print_names("TOO NOISY TO JUDGE", [row.what for row in rows if row.too_noisy])
     if all(row.met or not row.goal for row in rows):
         print("All goals met.")
 
 
-def _tell(heading: str, rows: list[str]) -> None:
+def _print_names(heading: str, rows: list[str]) -> None:
     if rows:
         print(f"{heading}: " + "; ".join(rows))
 
@@ -104,7 +104,7 @@ def _run(name: str, options: Options) -> list[Row]:
 
 
 def _surroundings() -> str:
-    """Say on what the figures were taken; a load beside our own spoils them."""
+    """Describe the machine and its load; other load spoils the figures."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES)
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]

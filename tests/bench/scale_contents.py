@@ -23,7 +23,7 @@ from zerowatch.metrics.recorder import Recorder
 
 INTERVAL_SECONDS = 15
 STEP_SECONDS = 2.5
-ANY_RANK = 999_999_999  # stands in a text for the rank that it will be served as
+ANY_RANK = 999_999_999  # the placeholder in a text for the rank that it will be served as
 _RANK = f'rank="{ANY_RANK}"'.encode()
 
 # Nothing of this happens in a healthy run.
@@ -67,7 +67,7 @@ class Contents:
     """The recorder of all ranks that are alike.
 
     Args:
-        seed: Tells these ranks from those of other contents.
+        seed: Random seed; other contents have another one.
         on_rank_zero: Whether this is rank 0.
         began: Unix time of the run's start.
     """

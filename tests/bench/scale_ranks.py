@@ -24,7 +24,7 @@ OPENMETRICS = "application/openmetrics-text"
 
 
 def kind_of(rank: int, kinds: int) -> int:
-    """Rank 0 is of a kind of its own: it tells of the tuner, and what all do together."""
+    """Return a rank's kind; rank 0 has its own, as it reports the tuner and the whole run."""
     return 0 if rank == 0 else 1 + rank % (kinds - 1)
 
 

@@ -33,9 +33,9 @@ class RemoteWriter:
         }
         self._connection.request("POST", "/api/v1/write", body, headers)
         answer = self._connection.getresponse()
-        told = answer.read().decode()
+        body = answer.read().decode()
         if answer.status >= 300:
-            raise RuntimeError(f"Prometheus refused samples with {answer.status}: {told}")
+            raise RuntimeError(f"Prometheus refused samples with {answer.status}: {body}")
 
     def close(self) -> None:
         self._connection.close()

@@ -67,7 +67,7 @@ class Store:
         self.fill_seconds = time.monotonic() - began
         config = GLOBAL + RUN.format(address=ranks_address, rules=RULES)
         (folder / "prometheus.yml").write_text(config)
-        self._tell("")
+        self._send("")
         self.prometheus.process.send_signal(signal.SIGHUP)
 
     def metric(self, name: str) -> float:
@@ -86,7 +86,7 @@ class Store:
         """Write the past from a tick on until there is none left."""
         while tick < (now := int(time.time()) // INTERVAL_SECONDS):
             last = min(tick + TICKS_AT_ONCE, now + 1) - 1
-            self._tell(f"{self.prometheus.address} {last}")
+            self._send(f"{self.prometheus.address} {last}")
             self.filled_samples += int(self._line())
             for expression, labels in _recording_rules():
                 self._record(expression, labels, tick, last)
@@ -115,7 +115,7 @@ class Store:
         )
         writer.close()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._ranks.stdin is not None
         self._ranks.stdin.write(line + "\n")
         self._ranks.stdin.flush()

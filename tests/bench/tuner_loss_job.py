@@ -1,7 +1,7 @@
 """One rank that trains the demo's model from several seeds, with or without a tuner.
 
-Tells of each seed the loss on text that was not trained on, and in how many steps each form of
-gradients was in use. What the tuner finds with one seed the next one remembers.
+Reports for each seed the loss on held-out text, and the number of steps with each gradient format.
+The next seed starts with what the tuner found with the seed before.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _run(kind: str, arm: str) -> Ended:
 
 
 def _num_errors(ended: Ended) -> int:
-    """Return how often memory ran out, survived or not; a plain loop tells by its end alone."""
+    """Return the number of OOM errors; of a plain loop only the exit code shows one."""
     ooms = (ended.windows[-1].get("ooms") or {}) if ended.windows else {}
     return int(sum(each or 0 for each in ooms.values())) + (ended.code != 0 and not ooms)
 

@@ -60,7 +60,7 @@ class Part:
             seconds_before = self.decisions[0]["unix_seconds"] - self.began
             waited = f", the first {steps_before} steps, {seconds_before:.0f} s after"
         return Row(
-            what=f"link at {self.rate}/s: decided anew",
+            what=f"link at {self.rate}/s: decisions",
             measured=f"{len(self.decisions)} decisions, {kept} to change{waited}",
             spread=f"{first:.2f} to {last:.2f} s a step; {short(self.steps[-1]['configuration'])}",
             goal="a decision" if self.must_decide else "",

@@ -18,9 +18,9 @@ class Decided:
     """The result of a rule.
 
     Attributes:
-        accepted: Whether it would stay.
-        gain: Gain of throughput that the rule reports.
-        steps: That it took.
+        accepted: Whether the rule keeps the change.
+        gain: Gain in throughput that the rule reports.
+        steps: Steps that the decision took.
     """
 
     accepted: bool

@@ -1,4 +1,4 @@
-"""Batches of changing length where memory is short: plain DeepSpeed beside a TrainingRun."""
+"""Batches of changing length where memory is short: plain DeepSpeed compared with a TrainingRun."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rows(stage: int, windows: int, plain: Ended, owned: Ended) -> Iterator[Row]:
         met=found.same_plan_is_bitwise,
     )
     yield Row(
-        what=f"{what}: losses beside those of an unlimited, uncut run, worst",
+        what=f"{what}: losses compared with those of an unlimited, uncut run, worst",
         measured=f"{found.worst_ratio:.1e}",
         goal="1e-05",
         met=found.worst_ratio <= 1e-5,

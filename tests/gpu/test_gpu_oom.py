@@ -57,7 +57,7 @@ def test_all_sizes_of_torch_s_error_are_parsed(little_room: None) -> None:
     assert "reserved_unallocated" in parsed.reported_bytes
 
 
-def test_a_snapshot_for_torch_s_viewer_is_written_beside_the_report(
+def test_a_snapshot_for_torch_s_viewer_is_written_next_to_the_report(
     little_room: None, tmp_path: Path
 ) -> None:
     states = {"allocated": 256.0 * MIB, "reserved": 256.0 * MIB, "limit": float(ALLOWED_BYTES)}

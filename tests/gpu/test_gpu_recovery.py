@@ -28,7 +28,7 @@ ALONE = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("recovery")
     script = SCRIPTS / "recovery_matrix.py"
     finished = start(sys.executable, script, folder, "all", *ENGINES, cwd=folder, variables=ALONE)
@@ -38,8 +38,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_allocator_s_own_error_is_survived(told: dict, name: str) -> None:
-    windows = told[name]["windows"]
+def test_the_allocator_s_own_error_is_survived(report: dict, name: str) -> None:
+    windows = report[name]["windows"]
 
     real = [window for window in windows if window["fault"].startswith("real")]
     assert real
@@ -50,6 +50,6 @@ def test_the_allocator_s_own_error_is_survived(told: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_weights_are_those_of_a_run_with_these_sizes(told: dict, name: str) -> None:
-    assert told[name]["same weights"]
-    assert told[name]["samples once"]
+def test_weights_are_those_of_a_run_with_these_sizes(report: dict, name: str) -> None:
+    assert report[name]["same weights"]
+    assert report[name]["samples once"]

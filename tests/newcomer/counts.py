@@ -21,6 +21,8 @@ WORDS = re.compile(
     r"|astray|say so|says so|let be|for want of|take it that|in the place of|the like",
     re.IGNORECASE,
 )
+WHOLE_WORDS = re.compile(rf"\b(?:{WORDS.pattern})\b", re.IGNORECASE)
+SELF = "tests/newcomer/counts.py"  # the pattern itself has all the words
 DOCUMENTS = ("*.md", "docs/**/*.md", "dashboards/*.md", "docker/*.md")
 
 
@@ -77,24 +79,41 @@ def callable_parameters(tree: ast.Module) -> int:
 
 
 def words_by_kind(files: dict[str, Path], root: Path) -> dict[str, Counter[str]]:
-    """Count the words in identifiers, strings (docstrings too), comments and documents."""
+    """Count the words in identifiers, strings (docstrings too), comments, documents and tests."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    whole = re.compile(rf"\b(?:{WORDS.pattern})\b", re.IGNORECASE)
     for file in files.values():
-        text = file.read_text()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                parts = re.sub(r"([a-z])([A-Z])", r"\1_\2", token.string).lower().split("_")
-                found["identifiers"].update(part for part in parts if whole.fullmatch(part))
-            elif token.type == tokenize.COMMENT:
-                found["comments"].update(each.lower() for each in whole.findall(token.string))
-            elif token.type == tokenize.STRING:
-                found["strings"].update(each.lower() for each in whole.findall(token.string))
+        for kind, counter in words_of(file).items():
+            found[kind] += counter
     for pattern in DOCUMENTS:
         for file in root.glob(pattern):
             if file.name != "CHANGELOG.md":
-                found["documents"].update(each.lower() for each in whole.findall(file.read_text()))
+                found["documents"].update(words_in(file.read_text()))
+    for file in (root / "tests").rglob("*.py"):
+        if file != root / SELF and "node_modules" not in file.parts:
+            for counter in words_of(file).values():
+                found["tests"] += counter
+    for file in (root / "tests").rglob("*.md"):
+        if "node_modules" not in file.parts:
+            found["tests"].update(words_in(file.read_text()))
     return found
+
+
+def words_of(file: Path) -> dict[str, Counter[str]]:
+    """Count the words of one Python file by kind of token."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+        if token.type == tokenize.NAME:
+            parts = re.sub(r"([a-z])([A-Z])", r"\1_\2", token.string).lower().split("_")
+            found["identifiers"].update(part for part in parts if WHOLE_WORDS.fullmatch(part))
+        elif token.type == tokenize.COMMENT:
+            found["comments"].update(words_in(token.string))
+        elif token.type == tokenize.STRING:
+            found["strings"].update(words_in(token.string))
+    return found
+
+
+def words_in(text: str) -> list[str]:
+    return [each.lower() for each in WHOLE_WORDS.findall(text)]
 
 
 def main() -> None:

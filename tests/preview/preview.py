@@ -72,7 +72,7 @@ def parsed() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the page needs to know beside the dashboard."""
+    """Return what the page needs in addition to the dashboard."""
     step = max(1, round(options.range / POINTS))
     now = int(time.time())
     return {

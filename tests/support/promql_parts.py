@@ -1,4 +1,4 @@
-"""What a PromQL expression is made of: the series it reads, and what it compares."""
+"""Parts of a PromQL expression: the series that it reads, and its comparisons."""
 
 from __future__ import annotations
 

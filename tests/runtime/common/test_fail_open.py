@@ -28,7 +28,7 @@ def test_a_hook_that_works_returns_its_value() -> None:
     assert not fail_open.failures
 
 
-def test_system_exit_is_not_swallowed() -> None:
+def test_system_exit_propagates() -> None:
     def leave() -> None:
         raise SystemExit(3)
 

@@ -296,7 +296,7 @@ def test_polls_are_frequent_even_where_exchanges_are_rare() -> None:
     assert [poll_interval_seconds(seconds) for seconds in (0.5, 5.0, 120.0)] == [0.1, 1.0, 2.0]
 
 
-def test_an_announced_hang_makes_heartbeats_be_read_at_once_whatever_the_own_limit() -> None:
+def test_an_announced_hang_makes_heartbeats_be_read_at_once_for_any_own_limit() -> None:
     ranks = ComparedRanks(2)
     ranks[1].phase_timer.seconds = IDLE_SECONDS_BEFORE_HEARTBEATS + 1
     ranks.exchange()

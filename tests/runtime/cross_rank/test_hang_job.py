@@ -24,7 +24,7 @@ QUICKLY = {
     "ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS": "1",
     "ZEROWATCH_SERVE_LINGER_SECONDS": "0",  # scraped once, it would wait for another
 }
-# Rank 0 is in the gradients' all-reduce, or in the norm's, whatever was in flight.
+# Rank 0 is in the gradients' all-reduce, or in the norm's, with anything in flight.
 MISSING_RANK = re.compile(
     r"rank 1 has not arrived at \w+ number \d+ of group \w+ \(.+\); "
     r"it (is alive|has sent no heartbeat for at least \d+ s)"

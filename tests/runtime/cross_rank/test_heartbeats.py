@@ -79,7 +79,7 @@ def test_heartbeats_are_read_of_ranks_that_have_sent_one() -> None:
     }
 
 
-def test_an_age_is_known_at_the_second_read_whatever_the_hosts_clocks_say() -> None:
+def test_an_age_is_known_at_the_second_read_for_any_host_clocks() -> None:
     job = Job(3)
     job.run(1)
     at_first = job.age(1)

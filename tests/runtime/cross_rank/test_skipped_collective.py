@@ -1,4 +1,4 @@
-"""A rank that leaves out one collective is named, whatever the backend makes of it.
+"""A rank that leaves out one collective is named, with any effect on the backend.
 
 Three of many cases; `make bench ARGS=skipped` runs twenty.
 """

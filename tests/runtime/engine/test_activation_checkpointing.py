@@ -221,7 +221,7 @@ def test_a_hugging_face_model_is_switched_by_its_own_method_and_restored():
 
 
 def state_of(model: nn.Module) -> list[tuple[str, dict, list]]:
-    """Return what each module has in its dictionary beside its tensors and modules, and hooks."""
+    """Return the attributes of each module except for tensors and modules, and its hooks."""
     return [
         (
             name,

@@ -77,7 +77,7 @@ def test_buckets_are_allocated_in_full_and_twice_with_overlap_comm():
     assert twice == 2 * 10**6
 
 
-def test_a_prefetch_of_several_parameters_needs_a_buffer_beside_them():
+def test_a_prefetch_of_several_parameters_needs_an_additional_buffer():
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
     together = memory_of(zero, 1000, 1000).device_bytes["gathered"]

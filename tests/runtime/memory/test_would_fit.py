@@ -203,7 +203,7 @@ def test_on_cpu_offloading_to_the_same_memory_is_no_remedy() -> None:
     assert found(on_cpu, "ZeRO stage 3 (1.5").need_bytes == 700 * MIB
 
 
-def test_a_host_filled_by_offloads_is_relieved_by_sharding_or_nvme() -> None:
+def test_a_host_filled_by_offloads_has_room_after_sharding_or_nvme() -> None:
     now, sharing = Layout(2, "cpu"), Layout(3, "nvme")
     host = sharded(
         device="cpu",

@@ -68,7 +68,7 @@ def test_each_phase_and_each_collective_has_a_span():
 def test_phases_and_calls_may_use_different_clocks():
     on_device = call(-3, -2)
     on_device.start_event = object()
-    by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, beside the GPU's
+    by_host = call(2.5, 3, ALL_GATHER)  # of a gloo group, say, next to the GPU's
 
     spans = child_spans([interval(FORWARD, 0, 4)], [on_device, by_host], 100 * MS, 104 * MS)
 

@@ -52,18 +52,18 @@ def test_samples_and_weights_equal_those_of_an_undisturbed_run(
 def test_each_attempt_resumes_from_the_last_checkpoint(killed: Course) -> None:
     resumed = killed.of(0, "resumed")
 
-    assert [note["attempt"] for note in resumed] == [0, 1, 2]
-    for kill, note in zip(killed.kills, resumed[1:], strict=True):
-        assert note["step"] % SAVE_EVERY == 0
+    assert [event["attempt"] for event in resumed] == [0, 1, 2]
+    for kill, event in zip(killed.kills, resumed[1:], strict=True):
+        assert event["step"] % SAVE_EVERY == 0
         assert kill.step is not None
-        assert kill.step - SAVE_EVERY <= note["step"] <= kill.step + 1
+        assert kill.step - SAVE_EVERY <= event["step"] <= kill.step + 1
 
 
 def test_run_id_log_and_ports_stay_the_same(killed: Course, folder: Path, port: str) -> None:
     for rank in (0, 1):
-        notes = killed.of(rank, "resumed")
-        assert {note["run_id"] for note in notes} == {killed.of(0, "resumed")[0]["run_id"]}
-        assert len({note["address"] for note in notes}) == 1
+        events = killed.of(rank, "resumed")
+        assert {event["run_id"] for event in events} == {killed.of(0, "resumed")[0]["run_id"]}
+        assert len({event["address"] for event in events}) == 1
     for steps in steps_logged(folder).values():
         assert set(steps) == set(range(1, STEPS + 1))
     (log,) = folder.glob("runs/*/rank-0.jsonl")
@@ -79,11 +79,11 @@ def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
     assert course.code == 0
     (plan,) = tmp_path.glob("runs/*/plan.json")
     assert json.loads(plan.read_text())["plan"]["sizing"]["failing"]
-    assert [note["step"] for note in course.of(1, "resumed")] == [0, 4]
+    assert [event["step"] for event in course.of(1, "resumed")] == [0, 4]
     for rank in (0, 1):
-        first = {note["step"]: note for note in course.of(rank, "committed")}
+        first = {event["step"]: event for event in course.of(rank, "committed")}
         assert list(first) == list(range(1, 10))
-        for step, note in first.items():
-            assert note["micro_batches"] == ([2, 2] if step <= 4 else [1, 1, 1, 1])
-            assert note["replays"] == 0
-            assert note["ids"] == undisturbed.committed(rank)[step]["ids"]
+        for step, event in first.items():
+            assert event["micro_batches"] == ([2, 2] if step <= 4 else [1, 1, 1, 1])
+            assert event["replays"] == 0
+            assert event["ids"] == undisturbed.committed(rank)[step]["ids"]

@@ -36,7 +36,7 @@ KNOBS = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks = run_apart("tuner_knobs_job.py", tmp_path_factory.mktemp("knobs"), world_size=2)
     assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].last_words
-    return [rank.told for rank in ranks]
+    return [rank.report for rank in ranks]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,8 +15,8 @@ Results = dict[str, Any]
 
 def results_of(ranks: int, numerics: str, folder: Any) -> list[Results]:
     ended = run_apart("tuned_checks.py", folder, world_size=ranks, arguments=(numerics,))
-    assert all(rank.told for rank in ended), ended[0].last_words
-    return [rank.told for rank in ended]
+    assert all(rank.report for rank in ended), ended[0].last_words
+    return [rank.report for rank in ended]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ SECONDS_TO_RAISE = 60.0  # half a second where nobody else uses the machine; glo
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     folder = tmp_path_factory.mktemp("faults")
     ranks = run_apart("tuner_faults_job.py", folder, world_size=2, arguments=("0,2,3", "apply"))
-    assert all("stage 3" in rank.told for rank in ranks), ranks[0].last_words
+    assert all("stage 3" in rank.report for rank in ranks), ranks[0].last_words
     return ranks
 
 
@@ -39,19 +39,19 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     folder = tmp_path_factory.mktemp("faults-of-three")
     ranks = run_apart("tuner_faults_job.py", folder, world_size=3, arguments=("2", "verify"))
-    assert all("stage 2" in rank.told for rank in ranks), ranks[0].last_words
+    assert all("stage 2" in rank.report for rank in ranks), ranks[0].last_words
     return ranks
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("fault", REASONS)
 def test_after_a_fault_on_one_rank_both_are_as_before(two_ranks, fault: str, stage: str):
-    check_fault([rank.told[stage][fault] for rank in two_ranks], REASONS[fault])
+    check_fault([rank.report[stage][fault] for rank in two_ranks], REASONS[fault])
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_continues_bitwise_equal_to_a_run_without_orders(two_ranks, stage: str):
-    assert [rank.told[stage]["bitwise"] for rank in two_ranks] == [True, True]
+    assert [rank.report[stage]["bitwise"] for rank in two_ranks] == [True, True]
 
 
 def test_if_a_rank_dies_the_other_raises_and_is_as_before(two_ranks):
@@ -63,11 +63,11 @@ def test_if_a_rank_dies_the_other_raises_and_is_as_before(two_ranks):
 
 @pytest.mark.parametrize("fault", [*ON_THREE_RANKS, REBUILT_ON_THREE])
 def test_after_a_fault_on_one_of_three_ranks_all_are_as_before(three_ranks, fault: str):
-    check_fault([rank.told["stage 2"][fault] for rank in three_ranks], REASONS[fault])
+    check_fault([rank.report["stage 2"][fault] for rank in three_ranks], REASONS[fault])
 
 
 def test_three_ranks_continue_bitwise_equal(three_ranks):
-    assert [rank.told["stage 2"]["bitwise"] for rank in three_ranks] == [True] * 3
+    assert [rank.report["stage 2"]["bitwise"] for rank in three_ranks] == [True] * 3
 
 
 def test_if_one_of_three_dies_both_others_raise_and_are_as_before(three_ranks):
@@ -88,7 +88,7 @@ def check_fault(found: list[dict[str, Any]], reason: str) -> None:
 
 
 def check_survivor(rank: Ended) -> None:
-    death = rank.told["death"]
+    death = rank.report["death"]
     assert rank.returncode == 0
     assert death["raised"] == "RuntimeError"
     assert death["same"]

@@ -1,4 +1,4 @@
-"""What a dashboard must keep to that no type can say: queries, words, places and links."""
+"""Rules for dashboards that types cannot express: queries, words, places and links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UIDS = {dashboard.uid for dashboard in DASHBOARDS}
 
 
 def faults(dashboard: Json) -> list[str]:
-    """Say what is wrong with a dashboard; nothing if it is well."""
+    """Return what is wrong with a dashboard; empty if it is correct."""
     found = [*frame_faults(dashboard), *place_faults(dashboard), *link_faults(dashboard)]
     for panel in panels(dashboard):
         found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel)]
@@ -52,7 +52,7 @@ def expressions(dashboard: Json) -> Iterator[str]:
 
 
 def frame_faults(dashboard: Json) -> Iterator[str]:
-    """Say what is wrong with the dashboard as a whole."""
+    """Yield what is wrong with the dashboard as a whole."""
     if dashboard["graphTooltip"] != 1:
         yield "no shared crosshair"
     if not dashboard.get("description"):
@@ -66,18 +66,18 @@ def frame_faults(dashboard: Json) -> Iterator[str]:
 
 
 def place_faults(dashboard: Json) -> Iterator[str]:
-    """Say which panels lie over another, or beside the dashboard."""
+    """Yield which panels lie over another, or outside of the dashboard."""
     placed = [(panel["title"], panel["gridPos"]) for panel in dashboard["panels"]]
     for index, (title, place) in enumerate(placed):
         if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
             yield f"{title}: leaves the grid"
-        for other, beside in placed[index + 1 :]:
-            if overlap(place, beside):
+        for other, neighbour in placed[index + 1 :]:
+            if overlap(place, neighbour):
                 yield f"{title}: lies over {other}"
 
 
 def link_faults(dashboard: Json) -> Iterator[str]:
-    """Say which links lead nowhere, or lose what was chosen."""
+    """Yield which links lead nowhere, or lose what was chosen."""
     for link in dashboard["links"]:
         if link["type"] == "dashboards" and not {*link["tags"]} <= {*dashboard["tags"]}:
             yield "its links to dashboards with its tags do not find itself"
@@ -101,7 +101,7 @@ def overlap(one: Json, other: Json) -> bool:
 
 
 def panel_faults(panel: Json) -> Iterator[str]:
-    """Say what is wrong with one panel."""
+    """Yield what is wrong with one panel."""
     if not panel["title"]:
         yield "no title"
     if len(panel.get("description", "")) < 20:
@@ -125,7 +125,7 @@ def panel_faults(panel: Json) -> Iterator[str]:
 
 
 def override_faults(panel: Json) -> Iterator[str]:
-    """Say if no series or column can have any of the names for which a look is fixed."""
+    """Yield if no series or column can have any of the names for which a look is fixed."""
     looks = panel["fieldConfig"]["overrides"]
     names = {look["matcher"]["options"] for look in looks}
     possible = {name for target in panel.get("targets", []) for name in series_names(target)}
@@ -147,7 +147,7 @@ def series_names(target: Json) -> Iterator[str]:
 
 
 def legend_faults(target: Json) -> Iterator[str]:
-    """Say which labels a legend names that the query's series cannot have."""
+    """Yield which labels a legend names that the query's series cannot have."""
     names = SERIES.keys() & set(re.findall(r"[\w:]+", target["expr"]))
     labels = {label for name in names for label in SERIES[name]}
     for label in re.findall(r"{{(\w+)}}", target.get("legendFormat", "")):
@@ -156,7 +156,7 @@ def legend_faults(target: Json) -> Iterator[str]:
 
 
 def query_faults(expression: str) -> Iterator[str]:
-    """Say what is wrong with a query."""
+    """Yield what is wrong with a query."""
     try:
         tree = parsed(expression)
     except ValueError as error:
@@ -195,7 +195,7 @@ def substituted(expression: str) -> str:
 
 
 def selector_faults(selector: Any) -> Iterator[str]:
-    """Say which series and labels nobody writes, and which choice is left out."""
+    """Yield which series and labels nobody writes, and which choice is left out."""
     if selector.name not in SERIES:
         yield f"nobody writes {selector.name}"
         return
@@ -210,7 +210,7 @@ def selector_faults(selector: Any) -> Iterator[str]:
 
 
 def grouping_faults(aggregation: Any) -> Iterator[str]:
-    """Say by which labels it is aggregated that no series below it has."""
+    """Yield by which labels it is aggregated that no series below it has."""
     modifier = aggregation.modifier
     if modifier is None:
         return

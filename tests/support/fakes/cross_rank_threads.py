@@ -24,7 +24,7 @@ STUCK_SECONDS = 15.0
 
 
 class FakePhaseTimer:
-    """Says how long there was no progress."""
+    """Fake of the progress clock: a test sets the seconds without progress."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -90,7 +90,7 @@ class FakeFuture:
 
 
 class FakeCuda:
-    """One device with a stream of NCCL's own for each group. `all_reduce` stands in for torch's.
+    """One device with a stream of NCCL's own for each group. `all_reduce` replaces torch's.
 
     It takes `tensor[0]` milliseconds.
     """

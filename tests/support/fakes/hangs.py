@@ -83,7 +83,7 @@ def run_as(file: str, function: str, inner: Callable[[], object]) -> object:
 
 
 class FakeHangContext:
-    """What rank 0 knows: one peer, and one all-reduce in a group with it.
+    """Rank 0's view of a hang: one peer, and one all-reduce in a group with it.
 
     Attributes:
         issued: The number of its last collective.

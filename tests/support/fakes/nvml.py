@@ -27,7 +27,7 @@ class FakeGpu:
 
 
 class FakeNvml:
-    """Stands in for the module; put it into sys.modules as `pynvml`."""
+    """Fake of the module; put it into sys.modules as `pynvml`."""
 
     NVMLError = NVMLError
     NVML_SUCCESS = 0

@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 10.0
 
 
 class FakeHostGroup:
-    """What one rank sees of the meeting."""
+    """Host group of one rank among threads."""
 
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.world_size = rank, meeting.world_size
@@ -32,19 +32,19 @@ class FakeHostGroup:
 
 
 class Meeting:
-    """Where the ranks put what they say; one that waits in vain raises BrokenBarrierError."""
+    """All-gather between threads; a rank that waits in vain raises BrokenBarrierError."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._said: list = [None] * world_size
+        self._values: list = [None] * world_size
         self._barrier = threading.Barrier(world_size, timeout=PATIENCE_SECONDS)
 
-    def exchange(self, rank: int, said: object) -> list:
-        self._said[rank] = said
+    def exchange(self, rank: int, value: object) -> list:
+        self._values[rank] = value
         self._barrier.wait()
-        heard = list(self._said)
+        values = list(self._values)
         self._barrier.wait()
-        return heard
+        return values
 
 
 def on_ranks(world_size: int, body: Callable[[FakeHostGroup], T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Clients of a c10d store, in the place of a `StoreClientFactory`."""
+"""Clients of a c10d store; tests pass them instead of a `StoreClientFactory`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus and Alertmanager with the shipped rules, and what became of each alert.
+"""A real Prometheus and Alertmanager with the shipped rules, and the history of each alert.
 
 with alerting(folder, Timing(scale=1 / 30), [targets_url]) as monitoring:
     monitoring.alerts.look()
@@ -57,14 +57,14 @@ class Spell:
 
 @dataclass
 class AlertHistory:
-    """What Alertmanager was seen to hold; it knows only of the moments at which it looked."""
+    """Alerts seen in Alertmanager, at the moments at which it was polled."""
 
     address: str
     spells: list[Spell] = field(default_factory=list)
     _lasting: dict[str, Spell] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Note which alerts have come, and which are gone."""
+        """Record new alerts, and alerts that have ended."""
         now, held = time.monotonic(), {each["fingerprint"]: each for each in self._ask()}
         for name in self._lasting.keys() - held.keys():
             self._lasting.pop(name).gone = now

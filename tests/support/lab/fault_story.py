@@ -1,4 +1,4 @@
-"""What happens to a run, one fault after another, and the alerts that each has raised."""
+"""Faults of a run, one after another, and the alerts that each raised."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Story:
     began: float = field(default_factory=time.monotonic)
 
     def begin(self, act: Callable[[], object], *alerts: str, **labels: str) -> None:
-        """Do something that these alerts should tell of."""
+        """Cause a fault that these alerts should report."""
         self.history.look()
         now = time.monotonic()
         for alert in alerts:
@@ -72,7 +72,7 @@ class Story:
         act()
 
     def end(self, act: Callable[[], object], *alerts: str) -> None:
-        """Wait until these alerts have come, and take back what they tell of."""
+        """Wait until these alerts are raised, and undo their fault."""
         self.await_raised(*alerts)
         act()
         now = time.monotonic()
@@ -90,7 +90,7 @@ class Story:
         )
 
     def await_calm(self, alert: str) -> None:
-        """Wait until an alert is not raised, whatever raised it."""
+        """Wait until an alert is not raised by any fault."""
         self.history.wait(lambda: not self.history.lasts(alert), PATIENCE_SECONDS)
 
     def pass_time(self, seconds: float) -> None:

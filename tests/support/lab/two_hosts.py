@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-BURST = "64kb"  # what may pass at once above the rate; little beside a bucket of gradients
+BURST = "64kb"  # what may pass at once above the rate; little compared with a bucket of gradients
 QUEUE = "100ms"
 
 
@@ -134,7 +134,7 @@ def run_on_both(
 
 
 def place_of(rank: int, hosts: Sequence[Host], port: int = 29577) -> dict[str, str]:
-    """Return the variables that tell a rank its place; `port`, where the ranks of a job meet.
+    """Return a rank's launcher variables; `port` is that of the rendezvous.
 
     Nobody else is in the namespaces, so that any port is free but another such job's.
     """

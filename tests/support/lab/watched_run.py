@@ -22,7 +22,7 @@ class WatchedRun:
     ranks: Sequence[subprocess.Popen[bytes]]
 
     def has_begun(self) -> bool:
-        """Whether all ranks train; one that ended early is an error, and its log the reason."""
+        """Whether all ranks train; raises an error with the log of a rank that ended early."""
         ended = [rank for rank, process in enumerate(self.ranks) if process.poll() is not None]
         if ended:
             raise RuntimeError("\n".join(self.log(rank) for rank in ended))
@@ -79,5 +79,5 @@ def watched_run(
 
 
 def targets_url(hosts: Sequence[Host], serves: int) -> str:
-    """Return where the run whose ranks serve on this port tells who its ranks are."""
+    """Return the address of /targets of the run whose ranks serve on this port."""
     return f"http://{hosts[0].management_address}:{serves}/targets"

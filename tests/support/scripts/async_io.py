@@ -22,7 +22,7 @@ def built_extensions() -> Path | None:
 
 
 def use_built_op(extensions: Path) -> None:
-    """Let DeepSpeed use the op without asking whether it is to be built anew."""
+    """Let DeepSpeed use the built op without checking whether to rebuild it."""
     from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
 
     ctypes.CDLL(str(extensions / "pin_memory" / "pin_memory.so"), mode=ctypes.RTLD_GLOBAL)

@@ -1,4 +1,4 @@
-"""Trains each configuration without and with a watch, and tells what differed, as JSON per rank.
+"""Trains each configuration without and with monitoring, and writes differences as JSON per rank.
 
 What PyTorch's Flight Recorder saw of the watched training is the oracle for calls and bytes.
 """
@@ -74,7 +74,7 @@ def make_engine(zero: dict):
 
 
 def train(engine) -> torch.Tensor:
-    """Train, with a collective of the script's own beside DeepSpeed's in each step."""
+    """Train, with a collective of the script's own in each step, in addition to DeepSpeed's."""
     data = torch.Generator().manual_seed(1 + dist.get_rank())
     torch.manual_seed(7)
     for _ in range(STEPS):

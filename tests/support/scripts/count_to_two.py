@@ -1,4 +1,4 @@
-"""A training script without torch: fails, hangs or ends by rank, as its arguments say."""
+"""A training script without torch: fails, hangs or exits by rank, as its arguments ask."""
 
 import os
 import signal

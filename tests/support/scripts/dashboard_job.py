@@ -1,4 +1,4 @@
-"""Trains, evaluates, saves and offloads on two ranks until asked to end: all that dashboards show.
+"""Fills every dashboard: trains, evaluates, saves and offloads on two ranks until asked to end.
 
 Usage: dashboard_job.py FOLDER. It ends at the first step that finds FOLDER/end.
 """

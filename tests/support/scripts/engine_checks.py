@@ -149,8 +149,8 @@ def a_wrapper_over_ours_stays_and_ours_becomes_inert() -> None:
     assert engine.watch.snapshot().total(communication.COLLECTIVE_CALLS) == before
 
 
-def a_backend_made_while_tapped_gets_its_functions_back() -> None:
-    engine = make()  # the tap was open when DeepSpeed captured torch's functions
+def a_backend_made_during_measurement_gets_its_functions_back() -> None:
+    engine = make()  # zerowatch had replaced them when DeepSpeed captured torch's functions
     backend = deepspeed.comm.comm.cdb
     captured = backend.all_gather_function
 
@@ -463,7 +463,7 @@ def only_collectives_that_all_ranks_issue_in_one_order_are_numbered() -> None:
     assert engine.watch.snapshot().value(communication.COMM_COVERAGE_RATIO) == 1.0
 
 
-def profiled_steps_tell_where_their_time_went() -> None:
+def profiled_steps_report_their_phases() -> None:
     engine = make(watched=False)
     watch = zerowatch.watch(engine, {**QUIET, "profile": {"every_steps": 2}})
 

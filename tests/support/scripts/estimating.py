@@ -1,4 +1,4 @@
-"""Compares planned memory with that of real engines and of real passes."""
+"""Compares planned memory with that of real engines, and of real forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains on until told to end, and goes wrong meanwhile where it is told to.
+"""Trains until a file asks it to end; other files switch faults on and off.
 
 Usage: faults_job.py FOLDER. The ranks do what files in FOLDER say for as long as those are there:
 `end`, after which every rank ends well, and for rank 1 `slow`, `grow` and `nan`.
@@ -31,31 +31,31 @@ BUDGET_BYTES, GROWTH_BYTES = 300 * MIB, MIB
 
 
 class Faults:
-    """What this rank shall do wrong at the moment."""
+    """Faults of this rank, switched on by files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._is_faulty = dist.get_rank() == FAULTY_RANK
         self._kept: list[torch.Tensor] = []
 
-    def told(self, name: str) -> bool:
+    def is_requested(self, name: str) -> bool:
         return (self._folder / name).exists()
 
     def compute(self, *_: object) -> None:
         """Pass the time that a forward pass takes; a hook on the model."""
-        slow = self._is_faulty and self.told("slow")
+        slow = self._is_faulty and self.is_requested("slow")
         time.sleep(COMPUTE_SECONDS + (SLOWNESS_SECONDS if slow else 0.0))
 
     def keep_something(self) -> None:
         """Grow by something each step, or let go of all that was kept."""
-        if self._is_faulty and self.told("grow"):
+        if self._is_faulty and self.is_requested("grow"):
             self._kept.append(torch.ones(GROWTH_BYTES, dtype=torch.uint8))
         else:
             self._kept.clear()
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, or one that is no number; the gradients stay as they are."""
-        return loss + float("nan") if self._is_faulty and self.told("nan") else loss
+        return loss + float("nan") if self._is_faulty and self.is_requested("nan") else loss
 
 
 def make_engine(faults: Faults):
@@ -77,13 +77,13 @@ def make_engine(faults: Faults):
 
 
 def train(engine, faults: Faults) -> None:
-    """Train until any rank is told to end: all hear of it in the same step."""
+    """Train until any rank finds the request to end; all ranks end at the same step."""
     batch, ending = torch.ones(BATCH, WIDTH), torch.zeros(1)
     while not ending:
         engine.backward(faults.spoil(engine(batch).square().mean()))
         engine.step()
         faults.keep_something()
-        ending.fill_(faults.told("end"))
+        ending.fill_(faults.is_requested("end"))
         dist.all_reduce(ending, op=dist.ReduceOp.MAX)
 
 

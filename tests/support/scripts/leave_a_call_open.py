@@ -1,4 +1,4 @@
-"""Ends while an asynchronous collective is under way; its peer is two seconds late."""
+"""Exits while an asynchronous collective is in flight; its peer is two seconds late."""
 
 import os
 import time

@@ -1,7 +1,7 @@
 """Trains on a link and writes the metrics of its collectives, as JSON per rank.
 
 Usage: link_job.py FOLDER BUCKET_ELEMENTS WIDTH STEPS. It also measures the latency of a collective
-by itself, beside the training's.
+by itself, in addition to the training's.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class PredictionMiss:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A running job that writes `series`, and its output beside it."""
+    """A running job that writes `series`, and its output in the same folder."""
 
     series: Path
     process: subprocess.Popen[bytes]

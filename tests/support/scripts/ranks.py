@@ -1,7 +1,7 @@
-"""Starts the ranks of a job of ours, as torchrun would, but without importing all they need anew.
+"""Starts the ranks of a test job as torchrun does, but forks them from a process with the imports.
 
-On two cores that is most of what a job of a few steps takes: 6 s of each rank, and 2 s of torchrun.
-Jobs whose start or memory is what is tested use `launching.start`.
+On two cores imports take most of a short job: 6 s of each rank, and 2 s of torchrun.
+Tests of a job's start or memory use `launching.start`.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _Server:
         raise RuntimeError("a rank server has ended; its traceback is above")
 
     def fileno(self) -> int:
-        """Of its answers, for `select`."""
+        """Return the descriptor of the server's answers, for `select`."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 

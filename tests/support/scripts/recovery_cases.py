@@ -61,7 +61,7 @@ class Fault:
 
 
 def zero(stage: int, **options) -> dict:
-    # By default a bucket takes two GB, mapped anew in each backward.
+    # By default a bucket takes two GB, mapped again in each backward.
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000, **options}}
 
 

@@ -72,33 +72,33 @@ class FullMemory:
         return loss(model, batch)
 
 
-class Notes:
+class EventLog:
     """Lines in a file of this rank; each is one write, so that a kill leaves whole ones."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._file = (folder / f"notes-{rank}.jsonl").open("a", buffering=1)
+        self._file = (folder / f"events-{rank}.jsonl").open("a", buffering=1)
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
-    def note(self, what: str, **facts: Any) -> None:
+    def log(self, what: str, **facts: Any) -> None:
         line = json.dumps({"what": what, "attempt": self._attempt, "at": time.time(), **facts})
         self._file.write(f"{line}\n")
 
 
 def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
     rank = int(os.environ["RANK"])
-    notes = Notes(folder, rank)
-    notes.note("started", pid=os.getpid())
+    events = EventLog(folder, rank)
+    events.log("started", pid=os.getpid())
     torch.manual_seed(0)
     memory = FullMemory(rank, full_after)
     run = zerowatch.TrainingRun(Net(), config=CONFIG, loss=memory)
     run.load(folder / "saves")
     batches = run.loader(Samples(), batch_samples=8, seed=1).forever()
-    notes.note("resumed", step=run.steps, address=run.watch.address, run_id=run.watch.run_id)
+    events.log("resumed", step=run.steps, address=run.watch.address, run_id=run.watch.run_id)
     while run.steps < steps:
         batch = next(batches)
         memory.steps = run.steps
         done = run.train_batch(batch)
-        notes.note(
+        events.log(
             "committed",
             step=done.step,
             ids=batch["id"].tolist(),
@@ -109,7 +109,7 @@ def main(folder: Path, steps: int, save_every: int, full_after: int) -> None:
         if done.step % save_every == 0:
             run.save(folder / "saves")
     weights = torch.cat([each.detach().flatten() for each in run.module.parameters()])
-    notes.note("ended", weights=weights.tolist(), samples=run.samples)
+    events.log("ended", weights=weights.tolist(), samples=run.samples)
     run.close()
     dist.destroy_process_group()
 

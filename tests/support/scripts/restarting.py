@@ -31,23 +31,23 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """Outcome of a job: its exit code, the kills, and each rank's notes, in order."""
+    """Outcome of a job: its exit code, the kills, and each rank's events, in order."""
 
     code: int
     kills: list[Kill]
-    notes: list[list[dict[str, Any]]]
+    events: list[list[dict[str, Any]]]
     output: str
 
     def committed(self, rank: int) -> dict[int, dict[str, Any]]:
         """Return by step what the last attempt committed."""
         return {
-            note["step"]: {"ids": note["ids"], "loss": note["loss"]}
-            for note in self.of(rank, "committed")
+            event["step"]: {"ids": event["ids"], "loss": event["loss"]}
+            for event in self.of(rank, "committed")
         }
 
     def of(self, rank: int, what: str) -> list[dict[str, Any]]:
-        """Return a rank's notes of one kind."""
-        return [note for note in self.notes[rank] if note["what"] == what]
+        """Return a rank's events of one kind."""
+        return [event for event in self.events[rank] if event["what"] == what]
 
 
 def train(
@@ -84,12 +84,12 @@ def train(
     output = folder / "output.txt"
     done = []
     with output.open("w") as file, _job(command, folder, file, variables) as job:
-        watcher = _Watcher(folder, job, time.monotonic() + timeout_seconds)
+        killer = _RankKiller(folder, job, time.monotonic() + timeout_seconds)
         for moment in _moments(random.Random(seed), steps, kills, early_kills):
-            done.append(watcher.kill(len(done), moment))
-        code = job.wait(timeout=watcher.seconds_left())
-    notes = [_notes(folder, rank) for rank in range(2)]
-    return Course(code=code, kills=done, notes=notes, output=output.read_text())
+            done.append(killer.kill(len(done), moment))
+        code = job.wait(timeout=killer.seconds_left())
+    events = [_events(folder, rank) for rank in range(2)]
+    return Course(code=code, kills=done, events=events, output=output.read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,8 @@ def _moments(chance: random.Random, steps: int, kills: int, early: int) -> list[
     return moments
 
 
-class _Watcher:
-    """Follows a job by its ranks' notes."""
+class _RankKiller:
+    """Follows the events of a job's ranks, and kills ranks."""
 
     def __init__(self, folder: Path, job: subprocess.Popen[bytes], deadline: float) -> None:
         self._folder, self._job, self._deadline = folder, job, deadline
@@ -131,8 +131,8 @@ class _Watcher:
         time.sleep(moment.seconds)
         os.kill(pid, signal.SIGKILL)
         killed_at = time.time()
-        notes = _notes(self._folder, moment.rank)
-        done = [note["step"] for note in notes if note["what"] == "committed"]
+        events = _events(self._folder, moment.rank)
+        done = [event["step"] for event in events if event["what"] == "committed"]
         return Kill(
             attempt=attempt,
             rank=moment.rank,
@@ -141,12 +141,12 @@ class _Watcher:
         )
 
     def _wait_for(self, what: str, attempt: int, rank: int, step: int | None) -> dict[str, Any]:
-        """Return a note of an attempt once it is made; of a step or a later one."""
+        """Return an event of an attempt once it is logged, at this step or a later one."""
         while self.seconds_left() and self._job.poll() is None:
-            for note in _notes(self._folder, rank):
-                late_enough = step is None or note.get("step", 0) >= step
-                if (note["attempt"], note["what"]) == (attempt, what) and late_enough:
-                    return note
+            for event in _events(self._folder, rank):
+                late_enough = step is None or event.get("step", 0) >= step
+                if (event["attempt"], event["what"]) == (attempt, what) and late_enough:
+                    return event
             time.sleep(POLL_SECONDS)
         output = (self._folder / "output.txt").read_text()[-3000:]
         raise AssertionError(f"attempt {attempt} did not reach {what} {step}:\n{output}")
@@ -177,14 +177,14 @@ def _end(job: subprocess.Popen[bytes], folder: Path) -> None:
     job.kill()
     job.wait()
     for rank in range(2):
-        for note in _notes(folder, rank):
-            if note["what"] == "started":
+        for event in _events(folder, rank):
+            if event["what"] == "started":
                 with suppress(ProcessLookupError):
-                    os.kill(note["pid"], signal.SIGKILL)
+                    os.kill(event["pid"], signal.SIGKILL)
 
 
-def _notes(folder: Path, rank: int) -> list[dict[str, Any]]:
-    path = folder / f"notes-{rank}.jsonl"
+def _events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    path = folder / f"events-{rank}.jsonl"
     if not path.exists():
         return []
     whole = path.read_text().rpartition("\n")[0]

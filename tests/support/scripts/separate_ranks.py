@@ -1,4 +1,4 @@
-"""Ranks that nobody watches over: where one dies the others live on, unlike under a launcher."""
+"""Ranks without a launcher: where one dies, the others go on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TIMEOUT_SECONDS = 150.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a rank ended; `told` is what it wrote, empty where it did not."""
+    """How a rank ended; `report` is the JSON that it wrote, empty if it wrote none."""
 
     returncode: int
-    told: dict[str, Any]
+    report: dict[str, Any]
     last_words: str
 
 
@@ -52,6 +52,6 @@ def ended(folder: Path, number: int, rank: Finished) -> Ended:
     file = folder / f"rank-{number}.json"
     return Ended(
         returncode=rank.returncode,
-        told=json.loads(file.read_text()) if file.exists() else {},
+        report=json.loads(file.read_text()) if file.exists() else {},
         last_words=(rank.stdout + rank.stderr)[-3000:],
     )

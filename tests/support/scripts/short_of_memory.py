@@ -1,4 +1,4 @@
-"""Starts `tuner_memory.py`, and reads what it left."""
+"""Starts `tuner_memory.py`, and reads its report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIABLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a job left: its exit code, the end of what it said, and a line for each window."""
+    """Outcome of a job: its exit code, the end of its output, and a line for each window."""
 
     code: int
     said: str

@@ -1,4 +1,4 @@
-"""Trains a tiny model under a watch, and tells when it was done, for what the end then costs."""
+"""Trains a tiny monitored model, and reports when it was done, to measure the cost of the exit."""
 
 import os
 import time

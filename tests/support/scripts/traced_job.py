@@ -1,4 +1,4 @@
-"""Trains without and with a watch that sends traces, metrics and log lines; tells what differed."""
+"""Trains without and with monitoring that sends OTLP; reports what differed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains on and on, and leaves each rank's process id for somebody who will kill it."""
+"""Trains without end, and writes each rank's process id, so that a test can kill it."""
 
 import os
 from pathlib import Path

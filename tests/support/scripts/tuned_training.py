@@ -1,6 +1,6 @@
 """Small runs with a fast tuner, for tests of its effect on the numbers.
 
-Trials are short, and every other one is accepted whatever it measured.
+Trials are short, and every other one is accepted, with any measurement.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A limited run beside unlimited ones.
+    """A limited run compared with unlimited ones.
 
     Attributes:
         windows: Committed by the limited run.

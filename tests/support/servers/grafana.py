@@ -1,4 +1,4 @@
-"""What Grafana would ask of Prometheus for a dashboard: its queries, with variables filled in.
+"""Queries that Grafana sends to Prometheus for a dashboard: its queries, with variables filled in.
 
 The macros are those of Grafana's Prometheus data source (grafana.com/docs, "Prometheus template
 variables" and "Global variables"); the widths of steps are `roundInterval` of @grafana/data.
@@ -23,7 +23,7 @@ _PIXELS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardQuery:
-    """One query of one panel (or of an annotation), as it stands in the dashboard's JSON."""
+    """One query of one panel (or of an annotation), as in the dashboard's JSON."""
 
     dashboard: str
     panel: str
@@ -93,7 +93,7 @@ class Reader:
         return list(answer.get("result", []))
 
     def _text(self, entry: Mapping[str, Any]) -> str:
-        """What a variable is replaced by, with all its values chosen."""
+        """Text that replaces a variable, with all its values chosen."""
         if entry.get("includeAll") and entry.get("allValue"):
             return str(entry["allValue"])
         if entry["type"] != "query":

@@ -24,7 +24,7 @@ class PrometheusError(RuntimeError):
 
 
 class Prometheus:
-    """A Prometheus process; it starts at once, and answers when `is_ready` says so.
+    """A Prometheus process; it starts at once, and answers queries once `is_ready` is true.
 
     Args:
         folder: Where its configuration, log and data go; rule files are named relative to it.
