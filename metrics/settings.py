@@ -97,7 +97,7 @@ class FlopsSettings(Section):
     """How the model's arithmetic is counted, for FLOPs and MFU."""
 
     method: Literal["analytic", "off"] = "analytic"
-    """By formula, for transformers; `off` for no FLOPs and no MFU."""
+    """`analytic` counts by a formula for transformers; `off` publishes no FLOPs and no MFU."""
     peak_per_second: float | None = Field(default=None, gt=0)
     """Peak of one device in FLOP/s; by default from a table, or measured on CPU."""
 

@@ -72,8 +72,8 @@ class StepRecord:
 class LineWriter:
     """Writes records as lines of JSON, newline included.
 
-    By orjson, because this runs for every step: the json module takes five times as long. A number
-    that is not finite is written as null.
+    It uses orjson, because it runs for every step: the json module takes five times as long. A
+    number that is not finite is written as null.
     """
 
     def __init__(self, identity: Mapping[str, str | int]) -> None:

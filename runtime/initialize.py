@@ -76,9 +76,9 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` and watch the engine. Stability: stable.
 
-    All parameters but `settings` are those of `deepspeed.initialize` (0.19.8). The engine is
-    DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. Of several engines the
-    first with an optimizer is the watched run; the others share its watch.
+    The parameters, except `settings`, are those of `deepspeed.initialize` (0.19.8). The engine is
+    DeepSpeed's own, with one more attribute: `engine.watch`, a `Watch`. If a script makes several
+    engines, the first one with an optimizer is watched; the others share its watch.
 
     Examples:
         >>> engine, optimizer, _, scheduler = zerowatch.initialize(
@@ -99,7 +99,7 @@ def initialize(
         training_data: A dataset, for which DeepSpeed makes a data loader.
         lr_scheduler: A scheduler, or a function of the optimizer that returns one.
         distributed_port: Port of rank 0 for torch.distributed.
-        mpu: A model parallelism unit, as Megatron-LM's.
+        mpu: A model parallelism unit, such as Megatron-LM's.
         dist_init_required: Whether to initialize torch.distributed; by default if it is not yet.
         collate_fn: Merges samples of `training_data` to a micro-batch.
         config: The DeepSpeed configuration, as a path or a dict.
@@ -109,8 +109,8 @@ def initialize(
             override environment variables, the ds config and zerowatch.toml.
 
     Returns:
-        engine, optimizer, training_dataloader, lr_scheduler, as `deepspeed.initialize`. Without an
-        optimizer, dataset or scheduler the element is None.
+        engine, optimizer, training_dataloader, lr_scheduler, as from `deepspeed.initialize`. An
+        element is None without an optimizer, dataset or scheduler.
 
     Raises:
         SettingsError: A setting is wrong.

@@ -64,7 +64,8 @@ class Listener(ThreadingTCPServer):
     """A listening socket with one thread per client, of which there are few.
 
     Raises:
-        OSError: On creation: the host is unknown or not of this machine, or the port is taken.
+        OSError: The constructor cannot listen: the host is unknown or not of this machine, or the
+            port is taken.
     """
 
     daemon_threads = True

@@ -39,7 +39,7 @@ def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) 
     """Convert a record.
 
     Args:
-        record: What was logged.
+        record: The log record.
         rank: The global rank.
         ids: The trace and the span that it belongs to.
     """

@@ -66,7 +66,7 @@ def hardware_families(snapshot: Snapshot, hardware_ids: Mapping[str, str]) -> It
 
     Args:
         snapshot: The values.
-        hardware_ids: By device, its identifier on the host; devices without one are left out.
+        hardware_ids: The hardware id of each device; devices without one are left out.
     """
     for hardware in _HARDWARE:
         points = [

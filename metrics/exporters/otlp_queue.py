@@ -65,9 +65,9 @@ class OtlpQueue:
     Args:
         recorder: The metrics to send; counts failures.
         otlp: The sender.
-        settings: What is to be sent, and how often.
+        settings: The kinds of data to send, and how often.
         rank: The global rank.
-        hardware_ids: By device, its identifier on the host; GPUs only.
+        hardware_ids: The hardware id of each GPU, by device.
         describe: Returns the resource attributes; None until the run has a name, before which
             nothing is sent.
 

@@ -22,7 +22,7 @@ def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Li
     """Listen on the first port of this rank that is free.
 
     Raises:
-        SettingsError: None of the ports can be used, or a TLS file is not usable.
+        SettingsError: No port is free, or a TLS file is not usable.
     """
     tls = tls_context(settings)
     ports = candidate_ports(settings.port, local_rank, strict=settings.strict_port)

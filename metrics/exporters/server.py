@@ -28,10 +28,10 @@ class MetricsServer:
     """The HTTP server of one rank. It never raises into training: a failure is logged once.
 
     Args:
-        recorder: The values.
+        recorder: The metrics to serve.
         rank: The global rank, the label of every series.
         local_rank: The rank on this node, added to the port.
-        settings: Where and how to serve.
+        settings: Address, port and TLS of the server.
         targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
     """
 

@@ -95,8 +95,8 @@ def _wait_start(
 ) -> int:
     """Return when the compute stream had only this call left to wait for.
 
-    Of several calls in one wait each instant belongs to one of them; `waited_until` holds how far
-    each wait is accounted for.
+    Several calls may share one wait; each instant of it is counted for one call only.
+    `waited_until` holds the time up to which each wait is counted.
     """
     if wait not in waited_until:
         waited_until[wait] = _time(wait.event, anchor) if wait.event.query() else _NOT_REACHED

@@ -14,7 +14,7 @@ class EventPool:
     """Timing events that are recorded again once they were read. Nothing here waits for one.
 
     Attributes:
-        disabled: Set where events cannot be read, so that none should be recorded.
+        disabled: Whether no events are to be recorded, because they cannot be read.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class RankSet:
 
     @property
     def role(self) -> str:
-        """The role of its groups; of several the most specific."""
+        """The most specific role of its groups."""
         return min(self.roles, key=GROUPS.index, default="other")
 
 
@@ -61,7 +61,7 @@ class Group:
     """One process group.
 
     Attributes:
-        backend: Its backend, such as "nccl".
+        backend: The name of its backend, such as "nccl".
         on_device: Whether its collectives run on the accelerator's streams, timed by events.
         recorded: Calls recorded, in units of the group's own sequence number, since it was
             `seen_from`.
@@ -110,11 +110,11 @@ class Group:
 
 
 class StreamWait:
-    """A mark on the compute stream from which on it waits for calls.
+    """The mark on the compute stream at which it begins to wait for calls.
 
     Attributes:
         event: The mark.
-        num_calls: Calls that it waits for and whose times were not read yet.
+        num_calls: Number of calls in this wait whose times have not been read yet.
     """
 
     __slots__ = ("event", "num_calls")
@@ -131,21 +131,22 @@ class CollectiveCall:
     and it is the compute stream that is blocked or waits.
 
     Attributes:
-        op: Its place in OPS.
+        op: The index of its operation in OPS.
         group: The process group.
         payload_bytes: Bytes by nccl-tests' convention; see `ops.Operation`.
-        dtype: Of the payload; None without one.
-        phase: The phase, by place in PHASES, in which it was issued.
-        sequence: Its number, from 1 on, among the calls that all members of the rank set issue. 0:
-            point-to-point, or from a thread whose order differs between ranks.
+        dtype: The data type of the payload; None without a payload.
+        phase: The phase in which it was issued, an index of PHASES.
+        sequence: Its number, from 1 on, among the calls that all members of the rank set issue. 0
+            for a point-to-point call, and for a call from a thread whose order differs between
+            ranks.
         start_ns: When it was issued.
         end_ns: When it ended; 0 until then.
         issued_ns: When the call returned to a training thread that it blocked, else `start_ns`.
         wait_ns: When training first waited for it; 0 if it did not.
         wait_phase: The phase of that wait.
         timed: Whether its end can be read.
-        start_event: With `end_event` its interval, where it runs on a stream.
-        stream_wait: Where the compute stream began to wait for it.
+        start_event: The event at its start, if it runs on a stream; `end_event` is at its end.
+        stream_wait: The mark at which the compute stream began to wait for it; None if it did not.
         settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
@@ -215,7 +216,7 @@ class CollectiveCall:
 
 
 class Groups:
-    """All process groups seen, by identity, without keeping any alive."""
+    """The process groups seen so far, by identity; the references are weak."""
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
@@ -231,7 +232,7 @@ class Groups:
         """Return the record of a group, made the first time; None if it is no process group.
 
         Args:
-            group: What a call was given for a group.
+            group: The argument `group` of a call.
             point_to_point: Whether to return the record of messages between two members.
         """
         known = self._known.get(id(group))

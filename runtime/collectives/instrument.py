@@ -34,7 +34,7 @@ class CollectiveInstrumentation:
     """The wrappers of all collectives of a process, from `open` until `close`. Both may repeat.
 
     Attributes:
-        call_recorder: Where the calls are recorded.
+        call_recorder: Records the calls.
         cost_ns: Nanoseconds spent on recording calls and waits, on any thread.
     """
 

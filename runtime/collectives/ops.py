@@ -37,11 +37,11 @@ class Function:
     """One function that issues a collective.
 
     Attributes:
-        name: In torch.distributed, and as a method of DeepSpeed's backend object.
+        name: Its name in torch.distributed, and as a method of DeepSpeed's backend object.
         in_torch: Whether torch's function is wrapped.
         backend_parameters: Its parameters as a method of DeepSpeed's backend object, if that is
             wrapped too: DeepSpeed hides them behind (*args, **kwargs).
-        guard: Where all ranks vote before they enter the method.
+        guard: When all ranks vote before they enter the method.
         use_group_sequence: Whether the process group counts more than one per call, by backend and
             size, so that its own sequence number must be read.
         has_future: Whether the handle has a future that shows when the operation ended.
@@ -65,8 +65,8 @@ class Operation:
     output, reduce_scatter its whole input, the others the tensor that they are given.
 
     Attributes:
-        label: Its value of the label `op`.
-        functions: What issues it.
+        label: The value of the label `op`.
+        functions: The functions that issue it.
         wire_formula: Bytes sent per payload byte.
         wire_by_payload: Whether the formula depends on the payload.
         payload: Parameters that may hold the payload, by spelling; the first that a function has
@@ -93,7 +93,7 @@ _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 # tuner/policy/predict.py repeats `_share` and `_reduce`, as it imports nothing of this package.
 def _share(backend: str, group_size: int, payload_bytes: int) -> float:
-    """All but the rank's own part: (n-1)/n."""
+    """Return (n-1)/n: a rank sends all parts but its own."""
     return (group_size - 1) / group_size
 
 
@@ -102,7 +102,7 @@ def _all_reduce(backend: str, group_size: int, payload_bytes: int) -> float:
 
 
 def _reduce_scatter(backend: str, group_size: int, payload_bytes: int) -> float:
-    """As all_reduce on gloo, which runs a full one."""
+    """Return the share; on gloo that of all_reduce, which gloo runs instead."""
     return (2 if backend == "gloo" else 1) * (group_size - 1) / group_size
 
 

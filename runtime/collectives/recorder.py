@@ -34,7 +34,7 @@ class CallRecorder:
     Attributes:
         groups: The process groups seen so far.
         events: The pool of timing events; read ones are released to it.
-        stream_waits: What blocks the compute stream.
+        stream_waits: Tracks the calls that the compute stream waits for.
         dropped_calls: Calls lost because no batch was accepted.
     """
 

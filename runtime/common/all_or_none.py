@@ -30,7 +30,8 @@ class CollectiveAttempt:
     Inside, `check_peers` keeps a rank out of collectives that a failed rank does not enter.
 
     Attributes:
-        error: What ended the section on this rank; `PeerFailedError` if only another rank failed.
+        error: The exception that ended the section on this rank; `PeerFailedError` if only another
+            rank failed.
     """
 
     def __init__(self, host_group: HostCollectives) -> None:
@@ -79,8 +80,8 @@ def raise_on_all_ranks(host_group: HostCollectives, action: str, state: str) -> 
     """Wait for all ranks at the end of the block; raise on all of them if one failed.
 
     Args:
-        host_group: Of all ranks.
-        action: What the block does; the message reads "cannot <action>: ...".
+        host_group: The group of all ranks.
+        action: The action of the block; the message reads "cannot <action>: ...".
         state: State after a failure, one sentence at the end of the message.
 
     Raises:

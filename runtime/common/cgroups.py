@@ -13,7 +13,7 @@ def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
     is then the mount itself. Folders that do not exist may be included.
 
     Args:
-        controller: Such as "memory".
+        controller: The name of a cgroup controller, such as "memory".
         root: The root of the file system, for tests.
     """
     try:

@@ -97,7 +97,7 @@ _SIMILARITY = 0.85  # difflib ratio: one or two letters differ; other unknown ke
 
 # An error from within one of these functions, by qualified name, is about the configuration.
 _READERS = ("DeepSpeedConfig.__init__", "load_ds_config")
-# An error that one of these raises itself is about the key beside it.
+# An error that one of these functions raises itself is about the key next to it.
 _ENGINE_READERS = {
     "DeepSpeedEngine._do_sanity_check": "optimizer.type",
     "DeepSpeedEngine._configure_basic_optimizer": "optimizer.params",
@@ -166,7 +166,7 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
     """Return the file and the key that made deepspeed.initialize fail, and what to do.
 
     Args:
-        error: What it raised, with its traceback.
+        error: The error that deepspeed.initialize raised, with its traceback.
         config: The configuration as given to deepspeed.initialize: a path, a dict or base64. None
             to find out whether Hugging Face was reading one when `error` was raised.
 

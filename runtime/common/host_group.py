@@ -46,7 +46,7 @@ class HostGroup:
     """A gloo group of all ranks. All ranks construct it at the same point, as any group.
 
     Attributes:
-        rank: Of this process in the job.
+        rank: The rank of this process in the job.
         world_size: Ranks of the job. With one rank no group is made and nothing is sent.
     """
 

@@ -19,8 +19,8 @@ class ProcessInfo:
     """One process of a run.
 
     Attributes:
-        rank: In the job, from 0.
-        local_rank: On its node, from 0.
+        rank: The rank in the job, from 0.
+        local_rank: The rank on its node, from 0.
         world_size: Ranks of the job.
         host: Name of the node.
         attempt: Restarts of this node's processes so far.

@@ -176,7 +176,7 @@ class StoreClientFactory:
         now: A monotonic clock, in seconds.
 
     Raises:
-        RuntimeError: In any method, the store does not answer.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class StoreNamespace:
     """The key prefix of the ranks' texts: rank 0's token, read from the store on other ranks.
 
     Raises:
-        RuntimeError: In any method, the store does not answer.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(self, rank: int, attempt: int, now: Callable[[], float] = time.monotonic) -> None:

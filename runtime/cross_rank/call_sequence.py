@@ -28,7 +28,7 @@ class CallSequence:
 
     Attributes:
         rank_set: The rank set.
-        names: What each signature stands for.
+        names: The readable form of each signature.
         unmatched: Calls that are reported and wait for a result, in order.
         local_only: Settled calls that are not compared, such as send, or those dropped unreported.
         lost: Whether calls were dropped since this was last reset, as they were too many.

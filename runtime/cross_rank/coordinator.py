@@ -29,7 +29,7 @@ MAX_MISSED_STEP_TIMES = 4
 
 
 def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Return the blocks by their first rank; of few members each is a block of its own."""
+    """Return the blocks by their first rank; with few members each is a block of its own."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
@@ -76,7 +76,7 @@ class Coordinator:
             self._step_times.pop(rank, None)
 
     def drain_report(self) -> RankReport | None:
-        """As the first of a block: return what all of the block have reported, or None."""
+        """Return the merged report of this rank's block; None if nothing is new."""
         key, merger = self._rank_set.key, self._merger
         calls, divergence = merger.drain(), self._new_divergence()
         if calls is None and divergence is None and not self._has_all_step_times():
@@ -93,10 +93,10 @@ class Coordinator:
         )
 
     def drain_result(self, *, compare_step_times: bool) -> CompareResult | None:
-        """As the first of the rank set: return the new result, or None if nothing is new.
+        """Return the new result for the rank set; None if nothing is new.
 
         Args:
-            compare_step_times: Whether stragglers are looked for over this rank set.
+            compare_step_times: Whether to look for stragglers over this rank set.
         """
         calls, divergence = self._merger.drain(), self._new_divergence()
         reference, stragglers = self._compare_step_times() if compare_step_times else (None, ())

@@ -47,12 +47,12 @@ class CrossRankThread:
         rank: This rank.
         host: This rank's host.
         groups: The process groups seen so far.
-        phase_timer: Its time since the last progress decides whether heartbeats are read.
-        recorder: Where the values are written.
+        phase_timer: Measures the time without progress, which decides whether heartbeats are read.
+        recorder: Receives the metric values.
         fail_open: Guards what runs here.
         interval_seconds: Time between two exchanges.
-        stuck_seconds: After how long without progress the others' heartbeats are read.
-        now: A clock in seconds.
+        stuck_seconds: Time without progress after which the others' heartbeats are read.
+        now: A monotonic clock, in seconds.
 
     Attributes:
         step_times: Collects this rank's steps.

@@ -16,7 +16,7 @@ class Divergence:
 
     Attributes:
         sequence: The call's number.
-        issued: What each rank issued.
+        issued: The call that each rank issued.
         diverged: The ranks that left the common sequence; all where that cannot be decided.
     """
 

@@ -36,8 +36,9 @@ class Attribution:
         members: Ranks of the group.
         sequence: Number of the failed call.
         issued: The failed call.
-        expected: What had followed the same calls before, if this rank has diverged. None if the
-            failed call did, or is new, as in the first evaluation or checkpoint: then a peer died.
+        expected: The call that followed the same calls before, if this rank has diverged. None if
+            the failed call is that one, or is new, as in the first evaluation or checkpoint. Then
+            a peer died.
     """
 
     rank: int
@@ -69,7 +70,7 @@ class CollectiveErrorAnalyzer:
 
     Args:
         rank: This rank.
-        recorder: Where a divergence is counted.
+        recorder: Counts the divergences.
         thread: Reports at once what this rank has issued.
     """
 
@@ -80,7 +81,7 @@ class CollectiveErrorAnalyzer:
         self._done = False
 
     def analyze(self, failed: CollectiveCall) -> None:
-        """Log the likely cause. Only of the first error, as others follow from it."""
+        """Log the likely cause of the first error; later errors follow from it."""
         if self._done:
             return
         self._done = True

@@ -35,14 +35,14 @@ class HeartbeatTable:
         store: The connection.
         rank: This rank.
         host: This rank's host.
-        stuck_seconds: After how long without progress heartbeats are read.
+        stuck_seconds: Time without progress after which heartbeats are read.
 
     Attributes:
         heartbeats: The heartbeats by rank, as of the last read.
         others_hang: Whether another rank had announced a hang at the last poll.
 
     Raises:
-        RuntimeError: In any method but `clear`, the store does not respond.
+        RuntimeError: The store does not respond; raised by every method but `clear`.
     """
 
     heartbeats: dict[int, Heartbeat]
@@ -79,7 +79,7 @@ class HeartbeatTable:
         """Read whether a hang is announced and, every few seconds, heartbeats.
 
         Args:
-            ranks: All ranks that share a rank set with this one.
+            ranks: The ranks that share a rank set with this one.
             is_stuck: Whether there was no progress for `stuck_seconds`. Otherwise heartbeats are
                 read only while another rank announces a hang.
         """

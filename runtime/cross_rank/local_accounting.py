@@ -20,13 +20,13 @@ from .messages import CallReport, CompareResult
 class LocalAccounting:
     """Adds up the costs of this rank's collectives, from its construction on.
 
-    `is_compared` of the methods says whether the ranks are compared at all. If they are not, the
+    The argument `is_compared` is whether the ranks are compared at all. If they are not, the
     causes of a wait are unknown.
 
     Args:
         groups: The process groups seen so far.
-        recorder: Where the costs are written.
-        now: A clock in seconds.
+        recorder: Receives the costs.
+        now: A monotonic clock, in seconds.
 
     Attributes:
         volume_ratio: Wire bytes of a step over the least possible; None while unknown.
@@ -169,7 +169,7 @@ class _RankSetState:
     Attributes:
         compared: Whether the last result held durations. Where none came, or one without them,
             there is no rank to compare with, or the members' calls do not belong together.
-        costs: By backend, as each has a link of its own.
+        costs: The costs of each backend, as each has a link of its own.
         reported: When calls were reported, and the number after the last of them.
     """
 

@@ -52,7 +52,7 @@ class CallReport:
         first_timed: Number of the call that `durations` starts with.
         durations: Seconds, NaN where a call was not timed.
         first_issued: Number of the call that `signatures` starts with.
-        signatures: See `signature`.
+        signatures: The signature of each call, as `signature` computes it.
         prefix_hash: Hash of the signatures before `first_issued`; None if unknown.
     """
 
@@ -74,13 +74,13 @@ EMPTY_CALL_REPORT = CallReport(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank reports at one exchange, or the first rank of a block for its block.
+    """The report of one rank at one exchange, or of the first rank of a block for its block.
 
     Attributes:
-        calls: By the rank set's key.
-        names: What the signatures stand for.
-        step_times: By rank.
-        divergences: By the rank set's key.
+        calls: The calls of each rank set, by its key.
+        names: The readable form of each signature.
+        step_times: The step times of each rank.
+        divergences: The divergence of a rank set that has one, by its key.
     """
 
     calls: Mapping[str, CallReport]
@@ -96,9 +96,9 @@ class CompareResult:
     Attributes:
         first_call: Number of the call that `min_durations` starts with.
         min_durations: The least duration of each call over the ranks, in seconds.
-        reference: What a rank's step times are compared with; None if there were none to compare.
+        reference: The step times with which each rank's are compared; None if no rank sent any.
         stragglers: The ranks that are slow now.
-        divergence: Reported once.
+        divergence: The first divergence, in one result only; None in all others.
     """
 
     first_call: int
@@ -116,8 +116,8 @@ class Heartbeat:
     """The last heartbeat of a rank.
 
     Attributes:
-        rank: Its global rank.
-        host: Its machine.
+        rank: The global rank.
+        host: The host of the rank.
         age_seconds: Seconds, at least, since its last heartbeat; None if only one was read.
         issued: Number of the last collective that it issued, by the rank set's key.
         pause: Why it is expected to make no progress; None while it trains.

@@ -33,8 +33,8 @@ MAX_NAMES = 4096
 class ReportMerger:
     """Merges the reports of a rank set's members, each as far as all have reported.
 
-    From the first divergence on nothing is compared: a call more or less on one member shifts the
-    numbers of all later calls, so that it is unknown which belong together.
+    After the first divergence nothing is compared. One call more or less on a member shifts the
+    numbers of all later calls, so it is unknown which calls belong together.
 
     Args:
         members: The ranks that report here, each with the ranks that it reports for: itself, or a
@@ -42,7 +42,7 @@ class ReportMerger:
 
     Attributes:
         divergence: The first call in which members differ; None while there is none.
-        names: What signatures stand for.
+        names: The readable form of each signature.
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]]) -> None:

@@ -38,12 +38,12 @@ class StoreChannel:
         store: The connection.
         rank: This rank.
         host: This rank's host.
-        patience_seconds: After how long without a report a rank is left out.
-        stuck_seconds: After how long without progress the others' heartbeats are read.
-        recorder: Where it is counted that a rank is left out, or sends what cannot be decoded.
+        patience_seconds: Time without a report after which a rank is left out.
+        stuck_seconds: Time without progress after which the others' heartbeats are read.
+        recorder: Counts ranks that are left out, and messages that cannot be decoded.
 
     Raises:
-        RuntimeError: In any method but `clear_heartbeats`, the store does not respond.
+        RuntimeError: The store does not respond; raised by every method but `clear_heartbeats`.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class CoordinatorReader:
     Args:
         store: The connection.
         rank: This rank.
-        patience_seconds: After how long without a report a rank is left out.
-        recorder: Where it is counted that a rank is left out, or sends what cannot be decoded.
+        patience_seconds: Time without a report after which a rank is left out.
+        recorder: Counts ranks that are left out, and messages that cannot be decoded.
 
     Raises:
-        RuntimeError: In any method, the store does not respond.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(

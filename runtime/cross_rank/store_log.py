@@ -24,15 +24,15 @@ class StoreConnection:
 
     Args:
         clients: Makes clients.
-        now: A clock in seconds, also for the logs over this connection.
+        now: A monotonic clock, in seconds, also for the logs over this connection.
 
     Attributes:
-        now: The clock.
-        opened_at: When it was opened last; before that, when it was made.
+        now: The same clock, for the logs.
+        opened_at: Time of the last opening; before the first, time of construction.
 
     Raises:
-        RuntimeError: In any method but `mark_failed`, `close` and `set_timeout`, the store does not
-            respond.
+        RuntimeError: The store does not respond; raised by every method but `mark_failed`, `close`
+            and `set_timeout`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StoreLogWriter:
     """A log in the store, which one rank appends to and others read.
 
     Raises:
-        RuntimeError: In any method, the store does not respond.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(self, store: StoreConnection, name: str) -> None:
@@ -138,7 +138,7 @@ class StoreLogReader:
         has_entries: Whether an entry was ever read.
 
     Raises:
-        RuntimeError: In any method, the store does not respond.
+        RuntimeError: The store does not respond; raised by every method.
     """
 
     def __init__(self, store: StoreConnection, name: str) -> None:

@@ -39,7 +39,8 @@ class StepTimes:
     Attributes:
         num_steps: Number of steps.
         step_seconds: Median duration of a step.
-        busy_seconds: By phase of COMPARED_PHASES, without the time blocked in collectives.
+        busy_seconds: Median seconds of each of COMPARED_PHASES, without the time blocked in
+            collectives.
         deviation_seconds: Median absolute deviation of `busy_seconds` over the steps.
     """
 
@@ -192,9 +193,9 @@ def _limits(
     """Return, by rank and phase, the score from which on a rank is slow.
 
     With more than two ranks, the usual variation is the median absolute deviation of their scores.
-    Of many ranks some would exceed that by chance, as each score is a median of few steps: it must
-    also exceed its own standard error. Of two ranks one is always faster, and their distance says
-    nothing: only the error of the difference counts.
+    Among many ranks some exceed that by chance, as each score is a median of few steps. A score
+    must therefore also exceed its own standard error. With two ranks, one is always faster, so only
+    the error of the difference counts.
     """
     errors = _errors(step_times, reference)
     if len(step_times) > 2:

@@ -16,8 +16,8 @@ class BatchShape:
     """The size of a batch; None where no tensor shows it.
 
     Attributes:
-        elements: Of the tensor from which the samples were read.
-        tokens: Padding included.
+        elements: Elements of the tensor from which the samples were read.
+        tokens: Number of tokens, padding included.
     """
 
     samples: int | None = None

@@ -1,4 +1,4 @@
-"""All hooks of one watch in the training: on its engine, on data loading and on memory."""
+"""The hooks of one watch: on its engine, on data loading and on memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineInstrumentation:
         Args:
             context: The watch.
             engine: The first engine.
-            memory: Called by the engine's hooks.
+            memory: The memory hooks, which the engine's hooks call.
             enqueue: Called with each step, and with the calls between two engines.
             profiler: Profiles some steps; None for none.
         """
@@ -73,7 +73,7 @@ class EngineInstrumentation:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Count the time inside as that of a checkpoint: no training, and no hang either."""
+        """Count the time inside as checkpoint time: neither training nor a hang."""
         wrap, phase_timer = self._context.fail_open.wrap, self._context.phase_timer
         wrap("suspend", phase_timer.enter)(CHECKPOINT)
         try:

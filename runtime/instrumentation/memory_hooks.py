@@ -42,7 +42,7 @@ class MemoryHooks:
 
     Attributes:
         shape: The micro-batch under way, or the last one; None before the first.
-        micro_batch: Its number within its step, from 1 on.
+        micro_batch: The number of the micro-batch within its step, from 1 on.
         on_exception: Called with each error that passes through the engine.
     """
 
@@ -97,7 +97,7 @@ class MemoryHooks:
 
         Args:
             shape: The micro-batch.
-            micro_batch: Its number within its step, from 1 on.
+            micro_batch: The number of the micro-batch within its step, from 1 on.
         """
         self.micro_batch = micro_batch
         if shape.samples is None:

@@ -22,8 +22,9 @@ class StepCounts:
     """The micro-batches of one rank since the last step.
 
     Attributes:
-        samples: None where the batches show none; so are `tokens` and `sequence_length`.
-        losses: One of each micro-batch.
+        samples: Number of samples. It, `tokens` and `sequence_length` are None if the batches do
+            not show them.
+        losses: The loss of each micro-batch.
         losses_are_shares: Whether the losses were divided by the number of micro-batches before
             backward, as Hugging Face's Trainer does.
         skipped: Whether the step made no update.
@@ -51,15 +52,15 @@ class StepCounts:
 
 @dataclass(slots=True)
 class RawStep:
-    """What is known of a step on the training thread when it ends; some of it is still under way.
+    """The measurements of a step when it ends, on the training thread; some are not complete yet.
 
     Attributes:
         ended_at: Unix seconds.
-        phase_ns: Nanoseconds by place in PHASES.
+        phase_ns: Nanoseconds of each phase, in the order of PHASES.
         intervals: When each phase ran, by `time.perf_counter_ns`; empty unless traces are made.
         coverage: Share of collectives that were recorded, 0 to 1; None if not read in this step.
         trace: Labels of the span of the script in which the step ended; None without one.
-        memory: None where the last sample is recent.
+        memory: The memory sample of the step; None if the last sample is recent.
         batch: The collectives since the last step.
     """
 

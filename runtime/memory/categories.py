@@ -42,10 +42,10 @@ def categories_at_peak(
     Args:
         before_step: Bytes by category before the optimizer step, with gradients; may be empty.
         after_step: Bytes by category after it.
-        floor_bytes: In use after the step. On CPU, RSS minus the free heap of the C library
+        floor_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C library
             (`free_heap.py`), as the next pass allocates from that.
         peak_bytes: Peak during forward and backward.
-        baseline_bytes: In use for anything but training, see `baseline`.
+        baseline_bytes: Bytes in use for anything but training, see `baseline`.
     """
     before_step = before_step or after_step
     held = float(sum(after_step.values()))

@@ -11,7 +11,7 @@ so no property runs and nothing is created. Missing names, as most are under any
 skipped.
 
 The order of the table decides the category of a storage that has several names; the first match
-counts. Buffers come first: whatever they hold at the moment, they stay for the next step.
+counts. Buffers come first: they stay for the next step, with any content.
 Parameters come before the optimizer: under stage 0 in fp32, and with fp32 weights under stage 3,
 the optimizer updates the very tensors that the model computes with.
 

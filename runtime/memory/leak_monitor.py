@@ -49,7 +49,7 @@ class LeakMonitor:
         """Create a monitor.
 
         Args:
-            recorder: Where metric values go.
+            recorder: Receives the metric values.
             rank: This rank.
             folder: Returns the run folder; None while there is none.
             trace_sites: Whether to trace allocations once a leak is found.

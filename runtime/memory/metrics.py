@@ -26,7 +26,7 @@ class MemoryMetrics:
         """Publish the baseline.
 
         Args:
-            recorder: Where metric values go.
+            recorder: Receives the metric values.
             baseline_bytes: Bytes in use besides the engine, by device.
         """
         self.categories: dict[str, Mapping[str, float]] = {}

@@ -35,7 +35,7 @@ class Advisor:
     Args:
         context: The watch of the engine.
         send: Sends a span to a collector; does nothing without one.
-        now: Seconds of a monotonic clock.
+        now: A monotonic clock, in seconds.
     """
 
     def __init__(

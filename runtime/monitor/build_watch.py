@@ -51,8 +51,8 @@ def build_watch(
     Args:
         engine: A DeepSpeed engine.
         collectives: The instrumentation of this process's collectives, open or not.
-        fail_open: Wraps whatever runs inside training.
-        settings: Of this run.
+        fail_open: Wraps the functions that run inside training.
+        settings: The settings of this run.
         watch_index: Watches that this process had before; the same on all ranks.
     """
     process, device, recorder = this_process(), training_device_index(), Recorder()

@@ -22,12 +22,12 @@ class CrossRankMonitor:
     Constructed on the training thread.
 
     Attributes:
-        listeners: Get the record of each step, on the watch thread.
-        periodic_tasks: Called on the watch thread each second.
-        rebind_engine: To be called with the new engine after a rebuild.
-        on_collective_error: To be called with a collective that raised.
-        add_step_times: To be called with each step's nanoseconds by phase, and those of them that
-            training was blocked.
+        listeners: Functions called with the record of each step, on the watch thread.
+        periodic_tasks: Functions called on the watch thread each second.
+        rebind_engine: Function to call with the new engine after a rebuild.
+        on_collective_error: Function to call with a collective that raised.
+        add_step_times: Function to call with each step's nanoseconds by phase, and the nanoseconds
+            of them in which training was blocked.
         profiler: Profiles some steps; None for none.
     """
 

@@ -88,10 +88,10 @@ def child_spans(
     """Return the spans of a step, in the order in which they begin.
 
     Args:
-        intervals: When each phase had the time, in order.
+        intervals: The intervals of the phases, in order.
         calls: The step's settled collectives.
         offset_ns: Added to the intervals' times to get Unix times.
-        device_offset_ns: The same for calls whose times were read from device events.
+        device_offset_ns: Added to the times of calls that were read from device events.
     """
     phases = _phase_spans(intervals, offset_ns)
     offsets = offset_ns, device_offset_ns
@@ -101,7 +101,7 @@ def child_spans(
 
 
 def _phase_spans(intervals: Iterable[PhaseInterval], offset_ns: int) -> list[_SpanBuilder]:
-    """Join successive spans of the same phase; if there are many, all spans of each phase."""
+    """Return one span for successive intervals of a phase; if there are many, one per phase."""
     spans: list[_SpanBuilder] = []
     for phase, start_ns, end_ns in intervals:
         if phase == OTHER or end_ns <= start_ns:
@@ -184,9 +184,9 @@ def span_id_of(run_id: str, step: int, rank: int, *, attempt: str) -> int:
     """Return the id of a rank's root span in that trace.
 
     Args:
-        run_id: Of the run.
+        run_id: The id of the run.
         step: Number of the step.
-        rank: Of the span.
+        rank: The global rank that the span belongs to.
         attempt: Distinguishes steps of one run with the same number, such as after a restart.
     """
     return _hash(f"{run_id}/{step}/{rank}/{attempt}", 8)

@@ -25,7 +25,7 @@ class RunFolder:
     """Holds records until the run has an id, then writes them. Used on the watch thread.
 
     Attributes:
-        run_id: None until rank 0 has shared it.
+        run_id: The id of the run; None until rank 0 has shared it.
     """
 
     def __init__(

@@ -21,9 +21,10 @@ class FinishedStep:
     """A finished step.
 
     Attributes:
-        record: Of the step.
-        raw: What the hooks measured.
-        calls: Its collectives, if traces are made: all of them, or of very many the longest.
+        record: The record of the step.
+        raw: The measurements of the hooks.
+        calls: The collectives of the step, if traces are made; only the longest if there are very
+            many.
     """
 
     record: StepRecord
@@ -32,12 +33,12 @@ class FinishedStep:
 
 
 class StepMetrics:
-    """Writes steps to the recorder, which has the sums.
+    """Writes the values of each step to the recorder, which adds them up.
 
     Args:
-        recorder: Gets the values.
+        recorder: Receives the values.
         flops_of: Returns the FLOPs of a step; None if unknown.
-        peak_flops: Of the device, per second; None if unknown.
+        peak_flops: Peak FLOP/s of the device; None if unknown.
     """
 
     def __init__(

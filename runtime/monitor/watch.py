@@ -89,9 +89,9 @@ class Watch:
 
     Attributes:
         address: "host:port" at which this rank serves its metrics; None if it does not.
-        recorder: All metric values.
-        settings: Of this run.
-        fail_open: Wraps whatever runs inside training.
+        recorder: Holds all metric values.
+        settings: The settings of this run.
+        fail_open: Wraps the functions that run inside training.
         advisor: Logs what would make the run faster, until a tuner replaces it.
     """
 

@@ -1,7 +1,7 @@
 """Pauses in which no progress is expected, and how long they are accepted.
 
 A pause is accepted for ten limits after the last progress of its rank. A rank that waits in a
-collective does not pause, whatever it waits for: a rank that evaluates alone would wait for ever.
+collective does not pause, for any reason: a rank that evaluates alone would wait for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACCEPTED_LIMITS = 10
 # The share of the limit after which a rank that waits in a collective no longer announces a pause.
 # The others read that before they have waited for a whole limit themselves.
 WAITING_LIMITS = 0.5
-# A peer with an older heartbeat does not count as pausing, whatever it announced last.
+# A peer with an older heartbeat does not count as pausing, even if it announced a pause.
 MAX_HEARTBEAT_SECONDS = 15.0
 MIN_IDLE_SECONDS = 2.0
 

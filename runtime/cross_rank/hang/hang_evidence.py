@@ -15,9 +15,9 @@ class RankSetSummary:
     Attributes:
         key: The rank set's key.
         role: Role of its groups.
-        members: Its ranks.
-        issued: Number of the last collective issued here.
-        is_waiting: Whether that one is in flight.
+        members: The ranks of the set.
+        issued: Number of the last collective that this rank issued.
+        is_waiting: Whether that collective is in flight.
     """
 
     key: str
@@ -36,11 +36,11 @@ class CallSummary:
         role: Role of its groups.
         sequence: The call's number; 0 for a point-to-point call.
         op: The operation.
-        payload_bytes: Its size.
-        dtype: Its data type.
+        payload_bytes: The size of the payload.
+        dtype: The data type of the payload.
         phase: The phase it was issued in.
         in_flight: Whether it has not ended.
-        seconds: Its duration, or how long it has been in flight; None if unknown.
+        seconds: The duration, or the time in flight so far; None if unknown.
     """
 
     key: str
@@ -67,8 +67,8 @@ class HangEvidence:
         silent_seconds: Seconds without progress on this rank, without expected pauses.
         limit_seconds: The limit for it.
         is_announced: Whether another rank announced the hang, and this rank's limit is not reached.
-        location: Where the training thread is in Python, such as "function (file.py:12)".
-        peers: All other ranks; None if nothing is known of them.
+        location: The Python line of the training thread, such as "function (file.py:12)".
+        peers: The other ranks; None if nothing is known about them.
         rank_sets: This rank's rank sets, by key.
         calls: This rank's last collectives, by rank set, in the order of issue.
         divergence: Which ranks diverged from the common sequence of collectives before.

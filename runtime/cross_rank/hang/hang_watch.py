@@ -43,7 +43,7 @@ class HangWatch:
         context: Collectives, peers and the run folder.
         settings: The settings.
         phase_timer: The phases of the training thread.
-        recorder: Where hangs are counted.
+        recorder: Counts the hangs.
         fail_open: Guards the report.
         now_ns: The clock of `phase_timer`.
         exit_process: Ends the process at once with an exit code.

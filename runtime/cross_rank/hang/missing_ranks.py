@@ -34,7 +34,7 @@ def summary(evidence: HangEvidence) -> str:
 def missing(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set with a collective in flight, the members that have not issued it.
 
-    Of several collectives in flight it is the first: the other members wait for that one.
+    If several collectives are in flight, it looks at the first: the other members wait for it.
     """
     if evidence.peers is None:
         return []

@@ -49,10 +49,10 @@ def write_report(folder: Path, evidence: HangEvidence) -> Path | None:
 
 
 def write_flight_recorder_dump(report: Path, dump: bytes) -> None:
-    """Write torch's own record of collectives beside the report, readable by its owner alone."""
+    """Write torch's own record of collectives next to the report, readable by its owner alone."""
     kind = "json" if dump.startswith(b"{") else "pickle"
     with (
-        contextlib.suppress(OSError),  # the report itself is written and says more
+        contextlib.suppress(OSError),  # the report itself is written and has more detail
         os.fdopen(create_private(report.with_suffix(f".flight.{kind}")), "wb") as file,
     ):
         file.write(dump)

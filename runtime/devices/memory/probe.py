@@ -10,8 +10,9 @@ class MemoryProbe(Protocol):
     """Reads the memory of one device.
 
     Attributes:
-        device: Its name, such as "cuda:0" or "cpu".
-        own_peaks: Whether a peak is that since the last reading, and so belongs to the steps since.
+        device: The name of the device, such as "cuda:0" or "cpu".
+        own_peaks: Whether a peak covers only the time since the last reading, so that it belongs to
+            the steps since then.
     """
 
     device: str

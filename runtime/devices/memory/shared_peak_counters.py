@@ -118,7 +118,7 @@ def with_peaks(stats: Mapping[Any, Any], peaks: Mapping[Any, Any]) -> Stats:
 
     Args:
         stats: Nested statistics, as `Accelerator.memory_stats` returns them.
-        peaks: What `peaks_in` returned for earlier ones.
+        peaks: The peaks that `peaks_in` returned for earlier statistics.
     """
     raised = dict(stats)
     for name in stats.keys() & peaks.keys():

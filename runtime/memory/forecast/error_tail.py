@@ -37,7 +37,7 @@ class ErrorTail:
         errors: Errors at the quantiles `ranks`, both ascending; the last is the tail's threshold.
         ranks: Cumulative probability at each of `errors`.
         scale: Scale of the generalised Pareto distribution beyond the threshold, bytes.
-        shape: Its shape; 0 is an exponential tail, 0.5 has infinite variance.
+        shape: Shape of that distribution; 0 is an exponential tail, 0.5 has infinite variance.
         width: Standard deviation of the body, bytes.
     """
 

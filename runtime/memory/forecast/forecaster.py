@@ -91,7 +91,7 @@ class Forecaster:
         return self._forecast(self._model, self._errors)
 
     def _update_reservable(self, point: PeakPoint) -> None:
-        """After an allocator retry, take what is reserved as the limit, whatever the limit says."""
+        """After an allocator retry, take the reserved bytes as the limit, also if it is higher."""
         self._since_retry += 1
         if self._points and point.retries > self._points[-1].retries:
             self._since_retry = 0
@@ -243,7 +243,7 @@ class RecentPeaks:
     """Peaks that recent micro-batches would have if they ran now, in bytes.
 
     Attributes:
-        peaks: One for each reading.
+        peaks: The peak of each reading.
         largest: The micro-batches of the reading with the largest peak.
     """
 
@@ -275,8 +275,9 @@ def extrapolate(steps: Array, peaks: Array, trend: Trend) -> Array:
 def add_records(peaks: Array, floor_bytes: float) -> tuple[Array, Array]:
     """Return possible peaks and their probabilities: those observed, and some larger.
 
-    By symmetry a new maximum of N + 1 comes with probability 1 / (N + 1). If the maximum was
-    reached several times, lengths are capped or of a few kinds, and no larger one is expected.
+    By symmetry the last of N + 1 peaks is the maximum with probability 1 / (N + 1). If the maximum
+    was reached several times, lengths are capped or have few values. Then no larger one is
+    expected.
     """
     values, counts = np.unique(peaks, return_counts=True)
     total = len(peaks)

@@ -1,4 +1,4 @@
-"""Input of the forecasts: readings of one device's memory, in the order of the steps."""
+"""Readings of one device's memory, in the order of the steps, and predictions of them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PeakPoint:
     Attributes:
         step: The step that has just ended.
         peak_bytes: Peak since the previous reading (CPU: RSS; CUDA: allocated).
-        floor_bytes: In use now, between steps.
+        floor_bytes: Bytes in use now, between steps.
         limit_bytes: Upper bound of `peak_bytes`, as known now; infinite without a limit.
-        reserved_bytes: Reserved for this process at its peak (CUDA: reserved; CPU: as peak).
-        unusable_bytes: Reserved, but in blocks too small to serve a large request.
+        reserved_bytes: Bytes reserved for this process at its peak (CUDA: reserved; CPU: the peak).
+        unusable_bytes: Bytes reserved in blocks too small to serve a large request.
         retries: Total times the allocator freed its cache and retried.
         shapes: Distinct micro-batches since the previous reading; empty if unknown.
     """
@@ -43,7 +43,7 @@ class PeakPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPrediction:
-    """Prediction made before a step: its peak, and the risk of the next 50 steps."""
+    """The prediction made before a step: its peak, and the risk of the next 50 steps."""
 
     step: int
     predicted_bytes: float | None

@@ -62,7 +62,7 @@ class OffloadTimer:
         """Start timing a transfer on this thread.
 
         Args:
-            transfer: Its bytes by direction.
+            transfer: The bytes of the transfer, by direction.
             on_stream: Whether the device's current stream carries it out, and not the host.
         """
         if self._active:

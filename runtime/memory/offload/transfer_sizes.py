@@ -39,7 +39,8 @@ def stage_2_accumulated(optimizer: Any, param: Any) -> TransferBytes:
 def stage_2_restored(optimizer: Any, param: Any) -> TransferBytes:
     """Return the bytes of an accumulated gradient that is copied back to the device.
 
-    All of it, though this rank needs only its partition, unless the master weights have 16 bits.
+    DeepSpeed copies the whole gradient, although this rank needs only its partition. With master
+    weights of 16 bits it copies the partition.
     """
     if optimizer.low_precision_master_weights_and_grads:
         return TransferBytes(to_device=stage_2_finished(optimizer, param).to_host)

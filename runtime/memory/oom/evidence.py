@@ -27,7 +27,7 @@ class TrainingSetup:
     Attributes:
         layout: ZeRO stage and offloads.
         world_size: Number of ranks that ZeRO shards over.
-        dtype: Of the model, such as "bf16".
+        dtype: The data type of the model, such as "bf16".
         samples: Configured samples of a micro-batch.
         accumulation: Micro-batches of a step.
         checkpointing: Whether activations are recomputed; None if unknown.
@@ -130,12 +130,12 @@ class OomContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomEvidence:
-    """Everything that a report states.
+    """The content of a report.
 
     Attributes:
         rank: This rank.
         host: This machine.
-        at_unix_seconds: When the error passed.
+        at_unix_seconds: The time at which the error passed.
         step: The last completed step; 0 before the first.
         phase: Phase of the training thread, one of the catalog's phases.
         error: The parsed error.
@@ -145,12 +145,12 @@ class OomEvidence:
             memory that no frame of the error's stack holds has been freed.
         categories: Bytes by category at the peak of the last detailed sample.
         shape: Shape of the current micro-batch.
-        batch_risk_ratio: Its risk, as assessed when it began.
+        batch_risk_ratio: The risk of that micro-batch, as assessed when it began.
         peaks: The last readings at the end of a step, latest last.
         predictions: Predictions made for those steps, by step.
         alarm_step: The step after which the current alarm was raised: risk above one half.
         limit: The limit that was exceeded.
-        remedies: What would have fitted; None if that is unknown.
+        remedies: Changes with which the step would have fitted; None if unknown.
         growth_bytes_per_step: Growth not explained by batch sizes; None without a leak.
         setup: Training configuration of this rank.
     """

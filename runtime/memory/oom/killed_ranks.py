@@ -93,10 +93,10 @@ class KilledRank:
     """A rank that exited uncleanly.
 
     Attributes:
-        folder: Its run folder.
+        folder: The run folder of the rank.
         process: The process.
         finding: Why it exited.
-        records: Its last records, latest last.
+        records: The last step records of the rank, latest last.
         report: Path of the report; None if the folder cannot be written.
     """
 
@@ -156,7 +156,7 @@ def classify_exit(
         died_together: Ranks of this run and cgroup that exited uncleanly, this one included: a
             launcher kills the others when one is gone.
         limit_ratio: The last peak over its limit.
-        risk_ratio: The last risk.
+        risk_ratio: The last risk of running out of memory.
     """
     then = process.kills
     if not same_boot:

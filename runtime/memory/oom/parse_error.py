@@ -56,8 +56,8 @@ class OomError:
     """Content of an out-of-memory error.
 
     Attributes:
-        kind: What failed to allocate.
-        device: Such as "cuda:0"; "cuda" if the text does not contain an index; else "cpu".
+        kind: The layer that failed to allocate, such as "device allocator".
+        device: The device, such as "cuda:0"; "cuda" if the text has no index; "cpu" for the host.
         requested_bytes: Size of the request; for a device rounded to two decimals, as in the text.
         message: The line of the error, without any stack.
         reported_bytes: Other sizes in the text: total, free, in_use, allowed (by

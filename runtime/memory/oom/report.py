@@ -66,9 +66,9 @@ def report_text(evidence: OomEvidence) -> str:
 def write_report(
     folder: Path, evidence: OomEvidence, context: OomContext | None = None
 ) -> Path | None:
-    """Write `oom/rank-<r>-<n>.txt`, and beside it torch's memory snapshot if possible.
+    """Write `oom/rank-<r>-<n>.txt`, and next to it torch's memory snapshot if possible.
 
-    Both have mode 0600. A run keeps at most MAX_REPORTS of a rank.
+    Both files have mode 0600. A run keeps at most MAX_REPORTS reports of a rank.
 
     Args:
         folder: The run folder.

@@ -1,6 +1,6 @@
 """Writes a report for each out-of-memory error that passes through the engine.
 
-All of it runs on the thread that raised, once per error, and does not change the error.
+It runs on the thread that raised the error, once per error, and does not change the error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OomReporter:
 
         Args:
             error: The error that passes now.
-            is_end: Whether it ends the run; its traceback may have been shortened.
+            is_end: Whether the error ends the run; its traceback may have been shortened.
 
         Returns:
             The parsed error, to be counted; None for other errors and for one already reported.

@@ -63,18 +63,18 @@ class OomCase:
     """A step that did not fit.
 
     Attributes:
-        device: Such as "cuda:0" or "cpu".
-        in_use_bytes: In use as the request failed, comparable with the limit.
+        device: The name of the device, such as "cuda:0" or "cpu".
+        in_use_bytes: Bytes in use when the request failed, comparable with the limit.
         requested_bytes: Size of the request; 0 if unknown.
         limit_bytes: Upper bound of memory in use.
-        unusable_bytes: Reserved in blocks too small for the request (fragmentation).
-        floor_bytes: In use between the last steps; None if unknown.
+        unusable_bytes: Bytes reserved in blocks too small for the request (fragmentation).
+        floor_bytes: Bytes in use between the last steps; None if unknown.
         shape: The current micro-batch; None if unknown.
         largest_tokens: Tokens of the largest recent micro-batch that fitted; None if unknown.
         predict_peak: Returns the predicted peak of a micro-batch shape; None if unknown.
         categories: Bytes by category at the last peak.
         layout: ZeRO stage and offloads.
-        planned: Model states by layout: the present one and the alternatives.
+        planned: Bytes of the model states by layout: the current one and the alternatives.
         world_size: Number of ranks that ZeRO shards over.
         accumulation: Micro-batches of a step.
         checkpointing: Whether activations are recomputed already; None if unknown.
