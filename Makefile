@@ -28,7 +28,7 @@ check: $(INSTALLED) .build/zerowatch
 bench: $(INSTALLED)
 	$(VENV_PYTHON) tests/bench/run.py $(ARGS)
 
-# Runs out of memory in every way that is known: a quarter of an hour.
+# Runs every known way to run out of memory; takes a quarter of an hour.
 bench-oom: $(INSTALLED)
 	$(VENV_PYTHON) tests/bench/oom_matrix.py $(ARGS)
 
