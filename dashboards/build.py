@@ -37,8 +37,7 @@ def dashboard_files() -> dict[str, str]:
 def build(out: Path, links: Links | None = None) -> list[Path]:
     """Write all files below `out`, and return their paths.
 
-    A file that an earlier build left there and that is no longer generated is removed; other
-    other people's files are left alone.
+    It removes files of an earlier build that are no longer generated, and no other files.
 
     Raises:
         OSError: A file cannot be written or removed.

@@ -57,7 +57,7 @@ class NativeStack:
         self._alert_log = chosen(stack_ports.ALERT_LOG, settings)
 
     def _ports_of_last_start(self) -> dict[str, str]:
-        """Return what is in use now, whatever the environment has come to say since."""
+        """Return the ports in use now, even if the environment has changed since."""
         try:
             kept = dict(json.loads(self._kept_ports.read_text()))
         except (OSError, ValueError):

@@ -23,9 +23,9 @@ def select(spec: MetricSpec, *matchers: str, part: str = "") -> str:
     return f"{spec.name}{part}{braces}"
 
 
-def rate(spec: MetricSpec, window: str, *matchers: str, part: str = "") -> str:
-    """Write the rate per second of a counter over a window such as "5m"."""
-    return f"rate({select(spec, *matchers, part=part)}[{window}])"
+def rate(spec: MetricSpec, time_range: str, *matchers: str, part: str = "") -> str:
+    """Write the rate per second of a counter over a range such as "5m"."""
+    return f"rate({select(spec, *matchers, part=part)}[{time_range}])"
 
 
 def by(operation: str, expression: str, *labels: str) -> str:
@@ -42,7 +42,7 @@ def ratio(part: str, whole: str, *labels: str) -> str:
     """Divide, matching job, run and the labels named; `part` may have more labels than `whole`.
 
     Where `whole` is 0 there is no result, rather than infinity: an evaluation that is longer than
-    the window takes no steps in it.
+    the range has no steps in it.
     """
     names = ", ".join((*IDENTITY, *labels))
     return f"{part}\n/ on ({names}) group_left ()\n({whole} > 0)"

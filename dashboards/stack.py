@@ -151,7 +151,7 @@ def _running() -> list[str]:
 
 
 def _published(port: Port) -> Port:
-    """Return the port under the number it has now, whatever the environment has come to say since.
+    """Return the port with its current number, even if the environment has changed since.
 
     Args:
         port: One whose usual number is that inside the container.

@@ -1,4 +1,4 @@
-"""The windows and intervals of rules; tests scale them by one factor."""
+"""The PromQL ranges and intervals of rules; tests scale them by one factor."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Timing:
 
     @property
     def short(self) -> str:
-        """The window in which things show quickly; rules call it 5m."""
+        """The short range, which reacts quickly; rule names call it 5m."""
         return self.duration(SHORT_SECONDS)
 
     @property
     def long(self) -> str:
-        """The window that excludes short disturbances; rules call it 30m."""
+        """The long range, which excludes short disturbances; rule names call it 30m."""
         return self.duration(LONG_SECONDS)
 
     @property

@@ -1,4 +1,4 @@
-"""Alerts, as data. To add one: a function in the file of its subject, a page in runbook.md, cases.
+"""Alerts, as data. To add one, write a function here, a page in runbook.md and test cases.
 
 An alert fires on what a person can act on, and states what to do. It does not fire while a run
 warms up, after it has ended, or while another alert names the cause.
@@ -16,7 +16,7 @@ from .window import window_alerts
 
 
 def alerts(timing: Timing) -> tuple[Alert, ...]:
-    """Return all alerts, with windows of this timing."""
+    """Return all alerts; `timing` sets their PromQL ranges."""
     return (
         *communication_alerts(timing),
         *training_alerts(timing),

@@ -20,7 +20,7 @@ NUMBER = '{{ $value | printf "%.0f" }}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Where an alert's links lead: the page of runbooks, and Grafana."""
+    """The addresses of an alert's links: the runbook and Grafana."""
 
     runbook: str = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
     grafana: str = "http://127.0.0.1:3000"
@@ -46,7 +46,7 @@ class Alert:
     Attributes:
         expression: PromQL that has a result while something is wrong, one per alert.
         for_seconds: How long the expression must hold before the alert fires.
-        keep_firing_seconds: How long it stays after the expression ends, so that it does not flap.
+        keep_firing_seconds: How long it stays after the expression ends, against flapping.
         summary: What is wrong, without figures, so that it is the same in each notification.
         description: The value, and what to do first.
         dashboard: The uid of the dashboard that shows it.
@@ -70,7 +70,7 @@ class Alert:
         return {"component": self.component, "severity": self.severity}
 
     def annotations(self, links: Links) -> dict[str, str]:
-        """What an alert says, and where it leads."""
+        """The texts and links of an alert."""
         # Without blanks, so that YAML breaks no address into two lines.
         variables = "&".join(f"var-{name}={{{{$labels.{name}|urlquery}}}}" for name in IDENTITY)
         return {

@@ -1,4 +1,4 @@
-"""Alerts on what communication costs, and on ranks that do not keep together."""
+"""Alerts on exposed communication, slow links, stragglers and mismatched collectives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .alert import NUMBER, PERCENT, RANK, RUN, Alert
 from .guards import after_some_steps, while_training
 
 DASHBOARD = "zerowatch-communication"
-STEADY_SHARE = 0.75  # of the time that a rank must be slow, to be a straggler
+STEADY_SHARE = 0.75  # of the time that a straggler must be slow
 COMM_BOTTLENECK = "ZerowatchCommBottleneck"
 LINK_SLOW = "ZerowatchLinkSlow"
 STRAGGLER_RANK = "ZerowatchStragglerRank"
 
 
 def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
-    """Return the alerts with windows of this timing."""
+    """Return the alerts; `timing` sets their PromQL ranges."""
     return (
         _comm_bottleneck(timing),
         _link_slow(timing),
@@ -34,8 +34,8 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _comm_bottleneck(timing: Timing) -> Alert:
-    # The long window excludes short disturbances, the short one shows that it is not over yet.
-    both_windows = where(
+    # The long range excludes short disturbances, the short one shows that it is not over yet.
+    both_ranges = where(
         f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}",
         f"{recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}",
     )
@@ -43,14 +43,14 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         name=COMM_BOTTLENECK,
         component="communication",
         severity="warning",
-        expression=while_training(after_some_steps(both_windows, timing)),
+        expression=while_training(after_some_steps(both_ranges, timing)),
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Training {RUN} waits for communication",
         description=(
-            f"{PERCENT} of the training time nothing is done but wait for collectives; up to "
-            f"{COMM_RATIO_HIGH:.0%} is usual. Look on the dashboard which cause is the largest: "
-            "imbalance, latency, redundancy or bandwidth. The runbook says what helps against each."
+            f"Training spends {PERCENT} of its time only waiting for collectives; up to "
+            f"{COMM_RATIO_HIGH:.0%} is usual. The dashboard shows the largest cause: imbalance, "
+            "latency, redundancy or bandwidth. The runbook lists a remedy for each."
         ),
         dashboard=DASHBOARD,
     )
@@ -67,17 +67,18 @@ def _link_slow(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"A link of training {RUN} has become slow, in group {{{{ $labels.group }}}}",
         description=(
-            f"Its bandwidth is {PERCENT} of the best that it kept up in this run. See which ranks "
-            "measure it, and look for errors and other traffic on their hosts' network."
+            f"The link's bandwidth is {PERCENT} of the best that it sustained in this run. The "
+            "dashboard shows which ranks measure it. Check the network of their hosts for errors "
+            "and other traffic."
         ),
         dashboard=DASHBOARD,
     )
 
 
 def steady(score: str, timing: Timing) -> str:
-    """Write what a rank's score does not fall below for most of the short window.
+    """Write the level that a rank's score exceeds for most of the short range.
 
-    Not the mean: of two ranks that are slow by turns each has one above zero.
+    A mean does not serve: two ranks that are slow by turns both have one above zero.
     """
     return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{timing.short}])"
 
@@ -94,9 +95,9 @@ def _straggler_rank(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is slow in {{{{ $labels.phase }}}}",
         description=(
-            f"For {STEADY_SHARE:.0%} of the last minutes it was slower than the median rank by "
-            f"{PERCENT} of a step or more, and all others wait for it. Look at its host first: "
-            "other processes, clocks that are throttled, a slow disk."
+            f"For {STEADY_SHARE:.0%} of the last five minutes the rank was slower than the median "
+            f"rank by {PERCENT} of a step or more, and all other ranks wait for it. Check its host "
+            "first: other processes, throttled clocks, a slow disk."
         ),
         dashboard=DASHBOARD,
     )
@@ -113,8 +114,8 @@ def _collective_mismatch() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The ranks of training {RUN} do not issue the same collectives",
         description=(
-            f"Times that it was seen: {NUMBER}. Such a run hangs, or computes nonsense. Look for "
-            "the line in the log that names the rank and the call."
+            f"Mismatches so far: {NUMBER}. A run with a mismatch hangs or computes wrong results. "
+            "The log names the rank and the call."
         ),
         dashboard=DASHBOARD,
     )
@@ -129,10 +130,10 @@ def _comm_coverage_low(timing: Timing) -> Alert:
         expression=while_training(f"{coverage} < {COMM_COVERAGE_LOW}"),
         for_seconds=5 * MINUTE,
         keep_firing_seconds=15 * MINUTE,
-        summary=f"Some collectives of training {RUN} are not seen",
+        summary=f"zerowatch misses some collectives of training {RUN}",
         description=(
-            f"Only {PERCENT} of the collectives are recorded, so times of communication are too "
-            "low: do not decide by them. Training itself is not affected."
+            f"zerowatch records only {PERCENT} of the collectives, so the communication times are "
+            "too low. Do not base decisions on them. Training itself is not affected."
         ),
         dashboard="zerowatch-overhead",
     )

@@ -1,4 +1,4 @@
-"""Conditions that keep alerts quiet where there is nothing to be alarmed about."""
+"""Conditions that prevent false alarms."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..timing import Timing
 def while_training(expression: str, *labels: str) -> str:
     """Keep the series of runs that are training, or with "rank" of ranks that are.
 
-    A run that has ended leaves no samples behind but for those in the window of a rate.
+    A run that has ended leaves samples only within the range of a rate.
     """
     return where(expression, f"{select(training.RUN_ACTIVE)} == 1", *labels)
 
 
 def after_some_steps(expression: str, timing: Timing) -> str:
-    """Keep what belongs to a run that has taken steps enough for a share of them to mean much."""
+    """Keep the series of runs that have taken enough steps to judge a share of their time."""
     steps = by("max", f"increase({select(training.STEPS)}[{timing.long}])")
     return where(expression, f"{steps} >= {STEPS_TO_JUDGE}")
 
 
 def on_gpu(expression: str) -> str:
-    """Keep the ranks that train on a GPU, whatever the device of the expression."""
+    """Keep the ranks that train on a GPU; the expression may be of another device."""
     return where(expression, _GPU_MEMORY, "rank")
 
 

@@ -1,4 +1,4 @@
-"""Alerts on memory that runs out, or leaks."""
+"""Alerts on out-of-memory risks and memory leaks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
 
 
 def memory_alerts() -> tuple[Alert, ...]:
-    """Return the alerts; none has a window."""
+    """Return the alerts; none depends on a range."""
     return (_oom_risk_high(), _oom_risk_critical(), _host_memory_risk(), _memory_leak())
 
 
 def _training_device_risk(limit: float) -> str:
-    """Write which ranks are likely to run out of the memory that they train in.
+    """Select the ranks that are likely to run out of the memory they train in.
 
-    That is the GPU's where there is one; else the host's, where the device is called cpu.
+    This is the GPU's memory, or without a GPU the host's, whose device is called cpu.
     """
     gpu = f"{OOM_RISK.select(ON_GPU)} > {limit}"
     host = not_on_gpu(f"{OOM_RISK.select(ON_HOST)} > {limit}")
@@ -40,8 +40,8 @@ def _oom_risk_high() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is likely to run out of memory on {DEVICE}",
         description=(
-            f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
-            "checkpoint if you can, then make the micro-batch smaller or shard more."
+            f"The probability of an out-of-memory error within the next 50 steps is {PERCENT}. "
+            "Save a checkpoint if you can, then reduce the micro-batch or shard more."
         ),
         dashboard=DASHBOARD,
     )
@@ -57,8 +57,8 @@ def _oom_risk_critical() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is about to run out of memory on {DEVICE}",
         description=(
-            f"The probability that it does within the next 50 steps is {PERCENT}. Save a "
-            "checkpoint now if you can; the run is likely to end by itself."
+            f"The probability of an out-of-memory error within the next 50 steps is {PERCENT}. "
+            "Save a checkpoint now if you can: the run is likely to fail."
         ),
         dashboard=DASHBOARD,
         inhibits=InhibitRule(alerts=(OOM_RISK_HIGH_ALERT,), same=(*IDENTITY, "rank", "device")),
@@ -76,8 +76,9 @@ def _host_memory_risk() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is likely to run out of its host's memory",
         description=(
-            f"The probability that it does within the next 50 steps is {PERCENT}; then the kernel "
-            "kills the process. Save a checkpoint if you can, and see what else runs on that host."
+            "The probability that the host runs out of memory within the next 50 steps is "
+            f"{PERCENT}. The kernel then kills the process. Save a checkpoint if you can, and "
+            "check what else runs on that host."
         ),
         dashboard=DASHBOARD,
     )
@@ -94,8 +95,9 @@ def _memory_leak() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} leaks memory on {DEVICE}",
         description=(
-            f"{BYTES} more with each step, in {{{{ $labels.category }}}}, and no batch explains "
-            "it. See on the dashboard how many steps are left, and look for tensors that are kept."
+            f"Memory of category {{{{ $labels.category }}}} grows by {BYTES} with each step, and "
+            "the batches do not explain it. The dashboard shows how many steps are left. Look for "
+            "tensors that the script keeps."
         ),
         dashboard=DASHBOARD,
     )

@@ -1,4 +1,4 @@
-"""Alerts on zerowatch itself: what watching costs, and a tuner that has given up."""
+"""Alerts on zerowatch itself: the cost of monitoring, and a tuner in safe mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .guards import after_some_steps, while_training
 
 
 def overhead_alerts(timing: Timing) -> tuple[Alert, ...]:
-    """Return the alerts with windows of this timing."""
+    """Return the alerts; `timing` sets their PromQL ranges."""
     return (_watch_overhead(timing), _tuner_safe_mode())
 
 
@@ -27,8 +27,8 @@ def _watch_overhead(timing: Timing) -> Alert:
         keep_firing_seconds=15 * MINUTE,
         summary=f"Monitoring of training {RUN} costs more than it should",
         description=(
-            f"Monitoring takes {PERCENT} of the time of a rank. The dashboard shows which part; "
-            "the runbook says which settings make each part cheaper."
+            f"Monitoring takes {PERCENT} of a rank's time. The dashboard shows which part; the "
+            "runbook lists the settings that make each part cheaper."
         ),
         dashboard="zerowatch-overhead",
     )
@@ -44,10 +44,8 @@ def _tuner_safe_mode() -> Alert:
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"The tuner of training {RUN} is in safe mode",
-        description=(
-            "It has gone back to the last configuration that worked and tries nothing more; it "
-            "acts only if memory is about to run out. Training continues. Look at its last "
-            "decisions on the dashboard."
-        ),
+        description="The tuner has restored the last configuration that worked and starts no new "
+        "trials. It acts only if memory is about to run out. Training continues. The dashboard "
+        "shows the last decisions.",
         dashboard="zerowatch-tuner",
     )

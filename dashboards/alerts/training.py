@@ -1,4 +1,4 @@
-"""Alerts on training: that it moves, that its numbers are sound, and what it waits for."""
+"""Alerts on training: stalls, silent ranks, unsound losses, slow data and idle GPUs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .guards import after_some_steps, while_training
 OVERVIEW, ANATOMY = "zerowatch-overview", "zerowatch-step-anatomy"
 DATA_BOUND = "ZerowatchDataBound"
 LOW_DEVICE_UTILIZATION = "ZerowatchLowDeviceUtilization"
-# How far back it is looked whether a rank that does not answer was training.
+# A rank that does not answer counts as down if it was training within this time.
 REMEMBERED_SECONDS = 15 * MINUTE
 
 
 def training_alerts(timing: Timing) -> tuple[Alert, ...]:
-    """Return the alerts with windows of this timing."""
+    """Return the alerts; `timing` sets their PromQL ranges."""
     return (
         _training_stalled(timing),
         _rank_down(timing),
@@ -37,8 +37,8 @@ def training_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _training_stalled(timing: Timing) -> Alert:
-    # An evaluation takes no steps either, but its phases go on. Differences of one host's clock
-    # are compared with nothing but themselves, so that clocks need not agree.
+    # An evaluation takes no steps either, but its phases go on. Only timestamps
+    # of the same host are subtracted, so that clocks need not agree.
     steps = by("max", f"changes({select(training.STEPS)}[{timing.short}])")
     moves = by("max", f"delta({select(training.LAST_ACTIVITY_TIMESTAMP)}[{timing.short}])")
     stalled = where(where(by("max", select(training.STEPS)), f"{steps} == 0"), f"{moves} < 1")
@@ -48,11 +48,12 @@ def _training_stalled(timing: Timing) -> Alert:
         severity="critical",
         expression=while_training(stalled),
         for_seconds=5 * MINUTE,
-        keep_firing_seconds=0,  # a step ends it for certain
+        keep_firing_seconds=0,  # a step is proof of its end
         summary=f"Training {RUN} has stalled",
         description=(
-            f"Nothing has moved for ten minutes, on any rank; {NUMBER} steps were done. Read "
-            "hang-rank-*.txt in the run folder: the first line says who is missing where."
+            f"No rank has made progress for ten minutes. The run has completed {NUMBER} steps. "
+            "Read hang-rank-*.txt in the run folder: the first line names the missing ranks, and "
+            "where they are missing."
         ),
         dashboard=OVERVIEW,
         inhibits=InhibitRule(
@@ -68,8 +69,8 @@ def _training_stalled(timing: Timing) -> Alert:
 
 
 def _rank_down(timing: Timing) -> Alert:
-    # A rank that ended normally has exported run_active 0. One that came back on
-    # another port answers there; what it said on the old one does not count after its end.
+    # A rank that ended normally has exported run_active 0. A restarted rank may answer on
+    # another port; its values from the old port no longer count.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(REMEMBERED_SECONDS)}])"
     return Alert(
         name="ZerowatchRankDown",
@@ -80,12 +81,12 @@ def _rank_down(timing: Timing) -> Alert:
             "unless on (job, run, rank) up == 1"
         ),
         for_seconds=MINUTE,
-        keep_firing_seconds=0,  # an answer ends it for certain
+        keep_firing_seconds=0,  # an answer is proof of its end
         summary=f"Rank {RANK} of training {RUN} does not answer",
         description=(
-            "It was training when it was last heard of, on {{ $labels.node }} "
-            "({{ $labels.instance }}). See whether its process is alive, and what it wrote last; "
-            "other alerts of this run are inhibited meanwhile."
+            "The rank was last seen training on {{ $labels.node }} "
+            "({{ $labels.instance }}). Check whether its process is alive, and read the end "
+            "of its log. While this alert fires, the other alerts of the run are inhibited."
         ),
         dashboard=OVERVIEW,
         inhibits=InhibitRule(),
@@ -103,8 +104,9 @@ def _loss_not_finite(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss of training {RUN} is not a finite number",
         description=(
-            f"In {NUMBER} steps of the last five minutes. The dashboard shows whether it still "
-            "is; if so, stop the run and go back to the last good checkpoint."
+            f"Steps with such a loss in the last five minutes: {NUMBER}. The dashboard shows "
+            "whether this continues. If it does, stop the run and return to the last good "
+            "checkpoint."
         ),
         dashboard=ANATOMY,
     )
@@ -124,8 +126,9 @@ def _loss_scale_collapse(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss scale of training {RUN} has collapsed",
         description=(
-            f"It is down to {NUMBER}: gradients overflow at every scale. At its least scale "
-            "DeepSpeed ends the run. Look at the loss and the gradient norm before it fell."
+            f"The scale is down to {NUMBER}: gradients overflow at every scale. DeepSpeed ends the "
+            "run when the scale reaches its minimum. Look at the loss and the gradient norm before "
+            "the fall."
         ),
         dashboard=ANATOMY,
     )
@@ -140,11 +143,10 @@ def _data_bound(timing: Timing) -> Alert:
         expression=while_training(after_some_steps(f"{loading} > {DATA_RATIO_HIGH}", timing)),
         for_seconds=10 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
-        summary=f"Training {RUN} waits for its data",
+        summary=f"Training {RUN} waits for data",
         description=(
-            f"{PERCENT} of the training time goes into loading; with a loader that keeps ahead "
-            "it is next to none. Give the DataLoader more workers, and see whether the disk keeps "
-            "up."
+            f"Loading takes {PERCENT} of the training time; a loader that prefetches needs almost "
+            "none. Give the DataLoader more workers, and check whether the disk is fast enough."
         ),
         dashboard=ANATOMY,
         inhibits=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
@@ -166,9 +168,9 @@ def _low_device_utilization(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The GPUs of training {RUN} are idle too often",
         description=(
-            f"They are busy for {PERCENT} of the time, less than {DEVICE_UTILIZATION_LOW:.0%}. See "
-            "on the dashboard of a step's anatomy what they wait for; if for nothing, try a larger "
-            "micro-batch."
+            f"The GPUs are busy for {PERCENT} of the time, less than {DEVICE_UTILIZATION_LOW:.0%}. "
+            "The dashboard Step anatomy shows what they wait for. If they wait for nothing, try a "
+            "larger micro-batch."
         ),
         dashboard="zerowatch-devices",
     )

@@ -2,7 +2,7 @@
 
 Dashboards and alerts use a rule by its constant. To add one: a constant in the file of its
 subject, and an entry in the file's RULES. Sums are divided, never ratios averaged. "5m" and "30m"
-in a name are the shipped windows. A level names the labels that remain besides job: `run_rank`
+in a name are the shipped ranges. A level names the labels that remain besides job: `run_rank`
 keeps run and rank.
 """
 

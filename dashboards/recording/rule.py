@@ -20,7 +20,7 @@ class RecordingRule:
 
     Attributes:
         name: level:metric:operations.
-        expression: Makes the PromQL with the windows it is given.
+        expression: Returns the PromQL for a timing's ranges.
         labels: The labels of the result, besides job.
     """
 
@@ -65,8 +65,8 @@ def summed_rate(spec: MetricSpec, *labels: str, part: str = "") -> RecordingRule
 
 
 def share_of_training(
-    spec: MetricSpec, window: str, *labels: str, per: tuple[str, ...] = ()
+    spec: MetricSpec, time_range: str, *labels: str, per: tuple[str, ...] = ()
 ) -> str:
     """Write the share of training time that a counter of seconds takes, by `per` and `labels`."""
-    whole = by("sum", rate(training.PHASE_SECONDS, window, TRAINING_PHASES), *per)
-    return ratio(by("sum", rate(spec, window), *per, *labels), whole, *per)
+    whole = by("sum", rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES), *per)
+    return ratio(by("sum", rate(spec, time_range), *per, *labels), whole, *per)

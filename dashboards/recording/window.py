@@ -1,4 +1,4 @@
-"""How batches are cut and shared out, and what windows cost that were done again."""
+"""Micro-batches, batch shares, compression error and the cost of replayed windows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .rule import TRAINING_PHASES, RecordingRule, aggregated, recorded
 
 
 def _share_of_first_rank(operation: str, *, long: bool) -> RecordingRule:
-    """Divide by the training time of rank 0, the only rank that exports the cost of windows."""
+    """Divide by the training time of rank 0, the only rank that exports the time of replays."""
 
-    def expression(period: str) -> str:
-        whole = rate(training.PHASE_SECONDS, period, TRAINING_PHASES, 'rank="0"')
-        return ratio(by("sum", rate(window.REPLAY_SECONDS, period)), by("sum", whole))
+    def expression(time_range: str) -> str:
+        whole = rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES, 'rank="0"')
+        return ratio(by("sum", rate(window.REPLAY_SECONDS, time_range)), by("sum", whole))
 
     return recorded(
         window.REPLAY_SECONDS,

@@ -1,4 +1,4 @@
-"""Alerts on communication."""
+"""Cases of the alerts on communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exposed(*stretches: tuple[float, float]) -> dict[str, str]:
 
 
 def link(*stretches: tuple[float, float]) -> dict[str, str]:
-    """A link whose bandwidth changes, of which 1 GB/s was the best."""
+    """A link whose bandwidth changes; its best is 1 GB/s."""
     minutes = sum(stretch[0] for stretch in stretches)
     now, best = gauge(*stretches), gauge((minutes, 1e9))
     return (
@@ -42,7 +42,7 @@ def slow_backward(*stretches: tuple[float, float]) -> dict[str, str]:
 
 CASES = (
     Case(
-        title="Waiting for communication a quarter of the time, from the start on, is told of",
+        title="Fires if communication is exposed for 25 % of the time from the start on",
         series=exposed((10, 0.25), (20, 0.05)),
         alert=BOTTLENECK,
         fires_at="2m15s",
@@ -51,35 +51,35 @@ CASES = (
             "ZerowatchCommBottleneck",
             dashboard="zerowatch-communication",
             summary="Training night-7 waits for communication",
-            description="25% of the training time nothing is done but wait for collectives; up to "
-            "20% is usual. Look on the dashboard which cause is the largest: imbalance, latency, "
-            "redundancy or bandwidth. The runbook says what helps against each.",
+            description="Training spends 25% of its time only waiting for collectives; up to 20% "
+            "is usual. The dashboard shows the largest cause: imbalance, latency, redundancy or "
+            "bandwidth. The runbook lists a remedy for each.",
         ),
     ),
     Case(
-        title="Waiting half of the time in a run of half an hour takes ten minutes to be a habit",
+        title="Fires after about ten minutes if exposed communication rises to 50 %",
         series=exposed((30, 0.05), (15, 0.5), (10, 0.05)),
         alert=BOTTLENECK,
         fires_at="42m15s",
         recovers_at="53m30s",
     ),
     Case(
-        title="Waiting for communication a fifth of the time is not too much",
+        title="Does not fire at 20 % exposed communication",
         series=exposed((15, 0.2)),
         until="15m",
     ),
     Case(
-        title="A hiccup of five minutes in a run of half an hour is not told of",
+        title="Does not fire on five minutes of exposed communication in half an hour",
         series=exposed((25, 0.05), (5, 0.6), (10, 0.05)),
         until="40m",
     ),
     Case(
-        title="The first nine steps of a run are not judged",
+        title="Does not fire in the first nine steps",
         series=exposed((20, 0.5)) | of_both("zerowatch_steps_total", counter((20, 9 / 20 / 60))),
         until="20m",
     ),
     Case(
-        title="A link that gives a tenth of its best bandwidth is slow",
+        title="Fires if a link has 10 % of its best bandwidth",
         series=link((5, 1e9), (10, 1e8), (15, 9.5e8)),
         alert=LINK,
         fires_at="10m",
@@ -88,19 +88,19 @@ CASES = (
             "ZerowatchLinkSlow",
             dashboard="zerowatch-communication",
             summary="A link of training night-7 has become slow, in group dp",
-            description="Its bandwidth is 10% of the best that it kept up in this run. See "
-            "which ranks measure it, and look for errors and other traffic on their hosts' "
-            "network.",
+            description="The link's bandwidth is 10% of the best that it sustained in this run. "
+            "The dashboard shows which ranks measure it. Check the network of their hosts for "
+            "errors and other traffic.",
         ),
-        words_at="12m",  # when its mean knows only of the slow link
+        words_at="12m",  # when the mean covers only the slow stretch
     ),
     Case(
-        title="A link that gives three fifths of its best bandwidth is not slow",
+        title="Does not fire if a link has 60 % of its best bandwidth",
         series=link((5, 1e9), (15, 6e8)),
         until="20m",
     ),
     Case(
-        title="A rank that stays a little more than a twentieth of a step behind is a straggler",
+        title="Fires if a rank stays 6 % of a step behind",
         series=slow_backward((5, 0), (10, 0.06), (10, 0.03)),
         alert={**STRAGGLER, "phase": "backward"},
         fires_at="11m",
@@ -109,24 +109,24 @@ CASES = (
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
             summary="Rank 1 of training night-7 is slow in backward",
-            description="For 75% of the last minutes it was slower than the median rank by 6% of a "
-            "step or more, and all others wait for it. Look at its host first: other processes, "
-            "clocks that are throttled, a slow disk.",
+            description="For 75% of the last five minutes the rank was slower than the median rank "
+            "by 6% of a step or more, and all other ranks wait for it. Check its host first: other "
+            "processes, throttled clocks, a slow disk.",
         ),
     ),
     Case(
-        title="Two ranks that are slow by turns are no stragglers",
+        title="Does not fire if two ranks are slow by turns",
         series=slow_backward(*((1, 0.3), (1, 0)) * 8)
         | of_rank(0, SCORE, gauge(*((1, 0), (1, 0.3)) * 8), phase="backward"),
         until="16m",
     ),
     Case(
-        title="A rank that is slower by a twenty-fifth of a step is not yet a straggler",
+        title="Does not fire if a rank is 4 % of a step behind",
         series=slow_backward((15, 0.04)),
         until="15m",
     ),
     Case(
-        title="Ranks that were once seen to issue different collectives are told of to the end",
+        title="Fires on one collective mismatch until the run ends",
         series=training(25)
         | of_rank(0, "zerowatch_collective_mismatches_total", gauge((5, 0), (20, 1)))
         | of_both("zerowatch_run_active", gauge((15, 1), (10, 0))),
@@ -135,7 +135,7 @@ CASES = (
         recovers_at="20m15s",
     ),
     Case(
-        title="Collectives of which a fiftieth is not recorded are told of",
+        title="Fires if 2 % of the collectives are not recorded",
         series=training(40)
         | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (15, 0.978), (20, 0.9995))),
         alert=COVERAGE,
@@ -143,13 +143,13 @@ CASES = (
         recovers_at="38m",
     ),
     Case(
-        title="One lapse of coverage is not told of",
+        title="Does not fire on one lapse of coverage",
         series=training(15)
         | of_both("zerowatch_comm_coverage_ratio", gauge((5, 1), (0.5, 0.95), (9.5, 1))),
         until="15m",
     ),
     Case(
-        title="A single rank, which has nobody to communicate with, is fine",
+        title="Does not fire on a single rank",
         series=training_rank(0, (15, 1)),
         until="15m",
     ),

@@ -1,4 +1,4 @@
-"""Alerts on memory."""
+"""Cases of the alerts on memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def leak(*stretches: Stretch) -> Series:
 
 CASES = (
     Case(
-        title="A GPU's memory that is more likely than not to run out is told of",
+        title="Fires if a GPU's risk is above 50 %",
         series=on_gpus(15) | risk("cuda:0", (3, 0.1), (3, 0.62), (9, 0.1)),
         alert={**HIGH, "device": "cuda:0"},
         fires_at="3m45s",
@@ -43,43 +43,43 @@ CASES = (
             "ZerowatchOomRiskHigh",
             dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 is likely to run out of memory on cuda:0",
-            description="The probability that it does within the next 50 steps is 62%. Save a "
-            "checkpoint if you can, then make the micro-batch smaller or shard more.",
+            description="The probability of an out-of-memory error within the next 50 steps is "
+            "62%. Save a checkpoint if you can, then reduce the micro-batch or shard more.",
         ),
     ),
     Case(
-        title="Where a run trains on the CPU, its host's memory is the memory that matters",
+        title="Fires on the host's memory if the run trains on the CPU",
         series=training(15) | risk("cpu", (3, 0.1), (3, 0.62), (9, 0.1)),
         alert={**HIGH, "device": "cpu"},
         fires_at="3m45s",
         recovers_at="11m15s",
     ),
     Case(
-        title="A risk of one half is not yet told of",
+        title="Does not fire at a risk of 50 %",
         series=on_gpus(10) | risk("cuda:0", (10, 0.5)) | risk("cpu", (10, 0.5)),
         until="10m",
     ),
     Case(
-        title="A risk that is high for a quarter of a minute is not told of",
+        title="Does not fire on a high risk of 15 seconds",
         series=on_gpus(10) | risk("cuda:0", (3, 0.1), (0.25, 0.7), (6.75, 0.1)),
         until="10m",
     ),
     Case(
-        title="A risk that leaps above nine tenths is told of at once",
+        title="Fires at once if the risk is above 90 %",
         series=on_gpus(15) | risk("cuda:0", (3, 0.1), (0.25, 0.95), (11.75, 0.1)),
         alert={**CRITICAL, "device": "cuda:0"},
         fires_at="3m15s",
         recovers_at="8m30s",
     ),
     Case(
-        title="The memory of a host that runs out beside GPUs has an alert of its own",
+        title="Fires the host's own alert in a run on GPUs",
         series=on_gpus(15) | risk("cuda:0", (15, 0.1)) | risk("cpu", (3, 0.1), (3, 0.7), (9, 0.1)),
         alert=HOST | {"device": "cpu"},
         fires_at="3m45s",
         recovers_at="11m15s",
     ),
     Case(
-        title="A leak is told of while it lasts",
+        title="Fires while a leak lasts and resolves after it",
         series=on_gpus(15) | leak((3, GONE), (5, 2097152), (7, GONE)),
         alert={**LEAK, "device": "cuda:0", "category": "other"},
         fires_at="5m15s",
@@ -88,12 +88,13 @@ CASES = (
             "ZerowatchMemoryLeak",
             dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 leaks memory on cuda:0",
-            description="2MiB more with each step, in other, and no batch explains it. See on the "
-            "dashboard how many steps are left, and look for tensors that are kept.",
+            description="Memory of category other grows by 2MiB with each step, and the batches do "
+            "not explain it. The dashboard shows how many steps are left. Look for tensors that "
+            "the script keeps.",
         ),
     ),
     Case(
-        title="A leak that was doubted again after a minute is not told of",
+        title="Does not fire on a leak that is withdrawn after a minute",
         series=on_gpus(10) | leak((3, GONE), (1, 2097152), (6, GONE)),
         until="10m",
     ),

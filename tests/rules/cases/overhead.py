@@ -1,4 +1,4 @@
-"""Alerts on zerowatch itself."""
+"""Cases of the alerts on zerowatch itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAFE_MODE = {
 
 
 def cost(*stretches: Stretch) -> Series:
-    """What watching costs: hooks this much, threads half as much."""
+    """The cost of monitoring: hooks this much, threads half as much."""
     minutes = sum(stretch[0] for stretch in stretches)
     halves = tuple((length, value / 2) for length, value in stretches if value is not None)
     seconds = "zerowatch_watch_seconds_total"
@@ -34,7 +34,7 @@ def cost(*stretches: Stretch) -> Series:
 
 CASES = (
     Case(
-        title="Watching that costs three hundredths of the time is told of",
+        title="Fires if monitoring takes 3 % of the time",
         series=cost((15, 0.02), (18, 0.002)),
         alert=OVERHEAD,
         fires_at="13m30s",
@@ -43,17 +43,17 @@ CASES = (
             "ZerowatchWatchOverhead",
             dashboard="zerowatch-overhead",
             summary="Monitoring of training night-7 costs more than it should",
-            description="Monitoring takes 3% of the time of a rank. The dashboard shows which "
-            "part; the runbook says which settings make each part cheaper.",
+            description="Monitoring takes 3% of a rank's time. The dashboard shows which part; the "
+            "runbook lists the settings that make each part cheaper.",
         ),
     ),
     Case(
-        title="Watching that costs three two-hundredths of the time is bearable",
+        title="Does not fire if monitoring takes 1.5 % of the time",
         series=cost((15, 0.01)),
         until="15m",
     ),
     Case(
-        title="A tuner in safe mode is told of at once",
+        title="Fires at once if the tuner enters safe mode",
         series=training(15)
         | of_rank(0, "zerowatch_tuner_state", gauge((3, 0), (5, 1), (7, 0)), state="safe_mode"),
         alert=SAFE_MODE,
@@ -61,7 +61,7 @@ CASES = (
         recovers_at="13m15s",
     ),
     Case(
-        title="A tuner in any other state is not told of",
+        title="Does not fire in any other state of the tuner",
         series=training(5)
         | of_rank(0, "zerowatch_tuner_state", gauge((5, 0)), state="safe_mode")
         | of_rank(0, "zerowatch_tuner_state", gauge((5, 1)), state="observe"),

@@ -1,4 +1,4 @@
-"""Alerts on training, and on devices that are idle."""
+"""Cases of the alerts on training and on idle devices."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ACTIVITY = "zerowatch_last_activity_timestamp_seconds"
 
 
 def steps(*stretches: Stretch) -> Series:
-    """A run whose steps and activity come and go together."""
+    """A run whose steps and activity start and stop together."""
     minutes = sum(stretch[0] for stretch in stretches)
     pace = counter(*stretches)
     return training(minutes) | of_both("zerowatch_steps_total", pace) | of_both(ACTIVITY, pace)
 
 
 def loading(*stretches: Stretch) -> Series:
-    """Loading takes so many seconds beside each 0.98 of the rest."""
+    """Seconds of loading for each 0.98 seconds of the rest."""
     minutes = sum(stretch[0] for stretch in stretches)
     seconds = counter(*stretches)
     return training(minutes) | of_both("zerowatch_phase_seconds_total", seconds, phase="data")
@@ -66,7 +66,7 @@ def busy(device: str, *stretches: Stretch) -> Series:
 
 CASES = (
     Case(
-        title="A run that takes no step and shows no sign of activity stands still",
+        title="Fires if a run has no steps and no activity",
         series=steps((5, 1), (15, 0), (5, 1)),
         alert=STALLED,
         fires_at="15m",
@@ -75,27 +75,28 @@ CASES = (
             "ZerowatchTrainingStalled",
             dashboard="zerowatch-overview",
             summary="Training night-7 has stalled",
-            description="Nothing has moved for ten minutes, on any rank; 294 steps were done. Read "
-            "hang-rank-*.txt in the run folder: the first line says who is missing where.",
+            description="No rank has made progress for ten minutes. The run has completed 294 "
+            "steps. Read hang-rank-*.txt in the run folder: the first line names the missing "
+            "ranks, and where they are missing.",
         ),
     ),
     Case(
-        title="An evaluation of a quarter of an hour takes no steps, but is active",
+        title="Does not fire during an evaluation of 15 minutes",
         series=training(25) | of_both("zerowatch_steps_total", counter((5, 1), (15, 0), (5, 1))),
         until="25m",
     ),
     Case(
-        title="A step a minute is slow, and not still",
+        title="Does not fire at one step a minute",
         series=steps(*((0.9, 0), (0.1, 1)) * 20),
         until="20m",
     ),
     Case(
-        title="A pause of nine minutes is not yet a standstill",
+        title="Does not fire on a pause of nine minutes",
         series=steps((5, 1), (9, 0), (5, 1)),
         until="19m",
     ),
     Case(
-        title="A rank that is killed is down, until it answers again",
+        title="Fires if a rank is killed and resolves when it answers again",
         series=training_rank(0, (15, 1)) | training_rank(1, (5, 1), (5, GONE), (5, 1)),
         alert=DOWN,
         fires_at="6m15s",
@@ -104,25 +105,25 @@ CASES = (
             "ZerowatchRankDown",
             dashboard="zerowatch-overview",
             summary="Rank 1 of training night-7 does not answer",
-            description="It was training when it was last heard of, on node-1 (10.0.0.1:9464). See "
-            "whether its process is alive, and what it wrote last; other alerts of this run are "
-            "inhibited meanwhile.",
+            description="The rank was last seen training on node-1 (10.0.0.1:9464). Check whether "
+            "its process is alive, and read the end of its log. While this alert fires, the other "
+            "alerts of the run are inhibited.",
         ),
     ),
     Case(
-        title="A rank that nobody brings back is told of for a quarter of an hour",
+        title="Fires for 15 minutes if a rank does not come back",
         series=training_rank(0, (25, 1)) | training_rank(1, (5, 1), (20, GONE)),
         alert=DOWN,
         fires_at="6m15s",
         recovers_at="20m",
     ),
     Case(
-        title="A rank that is restarted within a minute is not told of",
+        title="Does not fire if a rank restarts within a minute",
         series=training_rank(0, (10, 1)) | training_rank(1, (5, 1), (0.8, GONE), (4.2, 1)),
         until="10m",
     ),
     Case(
-        title="A rank that comes back on another port is not down, though its old port is silent",
+        title="Does not fire if a rank comes back on another port",
         series=training_rank(0, (15, 1))
         | training_rank(1, (5, 1), (10, GONE))
         | of_rank(1, "up", gauge((5.5, GONE), (9.5, 1)), instance="10.0.0.1:9564")
@@ -132,7 +133,7 @@ CASES = (
         until="15m",
     ),
     Case(
-        title="A rank that was killed, came back on another host and ended there is not down",
+        title="Does not fire if a killed rank came back on another host and ended there",
         series=training_rank(0, (10, 1), (0.25, 0), (14.75, GONE))
         | of_rank(1, "zerowatch_run_active", gauge((5, 1), (20, GONE)))
         | of_rank(1, "up", gauge((5.5, 1), (19.5, GONE)))  # it is no longer a target
@@ -141,18 +142,18 @@ CASES = (
         until="25m",
     ),
     Case(
-        title="A run that has ended as it should raises nothing, though its ranks answer no more",
+        title="Does not fire after a run has ended normally",
         series=training_rank(0, (10, 1), (0.25, 0), (19.75, GONE))
         | training_rank(1, (10, 1), (0.25, 0), (19.75, GONE)),
         until="30m",
     ),
     Case(
-        title="A target that never was a rank is none of our business",
+        title="Does not fire on a target that never was a rank",
         series=training(10) | answers((10, GONE), rank=7),
         until="10m",
     ),
     Case(
-        title="A loss that is not finite is told of at once",
+        title="Fires at once on a loss that is not finite",
         series=training(17)
         | of_both("zerowatch_nonfinite_losses_total", counter((5, 0), (1, 1), (11, 0))),
         alert=NOT_FINITE,
@@ -160,48 +161,48 @@ CASES = (
         recovers_at="16m",
     ),
     Case(
-        title="A loss scale that falls from 65536 to 16 has collapsed",
+        title="Fires if the loss scale falls from 65536 to 16",
         series=loss_scale((5, 65536), (1, 1024), (1, 32), (3, 16), (6, 32)),
         alert=COLLAPSE,
         fires_at="7m",
         recovers_at="15m15s",
     ),
     Case(
-        title="A loss scale that begins far too high may halve itself down to 32",
+        title="Does not fire if a high initial loss scale falls to 32",
         series=loss_scale((1, 4294967296), (1, 65536), (1, 1024), (12, 32)),
         until="15m",
     ),
     Case(
-        title="A loss scale that is 1 and always was is one that somebody set",
+        title="Does not fire on a loss scale that is always 1",
         series=loss_scale((15, 1)),
         until="15m",
     ),
     Case(
-        title="Loading that takes an eighth of the time is waited for",
+        title="Fires if loading takes 12.5 % of the time",
         series=loading((12, 0.14), (8, 0)),
         alert=DATA_BOUND,
         fires_at="10m15s",
         recovers_at="18m15s",
     ),
     Case(
-        title="Loading that takes a twelfth of the time is not worth a word",
+        title="Does not fire if loading takes 8 % of the time",
         series=loading((15, 0.085)),
         until="15m",
     ),
     Case(
-        title="GPUs that are busy three fifths of the time are idle too often",
+        title="Fires if GPUs are busy for 60 % of the time",
         series=busy("cuda:0", (3, 0.95), (14, 0.6), (7, 0.95)),
         alert=IDLE,
         fires_at="16m45s",
         recovers_at="23m30s",
     ),
     Case(
-        title="GPUs that are busy three quarters of the time are busy enough",
+        title="Does not fire if GPUs are busy for 75 % of the time",
         series=busy("cuda:0", (20, 0.75)),
         until="20m",
     ),
     Case(
-        title="A process that uses half of its host's cores is fine",
+        title="Does not fire if a process uses half of its host's cores",
         series=busy("cpu", (20, 0.5)),
         until="20m",
     ),

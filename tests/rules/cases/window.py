@@ -1,4 +1,4 @@
-"""Alerts on windows that are done again, and on runs that are started again."""
+"""Cases of the alerts on replayed windows and restarts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rules.history import Series, Stretch, counter, gauge, of_rank, training
 from rules.promtool import Case, says
 
 LABELS = {"job": "zerowatch", "run": "night-7"}
-DONE_AGAIN = {
+REPLAYS = {
     "alertname": "ZerowatchOomReplays",
     "component": "memory",
     "severity": "warning",
@@ -21,7 +21,7 @@ RESTARTING = {
 
 
 def replays(*stretches: Stretch) -> Series:
-    """Two ranks, of which rank 0 tells the seconds that each second loses to replays."""
+    """Two ranks; rank 0 exports the seconds lost to replays per second."""
     minutes = sum(stretch[0] for stretch in stretches)
     lost = of_rank(0, "zerowatch_replay_seconds_total", counter(*stretches))
     return training(minutes) | lost
@@ -34,20 +34,20 @@ def restarts(*stretches: Stretch) -> Series:
 
 CASES = (
     Case(
-        title="A run that loses a tenth of its time to replayed windows fires",
+        title="Fires if a run loses 10 % of its time to replayed windows",
         # Not 0.3: that would pass the threshold on a scrape to the digit, as sums are rounded.
         series=replays((10, 0), (10, 0.28), (20, 0)),
-        alert=DONE_AGAIN,
+        alert=REPLAYS,
         fires_at="14m15s",
         recovers_at="30m",
     ),
     Case(
-        title="Some windows that were done again as memory was tight are no alarm",
+        title="Does not fire on a few replayed windows",
         series=replays((10, 0), (2, 0.2), (28, 0)),
         until="40m",
     ),
     Case(
-        title="A run that was started three times within half an hour is told of at once",
+        title="Fires at once on three restarts within half an hour",
         series=restarts((5, 0), (5, 1), (5, 2), (45, 3)),
         alert=RESTARTING,
         fires_at="15m15s",
@@ -55,13 +55,14 @@ CASES = (
         annotations=says(
             "ZerowatchRestarting",
             dashboard="zerowatch-memory",
-            summary="Training night-7 is started again and again",
-            description="3 times within half an hour. Each time it goes on from its last save, and "
-            "may not come much further. Look at what the rank that ended first wrote last.",
+            summary="Training night-7 keeps restarting",
+            description="The run restarted 3 times within half an hour. Each time it resumes from "
+            "its last save, and it may not get much further. Read the end of the log of the rank "
+            "that ended first.",
         ),
     ),
     Case(
-        title="Two restarts in half an hour, or many over hours, are no alarm",
+        title="Does not fire on two restarts in half an hour, or many over hours",
         series=restarts((20, 4), (20, 5), (20, 6), (20, 7)),
         until="80m",
     ),
