@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .telemetry_data import LogLine, Value
+from .telemetry_data import AttributeValue, LogLine
 
 OWN_LOGGER = "zerowatch"
 
@@ -43,7 +43,7 @@ def log_line(record: logging.LogRecord, rank: int, ids: tuple[int, int] | None) 
         rank: The global rank.
         ids: The trace and the span that it belongs to.
     """
-    attributes: dict[str, Value] = {
+    attributes: dict[str, AttributeValue] = {
         "zerowatch.rank": rank,
         "zerowatch.logger": record.name,
         "thread.name": record.threadName or "",

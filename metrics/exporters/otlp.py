@@ -49,7 +49,7 @@ from opentelemetry.trace import (
 
 from ..snapshot import Distribution
 from ..snapshot import Exemplar as SeenExemplar
-from .telemetry_data import Family, LogLine, Point, Span, StepTrace, Value
+from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
 
 # Their lines on a failed export are replaced by one of ours.
 _LOGGERS = (
@@ -91,7 +91,7 @@ class Otlp:
         self._scope = InstrumentationScope("zerowatch")
         self._sender = 0
 
-    def describe(self, attributes: Mapping[str, Value]) -> None:
+    def describe(self, attributes: Mapping[str, AttributeValue]) -> None:
         """Set the resource attributes; those of the environment take precedence."""
         sdk = {
             "telemetry.sdk.language": "python",

@@ -19,7 +19,7 @@ from ..recorder import Recorder
 from ..settings import OtelSettings
 from ..snapshot import Exemplar
 from .otlp_families import families, hardware_families
-from .telemetry_data import Family, LogLine, StepTrace, Value
+from .telemetry_data import AttributeValue, Family, LogLine, StepTrace
 
 if TYPE_CHECKING:
     from .otlp import Otlp
@@ -83,7 +83,7 @@ class OtlpQueue:
         *,
         rank: int,
         hardware_ids: Mapping[str, str],
-        describe: Callable[[], Mapping[str, Value] | None],
+        describe: Callable[[], Mapping[str, AttributeValue] | None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dropped = 0

@@ -12,7 +12,7 @@ from typing import Literal
 from ..catalog.spec import MetricSpec
 from ..snapshot import Distribution
 
-Value = str | int | float
+AttributeValue = str | int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Span:
     name: str
     start_ns: int
     end_ns: int
-    attributes: Mapping[str, Value] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class LogLine:
     unix_ns: int
     level: int
     text: str
-    attributes: Mapping[str, Value]
+    attributes: Mapping[str, AttributeValue]
     trace_id: int = 0
     span_id: int = 0
 
@@ -65,7 +65,7 @@ class LogLine:
 class Point:
     """One series of a family: its attributes and its value."""
 
-    attributes: Mapping[str, Value]
+    attributes: Mapping[str, AttributeValue]
     value: float | Distribution
 
 

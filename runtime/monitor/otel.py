@@ -20,7 +20,7 @@ from ...metrics.catalog import communication, training
 from ...metrics.exporters.log_capture import LogCapture, log_line
 from ...metrics.exporters.otel_resource import is_standard_endpoint, resource_attributes
 from ...metrics.exporters.otlp_queue import OtlpQueue
-from ...metrics.exporters.telemetry_data import Example, Span, StepTrace, Value
+from ...metrics.exporters.telemetry_data import AttributeValue, Example, Span, StepTrace
 from ...metrics.settings import OtelSettings
 from ..collectives.groups import CollectiveCall
 from ..instrumentation.watch_context import WatchContext
@@ -161,7 +161,7 @@ class OtelExporter:
         flush(final=True)
         wrap("otlp", otlp.close)()
 
-    def _resource(self) -> Mapping[str, Value] | None:
+    def _resource(self) -> Mapping[str, AttributeValue] | None:
         run_id = self._context.run_id()
         if run_id is None:
             return None
@@ -217,9 +217,11 @@ class OtelExporter:
     def _span_id(self, run_id: str, step: int, rank: int) -> int:
         return span_id_of(run_id, step, rank, attempt=self._attempt)
 
-    def _attributes(self, step: FinishedStep, run_id: str, reason: str) -> dict[str, Value]:
+    def _attributes(
+        self, step: FinishedStep, run_id: str, reason: str
+    ) -> dict[str, AttributeValue]:
         record = step.record
-        known: dict[str, Value | None] = {
+        known: dict[str, AttributeValue | None] = {
             "zerowatch.run": run_id,
             "zerowatch.rank": self._rank,
             "zerowatch.attempt": self._context.identity.attempt,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import OPS
-from ...metrics.exporters.telemetry_data import Span, Value
+from ...metrics.exporters.telemetry_data import AttributeValue, Span
 from ..collectives.groups import CollectiveCall
 from ..common.phase_timer import (
     BACKWARD,
@@ -58,7 +58,7 @@ class _SpanBuilder:
     end_ns: int
     busy_ns: int
     pieces: int = 1
-    attributes: dict[str, Value] = field(default_factory=dict)
+    attributes: dict[str, AttributeValue] = field(default_factory=dict)
 
     def join(self, other: _SpanBuilder) -> None:
         self.start_ns = min(self.start_ns, other.start_ns)
@@ -131,7 +131,7 @@ def _comm_spans(
 
 def _comm_span(call: CollectiveCall, offsets: tuple[int, int]) -> _SpanBuilder:
     offset_ns = offsets[call.start_event is not None]
-    attributes: dict[str, Value] = {
+    attributes: dict[str, AttributeValue] = {
         "zerowatch.op": OPS[call.op],
         "zerowatch.group": call.group.role,
         "zerowatch.payload_bytes": call.payload_bytes,
@@ -162,9 +162,11 @@ def _by_name(spans: Iterable[_SpanBuilder]) -> list[_SpanBuilder]:
     return list(joined.values())
 
 
-def _sums(one: Mapping[str, Value], other: Mapping[str, Value]) -> dict[str, Value]:
+def _sums(
+    one: Mapping[str, AttributeValue], other: Mapping[str, AttributeValue]
+) -> dict[str, AttributeValue]:
     """Add up the numbers of two calls of one operation; leave out texts that differ."""
-    found: dict[str, Value] = {}
+    found: dict[str, AttributeValue] = {}
     for name in [name for name in one if name in other]:
         left, right = one[name], other[name]
         if isinstance(left, str) or isinstance(right, str):

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...metrics.catalog import tuner
-from ...metrics.exporters.telemetry_data import Span
-from ...metrics.exporters.telemetry_data import Value as SpanValue
+from ...metrics.exporters.telemetry_data import AttributeValue, Span
 from ...metrics.recorder import Recorder
 from ..instrumentation.watch_context import WatchContext
 from .policy.decision import Decision, Mode, make_decision
@@ -143,7 +142,7 @@ def to_number(value: Value) -> float:
 
 def decision_span(decision: Decision, message: str, seconds: float) -> Span:
     """Return a decision as a span that is as long as its trial."""
-    attributes: dict[str, SpanValue | None] = {
+    attributes: dict[str, AttributeValue | None] = {
         "zerowatch.tuner.number": decision.number,
         "zerowatch.tuner.step": decision.step,
         "zerowatch.tuner.symptom": decision.symptom.name,

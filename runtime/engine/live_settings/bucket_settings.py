@@ -26,7 +26,7 @@ from ...common.deepspeed_internals import (
 )
 from ...common.patching import AttributePatch
 from ...common.undo import Undo, UndoOnce, chain, set_attributes
-from .live_setting import LiveSetting, Value
+from .live_setting import LiveSetting, SettingValue
 from .zero_optimizer import (
     largest_itemsize,
     param_coordinator,
@@ -61,7 +61,7 @@ class _ReduceBucketSize(LiveSetting):
             return int(engine.optimizer.reduce_bucket_size)
         return _whole_gradient_bucket_size(engine)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         if not _has_bucket_setting(engine):
             return _set_whole_gradient_bucket_size(engine, value)
         undo_size = set_attributes(engine.optimizer, reduce_bucket_size=value)
@@ -69,14 +69,14 @@ class _ReduceBucketSize(LiveSetting):
             return undo_size
         return chain([undo_size, _resize_buffers(engine.optimizer, value)])
 
-    def _is_consistent(self, engine: Any, value: Value) -> bool:
+    def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         zero_3 = zero_3_optimizer(engine)
         if zero_3 is None or not zero_3.contiguous_gradients:
             return True
         buffers = [bucket.buffer for bucket in zero_3.ipg_buckets.values()]
         return all(buffer is not None and buffer.numel() == value for buffer in buffers)
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         if not _has_bucket_setting(engine):
             parameters = list(engine.module.parameters())
             total = total_elements(parameters)
@@ -113,7 +113,7 @@ class _ReduceScatter(LiveSetting):
     def get(self, engine: Any) -> bool:
         return bool(engine.optimizer.reduce_scatter)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         return set_attributes(engine.optimizer, reduce_scatter=value)
 
 
@@ -132,7 +132,7 @@ class _MultiRankBucketAllreduce(LiveSetting):
     def get(self, engine: Any) -> bool:
         return bool(engine.optimizer.use_multi_rank_bucket_allreduce)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         return set_attributes(engine.optimizer, use_multi_rank_bucket_allreduce=value)
 
 
@@ -154,7 +154,7 @@ class _ContiguousGradients(LiveSetting):
     def get(self, engine: Any) -> bool:
         return bool(engine.optimizer.contiguous_gradients)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         if zero_1_2 is not None:
             zero_1_2._release_ipg_buffers()
@@ -164,13 +164,13 @@ class _ContiguousGradients(LiveSetting):
         # The undo restores the flag first: it decides whether buffers are allocated.
         return chain([_resize_buffers(zero_3, size), undo_flag])
 
-    def _is_consistent(self, engine: Any, value: Value) -> bool:
+    def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         zero_3 = zero_3_optimizer(engine)
         if zero_3 is None:
             return True
         return all((bucket.buffer is not None) == value for bucket in zero_3.ipg_buckets.values())
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         zero = engine.optimizer
         if value == zero.contiguous_gradients:
             return 0
@@ -212,7 +212,7 @@ class _OverlapComm(LiveSetting):
             return bool(engine.optimizer.overlap_comm)
         return bool(zero_3.reduce_and_partition_stream != get_accelerator().default_stream())
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         zero_3 = zero_3_optimizer(engine)
         if zero_3 is None:
             return set_attributes(engine.optimizer, overlap_comm=value)
@@ -227,7 +227,7 @@ class _OverlapComm(LiveSetting):
             ]
         )
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         zero = engine.optimizer
         if zero_3_optimizer(engine) is not None or value == zero.overlap_comm:
             return 0 if value == self.get(engine) else None

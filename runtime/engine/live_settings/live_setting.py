@@ -9,7 +9,7 @@ from ....errors import ZerowatchError
 from ...common.undo import Undo, UndoOnce, chain
 from .zero_optimizer import synchronize_device
 
-Value = int | bool
+SettingValue = int | bool
 
 
 class LiveSetting(ABC):
@@ -28,10 +28,10 @@ class LiveSetting(ABC):
         """Return why this engine does not have the setting; None if it does."""
 
     @abstractmethod
-    def get(self, engine: Any) -> Value:
+    def get(self, engine: Any) -> SettingValue:
         """Return the present value on an engine that has the setting."""
 
-    def apply(self, engine: Any, value: Value) -> Undo:
+    def apply(self, engine: Any, value: SettingValue) -> Undo:
         """Set the value and return the undo, which restores exactly what was there.
 
         Raises:
@@ -43,13 +43,13 @@ class LiveSetting(ABC):
         synchronize_device()
         return UndoOnce(chain([self._set(engine, value), synchronize_device]))
 
-    def is_applied(self, engine: Any, value: Value) -> bool:
+    def is_applied(self, engine: Any, value: SettingValue) -> bool:
         """Whether the engine and its buffers match the value; False without the setting."""
         if self.unsupported_reason(engine) is not None:
             return False
         return self.get(engine) == value and self._is_consistent(engine, value)
 
-    def memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         """Return the change in buffer bytes from the present value to this one.
 
         Negative if the buffers shrink, None if not known. Temporary copies come on top.
@@ -59,18 +59,18 @@ class LiveSetting(ABC):
         return self._memory_bytes(engine, value)
 
     @abstractmethod
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         """Set a valid value on an engine that has the setting."""
 
-    def _is_consistent(self, engine: Any, value: Value) -> bool:
+    def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         """Whether everything derived from the value was updated along with it."""
         return True
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         """Return `memory_bytes` for an engine that has the setting."""
         return None
 
-    def _invalid_reason(self, value: Value) -> str | None:
+    def _invalid_reason(self, value: SettingValue) -> str | None:
         if self.minimum is None:
             return None if isinstance(value, bool) else "it is a switch, True or False"
         if isinstance(value, bool) or not isinstance(value, int) or value < self.minimum:

@@ -13,7 +13,7 @@ from .bucket_settings import (
     REDUCE_BUCKET_SIZE_SETTING,
     REDUCE_SCATTER_SETTING,
 )
-from .live_setting import LiveSetting, Value
+from .live_setting import LiveSetting, SettingValue
 from .prefetch_settings import (
     MAX_LIVE_PARAMETERS_SETTING,
     MAX_REUSE_DISTANCE_SETTING,
@@ -36,10 +36,10 @@ class _TimerSynchronized(LiveSetting):
     def get(self, engine: Any) -> bool:
         return bool(engine.tput_timer.config.synchronized)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         return set_attributes(engine.tput_timer.config, synchronized=value)
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         return 0
 
 

@@ -20,7 +20,7 @@ from ...common.deepspeed_internals import (
     release_cache,
 )
 from ...common.undo import Undo, chain, own_attributes, restore_attributes, set_attributes
-from .live_setting import LiveSetting, Value
+from .live_setting import LiveSetting, SettingValue
 from .zero_optimizer import (
     largest_itemsize,
     num_elements,
@@ -47,7 +47,7 @@ class _CoordinatorSetting(LiveSetting):
         coordinator = param_coordinator(engine.optimizer)
         return int(getattr(coordinator, attribute(COORDINATOR, self.private_name)))
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         undo = set_attributes(
             param_coordinator(engine.optimizer),
             **{attribute(COORDINATOR, self.private_name): int(value)},
@@ -60,7 +60,7 @@ class _PrefetchBucketSize(_CoordinatorSetting):
     name = "prefetch_bucket_size"
     private_name = "__prefetch_bucket_sz"
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         """Return at most the whole model: no more can be prefetched."""
         parameters = list(engine.module.parameters())
         total = total_elements(parameters)
@@ -99,7 +99,7 @@ class _ParamPersistenceThreshold(LiveSetting):
     def get(self, engine: Any) -> int:
         return int(engine.optimizer.parameter_offload.param_numel_persistence_threshold)
 
-    def _set(self, engine: Any, value: Value) -> Undo:
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
         zero_3 = engine.optimizer
         offload = zero_3.parameter_offload
         parameters = list(engine.module.parameters())
@@ -128,14 +128,14 @@ class _ParamPersistenceThreshold(LiveSetting):
             ]
         )
 
-    def _is_consistent(self, engine: Any, value: Value) -> bool:
+    def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         kept = {id(parameter) for parameter in engine.optimizer.persistent_parameters}
         return all(
             bool(getattr(parameter, "ds_persist", False)) == (id(parameter) in kept)
             for parameter in engine.module.parameters()
         )
 
-    def _memory_bytes(self, engine: Any, value: Value) -> int | None:
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
         """Count the parameters that stay whole between steps, next to their partitions."""
         offload = engine.optimizer.parameter_offload
         budget = int(offload.model_persistence_threshold)
