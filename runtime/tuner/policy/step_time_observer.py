@@ -24,7 +24,7 @@ Shift = Literal["slower", "faster"]
 
 
 class MetricsSource(Protocol):
-    """Has the metrics of this rank."""
+    """Source of the metrics of this rank."""
 
     def snapshot(self) -> Snapshot:
         """Copy them."""

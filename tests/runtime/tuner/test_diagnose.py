@@ -48,7 +48,7 @@ def phases(**seconds: float) -> dict[str, float]:
         pytest.param(BUSY, [], id="nothing holds a busy rank back"),
         pytest.param(GPU, [], id="nor one with a busy GPU"),
         pytest.param(MetricsDelta(), [], id="no metrics"),
-        pytest.param(MetricsDelta(stale=True), [], id="a watch that stands still is no witness"),
+        pytest.param(MetricsDelta(stale=True), [], id="stale metrics show nothing"),
         pytest.param(
             replace(GPU, exposed_ratio=0.55, cause_ratios=SLOW_LINK),
             ["comm_bandwidth", "comm_redundancy", "comm_latency"],
