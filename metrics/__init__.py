@@ -1,1 +1,1 @@
-"""The vocabulary: what can be measured, how a value is written, how it leaves."""
+"""Metrics: the catalog, the recorder of values, the settings and the exporters."""

@@ -77,7 +77,7 @@ class LineWriter:
     """
 
     def __init__(self, identity: Mapping[str, str | int]) -> None:
-        """Take what identifies this log: rank, host, attempt, world_size."""
+        """Take the fields of every line: rank, host, attempt, world_size."""
         self._head = orjson.dumps({"schema": SCHEMA_VERSION, **identity})[:-1] + b","
 
     def line(self, record: StepRecord) -> bytes:

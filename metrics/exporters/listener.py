@@ -49,7 +49,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandler:
-    """What the listener calls.
+    """The functions that the listener calls.
 
     `answer` takes the path and the Accept header. `failed` gets the error of an answer that failed,
     None for too many clients. `spent` gets the CPU seconds of serving.

@@ -1,1 +1,1 @@
-"""Every collective of the process: seen, timed and added up."""
+"""Recording and timing of every collective of the process."""

@@ -1,4 +1,4 @@
-"""Reads what a call is about from its arguments: the process group, payload bytes and dtype."""
+"""Reads the process group, payload bytes and dtype of a call from its arguments."""
 
 from __future__ import annotations
 

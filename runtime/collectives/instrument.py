@@ -1,4 +1,4 @@
-"""Sees every collective that Python code issues, and has it recorded.
+"""Wraps every collective that Python code issues, and records the calls.
 
 It wraps the functions of `torch.distributed` and, for what these do not show, methods of
 DeepSpeed's backend object. A nested call counts once.

@@ -1,4 +1,4 @@
-"""The table of collectives: what each is called, what it sends, and which ranks must enter it.
+"""The table of collectives: the functions, payload and wire bytes of each operation.
 
 One row is one operation, as metrics label it; it lists the functions of torch and DeepSpeed that
 issue it. All other lists of collectives in the package are read from here. To add a function,
@@ -20,11 +20,11 @@ class WireFormula(Protocol):
     """Returns the bytes that a rank sends per payload byte, for at least two ranks."""
 
     def __call__(self, backend: str, group_size: int, payload_bytes: int) -> float:
-        """Return the factor; of rooted operations the mean over the ranks."""
+        """Return the factor; for operations with a root, the mean over the ranks."""
 
 
 class Guard(Flag):
-    """Where all ranks vote before the function is entered."""
+    """Situations in which all ranks vote before they enter the function."""
 
     NONE = 0
     OOM = auto()  # in a window that may run out of memory: trainer/oom_recovery
@@ -41,7 +41,7 @@ class Function:
         in_torch: Whether torch's function is wrapped.
         backend_parameters: Its parameters as a method of DeepSpeed's backend object, if that is
             wrapped too: DeepSpeed hides them behind (*args, **kwargs).
-        guard: When all ranks vote before they enter the method.
+        guard: Situations in which all ranks vote before they enter the method.
         use_group_sequence: Whether the process group counts more than one per call, by backend and
             size, so that its own sequence number must be read.
         has_future: Whether the handle has a future that shows when the operation ended.

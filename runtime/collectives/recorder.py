@@ -1,4 +1,4 @@
-"""Records each collective: what it is about before it runs, and when it ended.
+"""Records each collective: group, bytes and dtype before it runs, and its times.
 
 This is the hot path of monitoring: it runs on the training thread for every collective.
 """

@@ -1,4 +1,4 @@
-"""Sums over settled calls: of a step for its record, of a period for the metrics. Pure."""
+"""Sums over settled calls: of a step for its record, of a period for the metrics."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class CollectiveAttempt:
             raise PeerFailedError("another rank has failed")
 
     def __enter__(self) -> CollectiveAttempt:
-        """Begin."""
+        """Enter the section."""
         return self
 
     def __exit__(

@@ -293,7 +293,7 @@ def release_cache() -> Any | None:
 
     DeepSpeed keeps it for the process and never clears it: without `clear_release_cache` a changed
     trace, reuse distance or persistence threshold has no effect. The cached function is inside the
-    closure of a profiling decorator. None if this DeepSpeed has no such cache.
+    closure of a profiling decorator. It is None if this DeepSpeed has no such cache.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator
 

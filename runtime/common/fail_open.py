@@ -1,4 +1,4 @@
-"""Fail-open hooks: one that raises is counted, logged and dropped. The only such place."""
+"""Fail-open hooks: a hook that raises is counted, logged and dropped."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class HostCollectives(Protocol):
 
 
 class HostGroup:
-    """A gloo group of all ranks. All ranks construct it at the same point, as any group.
+    """A gloo group of all ranks. All ranks construct it at the same point, like any process group.
 
     Attributes:
         rank: The rank of this process in the job.

@@ -1,6 +1,6 @@
 """Patches of attributes that are restored exactly.
 
-Restored means: the owner's own dictionary has the very same object as before, or no entry if it had
+Restored means: the owner's own dictionary has the same object as before, or no entry if it had
 none. If another wrapper was put over ours meanwhile, ours stays below it; the caller must therefore
 make a closed wrapper a plain pass-through.
 

@@ -1,8 +1,8 @@
-"""What the ranks exchange over the c10d store: run id, scrape targets, clients for other uses.
+"""Exchange over the c10d store: the run id, scrape targets, and clients for other uses.
 
 torchrun keeps its store when it restarts the processes, and keys of earlier processes must not be
 read as new. The restart count is no namespace: each node has its own. So rank 0 writes a token of
-its process to a fixed key, and the other ranks check again and again whether it has changed.
+its process to a fixed key, and the other ranks check regularly whether it has changed.
 """
 
 from __future__ import annotations

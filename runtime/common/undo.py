@@ -39,7 +39,7 @@ class UndoOnce:
         self._undo: Undo | None = undo
 
     def __call__(self) -> None:
-        """Undo, the first time."""
+        """Call the function, unless it was called before."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
@@ -71,7 +71,7 @@ class UndoStack:
         self.add(made)
 
     def __call__(self) -> None:
-        """Undo, the first time; raise the first error after all the others are undone."""
+        """Undo the changes; raise the first error after the others are undone."""
         errors: list[BaseException] = []
         while self._undos:
             undo = self._undos.pop()
@@ -85,7 +85,7 @@ class UndoStack:
 
 
 def chain(undos: Sequence[Undo]) -> Undo:
-    """Return one undo for all of them, the last one first."""
+    """Return one undo that calls all of these, the last one first."""
 
     def undo_all() -> None:
         for undo in reversed(undos):

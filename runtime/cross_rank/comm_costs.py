@@ -1,4 +1,4 @@
-"""What this rank's collectives cost it, by cause: sums that are published together."""
+"""Costs of this rank's collectives by cause: sums that are published together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank that merges a rank set's reports and compares them. Pure.
+"""The rank that merges a rank set's reports and compares them.
 
 Above 64 members, the first rank of each block of 64 merges the reports of its block, and the first
 rank of the rank set merges the blocks, so that no rank reads a thousand reports.
@@ -69,7 +69,7 @@ class Coordinator:
         self._without_step_times -= step_times.keys()
 
     def exclude(self, child: int) -> None:
-        """Go on without a child until it reports again."""
+        """Leave a child out until it reports again."""
         self._merger.exclude(child)
         self._without_step_times.update(self._children[child])
         for rank in self._children[child]:

@@ -265,7 +265,7 @@ class CrossRankThread:
 
     @contextmanager
     def _store_may_fail(self, connection: StoreConnection) -> Iterator[None]:
-        """Go on without the store for a while if it does not respond.
+        """Do not use the store for a while if it does not respond.
 
         At the end of a run its host may exit first, which is no failure.
         """

@@ -1,4 +1,4 @@
-"""Which ranks issued a collective that the others did not, and which one. Pure."""
+"""Divergence: the ranks that issued a collective which the others did not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks send each other over the c10d store: the records, and how they are encoded.
+"""Messages between the ranks over the c10d store: the records and their encoding.
 
 Calls are matched over the ranks by the rank set's key and the call's number in it.
 """

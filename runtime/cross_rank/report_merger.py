@@ -1,4 +1,4 @@
-"""The reports of a rank set's members, merged as far as all have reported. Pure."""
+"""The reports of a rank set's members, merged as far as all have reported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ReportMerger:
                 self._discard_used_names()
 
     def exclude(self, member: int) -> None:
-        """Go on without a member, until it reports again."""
+        """Leave a member out until it reports again."""
         self._expected.discard(member)
         self._members.pop(member, None)
 

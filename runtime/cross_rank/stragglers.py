@@ -86,7 +86,7 @@ class StepTimeSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeReference:
-    """What the ranks are compared with: the median step, and busy seconds by phase."""
+    """The reference that ranks are compared with: the median step, and busy seconds by phase."""
 
     step_seconds: float
     busy_seconds: tuple[float, ...]

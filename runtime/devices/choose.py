@@ -1,4 +1,4 @@
-"""Which devices are read on this machine, and their peak FLOP/s."""
+"""Selects the device probes of this machine, and looks up peak FLOP/s and hardware ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .nvml import device_uuid, nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .probe import DeviceProbe
 
-# By the accelerator's kind; one without a row is not read.
+# The probe of each kind of accelerator; a kind without a row is not read.
 _PROBES = {"cuda": nvml_device}
 
 

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use: affinity and the cgroup's quota."""
+"""Number of CPU cores that this process may use: affinity and the cgroup's quota."""
 
 from __future__ import annotations
 

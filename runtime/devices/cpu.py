@@ -66,7 +66,7 @@ class CpuDevice:
         return readings
 
     def close(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing, as no file is open."""
 
     def _ask(self, name: str) -> list[float]:
         try:

@@ -295,7 +295,7 @@ def extract_loss(output: Any) -> ScalarOrPending:
 
 
 def _no_output() -> None:
-    """Stand for an output that is gone."""
+    """Return None, as a dead weak reference does."""
 
 
 def _weak_output(output: Any) -> Callable[[], Any]:

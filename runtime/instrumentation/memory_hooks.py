@@ -38,7 +38,9 @@ MAX_SHAPES = 64
 
 
 class MemoryHooks:
-    """Called by the engine's hooks, on the training thread; holds the engine weakly.
+    """Samples memory when the engine's hooks call it, on the training thread.
+
+    It holds the engine weakly.
 
     Attributes:
         shape: The micro-batch under way, or the last one; None before the first.
@@ -131,7 +133,7 @@ class MemoryHooks:
         self._held_before = held
 
     def on_step_end(self) -> StepMemorySample | None:
-        """Return this step's sample; None where the last one is recent."""
+        """Return this step's sample; None if the last one is recent."""
         now = time.monotonic()
         detail = self._end_detail()
         if detail is None and now < self._reading_due:

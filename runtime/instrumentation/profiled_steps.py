@@ -105,7 +105,7 @@ class ProfiledSteps:
             self._stop()
 
     def close_after_fork(self) -> None:
-        """In a forked child: drop the profile under way, which is the parent's."""
+        """Drop the profile under way in a forked child: it belongs to the parent."""
         self._profile = None
         self._patches.restore()
         atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""What the parts of one watch share."""
+"""The objects that the parts of one watch share."""
 
 from __future__ import annotations
 

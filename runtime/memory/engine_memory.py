@@ -13,7 +13,7 @@ skipped.
 The order of the table decides the category of a storage that has several names; the first match
 counts. Buffers come first: they stay for the next step, with any content.
 Parameters come before the optimizer: under stage 0 in fp32, and with fp32 weights under stage 3,
-the optimizer updates the very tensors that the model computes with.
+the optimizer updates the same tensors that the model computes with.
 
 Not in the table: tensors of ZenFlow, SuperOffload and DeepCompile, the pipeline's activations.
 """

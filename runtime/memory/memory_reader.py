@@ -48,14 +48,14 @@ class MemoryReader:
             return self._read()
 
     def sample_step(self) -> Readings:
-        """Return the same, with the peaks since the last `sample_step`."""
+        """Return the readings, with the peaks since the last `sample_step`."""
         with self._lock:
             readings = self._read()
             peaks, self._step_peaks, self._phase_peaks = self._step_peaks, {}, {}
         return _with_peaks(readings, peaks)
 
     def sample_phase(self) -> Readings:
-        """Return the same, with the peaks since the last `sample_phase` or `sample_step`."""
+        """Return the readings, with the peaks since the last `sample_phase` or `sample_step`."""
         with self._lock:
             readings = self._read()
             peaks, self._phase_peaks = self._phase_peaks, {}

@@ -65,7 +65,7 @@ class CrossRankMonitor:
         self._thread.start()
 
     def forget_hooks(self) -> None:
-        """In a forked child: drop the profiler, which is the parent's."""
+        """Drop the profiler in a forked child: it belongs to the parent."""
         if self.profiler is not None:
             self.profiler.close_after_fork()
 

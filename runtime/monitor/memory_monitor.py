@@ -113,7 +113,7 @@ class MemoryMonitor:
             self._context.recorder.add(memory.OOMS, 1, self._oom_device, "fatal")
 
     def rebind_engine(self, engine: Any) -> None:
-        """Monitor another engine of the same model; discard what was learnt of the old one."""
+        """Monitor another engine of the same model; discard the readings of the old one."""
         if self._offload is not None:
             self._context.fail_open.wrap("offload", self._offload.rebind_engine)(engine)
         self._engine_replaced = True
@@ -157,7 +157,7 @@ class MemoryMonitor:
         return [self._context.fail_open.wrap(name, task) for name, task in tasks.items()]
 
     def _reset_if_engine_replaced(self) -> None:
-        """Discard what was learnt, on the thread that learns."""
+        """Discard the old engine's readings, on the thread that uses them."""
         if self._engine_replaced:
             self._engine_replaced = False
             self._forecasts.reset()

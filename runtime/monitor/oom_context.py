@@ -79,7 +79,7 @@ class EngineOomContext(OomContext):
         return self._parts.hooks.shape
 
     def batch_risk(self, device: str) -> float | None:
-        """Return the risk of that micro-batch, as assessed when it began."""
+        """Return the risk of the current micro-batch, as assessed when it began."""
         return self._batch_risk(device)
 
     def categories(self, device: str) -> Mapping[str, float] | None:

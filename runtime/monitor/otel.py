@@ -125,7 +125,7 @@ class OtelExporter:
         self._outbox.give_up()
 
     def close_after_fork(self) -> None:
-        """In a forked child: drop the parent's queue, without touching its connections."""
+        """Drop the parent's queue in a forked child, without touching its connections."""
         if self._lines is not None:
             self._lines.close()
         self._outbox = None

@@ -1,4 +1,4 @@
-"""What monitoring costs and what it lost, as metrics."""
+"""Metrics of the cost of monitoring, and of the records that it dropped."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class WatchHandle(Protocol):
-    """What `engine.watch` has, whether the engine is watched or not."""
+    """The members of `engine.watch`, whether the engine is watched or not."""
 
     recorder: Recorder
 
@@ -214,7 +214,7 @@ class Watch:
             ).start()
 
     def close_after_fork(self) -> None:
-        """In a forked child: become inert and close the sockets, without touching any thread."""
+        """Deactivate the watch in a forked child: close the sockets, touch no thread."""
         self._closed = True
         self._server.close()
         self._cross_rank.forget_hooks()

@@ -1,4 +1,4 @@
-"""When training hangs: pure timing, without clocks, threads or files of its own."""
+"""Decides when training hangs, from samples alone: it has no clock, thread or file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIN_ANNOUNCED_SECONDS = 2.0
 
 
 class HangState(Enum):
-    """What has changed at an update."""
+    """The result of an update."""
 
     UNCHANGED = auto()
     HANG = auto()  # no progress on this rank for longer than the limit
@@ -31,7 +31,7 @@ class HangState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressSample:
-    """What is observed at one moment.
+    """One observation of progress.
 
     Attributes:
         now_ns: The time of the sample.

@@ -1,4 +1,4 @@
-"""What the hang watch reads of this rank and its peers. Nothing here blocks."""
+"""The state of this rank and its peers for the hang watch. Nothing here blocks."""
 
 from __future__ import annotations
 

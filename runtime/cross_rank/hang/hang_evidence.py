@@ -1,4 +1,4 @@
-"""What is known at the moment of a hang, as plain data."""
+"""Evidence of a hang, as plain data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CallSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangEvidence:
-    """Everything in a report, apart from the stacks.
+    """The content of a report, without the stacks.
 
     Attributes:
         rank: This rank.

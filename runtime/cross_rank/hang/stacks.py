@@ -1,4 +1,4 @@
-"""Where the training thread is in Python, and whether it is busy without showing progress.
+"""Finds the Python line of the training thread, and work that shows no progress.
 
 Reads the names of files and functions in frames, never locals.
 """
@@ -52,7 +52,7 @@ def python_location(training_thread: int) -> str:
 
 
 def silent_activity_in(frames: Mapping[int, FrameType], training_thread: int) -> str | None:
-    """Do as `silent_activity` with frames by thread; autograd's threads compile backward passes."""
+    """Return `silent_activity` of frames by thread; autograd's threads compile backward passes."""
     if any(_compiles(frame) for frame in frames.values()):
         return COMPILATION
     frame = frames.get(training_thread)

@@ -1,4 +1,4 @@
-"""Which memory is read on this machine."""
+"""Selects the memory probes of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .probe import MemoryProbe
 
 logger = logging.getLogger(__name__)
 
-# By the accelerator's kind; one without a row is not read.
+# The probe of each kind of accelerator; a kind without a row is not read.
 _PROBES = {"cuda": cuda_memory}
 
 

@@ -104,7 +104,7 @@ class HostLimit:
 class _KernelFile:
     """A file of /proc that stays open, so that reading it is one system call.
 
-    It is closed with its last reference, and in no other way: a late reader or writer could
+    It is closed only with its last reference: a late reader or writer could
     otherwise use a descriptor that by then belongs to another file.
     """
 

@@ -18,7 +18,7 @@ def resident_bytes(address: int, size: int) -> int:
     """Return how many of `size` bytes from `address` on are backed by memory.
 
     Buckets are filled from the front, so the end of the written part is found by bisection: some 20
-    system calls of under a microsecond. All of `size` where mincore is not available.
+    system calls of under a microsecond. Without mincore it returns `size`.
     """
     if size < _MIN_BYTES:
         return size

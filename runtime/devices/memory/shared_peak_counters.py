@@ -32,7 +32,7 @@ class SharedPeakCounters:
     """
 
     def __init__(self, owner: Any) -> None:
-        """Wrap.
+        """Wrap the functions that read and reset the peak counters.
 
         Args:
             owner: `torch._C`, or a fake; names that it lacks are skipped.
@@ -103,7 +103,7 @@ def peaks_in(stats: Mapping[Any, Any]) -> Stats:
 
 
 def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
-    """Return the peaks of both; of a peak in both the larger one."""
+    """Return the peaks of both; where both have one, the larger."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if name == _PEAK:

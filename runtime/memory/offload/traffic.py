@@ -1,8 +1,8 @@
 """Bytes moved, and seconds spent, by the ZeRO offload of one DeepSpeed engine, by direction.
 
 Counted: gradients copied to the host and back, updated parameters copied to the device, partitions
-fetched for gathers, `engine.offload_states` and `reload_states`, and NVMe reads and writes. Which
-method transfer what is in `transfer_sizes.py`.
+fetched for gathers, `engine.offload_states` and `reload_states`, and NVMe reads and writes.
+`transfer_sizes.py` computes the bytes of each method.
 
 Seconds are those of DeepSpeed's code that copies, without what is counted inside it: on CUDA the
 time on its stream, by events, else the host's. For gradients at stage 3 they include their norms,
@@ -117,7 +117,7 @@ class OffloadTraffic:
                     recorder.set(OFFLOAD_SECONDS, seconds, direction)
 
     def restore(self) -> None:
-        """Remove every patch. The sums stay."""
+        """Remove every patch; keep the sums."""
         self._open = False
         for patch in reversed(self._patches):
             patch.restore()

@@ -84,7 +84,7 @@ class OomContext:
         return None
 
     def batch_risk(self, device: str) -> float | None:
-        """Return the risk of that micro-batch on a device, as assessed when it began."""
+        """Return the risk of the current micro-batch on a device, as assessed when it began."""
         return None
 
     def categories(self, device: str) -> Mapping[str, float] | None:
@@ -185,8 +185,8 @@ class OomEvidence:
     def in_use_bytes(self) -> float | None:
         """Bytes in use as the request failed, comparable with the limit.
 
-        The error's text reports them for that very moment. A reading comes later, when much is
-        freed again; but a peak above all earlier ones is that of this step. On CUDA the limit
+        The error's text reports them for that moment. A reading comes later, when much memory is
+        free again; but a peak above all earlier ones is that of this step. On CUDA the limit
         applies to reserved memory.
         """
         reported = self.error.reported_bytes

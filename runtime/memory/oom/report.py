@@ -271,7 +271,7 @@ def _remedy_advice(evidence: OomEvidence) -> Iterator[str]:
 
 
 def _best_remedy(remedies: Sequence[Remedy]) -> Remedy | None:
-    """Return the cheapest that certainly fits; without any, the one with the least need."""
+    """Return the cheapest remedy that certainly fits, else the one with the least need."""
     certain = [each for each in remedies if each.fits == "yes"]
     likely = [each for each in remedies if each.fits != "no" and each.kind in ("forecast", "guess")]
     least = sorted(likely, key=lambda each: each.need_bytes)

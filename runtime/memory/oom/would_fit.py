@@ -1,4 +1,4 @@
-"""Remedies for a step that ran out of memory, with the memory it would have needed; pure."""
+"""Remedies for a step that ran out of memory, with the memory it would have needed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class OomCase:
         return self.need_bytes - self.activations_bytes * (1 - min(1.0, ratio))
 
     def kind_of(self, shape: Shape) -> Kind:
-        """Return how reliable that estimate is."""
+        """Return how reliable the estimate of `need_of` is."""
         known = self.largest_tokens
         return "guess" if known and _num_tokens(shape) > TRUSTED_RATIO * known else "forecast"
 
