@@ -1,4 +1,4 @@
-"""What one exchange costs a rank among a thousand, and a rank of two each second.
+"""CPU time of one cross-rank exchange on a rank of a thousand, and on a rank of two.
 
 A thousand simulated ranks report 200 calls each, of 20 sizes. CPU time of this thread, without any
 store but for the last rows, where two ranks share a real one. Rank 0 does all of the first three

@@ -1,4 +1,4 @@
-"""Compressed gradients: how long their sums take on a slow link, and what becomes of the loss."""
+"""Gradient compression: time of all-reduces on a slow link, and effect on the loss."""
 
 from __future__ import annotations
 

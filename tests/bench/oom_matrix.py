@@ -1,11 +1,11 @@
-"""Runs out of memory in every way that is known, on 2 ranks and on 1, and prints what came of it.
+"""Runs out of memory in every known way, on 2 ranks and on 1, and prints the outcomes.
 
 .venv/bin/python tests/bench/oom_matrix.py [--ranks N] [ENGINE...]
 
 Of each engine: faults in forward and backward, of the first and the last block, in the first,
-second and third micro-batch, on one rank and on all, raised and real. A window passes if it is done
-again in the size that fits, and if weights and losses stay the very same as those of a run that
-used that size, with every sample once. Takes a quarter of an hour on two cores.
+second and third micro-batch, on one rank and on all, raised and real. A window passes if the run
+replays it in the size that fits, and if weights and losses are bitwise those of a run that used
+that size, with every sample once. Takes a quarter of an hour on two cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What generated runs are put together from: noise, lengths, blocks, bursts."""
+"""Parts of generated runs: noise, lengths, blocks, bursts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Parts:
 
 
 def cause_of(parts: Parts, end: int, limit: float) -> str:
-    """Say without what the last step would have fit; the first that applies.
+    """Return the part without which the last step would have fit; the first that applies.
 
     "sudden": without a burst, or a jump in the 10 steps before. "length": with the largest
     micro-batch of the 50 steps before in its place, if it would not have fit without noise either.

@@ -25,7 +25,7 @@ LINE_READINGS, MIN_READINGS = 100, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What was forecast in one run.
+    """Forecasts of one run.
 
     Attributes:
         risk: Probability of an OOM within the next 50 steps, as known after each completed step;

@@ -46,7 +46,7 @@ FIRST_OOM_STEP, LEAST_GROWTH_STEPS = 60, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run as it was seen, and how it ended.
+    """Readings of one run, and its outcome.
 
     Attributes:
         shapes: The micro-batch of each step, that of the fatal one last, if there is one.

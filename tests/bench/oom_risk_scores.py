@@ -1,4 +1,4 @@
-"""How good forecasts were: Brier score, reliability, false alarms, lead."""
+"""Scores of forecasts: Brier score, reliability, false alarms, lead time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Judged:
 
 
 def judged(run: Run, risk: Array) -> Judged:
-    """Say what was to come after each step."""
+    """Return the outcome after each step."""
     steps = np.arange(len(run.shapes))
     if run.oom_step is None:
         comes = np.zeros(len(steps), dtype=bool)
@@ -67,7 +67,7 @@ def lead_steps(run: Run, risk: Array) -> int:
 
 
 def warned(run: Run, risk: Array, batch_risk: Array) -> bool:
-    """Say whether the fatal batch was known for one as it began."""
+    """Return whether the forecast called the fatal batch fatal as it began."""
     assert run.oom_step is not None
     return bool(batch_risk[run.oom_step] > ALARM or risk[run.oom_step - 1] > ALARM)
 

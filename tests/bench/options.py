@@ -1,4 +1,4 @@
-"""How much a bench should do."""
+"""Options of a bench: steps and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of the OTLP bench: blocks of steps under a watch that sends nothing, or to nobody."""
+"""One rank of the OTLP bench: blocks of steps without OTLP, and with OTLP but no collector."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _rows(stage: int, found: dict[str, Any]) -> Iterator[Row]:
     rounds: Rounds = found["rounds"]
     step_seconds = statistics.median(each["off"]["wall"] for each in rounds)
     yield Row(
-        what=f"ZeRO-{stage} step, unwatched",
+        what=f"ZeRO-{stage} step, unmonitored",
         measured=f"{1000 * step_seconds:.1f} ms",
         spread=f"{len(rounds)} rounds, batch {found['batch']}",
     )

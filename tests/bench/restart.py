@@ -1,4 +1,4 @@
-"""Ranks killed at random moments, with restarts: does anything show of it in the end?"""
+"""Ranks killed at random moments, with restarts; compares the end with a run without kills."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _ended(course: Course, rank: int) -> tuple[list[float], int]:
 
 
 def _restart_seconds(killed: Course) -> list[float]:
-    """Return, for kills after which the next attempt came to train, how long that took."""
+    """Return the seconds from each kill until the next attempt trained, if it did."""
     resumed = {event["attempt"]: event["at"] for event in killed.of(0, "resumed")}
     return [
         resumed[kill.attempt + 1] - kill.at_unix_seconds

@@ -52,7 +52,7 @@ def bench(options: Options) -> Iterator[Row]:
 
 
 def _live(store: Store, ranks: int, seconds: float) -> Iterator[Row]:
-    """Let it scrape for a while, and yield what that costs."""
+    """Measure the cost of scraping for a while."""
     time.sleep(2 * INTERVAL_SECONDS)  # all ranks are scraped at least once
     process = psutil.Process(store.prometheus.process.pid)
     samples, cpu = _samples(store), sum(process.cpu_times()[:2])

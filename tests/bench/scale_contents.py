@@ -1,4 +1,4 @@
-"""What ranks of a large GPU job hold in their recorders, renewed every scrape interval."""
+"""Recorder contents of the ranks of a large GPU job, renewed every scrape interval."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Contents:
                     self._recorder.observe(spec, bound, *labels)
 
     def advance(self) -> None:
-        """Let one scrape interval of training pass."""
+        """Advance by one scrape interval of training."""
         self._now += INTERVAL_SECONDS
         for spec, labels in self._series:
             if spec.kind == "counter":

@@ -1,4 +1,4 @@
-"""How long a Prometheus takes for what Grafana asks: query by query, and a dashboard at a time."""
+"""Time of Prometheus for Grafana's queries: query by query, and a dashboard at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scrape of a full catalog costs the rank that answers it, through the real HTTP server."""
+"""Cost of a scrape of the full catalog on the rank that answers, with the real HTTP server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten thousand tiny steps: what a watched run comes to hold beyond an unwatched one."""
+"""Ten thousand tiny steps: memory growth with monitoring, compared with a run without it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STAGE = 2
 
 def bench(options: Options) -> Iterator[Row]:
     """Yield growth of resident memory and number of series of each rank, over two ranks."""
-    unwatched = _run(options, watched=False)
+    unmonitored = _run(options, watched=False)
     watched = _run(options, watched=True)
-    for rank, (plain, seen) in enumerate(zip(unwatched, watched, strict=True)):
+    for rank, (plain, seen) in enumerate(zip(unmonitored, watched, strict=True)):
         yield from _rows(rank, plain, seen)
 
 
@@ -34,7 +34,7 @@ def _run(options: Options, *, watched: bool) -> list[dict[str, Any]]:
 def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Row]:
     plain_mib, seen_mib = _growth_mib(plain), _growth_mib(seen)
     yield Row(
-        what=f"rank {rank}: RSS growth, watched - unwatched",
+        what=f"rank {rank}: RSS growth, monitored - unmonitored",
         measured=f"{seen_mib - plain_mib:+.2f} MiB",
         spread=f"{seen_mib:.2f} in {seen['seconds']:.0f} s - {plain_mib:.2f} in "
         f"{plain['seconds']:.0f} s",

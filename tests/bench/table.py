@@ -1,4 +1,4 @@
-"""What a bench found, and how it is shown."""
+"""Results of a bench as rows of a printed table."""
 
 from __future__ import annotations
 

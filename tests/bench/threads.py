@@ -1,4 +1,4 @@
-"""CPU time of our own threads during a real run that is scraped, by the kernel's account."""
+"""CPU time of zerowatch's threads in a real run that is scraped, from the kernel's counters."""
 
 from __future__ import annotations
 

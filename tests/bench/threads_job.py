@@ -1,4 +1,4 @@
-"""One rank of a watched run that is scraped: the CPU time of our own threads."""
+"""One rank of a monitored run that is scraped: the CPU time of zerowatch's threads."""
 
 from __future__ import annotations
 

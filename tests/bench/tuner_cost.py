@@ -1,4 +1,4 @@
-"""What the tuner costs a run in which it finds nothing to do, and one in which it is off.
+"""Cost of the tuner in a run in which it finds nothing to do, and in one where it is off.
 
 The cost counted is that on rank 0's training thread, around the tuner's four calls of a window,
 looks at the metrics included, as often as by default. Its CPU time counts: wall time includes the

@@ -1,4 +1,4 @@
-"""The tuner where little is to be had: faster links. What it leaves must not be slower."""
+"""The tuner on faster links, where little can be gained; its result must not be slower."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST = 0.99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A link, None being as fast as it gets, and what a run on it begins with."""
+    """A link (None is one without a limit), and the first configuration of a run on it."""
 
     what: str
     rate: str | None

@@ -1,4 +1,4 @@
-"""What a user would hand to DeepSpeed's own autotuner: the same model, in plain DeepSpeed."""
+"""Script for DeepSpeed's own autotuner: the same model, in plain DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else a user could let choose the configuration, on the same slow link."""
+"""Other tuners that choose the configuration, on the same slow link."""
 
 from __future__ import annotations
 

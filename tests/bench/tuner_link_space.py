@@ -51,7 +51,7 @@ def at(
 
 
 def live_knobs() -> list[Configuration]:
-    """Return what can be had of the engine as it is."""
+    """Return the configurations that the live engine can have."""
     every = [
         at(2, micro_batch, bucket, **way)
         for micro_batch in MICRO_BATCHES

@@ -41,7 +41,7 @@ ASKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What happened while the link was as fast as `rate` says."""
+    """Steps and decisions while the link had the bandwidth `rate`."""
 
     rate: str
     began: float
@@ -105,7 +105,7 @@ def bench(options: Options) -> Iterator[Row]:
 
 
 def go_through(running: Job, rate: str, seconds: float, options: Options) -> float:
-    """Let the job train on a link of this bandwidth; return when that began."""
+    """Set the bandwidth of the job's link; return the start time."""
     while not running.reports():
         time.sleep(0.5)  # it has not begun yet
         running.check()

@@ -1,4 +1,4 @@
-"""How soon a lasting change of speed is detected, and how often falsely."""
+"""Delay and false alarms of the detection of a lasting change of speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the compute stream is held by collectives, against what a script on a real GPU knows."""
+"""Time that collectives block the compute stream, against a script's own measurement on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running out of memory on a real GPU: the error, the snapshot, and jobs that end by it."""
+"""Running out of memory on a real GPU: the error, the snapshot, and jobs that end with it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class RecordedDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayDifference:
-    """How today's code decides differently; a field is None where it decides the same.
+    """Differences of today's decisions; a field is None where there is none.
 
     Attributes:
         diagnosis: The symptoms found.

@@ -21,7 +21,7 @@ SERIES_ON_RANK_0 = 400
 
 @pytest.fixture(scope="module")
 def soaks() -> dict[str, dict[str, Any]]:
-    """What an unwatched and a watched run held; they run side by side, each on one rank."""
+    """Memory of an unmonitored and a monitored run, in parallel, each on one rank."""
     with ThreadPoolExecutor() as pool:
         running = {
             name: pool.submit(_soak, watched=name == "watched") for name in ("unwatched", "watched")

@@ -195,7 +195,7 @@ def substituted(expression: str) -> str:
 
 
 def selector_faults(selector: Any) -> Iterator[str]:
-    """Yield which series and labels nobody writes, and which choice is left out."""
+    """Yield series and labels that no metric has, and variables that the query leaves out."""
     if selector.name not in SERIES:
         yield f"nobody writes {selector.name}"
         return

@@ -118,7 +118,7 @@ class ComparedRanks:
         return self.all[rank]
 
     def exchange(self, *silent: int, times: int = 1) -> None:
-        """Let so many exchanges pass, in which all ranks but some poll."""
+        """Run exchanges, in which all ranks except for some poll."""
         for _ in range(times * POLLS_PER_EXCHANGE):
             for rank in self.all:
                 if rank.rank not in silent:

@@ -1,4 +1,4 @@
-"""Hangs made by hand: a watched rank, and evidence of an all-reduce at which others are missing."""
+"""Constructed hangs: a monitored rank, and evidence of an all-reduce that other ranks miss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step times of a job that nobody changes: correlated noise, drift, spikes, level shifts."""
+"""Step times of an unchanged job: correlated noise, drift, spikes, level shifts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BURN_IN = 500  # so that a run may begin within a shift
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What disturbs the steps; ratios of a step's time.
+    """Disturbances of the steps, as ratios of a step's time.
 
     Attributes:
         deviation: Of the noise, which carries on from step to step by `carried`.

@@ -58,7 +58,7 @@ class Host:
 
 @contextmanager
 def two_hosts(rate: str | None, *, managed: bool = False) -> Iterator[Sequence[Host]]:
-    """Make the hosts, and take them away again.
+    """Create the hosts, and remove them at the end.
 
     Args:
         rate: The link's bandwidth as tc spells it, such as "200mbit"; None leaves it fast.

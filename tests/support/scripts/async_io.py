@@ -1,4 +1,4 @@
-"""DeepSpeed's op for asynchronous I/O, used as it was built once: to build it takes minutes."""
+"""DeepSpeed's op for asynchronous I/O, built once for all tests: a build takes minutes."""
 
 from __future__ import annotations
 

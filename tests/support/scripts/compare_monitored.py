@@ -131,9 +131,9 @@ def our_totals(snapshot) -> tuple[Counter, Counter]:
 
 
 def compare(zero: dict) -> dict:
-    unwatched = make_engine(zero)
-    expected = train(unwatched)
-    unwatched.destroy()
+    unmonitored = make_engine(zero)
+    expected = train(unmonitored)
+    unmonitored.destroy()
     engine = make_engine(zero)
     seen_before = len(flight_entries())
     opened = watch(engine, {"serve": {"enabled": False}})

@@ -1,4 +1,4 @@
-"""Checks of a watched engine; run as `engine_checks.py FOLDER`, or with a check's name behind it.
+"""Checks of a monitored engine; run as `engine_checks.py FOLDER`, or with a check's name behind it.
 
 They need DeepSpeed in the process, which pytest's own process is kept free of. Each runs in a fork
 of this one, made before anything was initialised, and leaves its output in FOLDER/NAME.txt and its
@@ -83,7 +83,7 @@ def step(engine, batch: torch.Tensor | None = None) -> None:
 
 
 def wrapped_places(engine) -> list[tuple[object, str]]:
-    """Every name that watching may replace, whoever owns it."""
+    """Every name that monitoring may replace, with its owner."""
     functions = [function for row in OPERATIONS for function in row.functions]
     in_torch = [function.name for function in functions if function.in_torch]
     in_backend = [function.name for function in functions if function.backend_parameters]

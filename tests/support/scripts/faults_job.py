@@ -25,7 +25,7 @@ FAULTY_RANK = 1
 MIB = 2**20
 # 1.6 MB of gradients in four buckets: 2.4 MB on the wire a step, which 200 Mbit/s carry in 0.1 s.
 LAYERS, WIDTH, BATCH, BUCKET = 4, 316, 8, 100_000
-# Computing is mimed, so that the machine's two cores stay free for what watches.
+# A sleep replaces computing, so that the machine's two cores are free for the servers.
 COMPUTE_SECONDS, SLOWNESS_SECONDS = 0.13, 0.03
 BUDGET_BYTES, GROWTH_BYTES = 300 * MIB, MIB
 

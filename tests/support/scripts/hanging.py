@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 90
 
 
 class Job:
-    """A monitored job of two ranks in a folder of its own."""
+    """A monitored job of two ranks, in its own folder."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         folder.mkdir()

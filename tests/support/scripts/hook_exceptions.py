@@ -1,4 +1,4 @@
-"""Shows its errors by a hook of its own."""
+"""Prints its errors by its own `sys.excepthook`."""
 
 import sys
 import traceback

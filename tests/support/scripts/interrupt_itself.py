@@ -1,4 +1,4 @@
-"""Is interrupted, as by Ctrl-C."""
+"""Interrupts itself, as Ctrl-C does."""
 
 import os
 import signal

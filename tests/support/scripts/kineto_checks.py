@@ -1,4 +1,4 @@
-"""Measures communication twice, by us and by others, on two ranks; run by torchrun with a FOLDER.
+"""Measures communication by zerowatch and by Kineto, on two ranks; torchrun runs it with a FOLDER.
 
 Rank 0 leaves what both said in FOLDER/figures.json. `stages`: each step's comm seconds by the watch
 and by PyTorch's profiler. `blocked`: a collective whose waits this script times itself.
@@ -122,7 +122,7 @@ def union_seconds(intervals: Iterable[tuple[int, int]]) -> float:
 
 
 class Stopwatch:
-    """What this script itself sees of a collective: when it ran, and when it was waited for."""
+    """Times of a collective that this script measures: of its run, and of the wait for it."""
 
     def __init__(self) -> None:
         self.blocked = 0.0

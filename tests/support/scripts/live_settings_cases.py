@@ -1,4 +1,4 @@
-"""What is changed on a live engine, on which configuration, and which calls should show it."""
+"""Cases of a live setting: configuration, change, and the calls that should show it."""
 
 from __future__ import annotations
 

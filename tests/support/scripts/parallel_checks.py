@@ -85,7 +85,7 @@ def weights(engine) -> torch.Tensor:
     return torch.cat([one.detach().clone().flatten() for one in engine.module.parameters()])
 
 
-def same_as_unwatched(make: Callable[[], object], train: Callable[[object], object]) -> dict:
+def same_as_unmonitored(make: Callable[[], object], train: Callable[[object], object]) -> dict:
     """Train without and with a watch."""
     engine = make()
     untrained = weights(engine)
@@ -150,7 +150,7 @@ def train_pipeline(engine) -> list[float]:
 
 
 def pipeline() -> dict:
-    return same_as_unwatched(make_pipeline, train_pipeline)
+    return same_as_unmonitored(make_pipeline, train_pipeline)
 
 
 def pipeline_with_evaluation() -> dict:
@@ -251,7 +251,7 @@ def train_language_model(engine) -> list[float]:
 
 
 def tensor_parallel() -> dict:
-    return same_as_unwatched(make_tensor_parallel, train_language_model)
+    return same_as_unmonitored(make_tensor_parallel, train_language_model)
 
 
 class Experts(torch.nn.Module):

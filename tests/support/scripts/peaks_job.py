@@ -141,7 +141,7 @@ def make_engine(stage: int, keeps_scores: bool, micro_batches: int):
 
 
 def train(engine, steps: list[MicroBatches], leak_bytes: int) -> Iterator[dict]:
-    """Train and yield what each step took; `leak_bytes` are kept for good in each."""
+    """Train, and yield the memory of each step; each step leaks `leak_bytes`."""
     reader = HostReader() if engine.device.type == "cpu" else CudaReader()
     leaked = []
     for step, micro_batches in enumerate(steps):

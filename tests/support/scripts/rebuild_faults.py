@@ -130,7 +130,7 @@ def _error_of(run: Run, config: dict[str, Any], host_group: HostGroup) -> str:
 
 
 def watched(host_group: HostGroup) -> dict[str, Any]:
-    """Rebuild a watched engine; return what its counters did."""
+    """Rebuild a monitored engine; return the change of its counters."""
     case = Case(old=PLAIN[1], new=PLAIN[3])
     run = Run(case)
     opened = watch(run.engine, {"serve": {"enabled": False}})
