@@ -1,4 +1,4 @@
-"""The delay before the next try of something that fails: it doubles up to a maximum."""
+"""The delay before the next attempt after a failure: it doubles up to a maximum."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class Backoff:
         self._delay_seconds = min(2 * self._delay_seconds, self._max_seconds)
 
     def reset(self) -> None:
-        """Make the next delay the first again. A delay that has begun goes on."""
+        """Make the next delay as short as the first; a delay that has begun does not change."""
         self._delay_seconds = self._first_seconds

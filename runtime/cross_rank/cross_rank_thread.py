@@ -1,6 +1,6 @@
 """The thread on which the ranks compare their collectives and step times, over the c10d store.
 
-It blocks for no other rank: it writes its own reports, reads what others have written, and goes on.
+It blocks for no other rank: it writes its own reports, and reads what others have written.
 While the store fails, this rank's costs count as local only; the store is tried again from time to
 time.
 """

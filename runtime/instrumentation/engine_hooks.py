@@ -88,7 +88,7 @@ class EngineHooks:
         self._patches.clear()
 
     def discard_window(self) -> None:
-        """Drop the micro-batches since the last step, as they run again or not at all."""
+        """Drop the micro-batches since the last step: they run again, or are discarded."""
         self._counts = StepCounts()
         self._shapes, self._loss = [], None
 

@@ -1,4 +1,4 @@
-"""A step as it leaves the training thread, and the record made of it."""
+"""The raw step that the training thread enqueues, and the step record computed from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step on the training thread: reads what only it can see, and hands the step over."""
+"""The end of a step on the training thread: reads the engine, and enqueues the raw step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COVERAGE_SECONDS = 1.0
 class StepCollector:
     """Makes the raw steps of one engine, which it holds weakly.
 
-    Each reading of the engine fails open by itself: its number is None then, and the steps go on.
+    Each reading of the engine fails open on its own: its value is then None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepCollector:
         self._scales_loss: bool = engine.fp16_enabled()
 
     def on_step_end(self, counts: StepCounts) -> None:
-        """Hand over the step that these micro-batches made."""
+        """Enqueue the step of these micro-batches."""
         engine = self._engine()
         if engine is None:
             return

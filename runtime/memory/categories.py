@@ -30,7 +30,7 @@ def categories_at_peak(
 
     They add up to peak - baseline, and none is below 0:
 
-    - parameters: those after the step. optimizer: likewise, except in the step that creates its
+    - parameters: those after the step. optimizer: the same, except in the step that creates its
       states, which do not exist yet at the peak
     - gradients and comm_buffers: the larger of the two moments, as they are temporary
     - other = floor - baseline - everything that the engine holds after the step

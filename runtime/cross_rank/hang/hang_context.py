@@ -145,7 +145,7 @@ def _summarize_rank_set(rank_set: RankSet) -> RankSetSummary:
 
 
 def _is_in_flight(call: CollectiveCall) -> bool:
-    """Whether a call that has returned goes on; False if its end cannot be observed."""
+    """Whether a call that has returned is still running; False if its end is not observable."""
     is_read = call.settled and call.timed  # then its events may serve other calls by now
     if call.end_event is not None and not is_read:
         return not call.end_event.query()

@@ -195,7 +195,7 @@ class HangWatch:
 
 
 def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread:
-    """Run something that may block on a thread of its own."""
+    """Run a function that may block on its own thread."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
     return thread
