@@ -80,23 +80,6 @@ def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def leaner_engines(
-    config: Mapping[str, Any], world_size: int, *, on_host: bool
-) -> list[dict[str, Any]]:
-    """Return changes to a ds config, each needing less device memory than the one before.
-
-    A higher stage saves nothing on one rank, and offloading nothing if training runs on the host.
-    """
-    stage = zero_stage(config)
-    stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
-    changes: list[dict[str, Any]] = [{"zero_optimization": {"stage": one}} for one in stages]
-    if not on_host:
-        offload = {"device": "cpu", "pin_memory": True}
-        changes.append({"zero_optimization": {"offload_optimizer": offload}})
-        changes.append({"zero_optimization": {"stage": 3, "offload_param": offload}})
-    return changes
-
-
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage that a ds config asks for."""
     zero = config.get("zero_optimization")

@@ -1,6 +1,7 @@
-"""What changes a run's engine between two windows; none of it is lost when another thing changes.
+"""Holder of a run's engine and of its attachments, such as compression and memory savings.
 
-All ranks call it alike, at the same moment.
+A rebuild replaces the engine and keeps the attachments. All ranks make the same calls between the
+same two windows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ...errors import DsConfigError, RebuildError, ZerowatchError
 from ..common.host_group import HostGroup
-from ..common.training_config import leaner_engines, merged, training_config, zero_stage
+from ..common.training_config import merged, training_config, zero_stage
 from ..common.undo import Undo
 from ..engine.compression.gradient_compressor import GradientCompressor
 from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing
@@ -29,7 +30,7 @@ from ..engine.live_settings.optimizer_state_offload import (
 )
 from ..engine.rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
 from .metrics import RebuildOutcome, TrainerMetrics
-from .oom_recovery.escalation import EngineChange, Escalation
+from .oom_recovery.escalation import EngineChange, EscalationStep, rebuild_changes
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +50,19 @@ class MemorySaving(Attachment, Protocol):
 
 
 class EngineHolder:
-    """Engine of a run and what is attached to it.
+    """Engine of a run, and the attachments to it.
 
     Args:
-        engine: The first one; its watch moves to later ones.
-        config: Its ds config.
-        host_group: Of the run.
-        metrics: Of the run.
+        engine: The first engine; its watch moves to later ones.
+        config: The first engine's ds config.
+        host_group: Group of all ranks, in which they vote on rebuilds.
+        metrics: Recorder of rebuilds and compression.
         make_engine: Builds an engine from a module and a ds config.
 
     Attributes:
-        engine, config: Those in use.
-        compressor: What compresses gradients; None without compression.
+        engine: The engine in use.
+        config: The ds config in use.
+        compressor: Compressor of the gradients; None without compression.
         is_rebuilt: Whether this is no longer the first engine.
         on_engine_replaced: Called once the engine is replaced, before anything is attached to the
             new one.
@@ -89,7 +91,7 @@ class EngineHolder:
         return folder
 
     def checkpoint_activations(self, chosen: ModuleSelector | bool) -> None:
-        """Checkpoint activations of the chosen modules; True: of the repeated block; False: stop.
+        """Checkpoint activations of chosen modules; True for the repeated block, False for none.
 
         Raises:
             ZerowatchError: The model has no such module.
@@ -226,10 +228,14 @@ class EngineHolder:
             for states in self._offloaded():
                 states.offload()
 
-    def escalations(self, chosen: ModuleSelector = None) -> list[Escalation]:
-        """Return the changes that reduce memory use, cheapest first, from the present config on."""
+    def escalation_steps(self, chosen: ModuleSelector = None) -> list[EscalationStep]:
+        """Return the steps of the escalation from the present ds config, cheapest first.
+
+        Args:
+            chosen: Modules whose activations the first step checkpoints; None for the default.
+        """
         on_host = self.engine.device == torch.device("cpu")
-        rebuilds = leaner_engines(self.config, self._host_group.world_size, on_host=on_host)
+        rebuilds = rebuild_changes(self.config, self._host_group.world_size, on_host=on_host)
         checkpointing = ActivationCheckpointing(chosen)
         savings: list[tuple[EngineChange, MemorySaving]] = [
             (EngineChange.ACTIVATION_CHECKPOINTING, checkpointing),
@@ -314,7 +320,7 @@ class EngineHolder:
 
 @dataclass(frozen=True, slots=True)
 class _AttachSaving:
-    """Escalation that attaches a memory saving."""
+    """Escalation step that attaches a memory saving."""
 
     holder: EngineHolder
     change: EngineChange
@@ -326,7 +332,7 @@ class _AttachSaving:
 
 @dataclass(frozen=True, slots=True)
 class _Rebuild:
-    """Escalation that rebuilds the engine with changes of the ds config."""
+    """Escalation step that rebuilds the engine with changes of the ds config."""
 
     holder: EngineHolder
     ds_changes: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""A run's windows: opened by all ranks, replayed until they fit in memory, committed once."""
+"""Execution of a run's windows: all ranks open one, replay it until it fits, and commit it once."""
 
 from __future__ import annotations
 
@@ -52,27 +52,28 @@ def prepare_engine(engine: Any) -> None:
 
 
 class WindowRunner:
-    """Runs one window at a time; all ranks call it alike.
+    """Runs one window at a time; all ranks make the same calls.
 
     Args:
-        loss: The caller's.
+        loss: The caller's loss function.
         engine_holder: Holder of the engine.
-        host_group: Of the run.
-        metrics: Of the run.
+        host_group: Group of all ranks, in which they agree on each window.
+        metrics: Recorder of windows, replays and lost time.
         micro_batch_samples: Initial maximum of a micro-batch.
         checkpointed: Modules whose activations are checkpointed where memory does not suffice.
 
     Attributes:
         micro_batch_samples: Maximum samples of a micro-batch, as requested now.
-        steps, samples: Committed so far; samples over all ranks.
-        exponent: Gradients are accumulated over samples times 2 to this.
-        replay: Runs each window, again where memory runs out.
+        steps: Windows committed so far.
+        samples: Samples committed so far, over all ranks.
+        exponent: Accumulated gradients are divided by the samples times 2 to this power.
+        replay: Replay of windows in which memory runs out.
         on_fatal_oom: Called with length and samples of a micro-batch that does not fit in this
             rank's memory after all memory savings.
         passes_seconds: Wall time of the last window's forward and backward passes, without votes.
         notice_source: Returns this rank's notice at the start of each window, on all ranks or none.
-        checkpointed: As given; None for the default modules.
-        opened: The last window, as it was opened; None if its batch could not be used.
+        checkpointed: Modules to checkpoint when memory does not suffice; None for the default ones.
+        opened: Agreement on the last window; None if its batch could not be used.
         peak_history: This rank's memory peaks.
     """
 
@@ -104,7 +105,7 @@ class WindowRunner:
             host_group=host_group,
             guard=self._guard,
             planner=MicroBatchPlanner(),
-            escalation=EscalationPolicy(engine_holder.escalations(self.checkpointed)),
+            escalation=EscalationPolicy(engine_holder.escalation_steps(self.checkpointed)),
             memory=self.peak_history,
         )
         self.replay.on_window_abort.append(engine_holder.abort_window)

@@ -1,14 +1,20 @@
-"""Changes that reduce memory use when not even a micro-batch of one sample fits."""
+"""Memory savings, and the order in which they are applied when not even one sample fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
+
+from ...common.training_config import zero_stage
 
 
 class EngineChange(Enum):
-    """A change to a running engine; the value is its name in log lines."""
+    """Kind of a change to a running engine; the value is its name in log lines.
+
+    The members in `ESCALATION_ORDER` are memory savings. The others never escalate. They are here
+    because `EngineHolder` keeps all attachments of an engine by this key.
+    """
 
     ACTIVATION_CHECKPOINTING = "activation checkpointing on"
     MINIMAL_BUCKETS = "smaller buckets and less prefetching"
@@ -18,7 +24,8 @@ class EngineChange(Enum):
     LEARNING_RATE = "learning rate scaled with the batch size"
 
 
-# Cheapest first: each costs more speed than the one before.
+# Memory savings, cheapest first: each costs more speed than the one before. The order of the
+# rebuilds within the last one is that of `rebuild_changes`.
 ESCALATION_ORDER = (
     EngineChange.ACTIVATION_CHECKPOINTING,
     EngineChange.MINIMAL_BUCKETS,
@@ -27,40 +34,60 @@ ESCALATION_ORDER = (
 )
 
 
-class Escalation(Protocol):
-    """A change that may reduce memory use."""
+def rebuild_changes(
+    config: Mapping[str, Any], world_size: int, *, on_host: bool
+) -> list[dict[str, Any]]:
+    """Return the rebuilds of the escalation as changes to a ds config.
+
+    Each needs less device memory than the one before. A higher stage saves nothing on one rank.
+    Offloading saves nothing if training runs on the host.
+    """
+    stage = zero_stage(config)
+    stages = [higher for higher in (2, 3) if higher > stage and world_size > 1]
+    changes: list[dict[str, Any]] = [{"zero_optimization": {"stage": one}} for one in stages]
+    if not on_host:
+        offload = {"device": "cpu", "pin_memory": True}
+        changes.append({"zero_optimization": {"offload_optimizer": offload}})
+        changes.append({"zero_optimization": {"stage": 3, "offload_param": offload}})
+    return changes
+
+
+class EscalationStep(Protocol):
+    """One step of the escalation, which applies one memory saving."""
 
     @property
     def change(self) -> EngineChange:
-        """One of `ESCALATION_ORDER`."""
+        """Kind of the memory saving, a member of `ESCALATION_ORDER`."""
 
     def apply(self) -> bool:
-        """Make the change on this rank, with all ranks alike; return whether anything changed.
+        """Apply the memory saving on this rank; all ranks call it together.
 
-        Does not raise: what is not possible here is False.
+        Returns:
+            Whether anything changed. A memory saving that is not possible here returns False and
+            does not raise.
         """
 
 
 class EscalationPolicy:
-    """Escalations in `ESCALATION_ORDER`, each applied once in a run.
+    """Order of the memory savings; each step is applied once in a run.
 
     Attributes:
-        applied: The changes that had an effect, in order.
+        applied: Kinds of the memory savings that had an effect, in order.
     """
 
-    def __init__(self, escalations: Iterable[Escalation] = ()) -> None:
-        self._pending = sorted(escalations, key=lambda each: ESCALATION_ORDER.index(each.change))
+    def __init__(self, steps: Iterable[EscalationStep] = ()) -> None:
+        self._pending = sorted(steps, key=lambda each: ESCALATION_ORDER.index(each.change))
         self.applied: list[EngineChange] = []
 
     def apply_next(self, all_max: Callable[[int], int]) -> EngineChange | None:
-        """Apply the next escalation that changes anything on any rank; None if none is left.
+        """Apply the next memory saving that has an effect on any rank; None if none is left.
 
         Args:
             all_max: Returns the maximum of a value over all ranks.
         """
         while self._pending:
-            escalation = self._pending.pop(0)
-            if all_max(int(escalation.apply())):
-                self.applied.append(escalation.change)
-                return escalation.change
+            step = self._pending.pop(0)
+            if all_max(int(step.apply())):
+                self.applied.append(step.change)
+                return step.change
         return None

@@ -1,7 +1,7 @@
 """Replay of a window after an out-of-memory error, with less memory each time.
 
-All ranks call it alike. It knows no batches: an attempt is a callable that runs forward and
-backward of a window, split into a number of micro-batches, without the update.
+All ranks make the same calls. An attempt is a callable: it splits the window into a given number of
+micro-batches, and runs forward and backward without the update.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReplayResult(Generic[T]):
     """A window that succeeded.
 
     Attributes:
-        outcome: What the successful attempt returned.
+        outcome: Return value of the successful attempt.
         micro_batches: Into how many micro-batches it was split.
         replays: Failed attempts before it.
         lost_seconds: Time of those attempts, and of cleaning up after them.
@@ -66,17 +66,17 @@ class OomReplay:
     """Runs a window, and runs it again in smaller micro-batches where memory runs out.
 
     Args:
-        engine_source: The run's; a rebuild replaces its engine.
-        host_group: Between all ranks.
-        guard: Open, and on all ranks.
-        planner: How windows are split.
-        escalation: What to change when not even one sample fits.
-        memory: This rank's memory measurements; without them, sizes are halved.
+        engine_source: Source of the engine, which a rebuild replaces.
+        host_group: Group of all ranks, in which they agree on the next attempt.
+        guard: Guard of the collectives, open on all ranks.
+        planner: Planner of the micro-batches of each window.
+        escalation: Order of the memory savings that are applied when not even one sample fits.
+        memory: Source of this rank's memory measurements; without it, sizes are halved.
 
     Attributes:
-        planner: As given.
-        on_window_abort: Called on all ranks before a window is run again, to undo what its
-            forwards did to state of the script's own.
+        planner: Planner of the micro-batches of each window.
+        on_window_abort: Called on all ranks before a window is run again, to undo changes of its
+            forward passes to the script's own state.
         on_error: Called with each error of this rank that ended an attempt.
     """
 
@@ -103,13 +103,13 @@ class OomReplay:
         """Run a window's attempts until one succeeds on all ranks.
 
         Args:
-            share: What all ranks know of the window.
+            share: Each rank's share of the window.
             attempt: Runs the window, split into that many micro-batches, without the update.
             guard_requested: Whether any rank's memory is changed or low.
 
         Raises:
             PeerOutOfMemory: Another rank's memory does not hold even one sample.
-            RuntimeError: Nor does this rank's; the error of its own.
+            RuntimeError: This rank's memory does not hold even one sample; its own error.
         """
         self._guard.armed = self.planner.begin_window(share, guard_requested=guard_requested)
         rng = RngState.capture()
@@ -215,8 +215,7 @@ class OomReplay:
         """Agree on what is different in the next attempt.
 
         Raises:
-            RuntimeError: There is nothing left to give up: this rank's own error, or
-                PeerOutOfMemory.
+            RuntimeError: No memory saving is left: this rank's own error, or PeerOutOfMemory.
         """
         group = self._host_group
         largest = share.largest(count)[group.rank]
@@ -230,17 +229,17 @@ class OomReplay:
         what = f"out of memory on rank {ranks} with micro-batches of {failing}"
         if size:
             self.planner.on_out_of_memory(share, failing, size)
-            measure = f"micro-batches of {self.planner.limits.bound(share.length)}"
+            remedy = f"micro-batches of {self.planner.limits.bound(share.length)}"
         else:
             change = self._escalation.apply_next(group.all_max)
             if change is None:
                 applied = "; ".join(each.value for each in self._escalation.applied) or "nothing"
-                _give_up(own_error, f"{what}, with nothing left to give up (given up: {applied})")
+                _give_up(own_error, f"{what}, with no memory saving left (applied: {applied})")
             self.planner.invalidate()
-            measure = change.value
+            remedy = change.value
         self._guard.armed = True
         if group.rank == 0:
-            logger.warning("%s: the window is run again with %s", what, measure)
+            logger.warning("%s: the window is run again with %s", what, remedy)
 
     def _measured(self) -> MemoryMeasurements:
         if self._memory is None:

@@ -1,7 +1,7 @@
-"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded. Pure.
+"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded.
 
-All ranks go through the same states: sizes and lengths are agreed on between them beforehand. Only
-the memory measurements are a rank's own: each suggests a size by them, and the least is taken.
+Pure functions and data. The ranks agree on sizes and lengths first, so their plans are equal. Only
+the memory measurements differ: each rank suggests a size by its own, and the smallest is used.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ....metrics.thresholds import MEMORY_HEADROOM_LOW
+
 SAFETY_RATIO = 0.95  # of the limit: a prediction is never exact
 GROW_AFTER = 20  # clean windows of a length at its bound, before a larger one is tried
 UNBOUND = 2**62
 CLEAN_WINDOWS = 3
-LOW_HEADROOM_RATIO = 0.08  # of the limit
 
 ByBucket = Mapping[int, int]
 
@@ -91,8 +92,8 @@ class MicroBatchPlanner:
 class MicroBatchLimits:
     """Sizes of micro-batches that fit or fail, in samples, by sequence length.
 
-    A length stands for all of its bucket, up to the next power of two. A size that failed at one
-    length is assumed to fail at all longer ones; one that fitted, to fit at all shorter ones.
+    Lengths up to the next power of two share a bucket. A size that failed at one length is assumed
+    to fail at all longer ones. A size that fitted is assumed to fit at all shorter ones.
 
     Attributes:
         bounds: By bucket, the size to keep to.
@@ -215,7 +216,7 @@ def needs_guard(
         return True
     if headroom_bytes is None or not limit_bytes:
         return False
-    return headroom_bytes < LOW_HEADROOM_RATIO * limit_bytes
+    return headroom_bytes < MEMORY_HEADROOM_LOW * limit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

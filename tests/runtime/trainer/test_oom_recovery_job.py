@@ -90,7 +90,7 @@ def test_where_nothing_helps_each_rank_raises_and_the_run_is_intact(ends: Found,
     peer, own = (rank["gives up"][name] for rank in ends)
 
     assert peer["type"] == "PeerOutOfMemory"
-    assert "nothing left to give up" in peer["text"]
+    assert "no memory saving left" in peer["text"]
     assert own["type"] == "RuntimeError"
     assert "DefaultCPUAllocator" in own["text"]
     assert own["steps"] == peer["steps"] == 1

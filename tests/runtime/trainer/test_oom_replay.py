@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.escalation import FakeEscalation
+from fakes.escalation import FakeEscalationStep
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
@@ -179,7 +179,7 @@ def test_where_one_sample_does_not_fit_memory_savings_are_applied_in_order() -> 
             rank.fits = 8
             return change is ESCALATION_ORDER[2]
 
-        steps = [FakeEscalation(change, partial(apply, change)) for change in ESCALATION_ORDER]
+        steps = [FakeEscalationStep(change, partial(apply, change)) for change in ESCALATION_ORDER]
         rank.replay._escalation = EscalationPolicy(steps)
         rank.replay.run(share(2), rank.attempt)
         return rank.asked, applied
@@ -200,7 +200,7 @@ def test_with_no_memory_saving_left_each_rank_raises_its_own_error(
 
     assert type(peers) is PeerOutOfMemory
     assert "out of memory on rank 1 with micro-batches of 1" in str(peers)
-    assert "nothing left to give up" in str(peers)
+    assert "no memory saving left" in str(peers)
     assert (type(own), str(own)) == (RuntimeError, OUT)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes.escalation import FakeEscalation
+from fakes.escalation import FakeEscalationStep
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.sizing import (
@@ -219,8 +219,8 @@ def test_escalations_are_applied_in_order_and_skipped_if_they_change_nothing() -
     )
     called = []
 
-    def escalation(change: EngineChange, has_effect: bool) -> FakeEscalation:
-        return FakeEscalation(change, lambda: called.append(change) or has_effect)
+    def escalation(change: EngineChange, has_effect: bool) -> FakeEscalationStep:
+        return FakeEscalationStep(change, lambda: called.append(change) or has_effect)
 
     policy = EscalationPolicy(
         [escalation(rebuild, True), escalation(checkpointing, True), escalation(buckets, False)]
@@ -234,6 +234,6 @@ def test_escalations_are_applied_in_order_and_skipped_if_they_change_nothing() -
 
 
 def test_an_escalation_counts_as_applied_on_all_ranks_if_it_changed_one() -> None:
-    policy = EscalationPolicy([FakeEscalation(EngineChange.MINIMAL_BUCKETS, lambda: False)])
+    policy = EscalationPolicy([FakeEscalationStep(EngineChange.MINIMAL_BUCKETS, lambda: False)])
 
     assert policy.apply_next(lambda _: 1) is EngineChange.MINIMAL_BUCKETS

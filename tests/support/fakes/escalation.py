@@ -1,4 +1,4 @@
-"""An escalation whose effect is given."""
+"""Escalation step with a given effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
 
 
 @dataclass(frozen=True)
-class FakeEscalation:
+class FakeEscalationStep:
     change: EngineChange
     effect: Callable[[], bool]
 

@@ -1,4 +1,4 @@
-"""Runs out of memory with no smaller size left, and without votes; writes the outcome as JSON.
+"""Runs out of memory with no memory saving left, and without votes; writes the outcome as JSON.
 
 `recovery_ends.py FOLDER`, on two ranks; rank r writes FOLDER/rank-r.json.
 """
