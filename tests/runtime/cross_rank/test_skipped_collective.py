@@ -6,7 +6,7 @@ Three of many cases; `make bench ARGS=skipped` runs twenty.
 from __future__ import annotations
 
 import pytest
-from scripts.skipping import Trial
+from scripts.run_skip_job import Trial
 
 pytestmark = pytest.mark.jobs
 
