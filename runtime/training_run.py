@@ -36,7 +36,7 @@ class TrainingRun:
 
     Each call of `train_batch` makes one update from one global batch, however it is split into
     micro-batches. Where memory runs out, the batch is run again in smaller micro-batches. All ranks
-    must call all methods alike and in the same order.
+    must make the same calls in the same order.
 
     Args:
         model: A torch module; the same on all ranks.
@@ -52,7 +52,7 @@ class TrainingRun:
             weight ignored, so that all ranks run equally many.
         optimizer: A torch optimizer on the model's parameters, or a callable that takes parameters
             and returns one. By default that of the ds config.
-        lr_scheduler: As for `deepspeed.initialize`. By default that of the ds config.
+        lr_scheduler: An LR scheduler for `deepspeed.initialize`. By default that of the ds config.
         settings: Settings, nested as in zerowatch.toml.
         balance: Whether ranks get samples of `loader`'s batches in proportion to their measured
             speed, so that they end together. By default all get equally many.
@@ -212,7 +212,7 @@ class TrainingRun:
         """Return the mean loss of a batch over all ranks, without gradients, in evaluation mode.
 
         Args:
-            batch: As for `train_batch`.
+            batch: This rank's share of the batch, in the form that `train_batch` takes.
 
         Returns:
             The weighted mean loss, the same on all ranks; nan or inf where the loss is. Modules are
@@ -261,7 +261,7 @@ class TrainingRun:
         """Set the format of gradients on the wire from the next window on. Experimental.
 
         Args:
-            compression: As for the constructor; None for DeepSpeed's own reduction.
+            compression: Format, as in the constructor; None for DeepSpeed's own reduction.
             asynchronous: Whether ZeRO 1 and 2 continue with backward while gradients are reduced.
 
         Raises:
@@ -275,7 +275,7 @@ class TrainingRun:
         """Checkpoint activations from the next window on.
 
         Args:
-            which: As for the constructor; False turns it off.
+            which: Modules, as in the constructor; False checkpoints none.
 
         Raises:
             ZerowatchError: `which` selects no module. The previous choice stays.
@@ -305,7 +305,7 @@ class TrainingRun:
         `loader`'s data, the residuals of compression, and the counts of steps and samples.
 
         Args:
-            folder: Folder of this run's checkpoints alone, reached by all ranks.
+            folder: Folder that holds only this run's checkpoints, and that all ranks reach.
             client: The caller's own state: numbers, text, tensors, and lists and dicts of these.
             keep: How many checkpoints to leave, this one included.
 
@@ -325,7 +325,7 @@ class TrainingRun:
         A run restarted after a failure also loads what it had learned about memory before it.
 
         Args:
-            folder: As for `save`.
+            folder: Folder that was passed to `save`.
 
         Returns:
             What `save` was given as `client`; None also where no checkpoint was saved yet.
@@ -364,8 +364,9 @@ class _EngineFactory:
     """Factory of the run's engines: the first one, and its replacements.
 
     Args:
-        optimizer: The caller's, or a callable that takes parameters; None for the ds config's.
-        lr_scheduler: Likewise.
+        optimizer: The caller's optimizer, or a callable that takes parameters and returns one; None
+            for that of the ds config.
+        lr_scheduler: The caller's scheduler; None for that of the ds config.
     """
 
     def __init__(self, optimizer: Any, lr_scheduler: Any) -> None:

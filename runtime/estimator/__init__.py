@@ -1,1 +1,1 @@
-"""What a ds config will send and hold, before and while it runs."""
+"""Estimates of the traffic and memory of a ds config, before the run and during it."""

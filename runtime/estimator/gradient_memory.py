@@ -30,11 +30,11 @@ class GradientMemory:
         buffers: Buckets, during backward.
         transient: Messages and other copies while a bucket is reduced, at their maximum.
         in_step: Gradients and their copies in the optimizer's step, at their maximum.
-        in_forward: Present during forward, in the first micro-batch of a step.
-        accumulated: Additionally kept if a step has several micro-batches.
-        accumulated_in_forward: Additionally present in forward, from the second micro-batch on.
-        host: In CPU memory beside the optimizer, if the optimizer is offloaded.
-        host_accumulated: Additionally in CPU memory if a step has several micro-batches.
+        in_forward: Gradients present during forward, in the first micro-batch of a step.
+        accumulated: Additional gradients kept if a step has several micro-batches.
+        accumulated_in_forward: Additional gradients in forward, from the second micro-batch on.
+        host: Gradients in CPU memory, if the optimizer is offloaded.
+        host_accumulated: Additional gradients in CPU memory if a step has several micro-batches.
     """
 
     kept: int
@@ -50,7 +50,7 @@ class GradientMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSizes:
-    """What ZeRO divides, in elements.
+    """Elements that ZeRO partitions.
 
     Attributes:
         part: One rank's part, padding included.
@@ -100,7 +100,7 @@ def _stage_0(model: ModelShape, options: Options, sizes: PartitionSizes) -> Grad
 
 
 def _bf16_optimizer(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
-    """Plan unpartitioned fp32 gradients beside the model's own (fp32_groups_gradients_flat)."""
+    """Plan unpartitioned fp32 gradients in addition to the model's (fp32_groups_gradients_flat)."""
     accumulated, sent = (
         BYTES_OF[dtype] for dtype in (options.accumulation_dtype, options.communication_dtype)
     )

@@ -16,7 +16,7 @@ from .gradient_memory import PartitionSizes, gradient_memory, master_copy_width
 from .options import Options
 from .shapes import BYTES_OF, ModelShape
 
-# Tensors that an optimizer keeps per parameter beside the weights. Adam's are the default.
+# Tensors that an optimizer keeps per parameter in addition to the weights. Adam's are the default.
 _STATES = {
     "sgd": 0,
     "adagrad": 1,
@@ -41,15 +41,14 @@ class MemoryPlan:
     """Bytes of one rank, without activations.
 
     Attributes:
-        device_bytes: At the end of backward, by category: parameters, gathered (the most that
+        device_bytes: Bytes at the end of backward, by category: parameters, gathered (the most that
             ZeRO-3 has gathered at once, with the buffer of a gather), gradients, optimizer,
             comm_buffers (gradient buckets, messages, temporary copies).
-        step_bytes: On the device in the optimizer's step, beside parameters and optimizer:
-            gradients and their copies.
+        step_bytes: Gradients and their copies on the device in the optimizer's step.
         forward_bytes: Gradients and buffers that are present during forward.
-        resting_bytes: All that is on the device between steps.
-        host_bytes: In CPU memory, by offloading.
-        nvme_bytes: On disk, by offloading.
+        resting_bytes: All bytes on the device between steps.
+        host_bytes: Offloaded bytes in CPU memory.
+        nvme_bytes: Offloaded bytes on NVMe.
         accumulated_device_bytes: Additional bytes at the end of backward, if a step has several
             micro-batches.
         accumulated_forward_bytes: Additional bytes during forward, from the second micro-batch on.
@@ -68,7 +67,7 @@ class MemoryPlan:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes at the end of backward, beside parameters and optimizer."""
+        """Bytes at the end of backward, without parameters and optimizer."""
         return sum(self.device_bytes[category] for category in _BACKWARD_ONLY)
 
     @property
@@ -112,12 +111,12 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPartition:
-    """Elements that one rank holds of what ZeRO divides.
+    """Elements that one rank holds after ZeRO's partitioning.
 
     Attributes:
-        part: Its share of the trained parameters, padding included.
+        part: This rank's share of the trained parameters, padding included.
         whole: Trained parameters before partitioning.
-        frozen: What it keeps of the other parameters.
+        frozen: Elements that this rank keeps of the frozen parameters.
         gathered: The most that ZeRO-3 has gathered at once.
     """
 

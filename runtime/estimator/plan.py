@@ -131,7 +131,7 @@ def least_wire_bytes(
     Args:
         stage: ZeRO stage.
         gradient_bytes: All gradients, in the dtype in which they are sent.
-        parameter_bytes: All parameters that are sent, likewise.
+        parameter_bytes: All parameters that are sent, in the dtype in which they are sent.
         micro_batches: Micro-batches of one step on one rank.
         num_ranks: Data-parallel ranks.
     """

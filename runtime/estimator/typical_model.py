@@ -75,8 +75,8 @@ def typical_activations(model: ModelShape, options: Options, tokens: int) -> Act
     scaled_dot_product_attention does so where it can). That leaves 32 bytes, or 16 elements.
 
     Args:
-        model: Such a decoder.
-        options: Its dtype, and whether layers are recomputed.
+        model: A typical decoder.
+        options: Dtype of the model, and whether layers are recomputed.
         tokens: Length of a sample.
     """
     qkv_widths = [p.shape[1] for p in model.parameters if p.name.endswith(_QKV)]

@@ -161,7 +161,7 @@ class EngineVariant:
 
     Attributes:
         step: The number of its last step.
-        config: Its ds config, a new object after each change of a setting.
+        config: The engine's ds config, a new object after each change of a setting.
         patches: The patches of its methods.
     """
 

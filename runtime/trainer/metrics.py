@@ -13,7 +13,7 @@ RebuildOutcome = Literal["committed", "undone", "refused"]
 
 
 class TrainerMetrics:
-    """Publishes the metrics of a TrainingRun; every rank calls it alike.
+    """Publishes the metrics of a TrainingRun; every rank makes the same calls.
 
     What all ranks do together is published by rank 0 alone.
 

@@ -34,11 +34,11 @@ def no_notice() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAgreement:
-    """What the ranks agreed on at the start of a window.
+    """Agreement of the ranks at the start of a window.
 
     Attributes:
-        window: This rank's part.
-        share: What all ranks know of it.
+        window: This rank's part of the window.
+        share: Each rank's share of the batch.
         guard_requested: Whether any rank requests the guard.
         notices: Each rank's notice, in rank order, the same on all ranks; empty if none were sent.
     """
@@ -50,7 +50,7 @@ class WindowAgreement:
 
 
 class _RankShare(NamedTuple):
-    """What each rank sends of its share of the batch."""
+    """Message of each rank on its share of the batch."""
 
     is_unusable: bool
     samples: int
@@ -71,12 +71,12 @@ def open_window(
     """Exchange the sizes of all ranks' shares of the batch, and their notices.
 
     Args:
-        host_group: Of all ranks; every one must call this.
+        host_group: Group of all ranks; every rank must call this.
         batch: This rank's share of the global batch.
         micro_batch_samples: Samples that this rank's micro-batches are to hold at most.
-        exponent: The same on all ranks; see `Window`.
+        exponent: Exponent of the divisor of gradients, the same on all ranks; see `Window`.
         requests_guard: Whether this rank's memory is low.
-        notice: What the tuner sends along; on all ranks or on none.
+        notice: Notice of the tuner; given on all ranks or on none.
 
     Raises:
         BatchError: A rank's share cannot be trained on; raised on all ranks.

@@ -1,4 +1,4 @@
-"""What the demo prints: a line of figures every few steps, and tables at the end."""
+"""Output of the demo: a line of figures every few steps, and tables at the end."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _step_width(num_steps: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerOutcome:
-    """What the tuner did in a run.
+    """Activity of the tuner in a run.
 
     Attributes:
         decisions: Number of changes by outcome.
@@ -132,8 +132,8 @@ def summary_tables(
         num_ranks: Ranks of the job.
         causes: Seconds in which training waited for communication, by cause.
         run_log: Path of the step records; None if none were written.
-        tuner: What the tuner did.
-        advice: What to try next.
+        tuner: Activity of the tuner.
+        advice: Lines on what to try next.
     """
     return Group(
         _time_table(summary, num_ranks, causes),

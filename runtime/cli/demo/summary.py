@@ -23,8 +23,8 @@ class Summary:
 
     Attributes:
         num_steps: Number of steps.
-        training_seconds: Their time, without evaluation and checkpoints.
-        phase_seconds: The same by phase.
+        training_seconds: Time of the steps, without evaluation and checkpoints.
+        phase_seconds: Time of the steps by phase.
         comm_seconds: Time in which a collective was in progress.
         exposed_seconds: Time in which training waited for communication.
         collectives: Totals by operation, most wire bytes first.
@@ -33,7 +33,7 @@ class Summary:
         last_loss: Mean loss of the last steps.
         device: The GPU, or "cpu".
         peak_bytes: Peak memory of that device.
-        utilization_ratio: Its busy share; of all ranks if they share the device.
+        utilization_ratio: Busy share of the device; of all ranks if they share it.
     """
 
     num_steps: int
@@ -94,8 +94,8 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
     """Return two or three lines on what to try next, by the usual thresholds.
 
     Args:
-        summary: A whole run.
-        stage: Its ZeRO stage.
+        summary: Summary of a whole run.
+        stage: ZeRO stage of the run.
     """
     findings = [
         line

@@ -1,1 +1,1 @@
-"""The command `estimate`."""
+"""The command `zerowatch estimate`: options, inputs and report."""

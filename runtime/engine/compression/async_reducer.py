@@ -60,9 +60,9 @@ class AsyncBucketReducer:
         """Replace the optimizer's own reduction.
 
         Args:
-            optimizer: DeepSpeed's, of ZeRO 1 or 2.
-            patches: Of that optimizer.
-            index: Updated before each launch.
+            optimizer: DeepSpeed's optimizer of ZeRO 1 or 2.
+            patches: Patches of the methods of that optimizer.
+            index: Index of gradients, updated before each launch.
         """
         self.is_launching = False
         self._optimizer = optimizer

@@ -20,7 +20,7 @@ class GradientSpan(NamedTuple):
     """Contiguous part of one parameter's gradient.
 
     Attributes:
-        name: Of the parameter.
+        name: Name of the parameter.
         size: Number of values of the whole gradient.
         start: Index of the first value.
         length: Number of values.
@@ -96,7 +96,7 @@ class BucketCompressor:
         Args:
             gradients: Parts of gradients.
             spans: For each of them the parameters it belongs to.
-            divisor: What turns their sum over the ranks into an average.
+            divisor: Divisor that turns their sum over the ranks into an average.
         """
         total = sum(gradient.numel() for gradient in gradients)
         values = torch.empty(total, dtype=torch.float32, device=gradients[0].device)

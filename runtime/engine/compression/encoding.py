@@ -23,7 +23,7 @@ class Format:
 
     Attributes:
         dtype: Type of one encoded value.
-        max_code: What the largest value of a block is scaled to; 0 leaves values unscaled.
+        max_code: Code to which the largest value of a block is scaled; 0 leaves values unscaled.
         feedback: Whether the error is large enough to need error feedback by default.
     """
 

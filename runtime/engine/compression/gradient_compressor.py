@@ -44,7 +44,7 @@ class ReductionPatch(Protocol):
 class GradientCompressor:
     """Compresses gradients as the ranks sum them, with error feedback.
 
-    Used on every rank alike, between two windows. Only gradients change: not weights, norms or
+    All ranks make the same calls, between two windows. Only gradients change: not weights, norms or
     overflow flags. Residuals, the errors yet to be sent, belong to a window until it is committed.
 
     Args:

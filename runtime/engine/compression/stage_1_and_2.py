@@ -210,9 +210,9 @@ class Slice:
 
     Attributes:
         source: This rank's gradient.
-        target: Where the sum is written.
+        target: Tensor to which the sum is written.
         owner: Rank of the group that needs the sum; None if all do.
-        output: What the sum is added to besides, if DeepSpeed accumulates in another dtype.
+        output: Tensor to which the sum is also added, if DeepSpeed accumulates in another dtype.
     """
 
     source: torch.Tensor
@@ -223,13 +223,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """What to reduce, and how.
+    """Request to reduce one bucket.
 
     Attributes:
         slices: Parts of the bucket.
-        group: The process group.
-        dtype: What sums are rounded to: DeepSpeed's communication_data_type.
-        divisor: What turns the sum into an average; 1 if gradients were divided before.
+        group: Process group of the reduction.
+        dtype: Dtype to which sums are rounded: DeepSpeed's communication_data_type.
+        divisor: Divisor that turns the sum into an average; 1 if gradients were divided before.
         root: The only rank that DeepSpeed itself would reduce to; None for all ranks.
     """
 

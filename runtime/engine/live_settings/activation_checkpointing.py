@@ -59,7 +59,7 @@ class ActivationCheckpointing:
         return None
 
     def attach(self, engine: Any) -> Undo:
-        """Switch it on, on all ranks alike, and return the undo.
+        """Checkpoint activations and return the undo; all ranks must call it.
 
         The undo restores the original forward methods and flags.
 

@@ -13,7 +13,7 @@ SettingValue = int | bool
 
 
 class LiveSetting(ABC):
-    """One setting of a live engine, set alike on every rank between `step()` and the next forward.
+    """One setting of a live engine; all ranks set it between `step()` and the next forward.
 
     Attributes:
         name: The key in the ds config, without its `stage3_` prefix.

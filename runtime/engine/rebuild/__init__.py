@@ -1,1 +1,1 @@
-"""Another engine in this process: same model, same ranks, same training, other ds config."""
+"""Rebuild of an engine in its process: another ds config, with the same model, ranks and state."""

@@ -50,8 +50,8 @@ def unsupported_reason(engine: Any, old: Mapping[str, Any], new: Mapping[str, An
 
     Args:
         engine: The running engine.
-        old: Its ds config.
-        new: The requested one.
+        old: The engine's ds config.
+        new: The requested ds config.
     """
     for problems in (
         _engine_problems(engine),

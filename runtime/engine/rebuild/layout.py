@@ -16,8 +16,8 @@ class ParamSlice:
     """Contiguous part of one flattened parameter.
 
     Attributes:
-        name: Of the parameter.
-        start: Its first element.
+        name: Name of the parameter.
+        start: Index of its first element in the parameter.
         length: Number of elements.
         offset: Index of the first element in the tensor that holds it.
     """
@@ -34,9 +34,9 @@ class OptimizerTensor:
 
     Attributes:
         state: The optimizer's whole state, in which this tensor is a key.
-        group: Index of its parameter group.
+        group: Index of the parameter group.
         members: Names of the parameters that share it, over all ranks.
-        pieces: The parts of them on this rank.
+        pieces: Parts of these parameters on this rank.
         replicated: Whether it is equal on all ranks.
     """
 

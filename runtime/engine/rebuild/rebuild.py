@@ -61,7 +61,7 @@ def rebuild(
         config: The new ds config. Precision, optimizer and scheduler must be those of the old one.
         make_engine: Calls deepspeed.initialize as for the first engine, with the given module and
             ds config.
-        host_group: Of all ranks.
+        host_group: Group of all ranks.
 
     Raises:
         RebuildError: The rebuild is not supported; nothing has changed.

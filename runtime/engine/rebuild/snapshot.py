@@ -1,4 +1,4 @@
-"""Snapshot of an engine's training state on the host: of each parameter this rank's part only."""
+"""Snapshot of an engine's training state on the host: this rank's part of each parameter."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class TrainingStateSnapshot:
     """Training state that a new engine needs to continue.
 
     Attributes:
-        options: Of the optimizer's parameter groups, such as learning rates.
-        members: Parameter names of these groups.
+        options: Options of each parameter group of the optimizer, such as its learning rate.
+        members: Names of the parameters of each group.
         optimizer: Class of the base optimizer.
     """
 

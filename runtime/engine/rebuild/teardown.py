@@ -109,7 +109,7 @@ def _clear(engine: Any, optimizer: Any) -> None:
 
 
 def release_tensors(base: Any) -> None:
-    """Drop the tensors of a torch optimizer; any other object is left alone."""
+    """Drop the tensors of a torch optimizer; leave any other object unchanged."""
     if isinstance(base, torch.optim.Optimizer):
         base.state.clear()
         for group in base.param_groups:

@@ -31,9 +31,9 @@ def load_checkpoint(
     the engine's own ds config. The rest is returned.
 
     Args:
-        folder: As for `save_checkpoint`.
+        folder: Folder that was passed to `save_checkpoint`.
         engine: A DeepSpeed engine of the same ds config, on as many ranks.
-        host_group: Of all ranks.
+        host_group: Group of all ranks.
 
     Returns:
         This rank's state; None where no checkpoint was saved yet.
@@ -63,8 +63,8 @@ def saved_config(folder: str | Path, host_group: HostCollectives) -> Mapping[str
     """Return the ds config that `load_checkpoint` needs, if the engine was rebuilt before the save.
 
     Args:
-        folder: As for `save_checkpoint`.
-        host_group: Of all ranks.
+        folder: Folder that was passed to `save_checkpoint`.
+        host_group: Group of all ranks.
 
     Returns:
         The ds config of the last checkpoint; None where it is the caller's, or where no checkpoint
@@ -88,7 +88,7 @@ def _agreed_name(checkpoints: CheckpointFolder, host_group: HostCollectives) -> 
     A crash may leave nodes with local disks one checkpoint apart; then it is the earlier one.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: No checkpoint is on all ranks.
     """
     serial = 0
     with raise_on_all_ranks(host_group, f"load from {checkpoints.path}", NOTHING_LOADED):

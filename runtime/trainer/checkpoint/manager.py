@@ -30,9 +30,9 @@ class CheckpointManager:
 
     Args:
         engine_holder: Holder of the engine.
-        window_runner: Of the run.
-        data: Of the run.
-        host_group: Of all ranks.
+        window_runner: Runner of the windows, whose plan and counts are saved.
+        data: Data of the run, whose position is saved.
+        host_group: Group of all ranks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CheckpointManager:
         window_runner.on_fatal_oom.append(self._record_failure)
 
     def save(self, folder: str | Path, client: Any, keep: int) -> Path:
-        """See `TrainingRun.save`."""
+        """Save a checkpoint; see `TrainingRun.save`."""
         holder, runner = self._engine_holder, self._window_runner
         state = RunState(
             steps=runner.steps,

@@ -22,7 +22,7 @@ class EngineInfo:
         world_size: Number of ranks.
         data_parallel_size: Ranks over which the optimizer's state is sharded.
         optimizer: Types of DeepSpeed's optimizer and of the one that it wraps.
-        dtypes: Of the model and of accumulated gradients.
+        dtypes: Dtypes of the model and of accumulated gradients.
         parameters: Full shape of each parameter, by its name.
     """
 

@@ -1,7 +1,7 @@
 """`plan.json` of a run folder: what a restart must know before it trains, however the run ended.
 
-Checkpoints are saved now and then. The plan changes when memory ran out, and that is when a process
-may die. So each change is written at once, and a process that runs out for good adds the failure.
+Checkpoints are rare. The plan changes when memory runs out, which is when a process may die. So
+each change is written at once, and a process that an out-of-memory error ends adds the failure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PersistedPlan:
         steps: Windows committed when the plan was written.
         plan: How windows are split; integer keys are read back as integers.
         config: The ds config in use, if the engine was rebuilt.
-        failures: Those since the plan was written; not accounted for in it.
+        failures: Failures since the plan was written, which it does not account for.
     """
 
     steps: int = 0
@@ -77,7 +77,7 @@ class PlanFile:
         Plans that are written from now on are assumed to account for those failures.
 
         Args:
-            host_group: Of all ranks; every one must call this.
+            host_group: Group of all ranks; every rank must call this.
         """
         own = self._read()
         texts = host_group.all_gather_text("" if own is None else _to_text(own))

@@ -1,4 +1,4 @@
-"""State of a run besides its engine: plain data of one rank, in a file of its own.
+"""State of a run except its engine: plain data of one rank, in a file of its own.
 
 Numbers, text, tensors and arrays, in dicts, lists and tuples; no objects. A saved object would have
 to be unpickled, which runs code and breaks with the code's next version.
@@ -27,20 +27,20 @@ _NUMERIC = "biuf"
 class RunState:
     """State of a run between two windows, except weights, optimizer and schedule of the engine.
 
-    The names are those in the file.
+    The attributes' names are the keys in the file.
 
     Attributes:
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
         config: The ds config in use; not the caller's after an engine was rebuilt.
         rebuilt: Whether the engine was rebuilt.
-        micro_batch_plan: Samples per micro-batch, the failing sizes by length, and whatever else
-            decides how the next window is split.
+        micro_batch_plan: Samples per micro-batch, the failing sizes by length, and all other state
+            that decides how the next window is split.
         weight_exponent: The power of two over which gradients are accumulated.
         rng: Python's, numpy's and torch's generators of this rank.
         data: This rank's position in its data: a loader's `state_dict()`.
         codec: Residuals of gradient compression on this rank.
-        client: The caller's own.
+        client: The caller's own state.
     """
 
     steps: int
@@ -131,7 +131,7 @@ def to_serializable(node: Any, path: str) -> Any:
 
     Args:
         node: A tree.
-        path: Its name, for the error.
+        path: Name of the tree, for the error.
 
     Raises:
         CheckpointError: It holds an object that is not plain data.

@@ -35,13 +35,13 @@ def save_checkpoint(
 ) -> Path:
     """Save a run between two windows, and return the checkpoint's folder; all ranks must call it.
 
-    Killed at any moment, it leaves this checkpoint complete, or the previous one as it was.
+    A kill at any moment leaves either this checkpoint complete or the previous one unchanged.
 
     Args:
-        folder: Folder of this run's checkpoints alone.
+        folder: Folder that holds only this run's checkpoints.
         engine: A DeepSpeed engine, without the gradients of an open window.
-        host_group: Of all ranks.
-        state: The rest of the run, of this rank.
+        host_group: Group of all ranks.
+        state: This rank's state of the run, except the engine.
         keep: How many checkpoints to leave, this one included; at least 1.
 
     Raises:

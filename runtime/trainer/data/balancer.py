@@ -28,8 +28,8 @@ class EndedWindow:
     """A window that was committed.
 
     Attributes:
-        index: Index of its batch in the order of the data.
-        step: Its number, as in `BusyTime.add_blocked`.
+        index: Index of the window's batch in the order of the data.
+        step: Number of the window's step, as in `BusyTime.add_blocked`.
         num_samples: Samples of this rank.
         passes_seconds: Wall time of its forward and backward passes on this rank; None if not
             representative, as after a replay.
@@ -94,7 +94,7 @@ class Balancer:
         """Return to even shares, from the first batch that no rank has started to load."""
         self.reset_times()
         even = even_shares(self.schedule.num_samples, self.schedule.num_ranks)
-        if self.schedule.latest == even:  # on all ranks alike
+        if self.schedule.latest == even:  # the same on all ranks
             return None
         self.schedule.change(
             int(self._host_group.all_gather([self.schedule.next_index]).max()), even

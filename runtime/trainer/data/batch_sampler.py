@@ -15,13 +15,13 @@ MAX_RESIZES = 64
 
 
 class BatchStart(NamedTuple):
-    """Start of a batch.
+    """Position at which a batch starts.
 
     Attributes:
-        batch: Its index over all epochs.
-        epoch: Its epoch.
-        first: Number of samples of the epoch before it.
-        samples: Its size.
+        batch: Index of the batch over all epochs.
+        epoch: Index of the epoch.
+        first: Number of samples of the epoch before the batch.
+        samples: Number of samples of the batch.
     """
 
     batch: int

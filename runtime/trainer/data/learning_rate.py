@@ -1,8 +1,9 @@
 """Learning rate that is scaled with the size of the batch, during each update only.
 
-Linear for SGD: Goyal et al. 2017, "Accurate, Large Minibatch SGD". By the square root for Adam and
-its variants: Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms";
-their changes of betas and epsilon are left out. Schedulers and checkpoints see the unscaled rate.
+For SGD the rule is linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". For Adam and its
+variants it is the square root: Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
+Gradient Algorithms"; its changes of betas and epsilon are left out. Schedulers and checkpoints see
+the unscaled rate.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def scaling_exponent(optimizer: Any) -> float | None:
     """Return the power of the batch size that the learning rate scales with; None if unknown.
 
     Args:
-        optimizer: The one that makes the update, below DeepSpeed's wrapper.
+        optimizer: The base optimizer, below DeepSpeed's wrapper.
     """
     name = type(optimizer).__name__.lower()
     if any(one in name for one in _LINEAR):

@@ -47,11 +47,11 @@ def resumable_loader(
     """Return a loader of this rank's share of each global batch, based on torchdata's loader.
 
     Args:
-        dataset: With `__len__` and `__getitem__`; or an IterableDataset, see `StreamLoader`.
+        dataset: Dataset with `__len__` and `__getitem__`, or an IterableDataset (`StreamLoader`).
         batch_samples: Samples of a global batch, over all ranks.
         rank: Index of this rank among those that share the data.
         world_size: Number of these ranks.
-        seed: Of the order, 0 or larger; the same on all ranks.
+        seed: Seed of the order of samples, 0 or larger; the same on all ranks.
         shuffle: Whether each epoch is shuffled; by default yes.
         drop_last: Whether an incomplete batch at the end of an epoch is dropped; otherwise it is
             smaller, with at least one sample per rank.
@@ -141,7 +141,7 @@ class ResumableLoader:
         return max(self.position, self._sampler.next_index)
 
     def resize(self, from_index: int, batch_samples: int) -> None:
-        """Change the batch size from a batch on that no rank has made yet, on all ranks alike.
+        """Change the batch size from a batch that no rank has made yet; all ranks must call it.
 
         Raises:
             ValueError: This rank has made it, or there are fewer samples.

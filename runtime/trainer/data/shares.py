@@ -133,7 +133,7 @@ class ShareSchedule:
         """Load saved changes; those of another number of ranks or another batch size are ignored.
 
         Returns:
-            Whether they were loaded.
+            Whether the changes were loaded.
         """
         changes = [(int(index), tuple(map(int, shares))) for index, shares in state["changes"]]
         try:

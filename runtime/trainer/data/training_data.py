@@ -26,17 +26,17 @@ class TrainingData:
     """Loader of a run, with balanced shares, and the position of both.
 
     Args:
-        host_group: Of the run.
-        engine_holder: Holds the engine; its watch reports how long collectives blocked training.
+        host_group: Group of all ranks.
+        engine_holder: Holder of the engine, whose watch reports how long collectives blocked.
         balance: Whether shares follow the speeds of the ranks at first; otherwise they are even.
 
     Attributes:
         balances: Whether shares follow the speeds of the ranks.
         batch_samples: Samples of a batch over all ranks; 0 without a loader.
 
-    Both may be set between two windows, on all ranks alike. The ranks agree on the first batch they
-    apply to at the end of the next window: before that, another rank may still fail, and the change
-    may be undone.
+    All ranks may set both between two windows, to the same values. At the end of the next window
+    they agree on the first batch that a change applies to. Before that another rank may fail, and
+    the change may be undone.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainingData:
         """Add a committed window to the measurements, and apply pending changes.
 
         Args:
-            step: Its number in the engine.
+            step: Number of the window's step in the engine.
             num_samples: Samples of this rank.
             seconds: Wall time of its forward and backward passes, without votes; None if not
                 representative.
@@ -171,7 +171,7 @@ class TrainingData:
     def _resize(self, loader: ResumableLoader) -> None:
         """Apply a requested batch size, from the first batch that no rank has made.
 
-        Shares stay in proportion.
+        The shares keep their proportions.
         """
         if loader.batch_samples == self.batch_samples:
             return

@@ -25,7 +25,7 @@ from .oom_capture import PeerOutOfMemory
 
 _OK, _OUT_OF_MEMORY = 0, 1
 _ABORTED = "this window is aborted, as a rank ran out of memory"
-_WORKSPACE_COPIES = 2  # a copy of the tensor itself, and the segments of gloo's ring beside it
+_WORKSPACE_COPIES = 2  # a copy of the tensor, and the segments of gloo's ring
 
 
 class _GuardedCall(threading.local):
@@ -39,7 +39,7 @@ class CollectiveGuard:
 
     Attributes:
         armed: Whether each collective within a window is voted on. Change it between windows only,
-            on all ranks alike.
+            on all ranks.
         vote_seconds: Time of all votes so far, waiting for the slowest rank included.
     """
 

@@ -62,7 +62,7 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
     While a window is aborted, one more collective may be called, and raises PeerOutOfMemory over
     this rank's own error. Likewise any error may be raised over a PeerOutOfMemory.
     """
-    if not isinstance(error, Exception):  # an interrupt is obeyed
+    if not isinstance(error, Exception):  # an interrupt propagates
         return None, None
     if is_caused_by_oom(error):
         return OomOrigin.OWN, error

@@ -67,7 +67,7 @@ def _create_torch_state(optimizer: Any, group: dict[str, Any], parameter: torch.
     """Call the optimizer's own method, which creates state for parameters with a gradient."""
     lists: list[list[Any]] = [[] for _ in inspect.signature(optimizer._init_group).parameters][1:]
     gradient = parameter.grad
-    # One element that stands for all: a gradient of full size might not fit beside the state.
+    # One expanded element: a gradient of full size might not fit in addition to the state.
     parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(
         parameter
     )

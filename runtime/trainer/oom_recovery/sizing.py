@@ -23,7 +23,7 @@ ByBucket = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShares:
-    """What all ranks know of a window's batch.
+    """Each rank's share of a window's batch, known to all ranks.
 
     Attributes:
         samples: Samples of each rank's share.
@@ -96,10 +96,10 @@ class MicroBatchLimits:
     to fail at all longer ones. A size that fitted is assumed to fit at all shorter ones.
 
     Attributes:
-        bounds: By bucket, the size to keep to.
-        failing: By bucket, the smallest size that ran out of memory.
-        proven: By bucket, the largest size that succeeded.
-        clean: By bucket, successful windows in a row at the bound.
+        bounds: Maximum size to use, by bucket.
+        failing: Smallest size that ran out of memory, by bucket.
+        proven: Largest size that succeeded, by bucket.
+        clean: Consecutive successful windows at the bound, by bucket.
     """
 
     bounds: ByBucket = field(default_factory=dict)
@@ -210,7 +210,7 @@ def needs_guard(
     Args:
         is_changed: Whether memory use was changed since the last window.
         headroom_bytes: Limit less the predicted next peak; None while it is unknown.
-        limit_bytes: What the process, or torch on the device, may use; None without a limit.
+        limit_bytes: Limit of the process, or of torch on the device; None without a limit.
     """
     if is_changed:
         return True
@@ -224,9 +224,9 @@ class PeakSample:
     """Peak memory of one step.
 
     Attributes:
-        samples: Samples of its largest micro-batch.
+        samples: Samples of the step's largest micro-batch.
         length: Sequence length of that micro-batch.
-        peak_bytes: Highest use.
+        peak_bytes: Highest memory use in the step.
     """
 
     samples: int

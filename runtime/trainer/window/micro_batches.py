@@ -111,8 +111,8 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
 
     Args:
         engine: A DeepSpeed engine with `managed_gradient_accumulation` off.
-        loss: The caller's.
-        window: What to train on.
+        loss: The caller's loss function.
+        window: The window to train on.
         sizes: Samples of each micro-batch; they add up to the window's.
     """
     losses = _LossAccumulator()
