@@ -1,4 +1,4 @@
-"""The dashboards, in the order in which one would look at them."""
+"""All dashboards, in reading order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does communication cost, and why?"""
+"""The dashboard Communication: its cost and causes, stragglers and links."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ AT_A_GLANCE = sized(
     6,
     5,
     Stat(
-        title="Training waits",
-        description="Share of training time in which nothing but communication went on. Under 20 "
-        "% there is little to win.",
+        title="Exposed communication",
+        description=(
+            f"Share of training time spent only on communication. Below {COMM_RATIO_HIGH:.0%} "
+            "there is little to gain."
+        ),
         queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
         unit=RATIO,
         thresholds=above(COMM_RATIO_HIGH / 2, COMM_RATIO_HIGH),
         decimals=1,
     ),
     Stat(
-        title="Hidden behind computing",
-        description="Share of communication that training does not wait for. More is better; "
-        "`overlap_comm` and larger buckets raise it.",
+        title="Overlapped communication",
+        description="Share of communication that overlaps with computation, so that training does "
+        "not wait for it. Higher is better; `overlap_comm` and larger buckets raise it.",
         queries=(
             Query(
                 f"clamp_min(1 - {by('sum', of_run(communication.EXPOSED_RATIO))}"
@@ -57,9 +59,9 @@ AT_A_GLANCE = sized(
         decimals=0,
     ),
     Stat(
-        title="Sent over the least needed",
-        description="Bytes of a step over the least that this ZeRO stage needs. 1 is perfect; "
-        "`zerowatch estimate` names the setting that costs the rest.",
+        title="Volume over the minimum",
+        description="Bytes sent in a step over the minimum that this ZeRO stage needs. 1 is ideal; "
+        "`zerowatch estimate` names the setting that causes the excess.",
         queries=(Query(of_run(communication.VOLUME_RATIO), "ratio"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -67,9 +69,9 @@ AT_A_GLANCE = sized(
         empty="no plan for this run",
     ),
     Stat(
-        title="Link, of its best",
-        description="Bandwidth now over the best this link kept up, of the worst rank. Low: the "
-        "network is shared, throttled or failing over.",
+        title="Link bandwidth over its best",
+        description="Current bandwidth of the worst rank over the best that this link sustained. A "
+        "low value means that the network is shared, throttled or failing over.",
         queries=(Query(by("min", of_ranks(communication.LINK_BANDWIDTH_RATIO)), "of best"),),
         unit=RATIO,
         thresholds=below(LINK_BANDWIDTH_LOW * 1.5, LINK_BANDWIDTH_LOW),
@@ -79,9 +81,10 @@ AT_A_GLANCE = sized(
 
 COST = (
     TimeSeries(
-        title="Communication, share of training time",
-        description="**Exposed** is what training waits for; **all** also counts what goes on "
-        "behind computing. If both means of exposed are above the line, an alert fires.",
+        title="Communication share of training time",
+        description="**Exposed** is the part that training waits for. **all** also counts "
+        "communication that overlaps with computation. An alert fires if both exposed means are "
+        "above the line.",
         queries=(
             Query(of_run(communication.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(communication.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
@@ -92,10 +95,11 @@ COST = (
         thresholds=above(COMM_RATIO_HIGH),
     ),
     TimeSeries(
-        title="Why training waits",
-        description="Exposed time by cause. **imbalance**: a slow rank, see below. **latency**: "
-        "too many small calls, enlarge buckets. **redundancy**: more is sent than needed, see "
-        "`zerowatch estimate`. **bandwidth**: the link itself; compress, accumulate or overlap.",
+        title="Causes of exposed communication",
+        description="Exposed time by cause. **imbalance**: a rank is slow, see below. **latency**: "
+        "there are too many small calls; enlarge buckets. **redundancy**: more is sent than "
+        "needed; see `zerowatch estimate`. **bandwidth**: the link is the limit; compress, "
+        "accumulate or overlap.",
         queries=(Query(of_run(communication.CAUSE_RATIO), "{{cause}}"),),
         unit=RATIO,
         minimum=0,
@@ -106,9 +110,9 @@ COST = (
 
 WAITS = (
     TimeSeries(
-        title="Waiting for a later rank: who waits least",
-        description="Share of training time spent waiting inside collectives, of the ranks that "
-        "wait **least**: the one at the bottom is who the others wait for.",
+        title="Ranks that wait least",
+        description="Share of training time spent waiting inside collectives, for the ranks that "
+        "wait **least**. The other ranks wait for the rank at the bottom.",
         queries=(
             Query(worst(communication.WAIT_RATIO_BY_RANK, lowest=True), "rank {{rank}}"),
             Query(by("max", of_ranks(communication.WAIT_RATIO_BY_RANK)), "longest of all"),
@@ -118,8 +122,8 @@ WAITS = (
     ),
     TimeSeries(
         title="Exposed communication of the worst ranks",
-        description="If a few ranks stand out, look at their node and its links; if all are "
-        "alike, the cause is common.",
+        description="If a few ranks stand out, check their nodes and links. If all ranks are "
+        "alike, they share the cause.",
         queries=(Query(worst(communication.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -127,8 +131,8 @@ WAITS = (
     ),
     TimeSeries(
         title="Straggler score of the worst ranks",
-        description="By how much of a step a rank is slower than the median rank, blocked "
-        "communication left out. Above the line twice in a row, the log names the rank.",
+        description="How far a rank is behind the median rank, as a share of a step, without "
+        "blocked communication. The log names a rank that is above the line twice in a row.",
         queries=(
             Query(worst(communication.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),
         ),
@@ -139,8 +143,8 @@ WAITS = (
     ),
     Table(
         title="Stragglers now",
-        description="The phase shows where to look: **data** at the loader and the disk, "
-        "**forward** and **backward** at the device, its clock and who else uses it.",
+        description="The phase shows where to look. **data**: the loader and the disk. **forward** "
+        "and **backward**: the device, its clock and other processes on it.",
         labels={"rank": "Rank", "phase": "Phase"},
         columns=(
             Column(
@@ -164,17 +168,20 @@ TRUST = (
         7,
         Stat(
             title="Coverage",
-            description="Collectives recorded over those that happened. Under 99 % the figures on "
-            "this dashboard miss some: collectives issued from C++ are not seen.",
+            description=(
+                f"Recorded collectives over all collectives. Below {COMM_COVERAGE_LOW:.0%} the "
+                "figures on this dashboard are incomplete. zerowatch does not see collectives that "
+                "C++ code issues."
+            ),
             queries=(Query(of_run(communication.COVERAGE), "coverage"),),
             unit=RATIO,
             thresholds=below(COMM_COVERAGE_LOW),
             decimals=1,
         ),
         Stat(
-            title="Sequences that differ",
-            description="Times that ranks were seen to issue different collectives, since the "
-            "start. Any is a bug in the script that ends in a hang: the log names rank and call.",
+            title="Collective mismatches",
+            description="How often ranks issued different collectives, since the start. A mismatch "
+            "is a bug in the script that ends in a hang. The log names the rank and the call.",
             queries=(Query(total(comm.COLLECTIVE_MISMATCHES), "mismatches", shape="now"),),
             unit=PLAIN,
             thresholds=ANY_IS_BAD,
@@ -182,8 +189,8 @@ TRUST = (
         ),
         Stat(
             title="Hangs",
-            description="Times a rank made no progress, since the start. hang-rank-*.txt in the "
-            "run folder says where it stood.",
+            description="How often a rank made no progress, since the start. hang-rank-*.txt in "
+            "the run folder shows where it hung.",
             queries=(Query(total(comm.HANGS), "hangs", shape="now"),),
             unit=PLAIN,
             thresholds=ANY_IS_BAD,
@@ -191,8 +198,8 @@ TRUST = (
         ),
     ),
     TimeSeries(
-        title="Exposed, by group of ranks",
-        description="Which kind of parallelism training waits for: dp data, tp tensor, pp "
+        title="Exposed communication by group",
+        description="The kind of parallelism that training waits for: dp data, tp tensor, pp "
         "pipeline, ep expert, sp sequence.",
         queries=(Query(of_run(communication.EXPOSED_RATIO_BY_GROUP), "{{group}}"),),
         unit=RATIO,
@@ -206,13 +213,13 @@ TRUST = (
 DASHBOARD = Dashboard(
     name="communication",
     title="Communication",
-    description="What does communication cost, why, and who is late?",
+    description="What does communication cost, why, and which ranks are late?",
     rows=(
         Row("At a glance", AT_A_GLANCE),
         Row("Cost and cause", COST),
-        Row("Ranks that wait, and whom they wait for", WAITS),
+        Row("Waiting ranks and stragglers", WAITS),
         Row("The link", LINK),
         Row("Pattern and volume", PATTERN),
-        Row("Groups, and what went wrong", TRUST),
+        Row("Groups and faults", TRUST),
     ),
 )

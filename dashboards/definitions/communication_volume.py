@@ -1,4 +1,4 @@
-"""Of the dashboard Communication the rows on the link, and on what is sent over it."""
+"""The rows of the dashboard Communication on the link, and on the volume sent over it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LINK = (
         8,
         TimeSeries(
             title="Bandwidth by operation",
-            description="Bytes on the wire over transfer time of recent collectives, of the "
-            "slowest rank. Compare with what the link should do: 10 Gbit/s are 1.16 GiB/s.",
+            description="Wire bytes over transfer time of recent collectives, for the slowest "
+            "rank. Compare it with the link's rated bandwidth: 10 Gbit/s are 1.16 GiB/s.",
             queries=(Query(of_run(communication.BUS_BANDWIDTH), "{{op}} {{group}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
@@ -37,7 +37,7 @@ LINK = (
         TimeSeries(
             title="Bandwidth of the link",
             description="Estimated from collectives of several sizes: the slowest rank now, and "
-            "the best that any kept up. A gap that opens is a link that got worse.",
+            "the best that any rank sustained. A growing gap means that the link became slower.",
             queries=(
                 Query(of_run(communication.LINK_BANDWIDTH), "{{group}} now"),
                 Query(of_run(communication.LINK_BEST_BANDWIDTH), "{{group}} best"),
@@ -47,17 +47,17 @@ LINK = (
         ),
         TimeSeries(
             title="Latency of the link",
-            description="What a call costs however small it is, of the slowest rank. Times the "
-            "calls of a step it is the time that larger buckets can win.",
+            description="Cost of a call regardless of its size, for the slowest rank. Multiplied "
+            "by the calls of a step, it is the time that larger buckets can save.",
             queries=(Query(of_run(communication.LINK_LATENCY), "{{group}}"),),
             unit=SECONDS,
             minimum=0,
         ),
     ),
     TimeSeries(
-        title="Links furthest under their best",
-        description="Bandwidth over the best of the same rank and group. Under the line: look at "
-        "that node's network and at who shares it.",
+        title="Links furthest below their best",
+        description="Bandwidth over the best of the same rank and group. Below the line, check "
+        "that node's network and who shares it.",
         queries=(
             Query(
                 worst(communication.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),
@@ -69,8 +69,8 @@ LINK = (
         thresholds=below(LINK_BANDWIDTH_LOW),
     ),
     TimeSeries(
-        title="How long a collective takes, 95th percentile",
-        description="From issue to completion, waiting included, over all ranks. The buckets are "
+        title="Collective duration, 95th percentile",
+        description="From issue to completion, including waiting, over all ranks. The buckets are "
         "wide: read it as an order of magnitude.",
         queries=(Query(quantile(0.95, communication.COLLECTIVE_BUCKETS, "op"), "{{op}}"),),
         unit=SECONDS,
@@ -84,9 +84,9 @@ PATTERN = (
         8,
         BarGauge(
             title="Collectives in a step, by operation",
-            description="Calls of one rank in a step. Hundreds of small ones: enlarge "
-            "`reduce_bucket_size`. An all_reduce where you expect "
-            "reduce_scatter: `zerowatch estimate` says why.",
+            description="Calls of one rank in a step. If there are hundreds of small ones, enlarge "
+            "`reduce_bucket_size`. If you expect reduce_scatter and see all_reduce, `zerowatch "
+            "estimate` explains why.",
             queries=(Query(of_run(communication.CALLS_PER_STEP), "{{op}}", shape="now"),),
             unit=COUNT,
             minimum=0,
@@ -95,8 +95,8 @@ PATTERN = (
         ),
         TimeSeries(
             title="Sent in a step, by operation",
-            description="Bytes that one rank puts on the wire in a step, by operation and group "
-            "of ranks. The largest is where compression or another ZeRO stage helps most.",
+            description="Bytes that one rank sends in a step, by operation and group of ranks. "
+            "Compression or another ZeRO stage helps most for the largest.",
             queries=(Query(of_run(communication.WIRE_BYTES_PER_STEP), "{{op}} {{group}}"),),
             unit=BYTES,
             minimum=0,
@@ -104,8 +104,9 @@ PATTERN = (
         ),
         TimeSeries(
             title="Bytes of a step on the wire",
-            description="What was sent, what the configuration lets expect, and the least this "
-            "ZeRO stage needs. Measured above predicted: something else communicates too.",
+            description="Measured bytes, bytes predicted from the configuration, and the least "
+            "that this ZeRO stage needs. If measured is above predicted, other code communicates "
+            "too.",
             queries=(Query(of_run(communication.STEP_WIRE_BYTES), "{{kind}}"),),
             unit=BYTES,
             minimum=0,
@@ -115,16 +116,16 @@ PATTERN = (
     ),
     TimeSeries(
         title="Payload of a step, by operation",
-        description="Bytes that one rank's collectives were asked to move, by nccl-tests' "
-        "convention; what goes over the wire differs by the algorithm's factor.",
+        description="Bytes that one rank's collectives move, by the convention of nccl-tests. The "
+        "bytes on the wire differ by the algorithm's factor.",
         queries=(Query(of_run(communication.PAYLOAD_BYTES_PER_STEP), "{{op}} {{group}}"),),
         unit=BYTES,
         minimum=0,
     ),
     Heatmap(
-        title="Collectives: how many of which duration",
-        description="Brighter is more calls a second. A second band high up is calls that wait: "
-        "see who is late above.",
+        title="Collective durations",
+        description="Brighter means more calls per second. A second band of long durations means "
+        "that calls wait; the rows above show for which rank.",
         queries=(
             Query(by("sum", of_run(communication.COLLECTIVE_BUCKETS), "le"), "{{le}}", "buckets"),
         ),

@@ -1,4 +1,4 @@
-"""Are the devices used well, and are they well?"""
+"""The dashboard Devices: their use and health."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def of_the_least_busy(operation: str, expression: str) -> str:
 USE = (
     Gauge(
         title="GPUs busy",
-        description="Share of the last five minutes in which a GPU worked, as a mean over the "
-        "chosen ranks. Under 70 % it waits: for communication, for data, or for more work at "
-        "once.",
+        description=(
+            "Share of the last five minutes in which a GPU worked, as a mean over the chosen "
+            f"ranks. Below {DEVICE_UTILIZATION_LOW:.0%} the GPUs wait for communication, for data, "
+            "or for larger batches."
+        ),
         queries=(
             Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK, ON_GPU)), "busy", "now"),
         ),
@@ -54,10 +56,10 @@ USE = (
         width=6,
     ),
     TimeSeries(
-        title="Busy, mean and extremes",
-        description="Over the chosen ranks. A wide gap is imbalance: see Communication. Of a "
-        "CPU it is the share of all cores, which the ranks of a host divide among them: the line "
-        "is for GPUs.",
+        title="Busy: mean, highest and lowest",
+        description="Over the chosen ranks. A wide gap is an imbalance: see the dashboard "
+        "Communication. For a CPU it is the share of all cores, which the ranks of a host divide "
+        "among them. The line applies to GPUs only.",
         queries=(
             Query(by("max", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
             Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
@@ -71,8 +73,8 @@ USE = (
     ),
     TimeSeries(
         title="Least busy ranks",
-        description="Those that are idle most of the time you look at. Idle ranks wait for "
-        "others; the busy one may be the straggler.",
+        description="Ranks that are idle for most of the selected time. Idle ranks wait for "
+        "others; the busy rank may be the straggler.",
         queries=(
             Query(
                 worst(devices.DEVICE_UTILIZATION_BY_RANK, lowest=True, also="device"),
@@ -90,8 +92,8 @@ USE = (
         8,
         TimeSeries(
             title="Multiprocessors active",
-            description="As a mean over ranks, by device. Busy but not active: kernels too small "
-            "to fill the device; raise the micro-batch or compile the model.",
+            description="Mean over ranks, by device. If a device is busy but not active, its "
+            "kernels are too small: raise the micro-batch or compile the model.",
             queries=(Query(of_run(devices.SM_ACTIVE), "{{device}}"),),
             unit=RATIO,
             minimum=0,
@@ -99,9 +101,8 @@ USE = (
             empty=NOT_A_GPU,
         ),
         TimeSeries(
-            title="Model FLOPs utilisation",
-            description="Arithmetic needed over the device's peak, as a mean over ranks: what "
-            "counts in the end.",
+            title="Model FLOPs utilization",
+            description="FLOPs that the model needs over the device's peak, as a mean over ranks.",
             queries=(Query(of_run(training.MFU), "MFU"),),
             unit=RATIO,
             minimum=0,
@@ -109,9 +110,9 @@ USE = (
             empty="the device's peak is not known",
         ),
         TimeSeries(
-            title="Over the device's links",
-            description="Bytes a second of all ranks, as a mean over five minutes. Much PCIe "
-            "traffic without offloading: look at where batches are copied from.",
+            title="Traffic on device links",
+            description="Bytes per second of all ranks, as a mean over five minutes. If PCIe "
+            "traffic is high without offloading, check where batches are copied from.",
             queries=(Query(of_run(devices.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
@@ -125,9 +126,9 @@ HEALTH = (
         8,
         8,
         TimeSeries(
-            title="Hottest, by device",
-            description="The hottest of all nodes. From about 85 degrees on GPUs slow down: look "
-            "at fans, power limit and room.",
+            title="Highest temperature, by device",
+            description="Maximum over all nodes. GPUs slow down from about 85 degrees on: check "
+            "fans, power limit and room temperature.",
             queries=(Query(of_run(devices.TEMPERATURE), "{{device}}"),),
             unit=CELSIUS,
             thresholds=HOT,
@@ -135,7 +136,7 @@ HEALTH = (
         ),
         TimeSeries(
             title="Slowest clock, by device",
-            description="The slowest of all nodes. One that falls while the device is hot or at "
+            description="Minimum over all nodes. A clock that falls while the device is hot or at "
             "its power limit is throttled, and slows down every rank.",
             queries=(Query(of_run(devices.CLOCK), "{{device}}"),),
             unit=HERTZ,
@@ -143,7 +144,7 @@ HEALTH = (
         ),
         TimeSeries(
             title="Power",
-            description="Of all devices together. It falls when they wait.",
+            description="Sum over all devices. It falls when they wait.",
             queries=(Query(of_run(devices.POWER), "power"),),
             unit=WATTS,
             minimum=0,
@@ -152,7 +153,7 @@ HEALTH = (
     ),
     Stat(
         title="Energy used",
-        description="By the chosen ranks' devices since the watch began.",
+        description="Energy that the devices of the chosen ranks have used since monitoring began.",
         queries=(Query(total(catalog.DEVICE_ENERGY), "energy", shape="now"),),
         unit=JOULES,
         thresholds=PLAIN_TEXT,
@@ -162,7 +163,8 @@ HEALTH = (
     ),
     Table(
         title="Least busy devices now",
-        description="Next to clock and temperature: idle, throttled or hot?",
+        description="Utilization next to clock and temperature shows whether a device is idle, "
+        "throttled or hot.",
         labels={"rank": "Rank", "device": "Device"},
         columns=(
             Column(
@@ -194,6 +196,6 @@ HEALTH = (
 DASHBOARD = Dashboard(
     name="devices",
     title="Devices",
-    description="Are the devices used well, and are they well?",
+    description="Are the devices well used and healthy?",
     rows=(Row("Use", USE), Row("Health", HEALTH)),
 )

@@ -1,4 +1,4 @@
-"""What fills memory, and will it be enough?"""
+"""The dashboard Memory: categories, limits, out-of-memory risk and errors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ..recording.rule import RecordingRule
 from .palette import CATEGORIES, MEMORY_STATES, PHASES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
-from .window_panels import DONE_AGAIN
+from .window_panels import REPLAYS_AND_RESTARTS
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
-FULL = above(0.9, 0.97)  # of a limit: no alert of its own, the risk of running out is the judge
+FULL = above(0.9, 0.97)  # of a limit; no alert uses it, as alerts use the risk
 
 
 def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
@@ -50,10 +50,12 @@ WILL_IT_BE_ENOUGH = (
         6,
         7,
         Gauge(
-            title="Risk of running out",
-            description="Probability that a peak within the next 50 steps passes the limit, of "
-            "the rank most at risk. From 50 % on: a smaller micro-batch, a higher ZeRO stage, "
-            "offload. `zerowatch estimate` says what each would save.",
+            title="Risk of running out of memory",
+            description=(
+                "Probability that a peak within the next 50 steps exceeds the limit, for the rank "
+                f"most at risk. From {OOM_RISK_HIGH:.0%} on, use a smaller micro-batch, a higher "
+                "ZeRO stage or offload. `zerowatch estimate` shows what each would save."
+            ),
             queries=(Query(by("max", of_ranks(memory.OOM_RISK)), "risk", shape="now"),),
             unit=RATIO,
             minimum=0,
@@ -63,8 +65,8 @@ WILL_IT_BE_ENOUGH = (
         ),
         Gauge(
             title="Peak over limit",
-            description="The highest peak of the last minute over the limit, of the fullest rank. "
-            "High is good use of memory as long as the risk is low.",
+            description="Highest peak of the last minute over the limit, for the fullest rank. A "
+            "high value is good use of memory as long as the risk is low.",
             queries=(Query(by("max", of_ranks(memory.PEAK_RATIO)), "peak", shape="now"),),
             unit=RATIO,
             minimum=0,
@@ -74,17 +76,17 @@ WILL_IT_BE_ENOUGH = (
         ),
         Stat(
             title="Headroom",
-            description="Limit less the next peak that is predicted, of the rank with the least. "
-            "Negative: the next such batch does not fit.",
+            description="Limit minus the predicted next peak, for the rank with the least. If it "
+            "is negative, the next such batch does not fit.",
             queries=(Query(by("min", of_ranks(catalog.MEMORY_HEADROOM)), "headroom", shape="now"),),
             unit=BYTES,
             thresholds=below(0),
             plain=True,
         ),
         Stat(
-            title="Steps until it runs out",
-            description="Until the predicted peak passes the limit, at the present growth, of the "
-            "rank that is first.",
+            title="Steps until out of memory",
+            description="Steps until the predicted peak exceeds the limit at the current growth, "
+            "for the first rank that reaches it.",
             queries=(
                 Query(by("min", f"{of_ranks(catalog.OOM_ETA_STEPS)} < Inf"), "steps", shape="now"),
             ),
@@ -95,9 +97,9 @@ WILL_IT_BE_ENOUGH = (
         ),
     ),
     TimeSeries(
-        title="Risk, of the ranks most at risk",
-        description="Lines are the limits of the two alerts. One rank alone at risk has longer "
-        "batches or a neighbour on its device.",
+        title="Risk of the ranks most at risk",
+        description="The lines are the thresholds of the two alerts. If only one rank is at risk, "
+        "it has longer batches or shares its device.",
         queries=(Query(worst(memory.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -106,8 +108,8 @@ WILL_IT_BE_ENOUGH = (
     ),
     TimeSeries(
         title="Peak against limit",
-        description="The largest of all ranks. What is predicted should run along the peaks; "
-        "where it meets the limit, memory runs out. The limit is drawn once peaks pass half of it.",
+        description="Largest of all ranks. The predicted peak should follow the peaks; memory runs "
+        "out where it reaches the limit. The limit appears once peaks pass half of it.",
         queries=(
             Query(f"({LIMIT}) < 2 * ({PEAK})", "limit"),
             Query(PEAK, "peak"),
@@ -122,10 +124,10 @@ WILL_IT_BE_ENOUGH = (
 
 WHAT_FILLS_IT = (
     TimeSeries(
-        title="What a device holds at a step's peak",
-        description="The largest of all ranks, category by category. Much **optimizer**: a higher "
-        "ZeRO stage or offload. Much **activations**: a smaller micro-batch or checkpointing of "
-        "activations.",
+        title="Device memory at a step's peak",
+        description="Largest of all ranks, by category. Much **optimizer**: use a higher ZeRO "
+        "stage or offload. Much **activations**: use a smaller micro-batch or activation "
+        "checkpointing.",
         queries=(Query(of_devices(memory.MEMORY_CATEGORIES, label="category"), "{{category}}"),),
         unit=BYTES,
         minimum=0,
@@ -135,8 +137,8 @@ WHAT_FILLS_IT = (
         height=9,
     ),
     TimeSeries(
-        title="What the host holds",
-        description="The largest of all ranks; without GPUs the same as the panel next to it. Here "
+        title="Host memory",
+        description="Largest of all ranks; without GPUs it equals the panel next to it. Here "
         "**activations** includes what the C library keeps of earlier batches.",
         queries=(
             Query(
@@ -154,8 +156,8 @@ WHAT_FILLS_IT = (
     ),
     BarGauge(
         title="Peak of each phase",
-        description="In the step last looked at, of the fullest rank. The phase with the highest "
-        "peak decides what fits: backward for activations, optimizer for its states.",
+        description="Peaks in the last examined step, for the fullest rank. The phase with the "
+        "highest peak decides what fits: backward for activations, optimizer for its states.",
         queries=(Query(of_devices(memory.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
         unit=BYTES,
         minimum=0,
@@ -165,10 +167,10 @@ WHAT_FILLS_IT = (
         height=9,
     ),
     TimeSeries(
-        title="Reserved, allocated, and in pieces too small",
-        description="The largest of all ranks. Reserved far above allocated, or many small "
-        "pieces: set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On the host reserved is "
-        "address space and harmless.",
+        title="Reserved, allocated and fragmented",
+        description="Largest of all ranks. If reserved is far above allocated, or much is "
+        "fragmented, set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On the host, reserved "
+        "is address space and harmless.",
         queries=(
             Query(RESERVED, "reserved"),
             Query(ALLOCATED, "allocated"),
@@ -180,9 +182,10 @@ WHAT_FILLS_IT = (
         colors=MEMORY_STATES,
     ),
     TimeSeries(
-        title="What leaks, per step",
-        description="Growth that no batch explains, by what grows. It is empty as long as nothing "
-        "leaks; with `memory.leak_sites` the run folder names the lines that grow.",
+        title="Leaks per step",
+        description="Growth that batches do not explain, by category. The panel is empty while "
+        "nothing leaks. With `memory.leak_sites` the run folder names the lines of code whose "
+        "memory grows.",
         queries=(Query(of_run(memory.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,
         minimum=0,
@@ -193,8 +196,8 @@ WHAT_FILLS_IT = (
 RANKS_APART = (
     TimeSeries(
         title="Fullest ranks",
-        description="Peak over limit. If few stand out, balance the batches; if all are alike, "
-        "the model is what is large.",
+        description="Peak over limit. If a few ranks stand out, balance the batches. If all are "
+        "alike, the model itself is large.",
         queries=(Query(worst(memory.PEAK_RATIO, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -204,7 +207,7 @@ RANKS_APART = (
     ),
     Table(
         title="Ranks with the least headroom now",
-        description="Headroom and peak over each rank's own limit.",
+        description="Headroom over each rank's own limit, and the risk of running out.",
         labels={"rank": "Rank", "device": "Device"},
         columns=(
             Column(
@@ -230,9 +233,9 @@ RANKS_APART = (
         width=10,
     ),
     TimeSeries(
-        title="How well peaks are predicted",
-        description="Median of recent errors over the peaks that came, of the worst rank. Within "
-        "a few per cent the risk can be relied on.",
+        title="Prediction error of peaks",
+        description="Median of recent errors over the actual peaks, for the worst rank. Within a "
+        "few percent the risk is reliable.",
         queries=(Query(of_run(memory.PREDICTION_ERROR), "{{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -245,8 +248,8 @@ TROUBLE = sized(
     6,
     Stat(
         title="Out-of-memory errors",
-        description="Since the start, by what became of them. Each wrote a report into `oom/` in "
-        "the run folder that says what would have fitted.",
+        description="Errors since the start, by outcome. For each error a report in `oom/` in the "
+        "run folder shows what would have fitted.",
         queries=(Query(total(catalog.OOMS, "outcome"), "{{outcome}}", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -255,8 +258,8 @@ TROUBLE = sized(
     ),
     Stat(
         title="Allocator retries",
-        description="Times it had to empty its cache and try again, since the start. Each costs "
-        "time, and is the last sign before an out-of-memory error.",
+        description="How often the allocator emptied its cache and tried again, since the start. "
+        "Each retry costs time, and is the last sign before an out-of-memory error.",
         queries=(Query(total(catalog.ALLOC_RETRIES), "retries", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -264,15 +267,15 @@ TROUBLE = sized(
         empty="none",
     ),
     TimeSeries(
-        title="Moved by offloading in a step",
-        description="Bytes that one rank moves, by direction.",
+        title="Offloaded bytes per step",
+        description="Bytes that one rank moves in a step, by direction.",
         queries=(Query(of_run(memory.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
         unit=BYTES,
         minimum=0,
         empty="nothing is offloaded",
     ),
     TimeSeries(
-        title="Time that offloading takes",
+        title="Offloading time",
         description="Share of training time. If it is large, offload less or use pinned memory.",
         queries=(Query(of_run(memory.OFFLOAD_RATIO), "{{direction}}"),),
         unit=RATIO,
@@ -289,7 +292,7 @@ DASHBOARD = Dashboard(
         Row("Will it be enough?", WILL_IT_BE_ENOUGH),
         Row("What fills it?", WHAT_FILLS_IT),
         Row("Ranks", RANKS_APART),
-        Row("Trouble and offloading", TROUBLE),
-        Row("What was done about it", DONE_AGAIN),
+        Row("Errors and offloading", TROUBLE),
+        Row("Replays, rebuilds and restarts", REPLAYS_AND_RESTARTS),
     ),
 )

@@ -1,4 +1,4 @@
-"""What does monitoring cost, and can its figures be trusted?"""
+"""The dashboard Overhead: the cost and the reliability of monitoring."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ PART_COLORS = {
 COST = (
     Stat(
         title="Cost of monitoring",
-        description="Seconds per second, of the most expensive of the chosen ranks. Below 0.5 % is "
-        "usual; if the mean of all ranks is above 2 %, an alert fires: see the runbook.",
+        description=(
+            "Seconds per second, for the most expensive of the chosen ranks. Below 0.5% is usual. "
+            f"An alert fires if the mean of all ranks is above {WATCH_RATIO_HIGH:.0%}: see the "
+            "runbook."
+        ),
         queries=(Query(by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK)), "cost"),),
         unit=RATIO,
         thresholds=above(WATCH_RATIO_HIGH / 2, WATCH_RATIO_HIGH),
@@ -50,8 +53,8 @@ COST = (
     TimeSeries(
         title="Cost by part",
         description="Seconds per second, as a mean over ranks. **hooks** and **collectives** run "
-        "on the training thread, the rest on threads of zerowatch. Much **collectives**: very many "
-        "calls. It is a mean over five minutes, so it rises for as long after a start.",
+        "on the training thread, the rest on threads of zerowatch. Much **collectives** means very "
+        "many calls. The mean covers five minutes, so it rises for that long after a start.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
         unit=RATIO,
         minimum=0,
@@ -61,8 +64,8 @@ COST = (
     ),
     TimeSeries(
         title="Cost on the worst ranks",
-        description="The line is the alert's limit for the mean of all ranks. Rank 0 does a "
-        "little more than the others.",
+        description="The line is the alert's threshold for the mean of all ranks. Rank 0 does a "
+        "little more work than the others.",
         queries=(Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -74,8 +77,8 @@ COST = (
 TRUST = (
     Stat(
         title="Ranks that answer",
-        description="Targets that Prometheus reached at its last scrape, of the chosen ranks. 0 "
-        "after the run's end.",
+        description="Targets of the chosen ranks that Prometheus reached at its last scrape. It is "
+        "0 after the run ends.",
         queries=(Query(f"sum({UP})", "up", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -85,8 +88,10 @@ TRUST = (
     ),
     Stat(
         title="Coverage of collectives",
-        description="Recorded over those that happened, of the worst rank. Under 99 % do not "
-        "trust figures on communication.",
+        description=(
+            "Recorded collectives over all collectives, for the worst rank. Below "
+            f"{COMM_COVERAGE_LOW:.0%} do not trust figures on communication."
+        ),
         queries=(Query(of_run(communication.COVERAGE), "coverage"),),
         unit=RATIO,
         thresholds=below(COMM_COVERAGE_LOW),
@@ -95,9 +100,9 @@ TRUST = (
         height=5,
     ),
     Stat(
-        title="Age of the figures",
-        description="Time since the metrics of the slowest rank were updated. A few seconds are "
-        "normal; minutes mean that its watch thread is blocked, or that the run is over.",
+        title="Age of the metrics",
+        description="Time since the slowest rank updated its metrics. A few seconds are normal. "
+        "Minutes mean that its watch thread is blocked, or that the run is over.",
         queries=(
             Query(
                 f"time() - {by('min', of_ranks(overhead.WATCH_LAST_UPDATE_TIMESTAMP))}",
@@ -112,9 +117,9 @@ TRUST = (
         height=5,
     ),
     Stat(
-        title="Hooks that failed",
-        description="Since the start, by hook. Such a hook is removed and training continues; "
-        "the log has its traceback once. Please report it.",
+        title="Failed hooks",
+        description="Failures since the start, by hook. zerowatch removes a failed hook and "
+        "training continues. The log has its traceback once. Please report it.",
         queries=(Query(total(overhead.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -124,8 +129,8 @@ TRUST = (
         height=5,
     ),
     Stat(
-        title="Exports that failed",
-        description="Since the start, by exporter. The log says why.",
+        title="Failed exports",
+        description="Failures since the start, by exporter. The log has the reason.",
         queries=(Query(total(overhead.EXPORTER_FAILURES, "exporter"), "{{exporter}}", "now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -138,26 +143,28 @@ TRUST = (
         8,
         8,
         BarGauge(
-            title="Records that were lost",
-            description="Since the start, by the part that lost them: training always goes first. "
-            "run_log: is the disk full? steps or collectives: steps are shorter than records take.",
+            title="Dropped records",
+            description="Records dropped since the start, by part; training always has priority. "
+            "run_log: check whether the disk is full. steps or collectives: steps are shorter than "
+            "records take.",
             queries=(Query(total(overhead.DROPPED_RECORDS, "part"), "{{part}}", shape="now"),),
             unit=PLAIN,
             minimum=0,
             thresholds=ANY_IS_BAD,
         ),
         TimeSeries(
-            title="Comparisons that failed, per second",
-            description="Between ranks. **store**: the c10d store did not answer. **peer**: no "
-            "report from a rank. **unmatched**: collectives did not match. A few are harmless.",
+            title="Failed exchanges per second",
+            description="Exchanges between ranks. **store**: the c10d store did not answer. "
+            "**peer**: a rank sent no report. **unmatched**: collectives did not match. A few "
+            "failures are harmless.",
             queries=(Query(of_run(communication.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
             unit=PLAIN,
             minimum=0,
         ),
         TimeSeries(
-            title="Longest time without a report of a rank",
-            description="Since it last reported to the others. Up to about seven seconds is "
-            "normal; one that only grows is a rank that is stuck or gone.",
+            title="Longest time since a rank's report",
+            description="Up to about seven seconds is normal. If it only grows, a rank is stuck or "
+            "gone.",
             queries=(Query(of_run(communication.HEARTBEAT_AGE), "silence"),),
             unit=SECONDS,
             minimum=0,
@@ -169,8 +176,8 @@ SCRAPES = sized(
     8,
     8,
     TimeSeries(
-        title="How long a scrape takes",
-        description="The slowest and the mean of the chosen ranks.",
+        title="Scrape duration",
+        description="Slowest and mean of the chosen ranks.",
         queries=(
             Query(f"max({SCRAPE_SECONDS})", "slowest"),
             Query(f"avg({SCRAPE_SECONDS})", "mean"),
@@ -179,15 +186,15 @@ SCRAPES = sized(
         minimum=0,
     ),
     TimeSeries(
-        title="Series of a rank",
-        description="The most of any rank. The budget is 300, and 400 on rank 0 or with more than "
-        "two groups of ranks.",
+        title="Series per rank",
+        description="Maximum of all ranks. The budget is 300 series; it is 400 on rank 0 or with "
+        "more than two groups of ranks.",
         queries=(Query(f"max({SERIES})", "series"),),
         unit=COUNT,
         minimum=0,
     ),
     Table(
-        title="Ranks that cost most now",
+        title="Most expensive ranks now",
         description="Seconds of monitoring per second of the run.",
         labels={"rank": "Rank"},
         columns=(

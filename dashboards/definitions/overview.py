@@ -1,4 +1,4 @@
-"""Is the run healthy, and what limits it?"""
+"""The dashboard Overview: health, bottlenecks and progress of a run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ HEALTH = sized(
     5,
     Stat(
         title="Ranks training",
-        description="Should be as many as you started; 0 after the run's end. If some are "
-        "missing, look below at the alerts, then into the log of the rank that is gone.",
+        description="Number of ranks that train; 0 after the run ends. If ranks are missing, see "
+        "the alerts below, then the log of the missing rank.",
         # A killed run exports nothing any more, and its last value is not current.
         queries=(Query(f"sum({of_run(training.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
@@ -54,8 +54,8 @@ HEALTH = sized(
     ),
     Stat(
         title="Alerts firing",
-        description="0 is what you want. The table of alerts below names them, and each alert "
-        "links to its page in the runbook.",
+        description="Should be 0. The table of alerts below names them, and each alert links to "
+        "its page in the runbook.",
         queries=(Query(f"count({FIRING}) or vector(0)", "alerts", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -63,9 +63,10 @@ HEALTH = sized(
         plain=True,
     ),
     Stat(
-        title="Since the last step",
-        description="Time since any rank ended a step. While training it is about a step's time. "
-        "If it grows, look for hang-rank-*.txt in the run folder: it says who waits for whom.",
+        title="Time since the last step",
+        description="Time since any rank completed a step. During training it is about one step's "
+        "time. If it grows, read hang-rank-*.txt in the run folder: it shows which rank waits for "
+        "which.",
         queries=(
             Query(f"time() - {by('max', of_ranks(steps.LAST_STEP_TIMESTAMP))}", "age", shape="now"),
         ),
@@ -75,7 +76,7 @@ HEALTH = sized(
     ),
     Stat(
         title="Step time",
-        description="Mean over the last five minutes, evaluation and checkpoints left out.",
+        description="Mean over the last five minutes, without evaluation and checkpoints.",
         queries=(Query(of_run(training.STEP_SECONDS), "step"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
@@ -83,7 +84,7 @@ HEALTH = sized(
     ),
     Stat(
         title="Samples per second",
-        description="Of all ranks together. The figure to compare when you change something.",
+        description="Sum over all ranks. Compare this figure when you change something.",
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         thresholds=PLAIN_TEXT,
@@ -91,7 +92,7 @@ HEALTH = sized(
     ),
     Stat(
         title="Loss",
-        description="Mean over ranks. NaN or Inf: see the alert ZerowatchLossNotFinite.",
+        description="Mean over ranks. If it is NaN or Inf, see the alert ZerowatchLossNotFinite.",
         queries=(Query(of_run(training.LOSS), "loss"),),
         unit=PLAIN,
         decimals=3,
@@ -101,17 +102,17 @@ HEALTH = sized(
 
 
 def against_limit(rule: str, limit: float) -> str:
-    """Write a value as a share of its limit, the worst of all ranks."""
+    """Divide the worst value of all ranks by its limit."""
     return f"{by('max', rule)} / {limit}"
 
 
 HELD_BACK = (
     BarGauge(
-        title="What limits it: share of each threshold",
-        description="Each bar is a measurement over the limit from which its alert would fire; at "
-        "100 % it is a problem. Begin with the longest: **communication** and **straggler** on "
-        "the dashboard Communication, **waiting for data** on Step anatomy, **idle device** on "
-        "Devices (GPUs only), **out of memory** and **replayed windows** on Memory.",
+        title="Bottlenecks: share of each threshold",
+        description="Each bar is a measurement over the threshold of its alert; at 100% it is a "
+        "problem. Begin with the longest bar. See the dashboard Communication for "
+        "**communication** and **straggler**, Step anatomy for **waiting for data**, Devices for "
+        "**idle device** (GPUs only), Memory for **out of memory** and **replayed windows**.",
         queries=(
             Query(
                 against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
@@ -156,9 +157,9 @@ HELD_BACK = (
         height=8,
     ),
     TimeSeries(
-        title="Where a step's time goes",
-        description="Seconds of a step by phase, as a mean over ranks. The widest band is where "
-        "to begin. Communication is inside the phases, mostly in backward and optimizer.",
+        title="Step time by phase",
+        description="Seconds of a step by phase, as a mean over ranks. Begin with the widest band. "
+        "Communication is inside the phases, mostly in backward and optimizer.",
         queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
@@ -171,9 +172,9 @@ HELD_BACK = (
         8,
         8,
         TimeSeries(
-            title="Communication that training waits for",
-            description="Share of training time in which nothing but communication went on. Above "
-            "the line it is worth work: the dashboard Communication shows the cause.",
+            title="Exposed communication",
+            description="Share of training time spent only on communication. Above the line it is "
+            "worth tuning: the dashboard Communication shows the cause.",
             queries=(
                 Query(of_run(communication.EXPOSED_RATIO), "5 minutes"),
                 Query(of_run(communication.EXPOSED_RATIO_LONG), "30 minutes"),
@@ -185,9 +186,9 @@ HELD_BACK = (
         ),
         TimeSeries(
             title="Devices busy",
-            description="Mean over ranks, and the least busy of them. Under the line a device "
-            "waits for something else: communication, data, or too little work at once. For GPUs "
-            "only: on a CPU it is the share of all cores, which the ranks of a host share.",
+            description="Mean over ranks, and the least busy rank. Below the line a device waits "
+            "for communication, for data, or for larger batches. The line applies to GPUs only: on "
+            "a CPU it is the share of all cores, which the ranks of a host share.",
             queries=(
                 Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
                 Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
@@ -200,8 +201,11 @@ HELD_BACK = (
         ),
         TimeSeries(
             title="Risk of running out of memory",
-            description="Probability within the next 50 steps, of the ranks most at risk. From "
-            "one half on, lower the micro-batch or shard more; Memory says what fills it.",
+            description=(
+                "Probability within the next 50 steps, for the ranks most at risk. From "
+                f"{OOM_RISK_HIGH:.0%} on, lower the micro-batch or shard more. The dashboard "
+                "Memory shows what fills memory."
+            ),
             queries=(Query(worst(memory.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
             unit=RATIO,
             minimum=0,
@@ -217,16 +221,16 @@ PROGRESS = sized(
     8,
     TimeSeries(
         title="Loss",
-        description="Mean over ranks. Marks show where the tuner changed something or an alert "
-        "fired: they may explain what follows.",
+        description="Mean over ranks. Marks show when the tuner changed something or an alert "
+        "fired.",
         queries=(Query(of_run(training.LOSS), "loss"),),
         unit=PLAIN,
     ),
     step_seconds(),
     TimeSeries(
         title="Throughput",
-        description="Samples a second, all ranks together. The panels above explain a "
-        "fall with the same work.",
+        description="Samples per second of all ranks together. If it falls while the work stays "
+        "the same, the panels above show why.",
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         minimum=0,

@@ -1,4 +1,4 @@
-"""Of the Overview the alerts that fire and the slowest ranks, as tables."""
+"""The tables of the dashboard Overview: firing alerts and slowest ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def of_the_slowest(expression: str) -> str:
 DETAILS = (
     Table(
         title="Alerts firing",
-        description="Each alert's page in the runbook says what it means, how to confirm it and "
-        "what to do first. None is what you want.",
+        description="Should be empty. The runbook's page on an alert explains what it means, how "
+        "to confirm it and what to do first.",
         labels={"alertname": "Alert", "severity": "Severity", "rank": "Rank"},
         columns=(Column(title="", expression=f"max by (alertname, severity, rank) ({FIRING})"),),
         empty="no alert is firing",
@@ -44,8 +44,8 @@ DETAILS = (
     ),
     Table(
         title=f"The {SLOWEST} slowest ranks",
-        description="**Behind** is by how much of a step a rank is slower than the median rank. "
-        "One slow rank holds up all others: look at its node, its device and its data.",
+        description="**Behind** is how far a rank is behind the median rank, as a share of a step. "
+        "One slow rank delays all others: check its node, its device and its data.",
         labels={"rank": "Rank"},
         columns=(
             Column(
@@ -88,11 +88,11 @@ DETAILS = (
     Text(
         title="How to read these dashboards",
         description="What all dashboards have in common.",
-        content="Figures over a run are means of the last five minutes. Where a graph would show "
-        "many ranks, it shows those that were worst in the time you look at; choose ranks at the "
-        "top to see others. Each panel's **(i)** says how to read it and what to do. Lines across "
-        "a graph are limits of alerts; marks below it are alerts, the tuner's decisions and "
-        "starts of runs. Other dashboards are linked at the top and keep your choice.",
+        content="Figures over a run are means of the last five minutes. A graph of many ranks "
+        "shows those that were worst in the selected time; choose ranks at the top to see others. "
+        "Each panel's **(i)** explains how to read it and what to do. Lines across a graph are "
+        "thresholds of alerts. Marks below a graph are alerts, the tuner's decisions and starts of "
+        "runs. Links at the top lead to the other dashboards and keep your choice.",
         width=24,
         height=3,
     ),

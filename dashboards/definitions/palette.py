@@ -1,4 +1,4 @@
-"""One colour for a word, on every dashboard."""
+"""Colours of series, the same on every dashboard."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ def sized(width: int, height: int, *panels: Panel) -> tuple[Panel, ...]:
 
 
 def step_seconds() -> TimeSeries:
-    """Show what a step takes; traces by one rank's exemplars, as all ranks share a step's trace."""
+    """Return the panel of step times; exemplars of rank 0 lead to traces, which ranks share."""
     of_first_rank = rate(STEP_SECONDS, WINDOW, *FIRST_RANK, part="_bucket")
     return TimeSeries(
         title="Step time",
-        description="The usual step and the slow ones, over all ranks. If p99 is far above the "
-        "median, single steps stall: point at a diamond and follow it to that step's trace.",
+        description="Median and slow steps, over all ranks. If p99 is far above the median, single "
+        "steps stall: point at a diamond and follow it to the trace of that step.",
         queries=(
             Query(quantile(0.5, training.STEP_BUCKETS), "median"),
             Query(quantile(0.95, training.STEP_BUCKETS), "p95"),

@@ -1,4 +1,4 @@
-"""Queries of the run and the ranks that are chosen at a dashboard's top."""
+"""Queries for the run and the ranks that are chosen at the top of a dashboard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..recording.rule import RecordingRule
 
 RUN = ('job=~"$job"', 'run=~"$run"')
 RANKS = (*RUN, 'rank=~"$rank"')
-FIRST_RANK = (*RUN, 'rank="0"')  # of what is the same on every rank, or there on rank 0 only
+FIRST_RANK = (*RUN, 'rank="0"')  # for metrics that are equal on all ranks, or on rank 0 only
 WINDOW = "$__rate_interval"  # the least in which Grafana is sure to find two scrapes
 WORST = 8  # lines that a graph shows of many ranks
 
@@ -33,8 +33,8 @@ def worst(
 ) -> str:
     """Select the ranks that were worst on average over the time shown.
 
-    They are chosen once for the whole graph: chosen at each point, they would be other ranks
-    each time, and of a thousand ranks a graph would show most.
+    The choice is made once for the whole graph. With a choice at each point, a graph of a
+    thousand ranks would show most of them.
 
     Args:
         rule: What is recorded for each rank.
@@ -57,7 +57,7 @@ def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
 def rate_of_ranks(spec: MetricSpec) -> str:
     """Add up a counter's rate over the chosen ranks.
 
-    Not by a rule over five minutes: such a rate rises for as long after a start.
+    A recorded rate over five minutes would rise for that long after a start.
     """
     return by("sum", rate(spec, WINDOW, *RANKS))
 

@@ -1,4 +1,4 @@
-"""Where does a step's time go?"""
+"""The dashboard Step anatomy: phases, ranks, throughput and training figures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..recording import training
 from .palette import PHASES
 from .parts import sized, step_seconds
 from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
-from .window_panels import CUT_AND_SHARED
+from .window_panels import MICRO_BATCHES_AND_SHARES
 
 A_STEP = (
     TimeSeries(
         title="A step by phase",
-        description="Seconds of a step, as a mean over ranks. A step is one update of the "
-        "optimizer with all its micro-batches. `other` is between the phases: your own code.",
+        description="Seconds of a step, as a mean over ranks. A step is one optimizer update with "
+        "all its micro-batches. `other` is the time between the phases: your own code.",
         queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
@@ -40,9 +40,9 @@ A_STEP = (
     ),
     BarGauge(
         title="Share of each phase",
-        description="Of training time in the last five minutes. Backward is usually about twice "
-        "forward. Much `data`: more loader workers or prefetching. Much `optimizer`: look at "
-        "offloading on the dashboard Memory.",
+        description="Share of training time in the last five minutes. Backward usually takes about "
+        "twice as long as forward. Much `data`: use more loader workers or prefetching. Much "
+        "`optimizer`: check offloading on the dashboard Memory.",
         queries=(Query(of_run(training.PHASE_RATIO), "{{phase}}", shape="now"),),
         unit=RATIO,
         minimum=0,
@@ -55,9 +55,9 @@ A_STEP = (
     ),
     step_seconds(),
     Heatmap(
-        title="Step times: how many of which length",
-        description="Brighter is more steps. Two bands mean two kinds of step, such as short and "
-        "long batches; single cells far above are stalls.",
+        title="Step durations",
+        description="Brighter means more steps. Two bands mean two kinds of step, such as short "
+        "and long batches. Single cells far above the bands are stalls.",
         queries=(Query(of_run(training.STEP_BUCKETS), "{{le}}", shape="buckets"),),
         unit=SECONDS,
     ),
@@ -66,17 +66,17 @@ A_STEP = (
 RANKS_APART = (
     TimeSeries(
         title="Step time of the slowest ranks",
-        description="All ranks wait for each other, so these lines are close together even if one "
-        "rank is the cause; the straggler score on the dashboard Communication shows which one.",
+        description="All ranks wait for each other, so these lines stay close together even if one "
+        "rank is the cause. The straggler score on the dashboard Communication shows which one.",
         queries=(Query(worst(training.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,
         dashboard=uid_of("communication"),
     ),
     TimeSeries(
-        title="Waiting for data, the worst ranks",
-        description="Share of training time in the data loader. Above the line: more workers, "
-        "`pin_memory`, prefetching, or data on a faster disk.",
+        title="Waiting for data: the worst ranks",
+        description="Share of training time in the data loader. Above the line, use more workers, "
+        "`pin_memory`, prefetching, or a faster disk.",
         queries=(Query(worst(training.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -89,15 +89,15 @@ THROUGHPUT = sized(
     7,
     TimeSeries(
         title="Steps per second",
-        description="Of the fastest rank; all take the same steps.",
+        description="Rate of the fastest rank; all ranks take the same steps.",
         queries=(Query(by("max", rate(steps.STEPS, WINDOW, *RANKS)), "steps/s"),),
         unit=PLAIN,
         minimum=0,
     ),
     TimeSeries(
         title="Samples and tokens per second",
-        description="Of all ranks together; tokens where the batch shows them. The scale is "
-        "logarithmic, as tokens are many.",
+        description="Sum over all ranks; tokens appear if the batch shows them. The scale is "
+        "logarithmic, because tokens are many.",
         queries=(
             Query(rate_of_ranks(steps.SAMPLES), "samples/s"),
             Query(rate_of_ranks(steps.TOKENS), "tokens/s"),
@@ -106,18 +106,18 @@ THROUGHPUT = sized(
         log_scale=True,
     ),
     TimeSeries(
-        title="Arithmetic per second",
-        description="What the model needs, of all ranks together; recomputed activations are not "
-        "counted.",
+        title="FLOPs per second",
+        description="FLOPs that the model needs, for all ranks together, without recomputed "
+        "activations.",
         queries=(Query(rate_of_ranks(steps.FLOPS), "FLOP/s"),),
         unit=FLOPS_PER_SECOND,
         minimum=0,
         empty="not known for this model",
     ),
     TimeSeries(
-        title="Model FLOPs utilisation",
-        description="Arithmetic needed over the device's peak. 0.3 to 0.5 is usual for large "
-        "transformers on GPUs; compare with your own runs rather than with others'.",
+        title="Model FLOPs utilization",
+        description="FLOPs that the model needs over the device's peak. 0.3 to 0.5 is usual for "
+        "large transformers on GPUs. Compare it with your own runs rather than with others.",
         queries=(Query(of_run(training.MFU), "MFU"),),
         unit=RATIO,
         minimum=0,
@@ -129,15 +129,15 @@ THROUGHPUT = sized(
 NUMBERS = (
     TimeSeries(
         title="Loss",
-        description="Mean over ranks of the step's micro-batches.",
+        description="Mean over the step's micro-batches and over ranks.",
         queries=(Query(of_run(training.LOSS), "loss"),),
         unit=PLAIN,
         width=8,
     ),
     TimeSeries(
         title="Gradient norm",
-        description="Before clipping, the largest of all ranks. A sudden rise often comes before "
-        "a loss that is not finite: lower the learning rate or clip.",
+        description="Largest of all ranks, before clipping. A sudden rise often precedes a loss "
+        "that is not finite: lower the learning rate or clip.",
         queries=(Query(of_run(training.GRADIENT_NORM), "norm"),),
         unit=PLAIN,
         minimum=0,
@@ -145,16 +145,16 @@ NUMBERS = (
     ),
     TimeSeries(
         title="Learning rate",
-        description="Of the first parameter group, on rank 0.",
+        description="Learning rate of the first parameter group, on rank 0.",
         queries=(Query(of_first_rank(steps.LEARNING_RATE), "learning rate"),),
         unit=PLAIN,
         minimum=0,
         width=8,
     ),
     Stat(
-        title="Losses not finite",
-        description="Since each rank's start, over the chosen ranks. Any is one too many: see the "
-        "alert ZerowatchLossNotFinite.",
+        title="Non-finite losses",
+        description="Steps since each rank's start, over the chosen ranks. One is too many: see "
+        "the alert ZerowatchLossNotFinite.",
         queries=(Query(total(steps.NONFINITE_LOSSES), "steps", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -163,7 +163,7 @@ NUMBERS = (
         height=5,
     ),
     Stat(
-        title="Updates skipped",
+        title="Skipped updates",
         description="Share of steps of the last five minutes whose gradients overflowed. A few at "
         "the start of fp16 training are normal.",
         queries=(Query(of_run(training.SKIPPED_RATIO), "skipped"),),
@@ -174,8 +174,8 @@ NUMBERS = (
     ),
     TimeSeries(
         title="Loss scale",
-        description="Of fp16 training. It halves at each overflow and doubles in quiet times; one "
-        "that falls and falls means that gradients overflow at any scale.",
+        description="Loss scale of fp16 training. It halves at each overflow, and doubles after "
+        "many steps without one. If it keeps falling, gradients overflow at any scale.",
         queries=(Query(of_first_rank(steps.LOSS_SCALE), "scale"),),
         unit=COUNT,
         log_scale=True,
@@ -190,8 +190,9 @@ PROFILED = sized(
     6,
     TimeSeries(
         title="The last profiled step",
-        description="Shares by the profiler of only computing, only communicating, both at once, "
-        "and neither, on rank 0. More overlap is better. Off unless `profile.every_steps` is set.",
+        description="Shares of computation only, communication only, both at once and neither, "
+        "measured by the profiler on rank 0. More overlap is better. It is off unless "
+        "`profile.every_steps` is set.",
         queries=(Query(of_first_rank(comm.STEP_TIME_RATIO), "{{part}}"),),
         unit=RATIO,
         minimum=0,
@@ -200,9 +201,9 @@ PROFILED = sized(
         empty="profiling is off: set profile.every_steps",
     ),
     TimeSeries(
-        title="Our exposed time against the profiler's",
-        description="Difference over the profiled step's time, the worst of the chosen ranks. "
-        "Over 5 % do not lean on small differences in exposed time.",
+        title="Exposed time: zerowatch against the profiler",
+        description="Difference between the two, over the profiled step's time, for the worst of "
+        "the chosen ranks. Above 5%, do not rely on small differences in exposed time.",
         queries=(Query(by("max", of_ranks(comm.COMM_EXPOSED_ERROR_RATIO)), "difference"),),
         unit=RATIO,
         minimum=0,
@@ -213,13 +214,13 @@ PROFILED = sized(
 DASHBOARD = Dashboard(
     name="step_anatomy",
     title="Step anatomy",
-    description="Where does a step's time go, on which rank, and what comes of it?",
+    description="Where does a step's time go, and on which rank?",
     rows=(
         Row("A step", A_STEP),
         Row("Ranks", RANKS_APART),
-        Row("How batches are cut and shared out", CUT_AND_SHARED),
+        Row("Micro-batches, shares and compression", MICRO_BATCHES_AND_SHARES),
         Row("Throughput", THROUGHPUT),
-        Row("Numbers of the training itself", NUMBERS),
-        Row("By the profiler", PROFILED),
+        Row("Loss, gradients and learning rate", NUMBERS),
+        Row("Profiled step", PROFILED),
     ),
 )

@@ -1,4 +1,4 @@
-"""What did the tuner change, and what did it gain?"""
+"""The dashboard Tuner: its state, changes and gains."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ VERDICTS = {"accepted": "green", "rolled_back": "orange", "rejected": "text", "a
 NOW = (
     Table(
         title="State now",
-        description="**observe** is the usual one. **safe_mode**: two changes failed, or "
-        "one could not be undone; the tuner tries nothing more, and acts only before memory runs "
-        "out; see the alert ZerowatchTunerSafeMode.",
+        description="**observe** is the usual state. **safe_mode**: two changes failed, or one "
+        "could not be undone. The tuner then starts no trials and acts only before memory runs "
+        "out: see the alert ZerowatchTunerSafeMode.",
         labels={"state": "State"},
         columns=(
             Column(
@@ -46,8 +46,8 @@ NOW = (
     ),
     Stat(
         title="Decisions",
-        description="Since the start, by verdict. Many rejected: the run is too noisy, or "
-        "already as fast as it gets. Many rolled back: what was tried did harm.",
+        description="Decisions since the start, by verdict. Many rejected: the run is too noisy, "
+        "or already as fast as it can be. Many rolled back: the trials did harm.",
         queries=(Query(of_first_rank(tuner.TUNER_DECISIONS), "{{verdict}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -58,9 +58,9 @@ NOW = (
         height=6,
     ),
     Stat(
-        title="Spent on trials",
-        description="Seconds since the start that trials and changes took beyond training as it "
-        "was before them.",
+        title="Time spent on trials",
+        description="Seconds since the start that trials and changes took beyond the usual "
+        "training time.",
         queries=(Query(of_first_rank(tuner.TUNER_EXPLORATION_SECONDS), "trials", shape="now"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
@@ -74,8 +74,8 @@ NOW = (
 COURSE = (
     StateTimeline(
         title="States over time",
-        description="A trial goes from propose over applied to accept or rollback. Compare with "
-        "the step time below.",
+        description="A trial goes from propose through applied to accept or rollback. Compare it "
+        "with the step time below.",
         queries=(Query(of_first_rank(tuner.TUNER_STATE), "{{state}}"),),
         unit=PLAIN,
         thresholds=(Step("transparent"), Step("blue", 1)),
@@ -88,9 +88,9 @@ COURSE = (
         8,
         8,
         TimeSeries(
-            title="What holds training back",
-            description="Every symptom that passes its threshold, as the share that it is about: "
-            "of training time, of a device, of memory. What is at 0 is no symptom.",
+            title="Symptoms",
+            description="Each symptom above its threshold, as a share of training time, of a "
+            "device or of memory.",
             queries=(Query(f"{of_first_rank(tuner.TUNER_SYMPTOM)} > 0", "{{symptom}}"),),
             unit=RATIO,
             minimum=0,
@@ -98,8 +98,8 @@ COURSE = (
         ),
         step_seconds(),
         TimeSeries(
-            title="Communication that training waits for",
-            description="What most changes are meant to lower, as a share of training time.",
+            title="Exposed communication",
+            description="Share of training time. Most changes are meant to lower it.",
             queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
             unit=RATIO,
             minimum=0,
@@ -113,8 +113,8 @@ KNOBS = (
         8,
         Table(
             title="Knobs now",
-            description="Value of each knob, the measured gain of its last change, and what that "
-            "gained at least. Yes is 1, no is 0, a form of numbers its bits.",
+            description="Value of each knob, measured gain of its last change, and lower bound of "
+            "that gain. Yes is 1, no is 0, a number format is its bits.",
             labels={"knob": "Knob"},
             columns=(
                 Column(
@@ -140,8 +140,8 @@ KNOBS = (
         ),
         TimeSeries(
             title="Knobs over time",
-            description="Each step is a change; marks name the verdict. The scale is logarithmic, "
-            "because bucket sizes and small counts share the axis.",
+            description="Each step of a line is a change; marks name the verdict. The scale is "
+            "logarithmic, because bucket sizes and small counts share the axis.",
             queries=(Query(of_first_rank(tuner.TUNER_KNOB_VALUE), "{{knob}}"),),
             unit=COUNT,
             log_scale=True,
@@ -149,8 +149,8 @@ KNOBS = (
         ),
         TimeSeries(
             title="Measured gains",
-            description="Of the last change of each knob, against the run before it, and what it "
-            "gained at least by its interval. Below the line it did harm and is rolled back.",
+            description="Gain of each knob's last change against the run before it, and the lower "
+            "bound of its interval. A change below the line did harm and is rolled back.",
             queries=(
                 Query(of_first_rank(tuner.TUNER_GAIN), "{{knob}}"),
                 Query(of_first_rank(tuner.TUNER_GAIN_LOWER_BOUND), "{{knob}} at least"),
@@ -162,20 +162,19 @@ KNOBS = (
     ),
     TimeSeries(
         title="Throughput",
-        description="Samples a second of all ranks: what all changes came to.",
+        description="Samples per second of all ranks: the effect of all changes together.",
         queries=(Query(rate_of_ranks(SAMPLES), "samples/s"),),
         minimum=0,
         width=16,
     ),
     Text(
         title="How to read a decision",
-        description="The words that the tuner uses for its verdicts.",
-        content="**accepted**: measured better, or done because memory was running out; kept. "
-        "**rolled_back**: tried and harmful (slower, out of memory, loss up), or interrupted; "
-        "taken back. **rejected**: tried and not faster enough, or not tried, as it did not fit in "
-        "memory or could not be set. "
-        "**advised**: worth trying, but yours to decide. Each is in `decisions.jsonl` in the run "
-        "folder, with its reasons.",
+        description="The tuner's verdicts.",
+        content="**accepted**: it measured better, or memory was running out; the change is kept. "
+        "**rolled_back**: the trial did harm (slower, out of memory, loss up), or was interrupted; "
+        "the change is undone. **rejected**: the gain was too small, or the tuner did not try it, "
+        "because it did not fit in memory or could not be set. **advised**: worth trying, but "
+        "yours to decide. `decisions.jsonl` in the run folder has each decision with its reasons.",
         width=8,
     ),
 )

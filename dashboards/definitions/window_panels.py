@@ -1,4 +1,4 @@
-"""Panels of a TrainingRun's windows. They are empty where a script owns its loop itself."""
+"""Panels of a TrainingRun's accumulation windows. They are empty for other runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .queries import of_first_rank, of_run
 
 NO_RUN = "not a TrainingRun"
 
-CUT_AND_SHARED = sized(
+MICRO_BATCHES_AND_SHARES = sized(
     8,
     7,
     TimeSeries(
         title="Micro-batches of a step",
-        description="Samples of the largest micro-batch, and how many micro-batches make a step. "
-        "It changes after an out-of-memory error, when memory is free again, and by your own call; "
-        "the update stays that of the whole batch.",
+        description="Samples of the largest micro-batch, and micro-batches per step. They change "
+        "after an out-of-memory error, when memory is free again, and by your own call. The update "
+        "stays that of the whole batch.",
         queries=(
             Query(of_run(window.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
             Query(by("max", of_first_rank(catalog.ACCUMULATION_STEPS)), "micro-batches"),
@@ -31,8 +31,8 @@ CUT_AND_SHARED = sized(
     ),
     TimeSeries(
         title="Shares of the batch",
-        description="What part of a batch the ranks get. With `balance` slow ranks get less: if "
-        "the lines part, see on the dashboard Communication who is slow, and why.",
+        description="Share of a batch that the ranks get. With `balance`, slow ranks get less. If "
+        "the lines diverge, the dashboard Communication shows which rank is slow, and why.",
         queries=(
             Query(of_run(window.LARGEST_SHARE), "largest"),
             Query(of_run(window.EVEN_SHARE), "even"),
@@ -43,10 +43,10 @@ CUT_AND_SHARED = sized(
         empty=NO_RUN,
     ),
     TimeSeries(
-        title="What compression loses",
-        description="Error of the compressed gradients over their norm, of the worst rank. With 8 "
-        "bits a few per cent are usual, and error feedback makes up for them. If it grows, or the "
-        "loss stalls, use bf16 or none.",
+        title="Compression error",
+        description="Error of the compressed gradients over their norm, for the worst rank. With 8 "
+        "bits a few percent are usual, and error feedback compensates for them. If it grows, or "
+        "the loss stalls, use bf16 or none.",
         queries=(Query(of_run(window.COMPRESSION_ERROR), "{{codec}}"),),
         unit=RATIO,
         minimum=0,
@@ -54,13 +54,14 @@ CUT_AND_SHARED = sized(
     ),
 )
 
-DONE_AGAIN = sized(
+REPLAYS_AND_RESTARTS = sized(
     6,
     6,
     Stat(
-        title="Windows done again",
-        description="Since the start, as memory ran out: **committed** ended well in smaller "
-        "pieces; after **gave_up** the run ended. No sample is lost or trained on twice.",
+        title="Replayed windows",
+        description="Accumulation windows replayed since the start, because memory ran out. "
+        "**committed**: the replay succeeded in smaller pieces. **gave_up**: the run ended. No "
+        "sample is lost or trained on twice.",
         queries=(Query(of_first_rank(catalog.WINDOW_REPLAYS), "{{outcome}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -69,8 +70,8 @@ DONE_AGAIN = sized(
     ),
     TimeSeries(
         title="Time lost to replayed windows",
-        description="Share of training time. Above the line, ask for smaller micro-batches from "
-        "the start, or for activation checkpointing.",
+        description="Share of training time. Above the line, start with smaller micro-batches, or "
+        "use activation checkpointing.",
         queries=(
             Query(of_run(window.REPLAY_RATIO), "5 minutes"),
             Query(of_run(window.REPLAY_RATIO_LONG), "30 minutes"),
@@ -82,9 +83,9 @@ DONE_AGAIN = sized(
     ),
     Stat(
         title="Engine rebuilds",
-        description="Within the run, for another ZeRO stage or offload. **undone**: it failed, and "
-        "**refused**: it would not have worked; either way training went on as it was, and the "
-        "log says why.",
+        description="Rebuilds within the run, for another ZeRO stage or offload. **undone**: it "
+        "failed. **refused**: it would not have worked. In both cases training continued "
+        "unchanged, and the log has the reason.",
         queries=(Query(of_first_rank(catalog.ENGINE_REBUILDS), "{{outcome}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -93,8 +94,8 @@ DONE_AGAIN = sized(
     ),
     Stat(
         title="Restarts",
-        description="Times the run was started again after a failure, from its last save. See the "
-        "log of the rank that ended first, or `oom/` in the run folder.",
+        description="How often the run restarted from its last save after a failure. See the log "
+        "of the rank that ended first, or `oom/` in the run folder.",
         queries=(Query(of_first_rank(catalog.RESTARTS), "restarts", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,

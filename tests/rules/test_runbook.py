@@ -11,6 +11,7 @@ from rules.expressions import selectors, unknown
 import zerowatch.dashboards
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.timing import Timing
+from zerowatch.metrics import thresholds
 from zerowatch.metrics.settings import Settings
 
 TEXT = (Path(zerowatch.dashboards.__file__).parent / "runbook.md").read_text()
@@ -39,6 +40,17 @@ QUERIES = [
 ]
 
 
+PERCENTAGES = {
+    "zerowatchcommbottleneck": thresholds.COMM_RATIO_HIGH,
+    "zerowatchstragglerrank": thresholds.STRAGGLER_SCORE_HIGH,
+    "zerowatchcommcoveragelow": thresholds.COMM_COVERAGE_LOW,
+    "zerowatchdatabound": thresholds.DATA_RATIO_HIGH,
+    "zerowatchlowdeviceutilization": thresholds.DEVICE_UTILIZATION_LOW,
+    "zerowatchoomreplays": thresholds.REPLAY_RATIO_HIGH,
+    "zerowatchwatchoverhead": thresholds.WATCH_RATIO_HIGH,
+}
+
+
 def test_there_is_one_page_for_each_alert():
     assert sorted(PAGES) == sorted(name.lower() for name in NAMES)
 
@@ -51,6 +63,13 @@ def test_a_page_has_its_five_sections(page):
     assert all(body.strip() for body in parts[1::2])
     assert "```promql" in parts[3]
     assert parts[5].strip().startswith("1. ")
+
+
+@pytest.mark.parametrize(("anchor", "threshold"), PERCENTAGES.items(), ids=PERCENTAGES)
+def test_the_first_percentage_of_a_page_is_the_alert_s_threshold(anchor, threshold):
+    first = re.search(r"([\d.]+) %", PAGES[anchor])
+
+    assert first and float(first[1]) == pytest.approx(100 * threshold)
 
 
 @pytest.mark.parametrize("query", QUERIES)
