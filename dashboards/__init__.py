@@ -1,1 +1,1 @@
-"""What people look at and are woken by, generated from the catalog."""
+"""Dashboards, recording rules and alerts, generated from the metric catalog."""

@@ -1,1 +1,1 @@
-"""A DeepSpeed run that is watched."""
+"""Monitoring, training loop and tuner of a DeepSpeed run."""

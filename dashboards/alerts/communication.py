@@ -78,7 +78,7 @@ def _link_slow(timing: Timing) -> Alert:
 def steady(score: str, timing: Timing) -> str:
     """Write the level that a rank's score exceeds for most of the short range.
 
-    A mean does not serve: two ranks that are slow by turns both have one above zero.
+    Not the mean: two ranks that are slow in turn would both have a mean above zero.
     """
     return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{timing.short}])"
 

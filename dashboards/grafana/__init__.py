@@ -1,1 +1,1 @@
-"""Dashboards in our words, and their way by grafanalib to JSON that Grafana 11 to 13 reads."""
+"""The data model of dashboards, and its conversion by grafanalib to JSON for Grafana 11 to 13."""

@@ -3,8 +3,8 @@
 `current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
 AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
 here, and a memory probe in `devices/memory/choose.py`. A row in `devices/choose.py` adds
-utilisation and power. `training_device_index` also needs DeepSpeed's accelerator to be of that
-kind. Importing this module initialises no device.
+utilisation and power, `devices/peak_flops.py` the peak FLOP/s. `training_device_index` also needs
+DeepSpeed's accelerator to be of that kind. Importing this module initialises no device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The table of DeepSpeed's internals: every private name that this package reads or patches.
+"""The table of DeepSpeed's internals: private names that several packages read or patch.
 
-Read it when DeepSpeed is upgraded. A test looks up each name in the installed DeepSpeed; at run
-time a name that is missing disables what needs it. Names that are only written, or that some
+Read it when DeepSpeed is upgraded, with the tests called `test_*drift.py`, which also have names
+that are used in one module only. A test looks up each name in the installed DeepSpeed; at run time
+a name that is missing disables what needs it. Names that are only written, or that some
 configurations lack, are listed in the test.
 """
 

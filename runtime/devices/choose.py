@@ -8,7 +8,8 @@ from .nvml import device_uuid, nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 from .probe import DeviceProbe
 
-# The probe of each kind of accelerator; a kind without a row is not read.
+# The probe of each kind of accelerator: a file next to nvml.py with a `DeviceProbe`. A kind without
+# a row is not read. ROCm's kind is "cuda" too; without NVML it is not read either.
 _PROBES = {"cuda": nvml_device}
 
 

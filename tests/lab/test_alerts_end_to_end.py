@@ -88,7 +88,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
 
 def go_wrong_in_the_rank(story: Story, run: WatchedRun) -> None:
-    """Let rank 1 grow, lose time, and compute what is no number; each until it was told of."""
+    """Let rank 1 grow, lose time, and produce NaN, each until its alert has fired."""
     story.begin(partial(run.begin, "grow"), OOM_RISK_HIGH, run=FAULTY_RUN, rank="1")
     story.begin(partial(run.begin, "slow"), STRAGGLER_RANK, run=FAULTY_RUN, rank="1")
     story.begin(partial(run.begin, "nan"), LOSS_NOT_FINITE, run=FAULTY_RUN)

@@ -1,4 +1,4 @@
-"""Where a collector does not take what is sent: left be, tried again, counted, told once."""
+"""A collector that rejects exports: paused, retried, counted, logged once."""
 
 from __future__ import annotations
 
