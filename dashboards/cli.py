@@ -56,11 +56,11 @@ def build(out: Path, grafana: str | None, runbook: str | None, check: bool) -> N
     if not check:
         given = {"grafana": grafana and grafana.rstrip("/"), "runbook": runbook}
         links = Links(**{name: url for name, url in given.items() if url})
-        _tell([f"{len(build_files(out, links))} files in {out}"])
+        _print_lines([f"{len(build_files(out, links))} files in {out}"])
         return
     faults = stale(out)
     if faults:
-        _tell(faults)
+        _print_lines(faults)
         sys.exit(1)
 
 
@@ -82,11 +82,11 @@ def up(native: bool, without_trainer: bool, gpu: bool) -> None:
     if native and (without_trainer or gpu):
         raise click.UsageError("--native starts no trainer: leave out --without-trainer and --gpu")
     if native:
-        _tell(_native_stack().up())
+        _print_lines(_native_stack().up())
         return
     from .stack import up as compose_up
 
-    _tell(compose_up(with_trainer=not without_trainer, gpu=gpu))
+    _print_lines(compose_up(with_trainer=not without_trainer, gpu=gpu))
 
 
 @stack.command()
@@ -99,7 +99,7 @@ def down(native: bool, volumes: bool) -> None:
             "--native keeps what was stored; to forget it remove the folder .zerowatch-stack"
         )
     if native:
-        _tell(_native_stack().down())
+        _print_lines(_native_stack().down())
         return
     from .stack import down as compose_down
 
@@ -112,12 +112,12 @@ def down(native: bool, volumes: bool) -> None:
 def status(native: bool) -> None:
     """Say what runs, which ranks Prometheus reaches, which rules fail and which alerts fire."""
     if native:
-        _tell(_native_stack().status())
+        _print_lines(_native_stack().status())
         return
     from .stack import status as compose_status
 
     with _native_in_mind("status"):
-        _tell(compose_status())
+        _print_lines(compose_status())
 
 
 @contextmanager
@@ -142,6 +142,6 @@ def _native_stack() -> NativeStack:
     return NativeStack(load_settings().run_log.folder)
 
 
-def _tell(lines: Iterable[str]) -> None:
+def _print_lines(lines: Iterable[str]) -> None:
     for line in lines:
         click.echo(line)
