@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
-from ..recorder import Recorder
+from ..series import Exemplar, Recorder
 from ..settings import OtelSettings
-from ..snapshot import Exemplar
 from .otlp_families import families, hardware_families
 from .telemetry_data import AttributeValue, Family, LogLine, StepTrace
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import SettingsError
 from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from ..catalog.training import RUN_ACTIVE
-from ..recorder import Recorder
+from ..series import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response
 from .ports import advertised_address, listen

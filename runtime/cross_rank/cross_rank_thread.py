@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import COMPARED_PHASES
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer

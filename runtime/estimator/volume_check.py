@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DsConfigError
 from ...metrics.catalog import communication
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ..common.fail_open import FailOpen
 from .engine_plan import is_data_parallel, plan_of_engine

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...metrics.catalog import memory
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ..common.units import format_bytes
 from .forecast.leak import Leak, find_leak
 from .forecast.series import PeakPoint

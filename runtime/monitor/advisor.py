@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
-from ...metrics.snapshot import Snapshot
+from ...metrics.series import Snapshot
 from ..estimator.engine_plan import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
 from ..tuner.job_facts import job_facts

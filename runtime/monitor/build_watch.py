@@ -11,7 +11,7 @@ import deepspeed.comm.comm as deepspeed_comm
 
 from ...metrics.catalog import training
 from ...metrics.exporters.server import MetricsServer
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..collectives.instrument import CollectiveInstrumentation

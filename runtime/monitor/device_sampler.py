@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ..common.fail_open import FailOpen
 from ..devices.probe import DeviceProbe
 from ..memory.memory_reader import Readings

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...metrics.catalog import training
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder, Snapshot
 from ...metrics.settings import Settings
-from ...metrics.snapshot import Snapshot
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...metrics.catalog import tuner
 from ...metrics.exporters.telemetry_data import AttributeValue, Span
-from ...metrics.recorder import Recorder
+from ...metrics.series import Recorder
 from ..instrumentation.watch_context import WatchContext
 from .policy.decision import Decision, Mode, make_decision
 from .policy.decision_log import DecisionLog

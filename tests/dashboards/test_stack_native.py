@@ -24,7 +24,7 @@ from zerowatch.dashboards.native_stack import NativeStack, prometheus_configurat
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.series import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; stack()"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from ....metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ....metrics.catalog.spec import MetricSpec
 from ....metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
-from ....metrics.snapshot import Snapshot
+from ....metrics.series import Snapshot
 from ....metrics.step_record import StepRecord
 from .launch import display_path
 from .report import TunerOutcome, header, step_line, summary_tables

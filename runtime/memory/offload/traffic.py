@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ....metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
-from ....metrics.recorder import Recorder
+from ....metrics.series import Recorder
 from ...collectives.events import EventPool
 from ...common import accelerator
 from ...common.fail_open import FailOpen

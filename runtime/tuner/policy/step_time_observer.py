@@ -10,7 +10,7 @@ from math import log
 from statistics import median
 from typing import Literal, Protocol
 
-from ....metrics.snapshot import Snapshot
+from ....metrics.series import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
 

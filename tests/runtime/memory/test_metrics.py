@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.metrics.catalog import memory
-from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.memory.forecast.series import Shape
 from zerowatch.runtime.memory.metrics import PEAK_SECONDS, MemoryMetrics, SlidingMax
 from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample

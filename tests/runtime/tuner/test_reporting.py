@@ -10,7 +10,7 @@ import pytest
 from fakes.tuner_decisions import conclusion, tuner_input
 
 from zerowatch.metrics.catalog import tuner
-from zerowatch.metrics.recorder import Recorder
+from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.types import State, Symptom
 from zerowatch.runtime.tuner.reporting import TunerMetrics, TunerReporter, to_number

@@ -1,7 +1,8 @@
-"""The current value of every series: one recorder per rank, safe to use from any thread.
+"""The current value of every time series of this rank.
 
-Exporters read it. Writes that belong together go inside `with recorder.commit():`, so that a reader
-sees all of them or none.
+The monitoring threads write to one `Recorder`, which is safe to use from any thread. Exporters read
+a `Snapshot`, a copy of all values at one moment. Writes inside `with recorder.commit():` become
+visible together: a snapshot contains all of them or none.
 """
 
 from __future__ import annotations
@@ -11,9 +12,54 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 from .catalog.spec import MetricSpec
-from .snapshot import Distribution, Exemplar, LabelValues, Snapshot
+
+LabelValues = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exemplar:
+    """One observation that can be looked up elsewhere, such as in a trace."""
+
+    labels: Mapping[str, str]
+    value: float
+    unix_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """A histogram's counts: one per bucket of its spec, and one more above the last bound."""
+
+    counts: tuple[int, ...]
+    sum: float
+    exemplars: tuple[Exemplar | None, ...]
+
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Values by metric and label values; a metric that was never set is absent."""
+
+    values: Mapping[MetricSpec, Mapping[LabelValues, float]]
+    distributions: Mapping[MetricSpec, Mapping[LabelValues, Distribution]]
+
+    def value(self, spec: MetricSpec, *labels: str) -> float | None:
+        """Return one series' value, or None if it was never set."""
+        return self.values.get(spec, {}).get(labels)
+
+    def total(self, spec: MetricSpec) -> float:
+        """Return the sum over all series of a metric, 0 if there is none."""
+        return sum(self.values.get(spec, {}).values())
+
+    def distribution(self, spec: MetricSpec, *labels: str) -> Distribution | None:
+        """Return one series' histogram, or None if nothing was observed."""
+        return self.distributions.get(spec, {}).get(labels)
 
 
 class _Histogram:
