@@ -13,8 +13,8 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.estimate_cases import CASES, SHAPES, WITH_ACTIVATIONS
-from scripts.run_estimate_job import Compared, compare, compare_activations
+from scripts.estimator.estimate_cases import CASES, SHAPES, WITH_ACTIVATIONS
+from scripts.estimator.run_estimate_job import Compared, compare, compare_activations
 
 GOAL_STATES, GOAL_ACTIVATIONS = 0.05, 0.10
 CASES_PER_JOB = 4  # so that a job ends before its timeout

@@ -15,7 +15,7 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.run_hang_job import running
+from scripts.cross_rank.run_hang_job import running
 
 GOAL_SECONDS = 45.0
 TRIALS = 3

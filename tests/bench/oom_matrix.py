@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parent / "support" / "scripts" / "recovery_matrix.py"
+SCRIPT = HERE.parent / "support" / "scripts" / "trainer" / "recovery_matrix.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 TIMEOUT_SECONDS = 7200
 HEADINGS = (

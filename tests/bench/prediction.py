@@ -16,7 +16,7 @@ from table import Row
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
 import itertools
 
-from scripts.peaks import (
+from scripts.memory.peaks import (
     DEFAULT_ALLOCATOR,
     GIVES_BACK,
     WARM_UP_STEPS,

@@ -12,7 +12,7 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.run_restart_job import Course, train
+from scripts.trainer.run_restart_job import Course, train
 
 KILLS, EARLY_KILLS = 20, 4
 STEPS, SAVE_EVERY = 200, 5

@@ -12,7 +12,7 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.run_skip_job import Trial
+from scripts.cross_rank.run_skip_job import Trial
 
 GOAL_SECONDS = 15.0
 TRIALS = 20

@@ -11,7 +11,7 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.run_tuner_memory import Ended, run
+from scripts.tuner.run_tuner_memory import Ended, run
 
 KINDS = ("leak", "growing")
 

@@ -11,7 +11,7 @@ from options import Options
 from table import Row
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))  # the job is the tests' own
-from scripts.variable_length import Ended, Job, compare
+from scripts.trainer.variable_length import Ended, Job, compare
 
 WINDOWS, QUICK_WINDOWS = 2000, 60
 SAMPLES = 16

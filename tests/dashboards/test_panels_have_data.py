@@ -184,7 +184,7 @@ def training_run(folder: Path, port: int) -> Iterator[None]:
         ZEROWATCH_RUN_ID=RUN,
         CUDA_VISIBLE_DEVICES="",
     )
-    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "dashboard_job.py"), str(folder)]
+    command = [TORCHRUN, *TWO_RANKS, str(SCRIPTS / "monitor" / "dashboard_job.py"), str(folder)]
     log = folder / "job.log"
     with log.open("w") as output:
         job = subprocess.Popen(

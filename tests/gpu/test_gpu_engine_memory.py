@@ -91,7 +91,7 @@ def test_after_a_step_the_held_bytes_equal_the_allocator_s(name: str, tmp_path: 
     no_workspace = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
     subprocess.run(
-        [sys.executable, str(SCRIPTS / "engine_memory_cuda_job.py"), str(report), name],
+        [sys.executable, str(SCRIPTS / "memory" / "engine_memory_cuda_job.py"), str(report), name],
         env={**inherited, **rank, **address, **no_workspace},
         check=True,
         timeout=300,

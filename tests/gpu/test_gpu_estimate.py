@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripts.estimate_cases import LARGE
+from scripts.estimator.estimate_cases import LARGE
 
 from zerowatch.runtime.estimator.trace_activations import trace_activations
 

@@ -89,7 +89,7 @@ def test_a_job_is_predicted_reported_and_ended_by_its_own_error(kind: str, tmp_p
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cuda"}
 
     finished = start(
-        sys.executable, SCRIPTS / "oom_job.py", kind, cwd=tmp_path, variables=variables
+        sys.executable, SCRIPTS / "memory" / "oom_job.py", kind, cwd=tmp_path, variables=variables
     )
 
     measured = json.loads((tmp_path / "measured.json").read_text())

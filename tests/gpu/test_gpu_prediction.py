@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripts.peaks import Job, median_and_p95, misses_on_longer, one_step_misses
+from scripts.memory.peaks import Job, median_and_p95, misses_on_longer, one_step_misses
 
 from zerowatch.runtime.memory.forecast.series import PeakPoint
 

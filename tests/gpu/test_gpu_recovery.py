@@ -30,7 +30,7 @@ ALONE = {
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("recovery")
-    script = SCRIPTS / "recovery_matrix.py"
+    script = SCRIPTS / "trainer" / "recovery_matrix.py"
     finished = start(sys.executable, script, folder, "all", *ENGINES, cwd=folder, variables=ALONE)
     file = Path(folder, "rank-0.json")
     assert file.exists(), finished.stderr[-5000:]

@@ -25,7 +25,7 @@ def train(folder: Path, rate: str | None, *arguments: int) -> list[dict[str, Any
     """Train on two hosts; return what each rank wrote."""
     variables = environment()
     del variables["GLOO_SOCKET_IFNAME"]
-    command = (sys.executable, SCRIPTS / "link_job.py", folder, *arguments)
+    command = (sys.executable, SCRIPTS / "cross_rank" / "link_job.py", folder, *arguments)
     with two_hosts(rate) as hosts:
         ended = run_on_both(hosts, command, variables, timeout_seconds=120)
     # By their reports, not by exit codes: torch 2.13's gloo now and then aborts as the interpreter

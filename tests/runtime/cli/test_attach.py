@@ -35,14 +35,14 @@ def result_of(finished):
         ("hook_exceptions.py",),
         ("list_modules.py",),
         ("fork_and_leave.py",),
-        ("../scripts/./leave.py", "3"),
+        ("../cli/./leave.py", "3"),
     ],
     ids=" ".join,
 )
 def test_a_script_runs_as_with_plain_python(arguments):
-    expected = plain(*arguments, cwd=SCRIPTS)
+    expected = plain(*arguments, cwd=SCRIPTS / "cli")
 
-    assert result_of(monitored(*arguments, cwd=SCRIPTS)) == result_of(expected)
+    assert result_of(monitored(*arguments, cwd=SCRIPTS / "cli")) == result_of(expected)
 
 
 def test_a_script_that_does_not_compile_shows_what_python_shows(tmp_path):
@@ -86,15 +86,15 @@ def test_a_module_runs_as_with_plain_python(package, module):
 
 @pytest.mark.parametrize("target", [("show_globals.py",), ("-m", "show_globals")], ids=" ".join)
 def test_the_local_rank_of_the_deepspeed_launcher_reaches_the_script(target):
-    expected = plain(*target, "--local_rank=1", "--lr=2", cwd=SCRIPTS)
+    expected = plain(*target, "--local_rank=1", "--lr=2", cwd=SCRIPTS / "cli")
 
-    assert result_of(monitored("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS)) == result_of(
-        expected
-    )
+    assert result_of(
+        monitored("--local_rank=1", *target, "--lr=2", cwd=SCRIPTS / "cli")
+    ) == result_of(expected)
 
 
 def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
-    (tmp_path / "linked.py").symlink_to(SCRIPTS / "show_globals.py")
+    (tmp_path / "linked.py").symlink_to(SCRIPTS / "cli" / "show_globals.py")
 
     expected = plain("linked.py", cwd=tmp_path)
 
@@ -121,7 +121,9 @@ def test_a_command_instead_of_a_script_names_the_right_program(tmp_path):
 
 
 def test_an_invalid_setting_is_one_line_before_the_script_starts(tmp_path):
-    finished = monitored(SCRIPTS / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1")
+    finished = monitored(
+        SCRIPTS / "cli" / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1"
+    )
 
     line = "environment variable ZEROWATCH_SERVE_PROT is no setting; did you mean "
     assert result_of(finished) == (2, "", f"zerowatch: {line}'ZEROWATCH_SERVE_PORT'?\n")

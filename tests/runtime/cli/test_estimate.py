@@ -100,7 +100,7 @@ def test_json_has_the_same_plans(estimate, ds_json):
 
 
 def test_the_shapes_of_a_real_model_make_the_plan_exact(estimate, ds_json):
-    model = ("--model", "scripts.plan_cases:frozen")
+    model = ("--model", "scripts.estimator.plan_cases:frozen")
 
     code, out, err = estimate(ds_json, "--world", 4, *model, "--stage", 2)
 
@@ -142,9 +142,12 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
         (("--world", 8, "--params", "nan"), "--params nan is not a size"),
         (("--world", 8, "--model", "no_colon"), "names no callable"),
         (("--world", 8, "--model", "no.such.module:build"), "cannot be imported"),
-        (("--world", 8, "--model", "scripts.plan_cases:nothing"), "cannot be imported"),
-        (("--world", 8, "--model", "scripts.plan_cases:Block"), "without arguments"),
-        (("--world", 8, "--model", "scripts.plan_cases:Case.ds_config"), "cannot be imported"),
+        (("--world", 8, "--model", "scripts.estimator.plan_cases:nothing"), "cannot be imported"),
+        (("--world", 8, "--model", "scripts.estimator.plan_cases:Block"), "without arguments"),
+        (
+            ("--world", 8, "--model", "scripts.estimator.plan_cases:Case.ds_config"),
+            "cannot be imported",
+        ),
         (("--world", 8, "--model", "builtins:dict"), "returns a dict"),
         (("--world", 8, "--params", "7B", "--pp", 2, "--stage", 3), "pipeline parallelism"),
     ],

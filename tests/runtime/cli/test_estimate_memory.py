@@ -117,7 +117,7 @@ def test_activations_of_a_real_model_are_traced(estimate):
 
 
 def test_a_model_that_takes_no_token_ids_has_a_plan_without_activations(estimate):
-    model = ("--world", 8, "--model", "scripts.plan_cases:deep")
+    model = ("--world", 8, "--model", "scripts.estimator.plan_cases:deep")
 
     code, out, _ = estimate(*model, "--sequence", 7)
 

@@ -9,7 +9,7 @@ import pytest
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, own_lines, start
 
 RUN = (ZEROWATCH, "run")
-COUNT = SCRIPTS / "count_to_two.py"
+COUNT = SCRIPTS / "cli" / "count_to_two.py"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,9 @@ def test_the_command_sets_no_run_id_on_several_nodes(tmp_path):
 
 @pytest.mark.jobs
 def test_a_module_runs_instead_of_a_script(tmp_path):
-    finished = start(*RUN, "--standalone", "-m", "scripts.count_to_two", "-m", cwd=SCRIPTS.parent)
+    finished = start(
+        *RUN, "--standalone", "-m", "scripts.cli.count_to_two", "-m", cwd=SCRIPTS.parent
+    )
 
     assert own_lines(finished)[0] == "out: rank 0 of 1 args ['-m']"
 

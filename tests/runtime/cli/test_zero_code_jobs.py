@@ -48,7 +48,7 @@ def test_a_monitored_script_prints_what_it_prints_unmonitored(
     tmp_path, script, arguments, num_steps
 ):
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
-    job = (*TWO_RANKS, SCRIPTS / script, *arguments)
+    job = (*TWO_RANKS, SCRIPTS / "cli" / script, *arguments)
     unmonitored = start(TORCHRUN, *job, cwd=tmp_path)
     assert unmonitored.returncode == 0, unmonitored.stderr
     assert not (tmp_path / "runs").exists()
@@ -70,7 +70,7 @@ def free_port():
 def test_the_deepspeed_launcher_starts_a_monitored_script_by_module(tmp_path, free_port):
     job = ("--num_gpus", "2", "--master_port", free_port, "--module", "zerowatch")
 
-    finished = start(DEEPSPEED, *job, SCRIPTS / "train_tiny.py", cwd=tmp_path)
+    finished = start(DEEPSPEED, *job, SCRIPTS / "cli" / "train_tiny.py", cwd=tmp_path)
 
     assert finished.returncode == 0, finished.stderr
     steps = [1, 2, 3, 4, 5]
@@ -92,7 +92,7 @@ def one_rank(free_port):
 def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
     off = {"ZEROWATCH_ENABLED": "false"}
 
-    finished = monitored(SCRIPTS / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
+    finished = monitored(SCRIPTS / "cli" / "train_tiny.py", cwd=tmp_path, **one_rank, **off)
 
     assert finished.returncode == 0, finished.stderr
     assert len(own_lines(finished)) == 5
@@ -100,7 +100,7 @@ def test_disabled_monitoring_leaves_no_trace(tmp_path, one_rank):
 
 
 def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
-    job = (*TWO_RANKS, SCRIPTS / "train_tiny.py", "--deepspeed_config=ds.json")
+    job = (*TWO_RANKS, SCRIPTS / "cli" / "train_tiny.py", "--deepspeed_config=ds.json")
 
     finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
 
@@ -117,7 +117,7 @@ def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank)
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     given = ("--deepspeed_config", "ds.json")
 
-    finished = monitored(SCRIPTS / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
+    finished = monitored(SCRIPTS / "cli" / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
 
     assert finished.returncode == 2
     line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
@@ -144,7 +144,7 @@ def test_a_script_that_catches_the_error_of_its_ds_config_catches_deepspeeds(tmp
 
 
 def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_rank):
-    job = (SCRIPTS / "train_trainer.py", *TRAINER)
+    job = (SCRIPTS / "cli" / "train_trainer.py", *TRAINER)
 
     finished = monitored(*job, cwd=tmp_path, **one_rank)
 

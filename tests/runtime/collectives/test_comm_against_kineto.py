@@ -42,7 +42,7 @@ OPERATIONS = (
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kineto")
 
-    finished = start_ranks(2, SCRIPTS / "kineto_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "collectives" / "kineto_checks.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
@@ -53,7 +53,12 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def bytes_sent(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[float]]]:
     folder = tmp_path_factory.mktemp("wire")
 
-    finished = start(sys.executable, SCRIPTS / "wire_bytes.py", folder / "figures.json", cwd=folder)
+    finished = start(
+        sys.executable,
+        SCRIPTS / "collectives" / "wire_bytes.py",
+        folder / "figures.json",
+        cwd=folder,
+    )
 
     if "no private network" in finished.stderr:
         pytest.skip(finished.stderr.strip())

@@ -38,7 +38,7 @@ OF_EVERY_SCHEDULE = {"forward", "backward", "optimizer", "other"}
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Seen]]:
     folder = tmp_path_factory.mktemp("parallel")
 
-    finished = start_ranks(2, SCRIPTS / "parallel_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "collectives" / "parallel_checks.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

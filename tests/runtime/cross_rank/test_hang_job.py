@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts.run_hang_job import PATIENCE_SECONDS, Job, running
+from scripts.cross_rank.run_hang_job import PATIENCE_SECONDS, Job, running
 
 from zerowatch.metrics.catalog import communication
 

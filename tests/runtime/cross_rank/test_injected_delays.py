@@ -22,7 +22,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
     """What each rank has seen, case by case: a delay in each phase, then controls without one."""
     folder = tmp_path_factory.mktemp("delays")
 
-    finished = start_ranks(2, SCRIPTS / "straggler_job.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "cross_rank" / "straggler_job.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

@@ -6,7 +6,7 @@ Three of many cases; `make bench ARGS=skipped` runs twenty.
 from __future__ import annotations
 
 import pytest
-from scripts.run_skip_job import Trial
+from scripts.cross_rank.run_skip_job import Trial
 
 pytestmark = pytest.mark.jobs
 

@@ -34,7 +34,7 @@ RATIOS["fp8"] = (0.015, 2**-4)
 
 def check(folder: Path, num_ranks: int, names: tuple[str, ...]) -> list[dict]:
     """Run the checks; return the results of each rank."""
-    script = SCRIPTS / "compression_checks.py"
+    script = SCRIPTS / "engine" / "compression_checks.py"
     finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]

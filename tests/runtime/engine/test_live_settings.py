@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from scripts.engine.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.launching import SCRIPTS
-from scripts.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.ranks import start_ranks
 
 from zerowatch.errors import ZerowatchError
@@ -25,7 +25,7 @@ REORDER_SUMS = {
 
 
 def results_of(ranks: int, folder) -> list[dict[str, Any]]:
-    finished = start_ranks(ranks, SCRIPTS / "live_settings_job.py", folder, cwd=folder)
+    finished = start_ranks(ranks, SCRIPTS / "engine" / "live_settings_job.py", folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -24,7 +24,7 @@ ON = slice(3, 6)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("switches")
-    finished = start_ranks(2, SCRIPTS / "memory_savings_job.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "engine" / "memory_savings_job.py", folder, cwd=folder)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 

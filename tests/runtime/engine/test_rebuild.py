@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.engine.rebuild_cases import CASES, TRANSITIONS
 from scripts.launching import SCRIPTS
 from scripts.ranks import start_ranks
-from scripts.rebuild_cases import CASES, TRANSITIONS
 
 pytestmark = pytest.mark.jobs
 
@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def _run(folder: Path, num_ranks: int, names: Any) -> list[dict[str, Any]]:
     folder.mkdir()
-    script = SCRIPTS / "rebuild_checks.py"
+    script = SCRIPTS / "engine" / "rebuild_checks.py"
     finished = start_ranks(num_ranks, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(num_ranks)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]

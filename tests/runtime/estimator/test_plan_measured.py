@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts.estimator.plan_cases import CASES, MODELS, Case, param_groups
 from scripts.launching import SCRIPTS
-from scripts.plan_cases import CASES, MODELS, Case, param_groups
 from scripts.ranks import start_ranks
 
 from zerowatch.__main__ import main
@@ -33,7 +33,7 @@ def measured(tmp_path_factory) -> dict[int, dict]:
 
 
 def measure(ranks: int, folder: Path) -> dict:
-    script, file = SCRIPTS / "measure_plans.py", folder / "measured.json"
+    script, file = SCRIPTS / "estimator" / "measure_plans.py", folder / "measured.json"
     finished = start_ranks(ranks, script, file, cwd=folder)
     assert file.exists(), finished.stderr[-3000:]
     return json.loads(file.read_text())
@@ -47,7 +47,7 @@ def test_the_command_predicts_what_is_measured(
     ds_json = tmp_path / "ds.json"
     ds_json.write_text(json.dumps(case.ds_config))
     arguments = [ds_json, "--world", ranks, "--backend", "gloo", "--stage", case.zero["stage"]]
-    model = f"scripts.plan_cases:{case.model}"
+    model = f"scripts.estimator.plan_cases:{case.model}"
     command = ["zerowatch", "estimate", *arguments, "--model", model, "--json"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
 

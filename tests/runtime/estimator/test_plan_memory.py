@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scripts.estimate_cases import Decoder
-from scripts.plan_cases import deep
+from scripts.estimator.estimate_cases import Decoder
+from scripts.estimator.plan_cases import deep
 
 from zerowatch.runtime.estimator.memory import Activations, MemoryPlan, largest_micro_batch, peak_of
 from zerowatch.runtime.estimator.options import Options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from scripts.run_estimate_job import Compared, compare, compare_activations
+from scripts.estimator.run_estimate_job import Compared, compare, compare_activations
 
 pytestmark = pytest.mark.jobs
 

@@ -28,7 +28,7 @@ EXPECTED = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("volume")
 
-    finished = start_ranks(2, SCRIPTS / "volume_job.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "estimator" / "volume_job.py", folder, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

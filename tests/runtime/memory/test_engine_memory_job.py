@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from scripts.async_io import HOW_TO_BUILD, built_extensions
-from scripts.engine_memory_cases import CASES, NVME_CASES
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
+from scripts.memory.async_io import HOW_TO_BUILD, built_extensions
+from scripts.memory.engine_memory_cases import CASES, NVME_CASES
 
 pytestmark = pytest.mark.jobs
 
@@ -19,7 +19,7 @@ Samples = list[list[dict]]
 
 def sample(folder: Path, names: list[str] | tuple[str, ...]) -> dict[str, Samples]:
     """Return each rank's samples by case: before and after the update of each of three steps."""
-    script = SCRIPTS / "engine_memory_checks.py"
+    script = SCRIPTS / "memory" / "engine_memory_checks.py"
     finished = start(TORCHRUN, *TWO_RANKS, script, folder, *names, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]

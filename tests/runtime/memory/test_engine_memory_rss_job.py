@@ -15,7 +15,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_less_than_a_tenth_of_a_peak_is_other(stage: int, tmp_path: Path) -> None:
-    script = SCRIPTS / "engine_memory_rss_job.py"
+    script = SCRIPTS / "memory" / "engine_memory_rss_job.py"
     job = start(TORCHRUN, *TWO_RANKS, script, tmp_path, f"fp32 stage {stage}", 2, cwd=tmp_path)
 
     assert job.returncode == 0, job.stderr[-3000:]

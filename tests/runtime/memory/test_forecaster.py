@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripts.peaks import REPLAYS, read_series
+from scripts.memory.peaks import REPLAYS, read_series
 
 from zerowatch.runtime.memory.forecast.forecaster import Forecaster
 from zerowatch.runtime.memory.forecast.memory_forecast import MemoryForecast

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from scripts.launching import SCRIPTS
-from scripts.oom_cgroup import memory_cgroup
+from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.memory.oom.killed_ranks import (
     ExitCause,
@@ -315,7 +315,7 @@ def test_only_records_of_that_process_are_reported_and_an_incomplete_line_is_ign
 
 def grown(runs: Path, steps: int, cgroup: Path | None = None) -> subprocess.Popen[str]:
     """Start a rank whose memory grows, in a separate cgroup."""
-    command = [sys.executable, str(SCRIPTS / "oom_grow.py"), str(runs), HOST, str(steps)]
+    command = [sys.executable, str(SCRIPTS / "memory" / "oom_grow.py"), str(runs), HOST, str(steps)]
     if cgroup is not None:
         command.append(str(cgroup))
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

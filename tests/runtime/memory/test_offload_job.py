@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.async_io import HOW_TO_BUILD, built_extensions
 from scripts.launching import SCRIPTS
+from scripts.memory.async_io import HOW_TO_BUILD, built_extensions
 from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
@@ -36,7 +36,7 @@ Ranks = list[dict[str, Any]]
 
 
 def run(script: str, folder: Path, *arguments: Path) -> Ranks:
-    finished = start_ranks(2, SCRIPTS / script, folder, *arguments, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "memory" / script, folder, *arguments, cwd=folder)
 
     assert finished.returncode == 0, finished.stderr
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from scripts.launching import SCRIPTS, Finished, start
-from scripts.oom_cgroup import memory_cgroup
+from scripts.memory.oom_cgroup import memory_cgroup
 
 from zerowatch.runtime.common.units import format_bytes
 
@@ -59,7 +59,7 @@ def train(folder: Path, *arguments: object) -> Finished:
     """Run a job of one rank. Heap beyond the threshold is returned: sizes are repeatable."""
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    script = SCRIPTS / "oom_job.py"
+    script = SCRIPTS / "memory" / "oom_job.py"
     variables = {
         "RANK": "0",
         "LOCAL_RANK": "0",

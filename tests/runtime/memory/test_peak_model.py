@@ -7,7 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from scripts.peaks import REPLAYS, median_and_p95, misses_on_longer, one_step_misses, read_series
+from scripts.memory.peaks import (
+    REPLAYS,
+    median_and_p95,
+    misses_on_longer,
+    one_step_misses,
+    read_series,
+)
 
 from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
@@ -236,8 +242,9 @@ def test_there_is_no_model_from_a_few_points() -> None:
     assert fit_peaks(points[:6]) is not None
 
 
-# Held-out, one step ahead: median and 95th percentile of the error relative to the peak. The runs
-# were recorded by scripts/peaks_job.py, with an allocator that returns memory and the default one.
+# Held-out, one step ahead: median and 95th percentile of the error relative to the peak.
+# scripts/memory/peaks_job.py recorded the runs, with the default allocator and with one that gives
+# back freed memory.
 @pytest.mark.parametrize(
     ("name", "goal", "p95_goal"),
     [

@@ -196,7 +196,7 @@ def test_a_plain_deepspeed_script_is_advised(tmp_path):
         "ZEROWATCH_TUNER_COMM_RATIO_HIGH": "0.02",
         "ZEROWATCH_TUNER_REBUILD": "false",
     }
-    job = (*TWO_RANKS, SCRIPTS / "advised_job.py")
+    job = (*TWO_RANKS, SCRIPTS / "monitor" / "advised_job.py")
 
     finished = start(ZEROWATCH, "run", *job, cwd=tmp_path, variables=variables)
 

@@ -11,7 +11,7 @@ from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 
 pytestmark = pytest.mark.jobs
 
-SCRIPT = SCRIPTS / "engine_checks.py"
+SCRIPT = SCRIPTS / "monitor" / "engine_checks.py"
 HELPERS = {"make", "listen", "step", "wrapped_places", "standing", "run_in_fork", "free_port"}
 CHECKS = [
     node.name
@@ -31,7 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_collective_that_was_never_waited_for_does_not_abort_the_exit(tmp_path: Path) -> None:
-    script = SCRIPTS / "leave_a_call_open.py"
+    script = SCRIPTS / "monitor" / "leave_a_call_open.py"
 
     finished = start(TORCHRUN, *TWO_RANKS, "-m", "zerowatch", script, cwd=tmp_path)
 

@@ -23,7 +23,12 @@ def logged_steps(log: Path) -> list[int]:
 
 def test_sigkill_loses_at_most_the_step_in_flight(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "-m", "zerowatch", str(SCRIPTS / "train_until_killed.py")]
+    command += [
+        "--nproc-per-node=2",
+        "-m",
+        "zerowatch",
+        str(SCRIPTS / "monitor" / "train_until_killed.py"),
+    ]
     logs = [tmp_path / "runs" / "killed" / f"rank-{rank}.jsonl" for rank in (0, 1)]
     with (tmp_path / "output").open("w+") as output:
         variables = environment(ZEROWATCH_RUN_ID="killed", RANKS_FOLDER=str(tmp_path))

@@ -52,7 +52,13 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
-    command = (TORCHRUN, *TWO_RANKS, SCRIPTS / "traced_job.py", folder, f"--key={SECRET}")
+    command = (
+        TORCHRUN,
+        *TWO_RANKS,
+        SCRIPTS / "monitor" / "traced_job.py",
+        folder,
+        f"--key={SECRET}",
+    )
     with Collector() as collector:
         variables = {
             "TORCH_FR_BUFFER_SIZE": "100000",
@@ -185,7 +191,7 @@ def end_of_a_job(folder, **variables: str) -> tuple[float, list[str]]:
         "atexit.register(lambda: print('out:', 'opentelemetry.sdk.trace' in sys.modules))\n"
     )
     variables["PYTHONPATH"] = str(folder)
-    finished = monitored(SCRIPTS / "traced_end.py", cwd=folder, **variables)
+    finished = monitored(SCRIPTS / "monitor" / "traced_end.py", cwd=folder, **variables)
     ended_at = time.time()
     assert finished.returncode == 0, finished.stderr
     assert "hook" not in finished.stderr
@@ -240,7 +246,7 @@ def test_without_the_extra_one_line_names_it_and_training_goes_on(tmp_path):
     hidden.write_text("import sys; sys.modules['opentelemetry.sdk'] = None\n")
 
     finished = monitored(
-        SCRIPTS / "traced_end.py",
+        SCRIPTS / "monitor" / "traced_end.py",
         cwd=tmp_path,
         PYTHONPATH=str(tmp_path),
         ZEROWATCH_OTEL_ENDPOINT="http://127.0.0.1:4318",

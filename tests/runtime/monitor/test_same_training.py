@@ -25,7 +25,10 @@ CONFIGURATIONS = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compared")
-    script, variables = SCRIPTS / "compare_monitored.py", {"TORCH_FR_BUFFER_SIZE": "100000"}
+    script, variables = (
+        SCRIPTS / "monitor" / "compare_monitored.py",
+        {"TORCH_FR_BUFFER_SIZE": "100000"},
+    )
 
     finished = start_ranks(2, script, folder, cwd=folder, variables=variables)
 

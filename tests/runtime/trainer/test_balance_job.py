@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.balance_job import BATCH, DATA_SAMPLES, TURNED_OFF, TURNED_ON, WINDOWS, data
 from scripts.launching import SCRIPTS
 from scripts.ranks import start_ranks
+from scripts.trainer.balance_job import BATCH, DATA_SAMPLES, TURNED_OFF, TURNED_ON, WINDOWS, data
 
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
 
@@ -22,7 +22,7 @@ STAGES = ["1", "2"]  # without and with collectives in the passes that are timed
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("balance")
-    job = SCRIPTS / "balance_job.py"
+    job = SCRIPTS / "trainer" / "balance_job.py"
     finished = start_ranks(2, job, folder, *STAGES, cwd=folder)
     assert (folder / "rank-1.json").exists(), finished.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]

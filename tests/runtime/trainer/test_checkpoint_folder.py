@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts.launching import SCRIPTS, start
-from scripts.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
+from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
 from zerowatch.runtime.trainer.checkpoint.load import load_checkpoint, saved_config
@@ -41,7 +41,9 @@ def names(folder: Path) -> list[str]:
 def test_killed_at_any_moment_a_complete_checkpoint_is_left_and_the_next_save_cleans_up(
     tmp_path: Path,
 ) -> None:
-    finished = start(sys.executable, SCRIPTS / "resume_killed.py", tmp_path, cwd=tmp_path)
+    finished = start(
+        sys.executable, SCRIPTS / "trainer" / "resume_killed.py", tmp_path, cwd=tmp_path
+    )
 
     assert finished.returncode == 0, finished.stderr
     kills = json.loads((tmp_path / "found.json").read_text())

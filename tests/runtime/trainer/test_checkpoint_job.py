@@ -19,7 +19,9 @@ ENGINES = (
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("resume")
-    finished = start_ranks(2, SCRIPTS / "resume_checks.py", folder, *ENGINES, cwd=folder)
+    finished = start_ranks(
+        2, SCRIPTS / "trainer" / "resume_checks.py", folder, *ENGINES, cwd=folder
+    )
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

@@ -17,7 +17,7 @@ ALL_SAMPLES = 64
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("joined")
-    finished = start_ranks(2, SCRIPTS / "joined_checks.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "trainer" / "joined_checks.py", folder, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

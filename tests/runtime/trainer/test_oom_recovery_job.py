@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scripts.launching import SCRIPTS
 from scripts.ranks import start_ranks
-from scripts.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
+from scripts.trainer.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
 
 pytestmark = pytest.mark.jobs
 
@@ -24,7 +24,7 @@ def run(world_size: int, folder: Path, script: str, *arguments: str) -> Found:
     """Run a script; return what each rank writes."""
     finished = start_ranks(
         world_size,
-        SCRIPTS / script,
+        SCRIPTS / "trainer" / script,
         folder,
         *arguments,
         cwd=folder,

@@ -10,7 +10,7 @@ from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
-from scripts.resume_engine import SingleRankHostGroup
+from scripts.trainer.resume_engine import SingleRankHostGroup
 
 from zerowatch.runtime.trainer.checkpoint.plan_file import Failure, PersistedPlan, PlanFile
 

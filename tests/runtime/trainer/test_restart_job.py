@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripts.launching import steps_logged
-from scripts.run_restart_job import Course, train
+from scripts.trainer.run_restart_job import Course, train
 from servers.free_port import free_port
 
 pytestmark = pytest.mark.jobs

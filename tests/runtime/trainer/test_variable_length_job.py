@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripts.variable_length import Comparison, Job, compare
+from scripts.trainer.variable_length import Comparison, Job, compare
 
 pytestmark = pytest.mark.jobs
 

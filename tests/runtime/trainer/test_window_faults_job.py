@@ -25,7 +25,7 @@ CASES = [(name, stage) for name in ERRORS for stage in range(4)]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder: Path = tmp_path_factory.mktemp("faults")
-    finished = start_ranks(2, SCRIPTS / "window_faults.py", folder, cwd=folder)
+    finished = start_ranks(2, SCRIPTS / "trainer" / "window_faults.py", folder, cwd=folder)
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), finished.stderr[-3000:]
     return [json.loads(file.read_text()) for file in files]

@@ -23,7 +23,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     for world in WORLDS:
         folder: Path = tmp_path_factory.mktemp(f"windows-{world}")
         names = FP32 + HALF if world == 2 else FP32[:4]
-        finished = start_ranks(world, SCRIPTS / "window_checks.py", folder, *names, cwd=folder)
+        finished = start_ranks(
+            world, SCRIPTS / "trainer" / "window_checks.py", folder, *names, cwd=folder
+        )
         assert (folder / "rank-0.json").exists(), finished.stderr[-3000:]
         found[world] = json.loads((folder / "rank-0.json").read_text())
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from scripts.run_tuner_memory import Ended, run
+from scripts.tuner.run_tuner_memory import Ended, run
 
 pytestmark = pytest.mark.jobs
 

@@ -30,7 +30,9 @@ SECONDS_TO_RAISE = 60.0  # half a second where nobody else uses the machine; glo
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     folder = tmp_path_factory.mktemp("faults")
-    ranks = run_apart("tuner_faults_job.py", folder, world_size=2, arguments=("0,2,3", "apply"))
+    ranks = run_apart(
+        "tuner/tuner_faults_job.py", folder, world_size=2, arguments=("0,2,3", "apply")
+    )
     assert all("stage 3" in rank.report for rank in ranks), ranks[0].last_words
     return ranks
 
@@ -38,7 +40,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     folder = tmp_path_factory.mktemp("faults-of-three")
-    ranks = run_apart("tuner_faults_job.py", folder, world_size=3, arguments=("2", "verify"))
+    ranks = run_apart("tuner/tuner_faults_job.py", folder, world_size=3, arguments=("2", "verify"))
     assert all("stage 2" in rank.report for rank in ranks), ranks[0].last_words
     return ranks
 

@@ -42,7 +42,7 @@ class WatchedRun:
 def watched_run(
     hosts: Sequence[Host], folder: Path, name: str, *, ports: tuple[int, int]
 ) -> Iterator[WatchedRun]:
-    """Start scripts/faults_job.py as one rank on each host, and end it in any case.
+    """Start scripts/monitor/faults_job.py as one rank on each host, and end it in any case.
 
     Args:
         hosts: The hosts, which this machine reaches.
@@ -67,7 +67,7 @@ def watched_run(
             advertised = {"ZEROWATCH_SERVE_ADVERTISE_HOST": str(host.management_address)}
             log = undo.enter_context((folder / f"rank-{rank}.log").open("wb"))
             process = subprocess.Popen(
-                host.command(sys.executable, SCRIPTS / "faults_job.py", folder),
+                host.command(sys.executable, SCRIPTS / "monitor" / "faults_job.py", folder),
                 env=variables | place_of(rank, hosts, meets) | advertised,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 # With it glibc returns freed memory, so that RSS shows what is in use; by default it keeps much.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 DEFAULT_ALLOCATOR: dict[str, str] = {}
-REPLAYS = Path(__file__).parents[1] / "replays"
+REPLAYS = Path(__file__).parents[2] / "replays"
 
 WARM_UP_STEPS = 20
 REFIT_STEPS = 3  # the live model is fitted once a second
@@ -49,7 +49,7 @@ class Job:
     @classmethod
     def start(cls, series: Path, variables: Mapping[str, str], **arguments: object) -> Job:
         """Start the job; its `arguments` are those of peaks_job.main."""
-        command = [sys.executable, str(SCRIPTS / "peaks_job.py"), str(series)]
+        command = [sys.executable, str(SCRIPTS / "memory" / "peaks_job.py"), str(series)]
         with series.with_suffix(".out").open("wb") as output:
             process = subprocess.Popen(
                 [*command, json.dumps(arguments)],

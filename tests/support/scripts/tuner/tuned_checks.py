@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tuned_training import Results, Run, Trained, batch_of, be_quick, make
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import NonFiniteLossError

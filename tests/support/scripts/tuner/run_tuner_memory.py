@@ -35,7 +35,7 @@ class Ended:
 
 def run(folder: Path, kind: str, arm: str) -> Ended:
     folder.mkdir()
-    script = SCRIPTS / "tuner_memory.py"
+    script = SCRIPTS / "tuner" / "tuner_memory.py"
     finished = start(sys.executable, script, kind, arm, cwd=folder, variables=VARIABLES)
     lines = (folder / "windows.jsonl").read_text().splitlines()
     windows = [json.loads(line) for line in lines]

@@ -29,7 +29,7 @@ class Job:
             "RANKS_FOLDER": str(folder),
         }
         self.process = subprocess.Popen(
-            [ZEROWATCH, "run", *TWO_RANKS, str(SCRIPTS / "hang_job.py")],
+            [ZEROWATCH, "run", *TWO_RANKS, str(SCRIPTS / "cross_rank" / "hang_job.py")],
             cwd=folder,
             env=environment(**settings | variables),
             stdout=self._output,

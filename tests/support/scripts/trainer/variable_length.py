@@ -48,7 +48,7 @@ class Job:
                 "folder": str(folder),
             }
         )
-        script = SCRIPTS / "variable_length_job.py"
+        script = SCRIPTS / "trainer" / "variable_length_job.py"
         done = subprocess.run(
             [TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS), str(script), arguments],
             cwd=folder,

@@ -79,7 +79,7 @@ def train(
     numbers = [steps, save_every, *([] if full_after is None else [full_after])]
     command = [
         *(ZEROWATCH, "run", *TWO_RANKS, "--max-restarts", str(restarts)),
-        *(str(SCRIPTS / "restart_job.py"), str(folder), *map(str, numbers)),
+        *(str(SCRIPTS / "trainer" / "restart_job.py"), str(folder), *map(str, numbers)),
     ]
     output = folder / "output.txt"
     done = []

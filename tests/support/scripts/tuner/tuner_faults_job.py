@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from tuner_knobs import end, knobs_of, make_run, train, untouched, weights
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError

@@ -32,7 +32,7 @@ class Trial:
         self.line = ""
         self.seconds = float("inf")
         variables = environment(ZEROWATCH_RUN_LOG_ENABLED="false", **more)
-        command = (TORCHRUN, *TWO_RANKS, SCRIPTS / "skip_job.py", rank, call, step)
+        command = (TORCHRUN, *TWO_RANKS, SCRIPTS / "cross_rank" / "skip_job.py", rank, call, step)
         job = subprocess.Popen(
             [str(part) for part in command],
             cwd=folder,

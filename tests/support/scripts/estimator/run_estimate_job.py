@@ -44,7 +44,7 @@ class Compared:
 
 def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared]:
     """Train these cases on two ranks; the larger rank counts for each quantity."""
-    script = SCRIPTS / "estimate_job.py"
+    script = SCRIPTS / "estimator" / "estimate_job.py"
     command = (TORCHRUN, "--standalone", "--nproc-per-node", RANKS, script, folder, model)
     finished = start(*command, *names, cwd=folder, variables=RETURN_FREED_MEMORY)
     files = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
@@ -81,7 +81,7 @@ def _planned(case: Case, model: str) -> tuple[int, int]:
 def compare_activations(names: Sequence[str], folder: Path) -> Iterator[tuple[Compared, Compared]]:
     """Run each micro-batch; yield the comparison of the trace, and that of the formula."""
     file = folder / "activations.json"
-    script = SCRIPTS / "estimate_activations.py"
+    script = SCRIPTS / "estimator" / "estimate_activations.py"
     finished = start(
         sys.executable, script, file, *names, cwd=folder, variables=RETURN_FREED_MEMORY
     )
