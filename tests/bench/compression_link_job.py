@@ -11,8 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from zerowatch.runtime.engine.compression.collective_steps import run_all
-from zerowatch.runtime.engine.compression.compressed_all_reduce import CompressedAllReduce
+from zerowatch.runtime.engine.compression.compressed_all_reduce import CompressedAllReduce, run_all
 from zerowatch.runtime.engine.compression.encoding import FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 

@@ -1,1 +1,1 @@
-"""Compression of gradients between the ranks, with error feedback."""
+"""Gradient compression: gradients are encoded in fewer bytes while the ranks sum them."""

@@ -1,9 +1,9 @@
-"""Asynchronous reduction of ZeRO 1 and 2's buckets, overlapped with backward.
+"""Asynchronous reduction of the gradient buckets of ZeRO 1 and 2, overlapped with backward.
 
-DeepSpeed reduces a bucket and then uses its sums, in one method. Here the first half runs as the
-bucket fills up, the second once its sums have arrived: the state of the bucket is saved, and
+DeepSpeed reduces a bucket and uses its sums in one method. Here the reduction starts as soon as the
+bucket is full, and the sums are used once they have arrived: the state of the bucket is saved, and
 restored for DeepSpeed's own method, in which the reduction is then skipped. All buckets of a
-backward are complete before DeepSpeed reads the sums.
+backward pass are complete before DeepSpeed reads the sums.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from ...common.patching import MethodPatches
-from .collective_steps import InFlightReduction
+from .compressed_all_reduce import InFlightReduction
 
-# Each bucket in flight holds the memory of a full one, even if it is nearly empty: a gradient that
-# does not fit any more launches what is there.
+# A bucket in flight takes the memory of a full one even if it is nearly empty, because a gradient
+# that does not fit into the rest of the bucket launches the reduction of what it holds.
 MAX_IN_FLIGHT = 4
 
 
@@ -32,11 +32,11 @@ class GradientIndex(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class InFlightBucket:
-    """State of a bucket whose reduction was launched.
+    """State of a bucket whose reduction has been started but not yet used by DeepSpeed.
 
     Attributes:
-        num_behind: Elements launched after it. After one bucketful its first phase is completed,
-            after two its reduction.
+        num_behind: Elements whose reduction was started after this bucket's. After one full bucket
+            the first phase of its reduction is completed, after two its whole reduction.
     """
 
     dtype: torch.dtype
@@ -50,10 +50,10 @@ class InFlightBucket:
 
 
 class AsyncBucketReducer:
-    """Buckets in flight, in the order of their launch.
+    """Starts the reduction of full buckets, and completes them in the same order.
 
     Attributes:
-        is_launching: Whether a bucket is being launched; its reductions are passed to `add`.
+        is_launching: Whether a bucket's reductions are being started; they are passed to `add`.
     """
 
     def __init__(self, optimizer: Any, patches: MethodPatches, index: GradientIndex) -> None:
@@ -75,7 +75,7 @@ class AsyncBucketReducer:
         patches.replace("reduce_ipg_grads", self._reduce_ipg_grads)
 
     def add(self, reduction: InFlightReduction) -> None:
-        """Add a reduction of the bucket that is being launched."""
+        """Add a reduction of the bucket whose reductions are being started."""
         self._launched.append(reduction)
 
     def discard(self) -> None:
@@ -138,7 +138,7 @@ class AsyncBucketReducer:
         self._in_flight.append(launched)
 
     def _age(self, earlier: InFlightBucket, num_elements: int) -> None:
-        """Count what was launched after a bucket, and start its second phase when it is due."""
+        """Count elements launched after a bucket, and start its second phase when it is due."""
         before, bucketful = earlier.num_behind, self._optimizer.reduce_bucket_size
         earlier.num_behind += num_elements
         if before < bucketful <= earlier.num_behind:

@@ -17,7 +17,7 @@ ParameterNames = dict[int, str]
 
 
 class GradientSpan(NamedTuple):
-    """Contiguous part of one parameter's gradient.
+    """Location of a contiguous part of one parameter's gradient.
 
     Attributes:
         name: Name of the parameter.
@@ -66,23 +66,24 @@ class ParameterIndex:
 
 
 class BucketCompressor:
-    """Packs gradients for an exchange, and keeps the compression errors afterwards.
+    """Packs gradients for a compressed reduction, and keeps the compression errors afterwards.
 
     Attributes:
-        gradient_scale: Factor in the gradients of this window; residuals are kept without it.
+        gradient_scale: Factor by which this window's gradients are multiplied. Residuals are kept
+            without it, so that windows with different factors can be combined.
     """
 
     def __init__(
         self, form: Format, residuals: Residuals | None, compression_error: CompressionError
     ) -> None:
-        """`residuals`: None for no error feedback."""
+        """Prepare; without `residuals` there is no error feedback."""
         self._form = form
         self._residuals = residuals
         self._compression_error = compression_error
         self.gradient_scale = 1.0
 
     def exchange(self, group: Any) -> CompressedAllReduce:
-        """Return an exchange between the ranks of a group."""
+        """Return a compressed all-reduce between the ranks of a group."""
         return CompressedAllReduce(self._form, group, self._compression_error)
 
     def pack(

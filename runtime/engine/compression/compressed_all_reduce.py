@@ -1,21 +1,24 @@
-"""Reduce-scatter and all-reduce with compressed values on the wire.
+"""Reduce-scatter and all-reduce of compressed values, as steps that can overlap.
 
 Reduce-scatter phase: each rank sends every other rank the values that rank sums (all-to-all), and
 adds what it receives in float32 to its own values, which are never compressed. All-gather phase: it
 sends its sums to all ranks, and every rank uses the decoded ones, so that all have equal values.
 Codes and scales share one buffer, so that each phase is one collective.
+
+An exchange is a generator that starts a collective, yields its handle, and continues once that has
+completed. Several exchanges overlap: while the bytes of one are in flight, the next is encoded. All
+ranks run the same steps in the same order, whichever completes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed import comm as dist
 
-from .collective_steps import CollectiveSteps
 from .encoding import BLOCK, Format, decode, decode_add, encode
 from .error_feedback import CompressionError
 
@@ -27,9 +30,12 @@ CHUNK_VALUES = 1024 * BLOCK
 Span = tuple[int, int]
 """Start and number of a rank's values."""
 
+CollectiveSteps = Generator[Any, None, None]
+"""Exchange that yields the handle of each collective it has started."""
+
 
 class CompressedAllReduce:
-    """Sums of values over one group of ranks."""
+    """Sums values over a process group, with compressed values in the messages."""
 
     def __init__(self, form: Format, group: Any, compression_error: CompressionError) -> None:
         self._form = form
@@ -144,3 +150,73 @@ def chunks(sizes: Sequence[int], chunk_values: int | None) -> Iterator[list[Span
 def _chunk_values(values: torch.Tensor) -> int | None:
     """Return the values per message; no limit on a GPU: NCCL splits messages itself."""
     return CHUNK_VALUES if values.device.type == "cpu" else None
+
+
+class Reduction(Protocol):
+    """Interface of the reduction of one bucket, which takes one or more exchanges."""
+
+    def exchanges(self) -> Iterable[CollectiveSteps]:
+        """Return the exchanges to run."""
+
+    def finish(self) -> None:
+        """Use the results, once all exchanges have completed."""
+
+
+class InFlightExchange:
+    """Exchange whose collectives run one after the other, each started by `advance`."""
+
+    def __init__(self, steps: CollectiveSteps) -> None:
+        """Start the first collective."""
+        self._steps = steps
+        self._work = next(steps, None)
+
+    def advance(self) -> bool:
+        """Wait for the present collective and start the next; return whether there is a next."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = next(self._steps, None)
+        return self._work is not None
+
+    def discard(self) -> None:
+        """Wait for the collective in flight, and discard its result."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        self._steps.close()
+
+
+class InFlightReduction:
+    """Reduction of one bucket whose exchanges run at the same time."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        """Start all exchanges of the reduction."""
+        self._reduction = reduction
+        self._in_flight = [InFlightExchange(steps) for steps in reduction.exchanges()]
+
+    def advance(self) -> None:
+        """Wait for the present collective of each exchange, and start their next ones."""
+        self._in_flight = [exchange for exchange in self._in_flight if exchange.advance()]
+
+    def complete(self) -> None:
+        """Wait for all exchanges, and use the results."""
+        while self._in_flight:
+            self.advance()
+        self._reduction.finish()
+
+    def discard(self) -> None:
+        """Wait for what is in flight, and discard the results."""
+        for exchange in self._in_flight:
+            exchange.discard()
+        self._in_flight = []
+
+
+def run_all(exchanges: Iterable[CollectiveSteps]) -> None:
+    """Run exchanges to completion, each started before the earlier ones are waited for."""
+    in_flight: list[InFlightExchange] = []
+    for steps in exchanges:
+        newest = InFlightExchange(steps)
+        in_flight = [exchange for exchange in in_flight if exchange.advance()]
+        in_flight.append(newest)
+    while in_flight:
+        in_flight = [exchange for exchange in in_flight if exchange.advance()]

@@ -1,4 +1,4 @@
-"""Wire formats for gradients: what a value becomes, bytes per value, encoding and decoding."""
+"""Wire formats of compressed gradients: size, encoding and decoding of each format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FP8_BITS = 0x87F00000 - 2**32  # as a signed integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """Wire format of gradient values.
+    """Wire format: the type, and optionally the scaling, in which gradient values are sent.
 
     Attributes:
         dtype: Type of one encoded value.

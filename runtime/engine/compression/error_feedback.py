@@ -1,4 +1,4 @@
-"""Compression errors: residuals per parameter for error feedback, and their relative size."""
+"""Error feedback: compression errors are measured, and added to the next gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...common.device_scalar import ScalarOrPending, read, scalar
 
 
 class Residuals:
-    """Compression errors still to be sent, flat, by parameter name.
+    """Compression errors by parameter name, which are added to the gradients of the next window.
 
     A window works on a copy: `commit` keeps it, `discard` drops it, and a window that is run again
-    starts from the same residuals. That makes two tensors as large as the
-    gradients: in fp32 8 bytes per parameter on every rank at any ZeRO stage, in bf16 4.
+    starts from the same residuals. The two copies are as large as the gradients: together 8 bytes
+    per parameter in fp32 and 4 in bf16, on every rank at any ZeRO stage.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class Residuals:
 
 
 class CompressionError:
-    """Norm of a window's compression errors over the norm of its gradients.
+    """Relative compression error of a window: norm of its errors over the norm of its gradients.
 
     Squares are summed on the device, without waiting for it.
     """

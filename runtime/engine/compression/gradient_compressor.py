@@ -1,4 +1,4 @@
-"""Compression of an engine's gradients on their way between the ranks."""
+"""Gradient compression of a DeepSpeed engine: attaches to it, and keeps the error feedback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ...common.undo import Undo
 from .bucket_compressor import BucketCompressor
 from .encoding import FORMATS
 from .error_feedback import CompressionError, Residuals
-from .stage_0 import Stage0
-from .stage_1_and_2 import Stage1And2
-from .stage_3 import Stage3
+from .stage_0_reduction import Stage0Reduction
+from .stage_1_and_2_reduction import Stage1And2Reduction
+from .stage_3_reduction import Stage3Reduction
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,14 @@ class ReductionPatch(Protocol):
 class GradientCompressor:
     """Compresses gradients as the ranks sum them, with error feedback.
 
-    All ranks make the same calls, between two windows. Only gradients change: not weights, norms or
-    overflow flags. Residuals, the errors yet to be sent, belong to a window until it is committed.
+    All ranks make the same calls, between two windows. Only gradients are compressed: not weights,
+    norms or overflow flags. The errors of a window become residuals of the next one when the window
+    is committed.
 
     Args:
-        kind: Wire format: "fp32", "bf16", "fp16", "int8", "fp8", or "plain" for DeepSpeed's own,
-            which is useful with `asynchronous`.
-        feedback: Whether errors are kept and sent later; by default for 8-bit formats.
+        kind: Wire format: "fp32", "bf16", "fp16", "int8", "fp8", or "plain" for DeepSpeed's own
+            uncompressed reduction, which is useful with `asynchronous`.
+        feedback: Whether errors are added to the next gradients; by default for 8-bit formats.
         residual_dtype: Type of the residuals; see `Residuals` for their memory.
         asynchronous: Whether ZeRO 1 and 2 continue backward while a bucket is reduced.
     """
@@ -114,14 +115,14 @@ class GradientCompressor:
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         reducer = reducer_class(engine)
         if reducer == ZERO_1_AND_2:
-            return Stage1And2(
+            return Stage1And2Reduction(
                 engine.optimizer, self._compressor, names, asynchronous=self.asynchronous
             )
         if self._compressor is None:
             return None
         if reducer == ZERO_3:
-            return Stage3(engine.optimizer, self._compressor, names)
-        return Stage0(engine, self._compressor, names)
+            return Stage3Reduction(engine.optimizer, self._compressor, names)
+        return Stage0Reduction(engine, self._compressor, names)
 
     def begin_window(self, gradient_scale: float = 1.0) -> None:
         """Start a window from the committed residuals.

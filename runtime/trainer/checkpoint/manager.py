@@ -61,7 +61,7 @@ class CheckpointManager:
             weight_exponent=runner.exponent,
             rng=asdict(RngState.capture()),
             data=self._data.state_dict(),
-            codec=holder.compressor.state_dict() if holder.compressor else None,
+            compression=holder.compressor.state_dict() if holder.compressor else None,
             client=client,
         )
         with holder.optimizer_states_on_device():
@@ -78,8 +78,8 @@ class CheckpointManager:
             runner.exponent = state.weight_exponent
             self._apply_plan(state.micro_batch_plan)
             self._data.load_state_dict(state.data or {})
-            if holder.compressor is not None and state.codec is not None:
-                holder.compressor.load_state_dict(state.codec)
+            if holder.compressor is not None and state.compression is not None:
+                holder.compressor.load_state_dict(state.compression)
         self._apply_plan_file()
         if state is not None:
             RngState(**state.rng).restore()  # after a rebuild, which draws random numbers

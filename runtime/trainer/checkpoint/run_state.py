@@ -27,7 +27,7 @@ _NUMERIC = "biuf"
 class RunState:
     """State of a run between two windows, except weights, optimizer and schedule of the engine.
 
-    The attributes' names are the keys in the file.
+    The attributes' names are the keys in the file, except where the field's metadata has a `key`.
 
     Attributes:
         steps: Windows committed.
@@ -39,7 +39,7 @@ class RunState:
         weight_exponent: The power of two over which gradients are accumulated.
         rng: Python's, numpy's and torch's generators of this rank.
         data: This rank's position in its data: a loader's `state_dict()`.
-        codec: Residuals of gradient compression on this rank.
+        compression: Residuals of gradient compression on this rank.
         client: The caller's own state.
     """
 
@@ -51,7 +51,7 @@ class RunState:
     weight_exponent: int = 0
     rng: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
-    codec: Mapping[str, Any] | None = None
+    compression: Mapping[str, Any] | None = field(default=None, metadata={"key": "codec"})
     client: Any = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class RunState:
         Raises:
             CheckpointError: It holds something that is not plain data.
         """
-        return {name: to_serializable(getattr(self, name), name) for name in _NAMES}
+        return {key: to_serializable(getattr(self, name), key) for name, key in _KEYS.items()}
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> RunState:
@@ -69,16 +69,17 @@ class RunState:
         Raises:
             CheckpointError: It was written by another version.
         """
-        if values.keys() != set(_NAMES):
-            odd = ", ".join(sorted(set(_NAMES).symmetric_difference(values)))
+        keys = set(_KEYS.values())
+        if values.keys() != keys:
+            odd = ", ".join(sorted(keys.symmetric_difference(values)))
             raise CheckpointError(
                 f"it was written by another version of zerowatch, which differs in {odd}; "
                 "load it with that version"
             )
-        return RunState(**{name: from_serializable(values[name]) for name in _NAMES})
+        return RunState(**{name: from_serializable(values[key]) for name, key in _KEYS.items()})
 
 
-_NAMES = tuple(each.name for each in fields(RunState))
+_KEYS = {each.name: each.metadata.get("key", each.name) for each in fields(RunState)}
 
 
 def rank_file(checkpoint: Path, rank: int) -> Path:

@@ -9,11 +9,12 @@ import torch
 
 from zerowatch.runtime.common.deepspeed_internals import INTERNALS
 from zerowatch.runtime.engine.compression.bucket_compressor import GradientSpan, ParameterIndex
-from zerowatch.runtime.engine.compression.collective_steps import InFlightReduction, run_all
 from zerowatch.runtime.engine.compression.compressed_all_reduce import (
+    InFlightReduction,
     chunks,
     direct_is_cheaper,
     even_sizes,
+    run_all,
 )
 from zerowatch.runtime.engine.compression.encoding import BLOCK
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError, Residuals

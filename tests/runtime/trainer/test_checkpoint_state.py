@@ -59,7 +59,7 @@ def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::2]
     given = {"residual": residual, "array": array, "scalar": np.float32(0.1), "none": np.zeros(())}
 
-    loaded = after_disk(tmp_path, replace(PLAIN, codec=given)).codec
+    loaded = after_disk(tmp_path, replace(PLAIN, compression=given)).compression
 
     assert loaded is not None
     assert torch.equal(loaded["residual"], residual)

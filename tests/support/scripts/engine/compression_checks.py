@@ -27,7 +27,7 @@ from compression_engine import (
 import zerowatch
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.engine.compression import compressed_all_reduce
-from zerowatch.runtime.engine.compression.collective_steps import run_all
+from zerowatch.runtime.engine.compression.compressed_all_reduce import run_all
 from zerowatch.runtime.engine.compression.encoding import FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor

@@ -1,4 +1,4 @@
-"""Compressed reduction of engines that all-reduce whole gradients: ZeRO 0 and BF16_Optimizer."""
+"""Compressed gradient reduction where whole gradients are all-reduced: ZeRO 0, BF16_Optimizer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from deepspeed import comm as dist
 
 from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, ParameterIndex, ParameterNames
-from .collective_steps import run_all
+from .compressed_all_reduce import run_all
 
 
-class Stage0:
-    """Patch of the all-reduce in `engine.step()`."""
+class Stage0Reduction:
+    """Patch of the gradient all-reduce in `engine.step()`, which compresses it."""
 
     def __init__(self, engine: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._engine = engine

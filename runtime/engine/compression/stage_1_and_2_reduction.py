@@ -17,13 +17,18 @@ from ...common import accelerator
 from ...common.patching import MethodPatches
 from .async_reducer import AsyncBucketReducer
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterIndex, ParameterNames
-from .collective_steps import CollectiveSteps, InFlightReduction, Reduction, run_all
-from .compressed_all_reduce import direct_is_cheaper
+from .compressed_all_reduce import (
+    CollectiveSteps,
+    InFlightReduction,
+    Reduction,
+    direct_is_cheaper,
+    run_all,
+)
 
 Tensors = Sequence[torch.Tensor]
 
 
-class Stage1And2:
+class Stage1And2Reduction:
     """Patch of the optimizer's bucket reduction: compressed, asynchronous, or both."""
 
     def __init__(
@@ -34,7 +39,7 @@ class Stage1And2:
         *,
         asynchronous: bool,
     ) -> None:
-        """`compressor`: None sums as DeepSpeed does."""
+        """Patch the optimizer; without `compressor` values are summed uncompressed."""
         self._optimizer = optimizer
         self._compressor = compressor
         self._buckets = BucketIndex(optimizer, names)
@@ -183,7 +188,7 @@ class Stage1And2:
 
 
 class BucketIndex:
-    """Index of the gradients in the buckets that are about to be reduced.
+    """Finds the gradients in the buckets that are about to be reduced, by their addresses.
 
     Attributes:
         parameters: The index, as of the last update.
@@ -206,7 +211,7 @@ class BucketIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Part of a bucket.
+    """Part of a bucket whose sum goes to one rank, or to all.
 
     Attributes:
         source: This rank's gradient.

@@ -11,14 +11,14 @@ from deepspeed import comm as dist
 
 from ...common.patching import MethodPatches
 from .bucket_compressor import BucketCompressor, GradientSpan, ParameterNames
-from .collective_steps import run_all
+from .compressed_all_reduce import run_all
 
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SCATTER_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 
 
-class Stage3:
-    """Patch of the reduce-scatter, and of the all-reduce that DeepSpeed can use instead."""
+class Stage3Reduction:
+    """Patch that compresses the reduce-scatter, and the all-reduce that can replace it."""
 
     def __init__(self, optimizer: Any, compressor: BucketCompressor, names: ParameterNames) -> None:
         self._optimizer = optimizer
