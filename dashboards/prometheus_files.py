@@ -11,7 +11,7 @@ from .alert_log import COMPOSE_URL
 from .alerts import alerts
 from .alerts.alert import Alert, InhibitRule, Links
 from .promql import IDENTITY
-from .recording import GROUPS
+from .recording_rules import GROUPS
 from .timing import MINUTE, Timing
 
 NOTE = (

@@ -9,8 +9,8 @@ from ...metrics.thresholds import (
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
+from .. import recording_rules as recorded
 from ..promql import by, select, where
-from ..recording import communication as recorded
 from ..timing import MINUTE, Timing
 from .alert import NUMBER, PERCENT, RANK, RUN, Alert
 from .guards import after_some_steps, while_training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import memory
 from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
 from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select
-from ..recording.memory import OOM_RISK
+from ..recording_rules import OOM_RISK
 from ..timing import MINUTE
 from .alert import BYTES, PERCENT, RANK, RUN, Alert, InhibitRule
 from .guards import not_on_gpu, on_gpu, while_training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import tuner
 from ...metrics.thresholds import WATCH_RATIO_HIGH
 from ..promql import by, select
-from ..recording.overhead import WATCH_RATIO_BY_RANK
+from ..recording_rules import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
 from .alert import PERCENT, RUN, Alert
 from .guards import after_some_steps, while_training

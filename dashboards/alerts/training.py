@@ -9,9 +9,8 @@ from ...metrics.thresholds import (
     LOSS_SCALE_FALL,
     LOSS_SCALE_LOW,
 )
+from .. import recording_rules as recorded
 from ..promql import ON_GPU, by, select, where
-from ..recording import devices as recorded_devices
-from ..recording import training as recorded
 from ..timing import MINUTE, Timing
 from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .communication import COMM_BOTTLENECK, LINK_SLOW, STRAGGLER_RANK
@@ -156,7 +155,7 @@ def _data_bound(timing: Timing) -> Alert:
 def _low_device_utilization(timing: Timing) -> Alert:
     # Not of the CPU: there it is the process's share of all cores, of which two ranks on one host
     # can have a half each at best.
-    busy = by("avg", recorded_devices.DEVICE_UTILIZATION_BY_RANK.select(ON_GPU))
+    busy = by("avg", recorded.DEVICE_UTILIZATION_BY_RANK.select(ON_GPU))
     return Alert(
         name=LOW_DEVICE_UTILIZATION,
         component="devices",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...metrics.catalog import window
 from ...metrics.thresholds import REPLAY_RATIO_HIGH, RESTARTS_HIGH
+from .. import recording_rules as recorded
 from ..promql import by, select, where
-from ..recording import window as recorded
 from ..timing import MINUTE, Timing
 from .alert import NUMBER, PERCENT, RUN, Alert
 from .guards import after_some_steps, while_training

@@ -9,6 +9,7 @@ from ...metrics.thresholds import (
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Stat, Table, TimeSeries
 from ..grafana.style import (
@@ -21,13 +22,12 @@ from ..grafana.style import (
     below,
 )
 from ..promql import by
-from ..recording import communication
 from .communication_volume import LINK, PATTERN
 from .palette import CAUSES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
 
-SCORES = by("max", of_ranks(communication.STRAGGLER_SCORE), "rank", "phase")
+SCORES = by("max", of_ranks(recorded.STRAGGLER_SCORE), "rank", "phase")
 
 AT_A_GLANCE = sized(
     6,
@@ -38,7 +38,7 @@ AT_A_GLANCE = sized(
             f"Share of training time spent only on communication. Below {COMM_RATIO_HIGH:.0%} "
             "there is little to gain."
         ),
-        queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
+        queries=(Query(of_run(recorded.EXPOSED_RATIO), "exposed"),),
         unit=RATIO,
         thresholds=above(COMM_RATIO_HIGH / 2, COMM_RATIO_HIGH),
         decimals=1,
@@ -49,8 +49,8 @@ AT_A_GLANCE = sized(
         "not wait for it. Higher is better; `overlap_comm` and larger buckets raise it.",
         queries=(
             Query(
-                f"clamp_min(1 - {by('sum', of_run(communication.EXPOSED_RATIO))}"
-                f" / {by('sum', of_run(communication.COMM_RATIO))}, 0)",
+                f"clamp_min(1 - {by('sum', of_run(recorded.EXPOSED_RATIO))}"
+                f" / {by('sum', of_run(recorded.COMM_RATIO))}, 0)",
                 "hidden",
             ),
         ),
@@ -62,7 +62,7 @@ AT_A_GLANCE = sized(
         title="Volume over the minimum",
         description="Bytes sent in a step over the minimum that this ZeRO stage needs. 1 is ideal; "
         "`zerowatch estimate` names the setting that causes the excess.",
-        queries=(Query(of_run(communication.VOLUME_RATIO), "ratio"),),
+        queries=(Query(of_run(recorded.VOLUME_RATIO), "ratio"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
         decimals=2,
@@ -72,7 +72,7 @@ AT_A_GLANCE = sized(
         title="Link bandwidth over its best",
         description="Current bandwidth of the worst rank over the best that this link sustained. A "
         "low value means that the network is shared, throttled or failing over.",
-        queries=(Query(by("min", of_ranks(communication.LINK_BANDWIDTH_RATIO)), "of best"),),
+        queries=(Query(by("min", of_ranks(recorded.LINK_BANDWIDTH_RATIO)), "of best"),),
         unit=RATIO,
         thresholds=below(LINK_BANDWIDTH_LOW * 1.5, LINK_BANDWIDTH_LOW),
         decimals=0,
@@ -86,9 +86,9 @@ COST = (
         "communication that overlaps with computation. An alert fires if both exposed means are "
         "above the line.",
         queries=(
-            Query(of_run(communication.EXPOSED_RATIO), "exposed, 5 minutes"),
-            Query(of_run(communication.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
-            Query(of_run(communication.COMM_RATIO), "all"),
+            Query(of_run(recorded.EXPOSED_RATIO), "exposed, 5 minutes"),
+            Query(of_run(recorded.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
+            Query(of_run(recorded.COMM_RATIO), "all"),
         ),
         unit=RATIO,
         minimum=0,
@@ -100,7 +100,7 @@ COST = (
         "there are too many small calls; enlarge buckets. **redundancy**: more is sent than "
         "needed; see `zerowatch estimate`. **bandwidth**: the link is the limit; compress, "
         "accumulate or overlap.",
-        queries=(Query(of_run(communication.CAUSE_RATIO), "{{cause}}"),),
+        queries=(Query(of_run(recorded.CAUSE_RATIO), "{{cause}}"),),
         unit=RATIO,
         minimum=0,
         stacked=True,
@@ -114,8 +114,8 @@ WAITS = (
         description="Share of training time spent waiting inside collectives, for the ranks that "
         "wait **least**. The other ranks wait for the rank at the bottom.",
         queries=(
-            Query(worst(communication.WAIT_RATIO_BY_RANK, lowest=True), "rank {{rank}}"),
-            Query(by("max", of_ranks(communication.WAIT_RATIO_BY_RANK)), "longest of all"),
+            Query(worst(recorded.WAIT_RATIO_BY_RANK, lowest=True), "rank {{rank}}"),
+            Query(by("max", of_ranks(recorded.WAIT_RATIO_BY_RANK)), "longest of all"),
         ),
         unit=RATIO,
         minimum=0,
@@ -124,7 +124,7 @@ WAITS = (
         title="Exposed communication of the worst ranks",
         description="If a few ranks stand out, check their nodes and links. If all ranks are "
         "alike, they share the cause.",
-        queries=(Query(worst(communication.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
+        queries=(Query(worst(recorded.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
         thresholds=above(COMM_RATIO_HIGH),
@@ -133,9 +133,7 @@ WAITS = (
         title="Straggler score of the worst ranks",
         description="How far a rank is behind the median rank, as a share of a step, without "
         "blocked communication. The log names a rank that is above the line twice in a row.",
-        queries=(
-            Query(worst(communication.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),
-        ),
+        queries=(Query(worst(recorded.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),),
         unit=RATIO,
         minimum=0,
         thresholds=above(STRAGGLER_SCORE_HIGH),
@@ -173,7 +171,7 @@ TRUST = (
                 "figures on this dashboard are incomplete. zerowatch does not see collectives that "
                 "C++ code issues."
             ),
-            queries=(Query(of_run(communication.COVERAGE), "coverage"),),
+            queries=(Query(of_run(recorded.COVERAGE), "coverage"),),
             unit=RATIO,
             thresholds=below(COMM_COVERAGE_LOW),
             decimals=1,
@@ -201,7 +199,7 @@ TRUST = (
         title="Exposed communication by group",
         description="The kind of parallelism that training waits for: dp data, tp tensor, pp "
         "pipeline, ep expert, sp sequence.",
-        queries=(Query(of_run(communication.EXPOSED_RATIO_BY_GROUP), "{{group}}"),),
+        queries=(Query(of_run(recorded.EXPOSED_RATIO_BY_GROUP), "{{group}}"),),
         unit=RATIO,
         minimum=0,
         stacked=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import devices as catalog
 from ...metrics.thresholds import DEVICE_UTILIZATION_LOW
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Gauge, Stat, Table, TimeSeries
 from ..grafana.style import (
@@ -18,7 +19,6 @@ from ..grafana.style import (
     below,
 )
 from ..promql import ON_GPU, by, where
-from ..recording import devices, training
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
 
@@ -27,7 +27,7 @@ BUSY = below(DEVICE_UTILIZATION_LOW)
 HOT = above(83, 90)  # GPUs begin to slow down at about 83 to 87 degrees
 JOULES = "joule"
 LEAST_BUSY = (
-    f"bottomk(10, {by('min', of_ranks(devices.DEVICE_UTILIZATION_BY_RANK), 'rank', 'device')})"
+    f"bottomk(10, {by('min', of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK), 'rank', 'device')})"
 )
 
 
@@ -45,7 +45,7 @@ USE = (
             "or for larger batches."
         ),
         queries=(
-            Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK, ON_GPU)), "busy", "now"),
+            Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK, ON_GPU)), "busy", "now"),
         ),
         unit=RATIO,
         minimum=0,
@@ -61,9 +61,9 @@ USE = (
         "Communication. For a CPU it is the share of all cores, which the ranks of a host divide "
         "among them. The line applies to GPUs only.",
         queries=(
-            Query(by("max", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
-            Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
-            Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
+            Query(by("max", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
+            Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "mean"),
+            Query(by("min", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
         ),
         unit=RATIO,
         minimum=0,
@@ -77,7 +77,7 @@ USE = (
         "others; the busy rank may be the straggler.",
         queries=(
             Query(
-                worst(devices.DEVICE_UTILIZATION_BY_RANK, lowest=True, also="device"),
+                worst(recorded.DEVICE_UTILIZATION_BY_RANK, lowest=True, also="device"),
                 "rank {{rank}} {{device}}",
             ),
         ),
@@ -94,7 +94,7 @@ USE = (
             title="Multiprocessors active",
             description="Mean over ranks, by device. If a device is busy but not active, its "
             "kernels are too small: raise the micro-batch or compile the model.",
-            queries=(Query(of_run(devices.SM_ACTIVE), "{{device}}"),),
+            queries=(Query(of_run(recorded.SM_ACTIVE), "{{device}}"),),
             unit=RATIO,
             minimum=0,
             maximum=1,
@@ -103,7 +103,7 @@ USE = (
         TimeSeries(
             title="Model FLOPs utilization",
             description="FLOPs that the model needs over the device's peak, as a mean over ranks.",
-            queries=(Query(of_run(training.MFU), "MFU"),),
+            queries=(Query(of_run(recorded.MFU), "MFU"),),
             unit=RATIO,
             minimum=0,
             maximum=1,
@@ -113,7 +113,7 @@ USE = (
             title="Traffic on device links",
             description="Bytes per second of all ranks, as a mean over five minutes. If PCIe "
             "traffic is high without offloading, check where batches are copied from.",
-            queries=(Query(of_run(devices.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
+            queries=(Query(of_run(recorded.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
             empty=NOT_A_GPU,
@@ -129,7 +129,7 @@ HEALTH = (
             title="Highest temperature, by device",
             description="Maximum over all nodes. GPUs slow down from about 85 degrees on: check "
             "fans, power limit and room temperature.",
-            queries=(Query(of_run(devices.TEMPERATURE), "{{device}}"),),
+            queries=(Query(of_run(recorded.TEMPERATURE), "{{device}}"),),
             unit=CELSIUS,
             thresholds=HOT,
             empty=NOT_A_GPU,
@@ -138,14 +138,14 @@ HEALTH = (
             title="Slowest clock, by device",
             description="Minimum over all nodes. A clock that falls while the device is hot or at "
             "its power limit is throttled, and slows down every rank.",
-            queries=(Query(of_run(devices.CLOCK), "{{device}}"),),
+            queries=(Query(of_run(recorded.CLOCK), "{{device}}"),),
             unit=HERTZ,
             minimum=0,
         ),
         TimeSeries(
             title="Power",
             description="Sum over all devices. It falls when they wait.",
-            queries=(Query(of_run(devices.POWER), "power"),),
+            queries=(Query(of_run(recorded.POWER), "power"),),
             unit=WATTS,
             minimum=0,
             empty=NOT_A_GPU,

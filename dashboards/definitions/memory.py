@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import memory as catalog
 from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import BarGauge, Column, Gauge, Stat, Table, TimeSeries
 from ..grafana.style import (
@@ -18,8 +19,7 @@ from ..grafana.style import (
     below,
 )
 from ..promql import ON_GPU, ON_HOST, by, where
-from ..recording import memory
-from ..recording.rule import RecordingRule
+from ..recording_rules import RecordingRule
 from .palette import CATEGORIES, MEMORY_STATES, PHASES
 from .parts import sized
 from .queries import of_ranks, of_run, total, worst
@@ -39,11 +39,11 @@ def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
 
 
 LIMIT, PEAK, ALLOCATED, RESERVED = (
-    of_devices(memory.MEMORY_STATES, f'state="{state}"')
+    of_devices(recorded.MEMORY_STATES, f'state="{state}"')
     for state in ("limit", "peak_allocated", "allocated", "reserved")
 )
 RANK_AND_DEVICE = ("rank", "device")
-LEAST_HEADROOM = f"bottomk(10, {by('min', of_ranks(memory.HEADROOM_RATIO), *RANK_AND_DEVICE)})"
+LEAST_HEADROOM = f"bottomk(10, {by('min', of_ranks(recorded.HEADROOM_RATIO), *RANK_AND_DEVICE)})"
 
 WILL_IT_BE_ENOUGH = (
     *sized(
@@ -56,7 +56,7 @@ WILL_IT_BE_ENOUGH = (
                 f"most at risk. From {OOM_RISK_HIGH:.0%} on, use a smaller micro-batch, a higher "
                 "ZeRO stage or offload. `zerowatch estimate` shows what each would save."
             ),
-            queries=(Query(by("max", of_ranks(memory.OOM_RISK)), "risk", shape="now"),),
+            queries=(Query(by("max", of_ranks(recorded.OOM_RISK)), "risk", shape="now"),),
             unit=RATIO,
             minimum=0,
             maximum=1,
@@ -67,7 +67,7 @@ WILL_IT_BE_ENOUGH = (
             title="Peak over limit",
             description="Highest peak of the last minute over the limit, for the fullest rank. A "
             "high value is good use of memory as long as the risk is low.",
-            queries=(Query(by("max", of_ranks(memory.PEAK_RATIO)), "peak", shape="now"),),
+            queries=(Query(by("max", of_ranks(recorded.PEAK_RATIO)), "peak", shape="now"),),
             unit=RATIO,
             minimum=0,
             maximum=1,
@@ -100,7 +100,7 @@ WILL_IT_BE_ENOUGH = (
         title="Risk of the ranks most at risk",
         description="The lines are the thresholds of the two alerts. If only one rank is at risk, "
         "it has longer batches or shares its device.",
-        queries=(Query(worst(memory.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
+        queries=(Query(worst(recorded.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
         maximum=1,
@@ -113,7 +113,7 @@ WILL_IT_BE_ENOUGH = (
         queries=(
             Query(f"({LIMIT}) < 2 * ({PEAK})", "limit"),
             Query(PEAK, "peak"),
-            Query(of_devices(memory.PREDICTED_PEAK), "predicted peak"),
+            Query(of_devices(recorded.PREDICTED_PEAK), "predicted peak"),
             Query(ALLOCATED, "allocated"),
         ),
         unit=BYTES,
@@ -128,7 +128,7 @@ WHAT_FILLS_IT = (
         description="Largest of all ranks, by category. Much **optimizer**: use a higher ZeRO "
         "stage or offload. Much **activations**: use a smaller micro-batch or activation "
         "checkpointing.",
-        queries=(Query(of_devices(memory.MEMORY_CATEGORIES, label="category"), "{{category}}"),),
+        queries=(Query(of_devices(recorded.MEMORY_CATEGORIES, label="category"), "{{category}}"),),
         unit=BYTES,
         minimum=0,
         stacked=True,
@@ -142,7 +142,7 @@ WHAT_FILLS_IT = (
         "**activations** includes what the C library keeps of earlier batches.",
         queries=(
             Query(
-                by("max", of_run(memory.MEMORY_CATEGORIES, 'device="cpu"'), "category"),
+                by("max", of_run(recorded.MEMORY_CATEGORIES, 'device="cpu"'), "category"),
                 "{{category}}",
             ),
         ),
@@ -158,7 +158,7 @@ WHAT_FILLS_IT = (
         title="Peak of each phase",
         description="Peaks in the last examined step, for the fullest rank. The phase with the "
         "highest peak decides what fits: backward for activations, optimizer for its states.",
-        queries=(Query(of_devices(memory.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
+        queries=(Query(of_devices(recorded.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
         unit=BYTES,
         minimum=0,
         thresholds=PLAIN_TEXT,
@@ -174,8 +174,8 @@ WHAT_FILLS_IT = (
         queries=(
             Query(RESERVED, "reserved"),
             Query(ALLOCATED, "allocated"),
-            Query(of_devices(memory.FRAGMENTATION), "fragmented"),
-            Query(of_devices(memory.BASELINE), "before training"),
+            Query(of_devices(recorded.FRAGMENTATION), "fragmented"),
+            Query(of_devices(recorded.BASELINE), "before training"),
         ),
         unit=BYTES,
         minimum=0,
@@ -186,7 +186,7 @@ WHAT_FILLS_IT = (
         description="Growth that batches do not explain, by category. The panel is empty while "
         "nothing leaks. With `memory.leak_sites` the run folder names the lines of code whose "
         "memory grows.",
-        queries=(Query(of_run(memory.LEAK), "{{device}} {{category}}"),),
+        queries=(Query(of_run(recorded.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,
         minimum=0,
         empty="nothing leaks",
@@ -198,7 +198,7 @@ RANKS_APART = (
         title="Fullest ranks",
         description="Peak over limit. If a few ranks stand out, balance the batches. If all are "
         "alike, the model itself is large.",
-        queries=(Query(worst(memory.PEAK_RATIO, also="device"), "rank {{rank}} {{device}}"),),
+        queries=(Query(worst(recorded.PEAK_RATIO, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
         maximum=1,
@@ -220,7 +220,7 @@ RANKS_APART = (
             Column(
                 title="Risk",
                 expression=where(
-                    by("max", of_ranks(memory.OOM_RISK), *RANK_AND_DEVICE),
+                    by("max", of_ranks(recorded.OOM_RISK), *RANK_AND_DEVICE),
                     LEAST_HEADROOM,
                     *RANK_AND_DEVICE,
                 ),
@@ -236,7 +236,7 @@ RANKS_APART = (
         title="Prediction error of peaks",
         description="Median of recent errors over the actual peaks, for the worst rank. Within a "
         "few percent the risk is reliable.",
-        queries=(Query(of_run(memory.PREDICTION_ERROR), "{{device}}"),),
+        queries=(Query(of_run(recorded.PREDICTION_ERROR), "{{device}}"),),
         unit=RATIO,
         minimum=0,
         width=7,
@@ -269,7 +269,7 @@ TROUBLE = sized(
     TimeSeries(
         title="Offloaded bytes per step",
         description="Bytes that one rank moves in a step, by direction.",
-        queries=(Query(of_run(memory.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
+        queries=(Query(of_run(recorded.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
         unit=BYTES,
         minimum=0,
         empty="nothing is offloaded",
@@ -277,7 +277,7 @@ TROUBLE = sized(
     TimeSeries(
         title="Offloading time",
         description="Share of training time. If it is large, offload less or use pinned memory.",
-        queries=(Query(of_run(memory.OFFLOAD_RATIO), "{{direction}}"),),
+        queries=(Query(of_run(recorded.OFFLOAD_RATIO), "{{direction}}"),),
         unit=RATIO,
         minimum=0,
         empty="nothing is offloaded",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import overhead
 from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import BarGauge, Column, Stat, Table, TimeSeries
 from ..grafana.style import (
@@ -18,8 +19,6 @@ from ..grafana.style import (
     below,
 )
 from ..promql import by
-from ..recording import communication
-from ..recording import overhead as recorded
 from .parts import sized
 from .queries import RANKS, of_ranks, of_run, total, worst
 
@@ -92,7 +91,7 @@ TRUST = (
             "Recorded collectives over all collectives, for the worst rank. Below "
             f"{COMM_COVERAGE_LOW:.0%} do not trust figures on communication."
         ),
-        queries=(Query(of_run(communication.COVERAGE), "coverage"),),
+        queries=(Query(of_run(recorded.COVERAGE), "coverage"),),
         unit=RATIO,
         thresholds=below(COMM_COVERAGE_LOW),
         decimals=1,
@@ -157,7 +156,7 @@ TRUST = (
             description="Exchanges between ranks. **store**: the c10d store did not answer. "
             "**peer**: a rank sent no report. **unmatched**: collectives did not match. A few "
             "failures are harmless.",
-            queries=(Query(of_run(communication.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
+            queries=(Query(of_run(recorded.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
             unit=PLAIN,
             minimum=0,
         ),
@@ -165,7 +164,7 @@ TRUST = (
             title="Longest time since a rank's report",
             description="Up to about seven seconds is normal. If it only grows, a rank is stuck or "
             "gone.",
-            queries=(Query(of_run(communication.HEARTBEAT_AGE), "silence"),),
+            queries=(Query(of_run(recorded.HEARTBEAT_AGE), "silence"),),
             unit=SECONDS,
             minimum=0,
         ),

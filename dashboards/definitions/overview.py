@@ -12,6 +12,7 @@ from ...metrics.thresholds import (
     REPLAY_RATIO_HIGH,
     STRAGGLER_SCORE_HIGH,
 )
+from .. import recording_rules as recorded
 from ..alerts.communication import steady
 from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import BarGauge, Stat, TimeSeries
@@ -31,7 +32,6 @@ from ..grafana.style import (
     below,
 )
 from ..promql import ON_GPU, by
-from ..recording import communication, devices, memory, training, window
 from ..timing import Timing
 from .overview_tables import DETAILS, FIRING
 from .palette import PHASES
@@ -48,7 +48,7 @@ HEALTH = sized(
         description="Number of ranks that train; 0 after the run ends. If ranks are missing, see "
         "the alerts below, then the log of the missing rank.",
         # A killed run exports nothing any more, and its last value is not current.
-        queries=(Query(f"sum({of_run(training.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
+        queries=(Query(f"sum({of_run(recorded.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
     ),
@@ -77,7 +77,7 @@ HEALTH = sized(
     Stat(
         title="Step time",
         description="Mean over the last five minutes, without evaluation and checkpoints.",
-        queries=(Query(of_run(training.STEP_SECONDS), "step"),),
+        queries=(Query(of_run(recorded.STEP_SECONDS), "step"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
         dashboard=uid_of("step_anatomy"),
@@ -93,7 +93,7 @@ HEALTH = sized(
     Stat(
         title="Loss",
         description="Mean over ranks. If it is NaN or Inf, see the alert ZerowatchLossNotFinite.",
-        queries=(Query(of_run(training.LOSS), "loss"),),
+        queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
         decimals=3,
         thresholds=PLAIN_TEXT,
@@ -115,35 +115,35 @@ HELD_BACK = (
         "**idle device** (GPUs only), Memory for **out of memory** and **replayed windows**.",
         queries=(
             Query(
-                against_limit(of_run(communication.EXPOSED_RATIO), COMM_RATIO_HIGH),
+                against_limit(of_run(recorded.EXPOSED_RATIO), COMM_RATIO_HIGH),
                 "communication",
                 shape="now",
             ),
             Query(
                 against_limit(
-                    steady(of_ranks(communication.STRAGGLER_SCORE), Timing()), STRAGGLER_SCORE_HIGH
+                    steady(of_ranks(recorded.STRAGGLER_SCORE), Timing()), STRAGGLER_SCORE_HIGH
                 ),
                 "straggler",
                 shape="now",
             ),
             Query(
-                against_limit(of_ranks(training.DATA_RATIO_BY_RANK), DATA_RATIO_HIGH),
+                against_limit(of_ranks(recorded.DATA_RATIO_BY_RANK), DATA_RATIO_HIGH),
                 "waiting for data",
                 shape="now",
             ),
             Query(
-                f"(1 - {by('min', of_run(devices.DEVICE_UTILIZATION, ON_GPU))})"
+                f"(1 - {by('min', of_run(recorded.DEVICE_UTILIZATION, ON_GPU))})"
                 f" / {round(1 - DEVICE_UTILIZATION_LOW, 6)}",
                 "idle device",
                 shape="now",
             ),
             Query(
-                against_limit(of_ranks(memory.OOM_RISK), OOM_RISK_HIGH),
+                against_limit(of_ranks(recorded.OOM_RISK), OOM_RISK_HIGH),
                 "out of memory",
                 shape="now",
             ),
             Query(
-                against_limit(of_run(window.REPLAY_RATIO), REPLAY_RATIO_HIGH),
+                against_limit(of_run(recorded.REPLAY_RATIO), REPLAY_RATIO_HIGH),
                 "replayed windows",
                 shape="now",
             ),
@@ -160,7 +160,7 @@ HELD_BACK = (
         title="Step time by phase",
         description="Seconds of a step by phase, as a mean over ranks. Begin with the widest band. "
         "Communication is inside the phases, mostly in backward and optimizer.",
-        queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
+        queries=(Query(of_run(recorded.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
         stacked=True,
@@ -176,8 +176,8 @@ HELD_BACK = (
             description="Share of training time spent only on communication. Above the line it is "
             "worth tuning: the dashboard Communication shows the cause.",
             queries=(
-                Query(of_run(communication.EXPOSED_RATIO), "5 minutes"),
-                Query(of_run(communication.EXPOSED_RATIO_LONG), "30 minutes"),
+                Query(of_run(recorded.EXPOSED_RATIO), "5 minutes"),
+                Query(of_run(recorded.EXPOSED_RATIO_LONG), "30 minutes"),
             ),
             unit=RATIO,
             minimum=0,
@@ -190,8 +190,8 @@ HELD_BACK = (
             "for communication, for data, or for larger batches. The line applies to GPUs only: on "
             "a CPU it is the share of all cores, which the ranks of a host share.",
             queries=(
-                Query(by("avg", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "mean"),
-                Query(by("min", of_ranks(devices.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
+                Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "mean"),
+                Query(by("min", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
             ),
             unit=RATIO,
             minimum=0,
@@ -206,7 +206,7 @@ HELD_BACK = (
                 f"{OOM_RISK_HIGH:.0%} on, lower the micro-batch or shard more. The dashboard "
                 "Memory shows what fills memory."
             ),
-            queries=(Query(worst(memory.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
+            queries=(Query(worst(recorded.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
             unit=RATIO,
             minimum=0,
             maximum=1,
@@ -223,7 +223,7 @@ PROGRESS = sized(
         title="Loss",
         description="Mean over ranks. Marks show when the tuner changed something or an alert "
         "fired.",
-        queries=(Query(of_run(training.LOSS), "loss"),),
+        queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
     ),
     step_seconds(),

@@ -9,6 +9,7 @@ from ...metrics.thresholds import (
     OOM_RISK_HIGH,
     STRAGGLER_SCORE_HIGH,
 )
+from .. import recording_rules as recorded
 from ..grafana.panels import Column, Table, Text
 from ..grafana.style import (
     RATIO,
@@ -17,14 +18,13 @@ from ..grafana.style import (
     below,
 )
 from ..promql import ON_GPU, by, where
-from ..recording import communication, devices, memory, training
 from .queries import RUN, of_ranks
 
 FIRING = f'ALERTS{{{", ".join(RUN)}, alertstate="firing"}}'
 
 SLOWEST = 10
 
-_SLOWEST = f"topk({SLOWEST}, {by('max', of_ranks(communication.STRAGGLER_SCORE), 'rank')})"
+_SLOWEST = f"topk({SLOWEST}, {by('max', of_ranks(recorded.STRAGGLER_SCORE), 'rank')})"
 
 
 def of_the_slowest(expression: str) -> str:
@@ -57,26 +57,26 @@ DETAILS = (
             ),
             Column(
                 title="Step time",
-                expression=of_the_slowest(of_ranks(training.STEP_SECONDS_BY_RANK)),
+                expression=of_the_slowest(of_ranks(recorded.STEP_SECONDS_BY_RANK)),
                 unit=SECONDS,
             ),
             Column(
                 title="Exposed",
-                expression=of_the_slowest(of_ranks(communication.EXPOSED_RATIO_BY_RANK)),
+                expression=of_the_slowest(of_ranks(recorded.EXPOSED_RATIO_BY_RANK)),
                 unit=RATIO,
                 thresholds=above(COMM_RATIO_HIGH),
                 decimals=1,
             ),
             Column(
                 title="GPU busy",
-                expression=of_the_slowest(of_ranks(devices.DEVICE_UTILIZATION_BY_RANK, ON_GPU)),
+                expression=of_the_slowest(of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK, ON_GPU)),
                 unit=RATIO,
                 thresholds=below(DEVICE_UTILIZATION_LOW),
                 decimals=0,
             ),
             Column(
                 title="Memory risk",
-                expression=of_the_slowest(of_ranks(memory.OOM_RISK)),
+                expression=of_the_slowest(of_ranks(recorded.OOM_RISK)),
                 unit=RATIO,
                 thresholds=above(OOM_RISK_HIGH, OOM_RISK_CRITICAL),
                 decimals=0,

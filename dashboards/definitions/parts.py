@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...metrics.catalog.training import STEP_SECONDS
+from .. import recording_rules as recorded
 from ..grafana.panels import Panel, TimeSeries
 from ..grafana.style import SECONDS, Query
 from ..promql import rate
-from ..recording import training
 from .queries import FIRST_RANK, WINDOW, quantile
 
 
@@ -25,9 +25,9 @@ def step_seconds() -> TimeSeries:
         description="Median and slow steps, over all ranks. If p99 is far above the median, single "
         "steps stall: point at a diamond and follow it to the trace of that step.",
         queries=(
-            Query(quantile(0.5, training.STEP_BUCKETS), "median"),
-            Query(quantile(0.95, training.STEP_BUCKETS), "p95"),
-            Query(quantile(0.99, training.STEP_BUCKETS), "p99"),
+            Query(quantile(0.5, recorded.STEP_BUCKETS), "median"),
+            Query(quantile(0.95, recorded.STEP_BUCKETS), "p95"),
+            Query(quantile(0.99, recorded.STEP_BUCKETS), "p99"),
             Query(f"histogram_quantile(0.5, {of_first_rank})", "median of rank 0", exemplars=True),
         ),
         unit=SECONDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog.spec import MetricSpec
 from ..promql import by, rate, select, where
-from ..recording.rule import RecordingRule
+from ..recording_rules import RecordingRule
 
 RUN = ('job=~"$job"', 'run=~"$run"')
 RANKS = (*RUN, 'rank=~"$rank"')

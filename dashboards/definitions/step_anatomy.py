@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import communication as comm
 from ...metrics.catalog import training as steps
 from ...metrics.thresholds import DATA_RATIO_HIGH
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import BarGauge, Heatmap, Stat, TimeSeries
 from ..grafana.style import (
@@ -19,7 +20,6 @@ from ..grafana.style import (
     above,
 )
 from ..promql import by, rate
-from ..recording import training
 from .palette import PHASES
 from .parts import sized, step_seconds
 from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
@@ -30,7 +30,7 @@ A_STEP = (
         title="A step by phase",
         description="Seconds of a step, as a mean over ranks. A step is one optimizer update with "
         "all its micro-batches. `other` is the time between the phases: your own code.",
-        queries=(Query(of_run(training.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
+        queries=(Query(of_run(recorded.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
         stacked=True,
@@ -43,7 +43,7 @@ A_STEP = (
         description="Share of training time in the last five minutes. Backward usually takes about "
         "twice as long as forward. Much `data`: use more loader workers or prefetching. Much "
         "`optimizer`: check offloading on the dashboard Memory.",
-        queries=(Query(of_run(training.PHASE_RATIO), "{{phase}}", shape="now"),),
+        queries=(Query(of_run(recorded.PHASE_RATIO), "{{phase}}", shape="now"),),
         unit=RATIO,
         minimum=0,
         maximum=1,
@@ -58,7 +58,7 @@ A_STEP = (
         title="Step durations",
         description="Brighter means more steps. Two bands mean two kinds of step, such as short "
         "and long batches. Single cells far above the bands are stalls.",
-        queries=(Query(of_run(training.STEP_BUCKETS), "{{le}}", shape="buckets"),),
+        queries=(Query(of_run(recorded.STEP_BUCKETS), "{{le}}", shape="buckets"),),
         unit=SECONDS,
     ),
 )
@@ -68,7 +68,7 @@ RANKS_APART = (
         title="Step time of the slowest ranks",
         description="All ranks wait for each other, so these lines stay close together even if one "
         "rank is the cause. The straggler score on the dashboard Communication shows which one.",
-        queries=(Query(worst(training.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
+        queries=(Query(worst(recorded.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,
         dashboard=uid_of("communication"),
@@ -77,7 +77,7 @@ RANKS_APART = (
         title="Waiting for data: the worst ranks",
         description="Share of training time in the data loader. Above the line, use more workers, "
         "`pin_memory`, prefetching, or a faster disk.",
-        queries=(Query(worst(training.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
+        queries=(Query(worst(recorded.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
         thresholds=above(DATA_RATIO_HIGH),
@@ -118,7 +118,7 @@ THROUGHPUT = sized(
         title="Model FLOPs utilization",
         description="FLOPs that the model needs over the device's peak. 0.3 to 0.5 is usual for "
         "large transformers on GPUs. Compare it with your own runs rather than with others.",
-        queries=(Query(of_run(training.MFU), "MFU"),),
+        queries=(Query(of_run(recorded.MFU), "MFU"),),
         unit=RATIO,
         minimum=0,
         maximum=1,
@@ -130,7 +130,7 @@ NUMBERS = (
     TimeSeries(
         title="Loss",
         description="Mean over the step's micro-batches and over ranks.",
-        queries=(Query(of_run(training.LOSS), "loss"),),
+        queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
         width=8,
     ),
@@ -138,7 +138,7 @@ NUMBERS = (
         title="Gradient norm",
         description="Largest of all ranks, before clipping. A sudden rise often precedes a loss "
         "that is not finite: lower the learning rate or clip.",
-        queries=(Query(of_run(training.GRADIENT_NORM), "norm"),),
+        queries=(Query(of_run(recorded.GRADIENT_NORM), "norm"),),
         unit=PLAIN,
         minimum=0,
         width=8,
@@ -166,7 +166,7 @@ NUMBERS = (
         title="Skipped updates",
         description="Share of steps of the last five minutes whose gradients overflowed. A few at "
         "the start of fp16 training are normal.",
-        queries=(Query(of_run(training.SKIPPED_RATIO), "skipped"),),
+        queries=(Query(of_run(recorded.SKIPPED_RATIO), "skipped"),),
         unit=RATIO,
         thresholds=above(0.05, 0.5),
         width=6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...metrics.catalog import tuner
 from ...metrics.catalog.training import SAMPLES
+from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
 from ..grafana.panels import Column, Stat, StateTimeline, Table, Text, TimeSeries
 from ..grafana.style import (
@@ -20,7 +21,6 @@ from ..grafana.style import (
     below,
 )
 from ..promql import by
-from ..recording import communication
 from .parts import sized, step_seconds
 from .queries import of_first_rank, of_run, rate_of_ranks
 
@@ -100,7 +100,7 @@ COURSE = (
         TimeSeries(
             title="Exposed communication",
             description="Share of training time. Most changes are meant to lower it.",
-            queries=(Query(of_run(communication.EXPOSED_RATIO), "exposed"),),
+            queries=(Query(of_run(recorded.EXPOSED_RATIO), "exposed"),),
             unit=RATIO,
             minimum=0,
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ...metrics.catalog import window as catalog
 from ...metrics.thresholds import REPLAY_RATIO_HIGH
+from .. import recording_rules as recorded
 from ..grafana.panels import Stat, TimeSeries
 from ..grafana.style import ANY_IS_BAD, COUNT, PLAIN, PLAIN_TEXT, RATIO, Query, above
 from ..promql import by
-from ..recording import window
 from .parts import sized
 from .queries import of_first_rank, of_run
 
@@ -22,7 +22,7 @@ MICRO_BATCHES_AND_SHARES = sized(
         "after an out-of-memory error, when memory is free again, and by your own call. The update "
         "stays that of the whole batch.",
         queries=(
-            Query(of_run(window.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
+            Query(of_run(recorded.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
             Query(by("max", of_first_rank(catalog.ACCUMULATION_STEPS)), "micro-batches"),
         ),
         unit=COUNT,
@@ -34,9 +34,9 @@ MICRO_BATCHES_AND_SHARES = sized(
         description="Share of a batch that the ranks get. With `balance`, slow ranks get less. If "
         "the lines diverge, the dashboard Communication shows which rank is slow, and why.",
         queries=(
-            Query(of_run(window.LARGEST_SHARE), "largest"),
-            Query(of_run(window.EVEN_SHARE), "even"),
-            Query(of_run(window.SMALLEST_SHARE), "smallest"),
+            Query(of_run(recorded.LARGEST_SHARE), "largest"),
+            Query(of_run(recorded.EVEN_SHARE), "even"),
+            Query(of_run(recorded.SMALLEST_SHARE), "smallest"),
         ),
         unit=RATIO,
         minimum=0,
@@ -47,7 +47,7 @@ MICRO_BATCHES_AND_SHARES = sized(
         description="Error of the compressed gradients over their norm, for the worst rank. With 8 "
         "bits a few percent are usual, and error feedback compensates for them. If it grows, or "
         "the loss stalls, use bf16 or none.",
-        queries=(Query(of_run(window.COMPRESSION_ERROR), "{{codec}}"),),
+        queries=(Query(of_run(recorded.COMPRESSION_ERROR), "{{codec}}"),),
         unit=RATIO,
         minimum=0,
         empty="gradients are not compressed",
@@ -73,8 +73,8 @@ REPLAYS_AND_RESTARTS = sized(
         description="Share of training time. Above the line, start with smaller micro-batches, or "
         "use activation checkpointing.",
         queries=(
-            Query(of_run(window.REPLAY_RATIO), "5 minutes"),
-            Query(of_run(window.REPLAY_RATIO_LONG), "30 minutes"),
+            Query(of_run(recorded.REPLAY_RATIO), "5 minutes"),
+            Query(of_run(recorded.REPLAY_RATIO_LONG), "30 minutes"),
         ),
         unit=RATIO,
         minimum=0,

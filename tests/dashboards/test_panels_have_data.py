@@ -27,8 +27,11 @@ from servers.prometheus import Prometheus
 from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.promql import select
-from zerowatch.dashboards.recording.devices import DEVICE_UTILIZATION, DEVICE_UTILIZATION_BY_RANK
-from zerowatch.dashboards.recording.memory import OOM_RISK
+from zerowatch.dashboards.recording_rules import (
+    DEVICE_UTILIZATION,
+    DEVICE_UTILIZATION_BY_RANK,
+    OOM_RISK,
+)
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog import devices, memory, overhead, training, tuner, window
 

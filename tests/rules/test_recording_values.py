@@ -6,16 +6,9 @@ import pytest
 from rules.history import counter, gauge, of_both, of_rank, training
 from rules.promtool import failures
 
+from zerowatch.dashboards import recording_rules as recorded
 from zerowatch.dashboards.alerts import alerts
-from zerowatch.dashboards.recording import (
-    GROUPS,
-    communication,
-    devices,
-    memory,
-    overhead,
-    window,
-)
-from zerowatch.dashboards.recording import training as recorded_training
+from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
 
 MINUTES = 6
@@ -36,45 +29,45 @@ def standing(value: float) -> str:
 CASES = {
     # 0.1 s of rank 0's second and 0.3 s of rank 1's: a fifth. A mean of ratios would say so, too,
     # but for rank 1 being in an evaluation half of the time: then it is 0.4 of 1.5 seconds.
-    communication.EXPOSED_RATIO: (
+    recorded.EXPOSED_RATIO: (
         of_rank(0, EXPOSED, growing(0.1), group="dp")
         | of_rank(1, EXPOSED, growing(0.3), group="dp")
         | of_rank(1, PHASES, growing(0.1), phase="backward")
         | of_rank(1, PHASES, growing(0.5), phase="eval"),
         {"": 0.4 / 1.5},
     ),
-    communication.EXPOSED_RATIO_BY_GROUP: (
+    recorded.EXPOSED_RATIO_BY_GROUP: (
         of_both(EXPOSED, growing(0.2), group="dp") | of_both(EXPOSED, growing(0.1), group="tp"),
         {'group="dp"': 0.2, 'group="tp"': 0.1},
     ),
-    communication.EXPOSED_RATIO_BY_RANK: (
+    recorded.EXPOSED_RATIO_BY_RANK: (
         of_rank(0, EXPOSED, growing(0.1), group="dp")
         | of_rank(0, EXPOSED, growing(0.2), group="tp"),
         {'rank="0"': 0.3, 'rank="1"': 0.05},
     ),
-    communication.CAUSE_RATIO: (
+    recorded.CAUSE_RATIO: (
         of_both("zerowatch_comm_cause_seconds_total", growing(0.03), cause="latency"),
         {'cause="latency"': 0.03},
     ),
-    communication.LINK_BANDWIDTH_RATIO: (
+    recorded.LINK_BANDWIDTH_RATIO: (
         of_rank(0, "zerowatch_comm_link_bandwidth_bytes_per_second", standing(3e8), group="dp")
         | of_rank(
             0, "zerowatch_comm_link_best_bandwidth_bytes_per_second", standing(4e8), group="dp"
         ),
         {'group="dp", rank="0"': 0.75},
     ),
-    communication.COVERAGE: (
+    recorded.COVERAGE: (
         of_rank(0, "zerowatch_comm_coverage_ratio", standing(1))
         | of_rank(1, "zerowatch_comm_coverage_ratio", standing(0.9)),
         {"": 0.9},
     ),
-    communication.STRAGGLER_SCORE: (
+    recorded.STRAGGLER_SCORE: (
         of_rank(1, "zerowatch_straggler_score_ratio", standing(0.2), phase="forward"),
         {'phase="forward", rank="1"': 0.2},
     ),
     # Both ranks take the same two steps a second.
-    recorded_training.STEPS_RATE: ({}, {"": 2}),
-    recorded_training.PHASE_RATIO: (
+    recorded.STEPS_RATE: ({}, {"": 2}),
+    recorded.PHASE_RATIO: (
         {},
         {
             'phase="backward"': 0.6,
@@ -84,35 +77,35 @@ CASES = {
             'phase="other"': 0.03,
         },
     ),
-    recorded_training.STEP_SECONDS: (
+    recorded.STEP_SECONDS: (
         of_both(f"{STEP_SECONDS}_sum", growing(1)) | of_both(f"{STEP_SECONDS}_count", growing(2)),
         {"": 0.5},
     ),
-    recorded_training.SKIPPED_RATIO: (
+    recorded.SKIPPED_RATIO: (
         of_both("zerowatch_skipped_steps_total", growing(0.5)),
         {"": 0.25},
     ),
-    recorded_training.ACTIVE_RANKS: ({}, {"": 2}),
-    devices.DEVICE_UTILIZATION_BY_RANK: (
+    recorded.ACTIVE_RANKS: ({}, {"": 2}),
+    recorded.DEVICE_UTILIZATION_BY_RANK: (
         of_rank(0, "zerowatch_device_utilization_ratio", standing(0.5), device="cpu"),
         {'device="cpu", rank="0"': 0.5},
     ),
-    memory.OOM_RISK: (
+    recorded.OOM_RISK: (
         of_rank(1, "zerowatch_oom_risk_ratio", standing(0.75), device="cuda:0"),
         {'device="cuda:0", rank="1"': 0.75},
     ),
-    memory.PEAK_RATIO: (
+    recorded.PEAK_RATIO: (
         of_rank(1, "zerowatch_memory_bytes", standing(3e9), device="cpu", state="peak_allocated")
         | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
         {'device="cpu", rank="1"': 0.75},
     ),
     # Rank 0 alone tells what was lost, of its own second.
-    window.REPLAY_RATIO: (
+    recorded.REPLAY_RATIO: (
         of_rank(0, "zerowatch_replay_seconds_total", growing(0.1))
         | of_rank(1, PHASES, growing(0.5), phase="backward"),
         {"": 0.1},
     ),
-    overhead.WATCH_RATIO_BY_RANK: (
+    recorded.WATCH_RATIO_BY_RANK: (
         of_both("zerowatch_watch_seconds_total", growing(0.001), part="hooks")
         | of_both("zerowatch_watch_seconds_total", growing(0.002), part="collectives"),
         {'rank="0"': 0.003, 'rank="1"': 0.003},
@@ -134,16 +127,16 @@ def test_nothing_is_divided_by_zero_while_an_evaluation_takes_no_steps(rules, tm
     series |= of_both(PHASES, growing(1), phase="eval") | of_both(EXPOSED, growing(0.1), group="dp")
     series |= of_both(f"{STEP_SECONDS}_sum", standing(1))
     series |= of_both(f"{STEP_SECONDS}_count", standing(1))
-    recorded = '{__name__=~"run.*:zerowatch_.+"}'
-    unusable = f"count({recorded}) != count({recorded} < Inf)"  # NaN is not less either
-    test = look(recorded_training.STEPS_RATE, series, {"": 0})
+    every_rule = '{__name__=~"run.*:zerowatch_.+"}'
+    unusable = f"count({every_rule}) != count({every_rule} < Inf)"  # NaN is not less either
+    test = look(recorded.STEPS_RATE, series, {"": 0})
     test["promql_expr_test"] += [{"expr": unusable, "eval_time": f"{MINUTES}m", "exp_samples": []}]
 
     assert failures(rules, [test], tmp_path) == ""
 
 
 def test_a_wrong_value_would_be_noticed(rules, tmp_path):
-    wrong = look(recorded_training.STEPS_RATE, training(MINUTES), {"": 2.1})
+    wrong = look(recorded.STEPS_RATE, training(MINUTES), {"": 2.1})
 
     assert "FAILED" in failures(rules, [wrong], tmp_path)
 
@@ -154,7 +147,7 @@ def test_what_alerts_need_is_tried():
     needed = {rule for rules in GROUPS.values() for rule in rules if rule.name in expressions}
 
     # Over thirty minutes they are the same divisions.
-    long = {communication.EXPOSED_RATIO_LONG, window.REPLAY_RATIO_LONG}
+    long = {recorded.EXPOSED_RATIO_LONG, recorded.REPLAY_RATIO_LONG}
     assert needed - CASES.keys() == long
 
 

@@ -15,7 +15,7 @@ from rules.promtool import ALERTS, RECORDING, RULE_FILES, written
 from zerowatch.dashboards.alerts import alerts
 from zerowatch.dashboards.alerts.alert import Links
 from zerowatch.dashboards.prometheus_files import rule_files
-from zerowatch.dashboards.recording import GROUPS
+from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.dashboards.timing import Timing
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import promql_parser
 from promql_parser import BinaryExpr, NumberLiteral, StringLiteral, VectorSelector
 
-from zerowatch.dashboards.recording import GROUPS
+from zerowatch.dashboards.recording_rules import GROUPS
 from zerowatch.metrics.catalog import CATALOG
 
 # From Prometheus and from /targets: each series that is scraped has them.

@@ -1,0 +1,362 @@
+"""The recording rules: ratios and aggregates over ranks that panels and alerts query.
+
+To add a rule, define a constant here and add it to its group in `GROUPS` at the end of the file.
+Dashboards and alerts refer to a rule by its constant, never by its name.
+
+A rule's name is level:metric:operations. The level lists the labels that the result keeps besides
+`job`: a rule of level `run_rank` has the labels job, run and rank. `rate5m` and `rate30m` are the
+two ranges of `Timing` as shipped; tests scale them, and the names stay. A ratio over several ranks
+divides the sums, because a mean of ratios would give every rank the same weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..metrics.catalog import communication as comm
+from ..metrics.catalog import devices, memory, overhead, training, window
+from ..metrics.catalog.spec import MetricSpec
+from .promql import by, rate, ratio, recorded_name, select
+from .timing import Timing
+
+# The phases that count as training time, the denominator of the ratios.
+TRAINING_PHASES = 'phase!~"eval|checkpoint"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingRule:
+    """A recording rule: an expression that Prometheus evaluates and stores under a new name.
+
+    Attributes:
+        name: The name of the stored series, level:metric:operations.
+        expression: Returns the PromQL, given the ranges to use.
+        labels: The labels of the result, besides job.
+    """
+
+    name: str
+    expression: Callable[[Timing], str]
+    labels: tuple[str, ...]
+
+    def select(self, *matchers: str) -> str:
+        """Return a PromQL selector of the stored series."""
+        return f"{self.name}{{{', '.join(matchers)}}}" if matchers else self.name
+
+
+def recorded(
+    spec: MetricSpec, operation: str, expression: Callable[[Timing], str], *labels: str
+) -> RecordingRule:
+    """Return a rule for `expression`, whose result keeps job, run and `labels`."""
+    return RecordingRule(
+        name=recorded_name("_".join(("run", *labels)), spec, operation),
+        expression=expression,
+        labels=("run", *labels),
+    )
+
+
+def aggregated(spec: MetricSpec, operation: str, *labels: str) -> RecordingRule:
+    """Return a rule that aggregates a gauge over all labels except job, run and `labels`."""
+    return recorded(spec, operation, lambda timing: by(operation, select(spec), *labels), *labels)
+
+
+def summed_rate(spec: MetricSpec, *labels: str, part: str = "") -> RecordingRule:
+    """Return a rule that sums a counter's rate per second over ranks.
+
+    Args:
+        spec: The counter or histogram.
+        labels: The labels that the result keeps besides job and run.
+        part: For a histogram "_bucket", "_sum" or "_count"; empty for a counter.
+    """
+    named = recorded_name("_".join(("run", *labels)), spec, "rate5m")
+    if part:
+        named = named.replace(spec.name, spec.name + part)
+    return RecordingRule(
+        name=named,
+        expression=lambda timing: by("sum", rate(spec, timing.short, part=part), *labels),
+        labels=("run", *labels),
+    )
+
+
+def per_step(spec: MetricSpec, *labels: str, operation: str = "per_step_rate5m") -> RecordingRule:
+    """Return a rule for the increase of a counter in one step, as a mean over ranks.
+
+    Both rates rise for the same five minutes after a start, so that their quotient is right from
+    the beginning; a rate per second would be too low during that time.
+    """
+    return recorded(
+        spec,
+        operation,
+        lambda timing: ratio(
+            by("sum", rate(spec, timing.short), *labels),
+            by("sum", rate(training.STEPS, timing.short)),
+        ),
+        *labels,
+    )
+
+
+def training_share(
+    spec: MetricSpec, *labels: str, per: tuple[str, ...] = (), long: bool = False
+) -> RecordingRule:
+    """Return a rule for the share of training time that a counter of seconds takes.
+
+    Args:
+        spec: The counter, in seconds.
+        labels: Labels that divide the share into parts, such as the cause.
+        per: Labels that have a training time of their own, such as the rank.
+        long: Whether to use the range of 30 minutes instead of 5.
+    """
+
+    def expression(timing: Timing) -> str:
+        time_range = timing.long if long else timing.short
+        whole = by("sum", rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES), *per)
+        return ratio(by("sum", rate(spec, time_range), *per, *labels), whole, *per)
+
+    operation = "ratio_rate30m" if long else "ratio_rate5m"
+    return recorded(spec, operation, expression, *per, *labels)
+
+
+# Communication. Panels over time use the rules that keep no rank: a graph of the raw series of a
+# thousand ranks would be too slow to load.
+EXPOSED_RATIO = training_share(comm.COMM_EXPOSED_SECONDS)
+EXPOSED_RATIO_LONG = training_share(comm.COMM_EXPOSED_SECONDS, long=True)
+EXPOSED_RATIO_BY_RANK = training_share(comm.COMM_EXPOSED_SECONDS, per=("rank",))
+EXPOSED_RATIO_BY_GROUP = training_share(comm.COMM_EXPOSED_SECONDS, "group")
+COMM_RATIO = training_share(comm.COMM_SECONDS)
+CAUSE_RATIO = training_share(comm.COMM_CAUSE_SECONDS, "cause")
+WAIT_RATIO_BY_RANK = training_share(comm.COMM_WAIT_SECONDS, per=("rank",))
+CALLS_PER_STEP = per_step(comm.COLLECTIVE_CALLS, "op")
+COLLECTIVE_BUCKETS = summed_rate(comm.COLLECTIVE_SECONDS, "op", "le", part="_bucket")
+LINK_BANDWIDTH_RATIO = recorded(
+    comm.COMM_LINK_BANDWIDTH,
+    "best_ratio",
+    lambda timing: (
+        f"{by('min', select(comm.COMM_LINK_BANDWIDTH), 'rank', 'group')}\n"
+        f"/ {by('max', select(comm.COMM_LINK_BEST_BANDWIDTH), 'rank', 'group')}"
+    ),
+    "rank",
+    "group",
+)
+BUS_BANDWIDTH = aggregated(comm.COMM_BUS_BANDWIDTH, "min", "op", "group")
+VOLUME_RATIO = aggregated(comm.COMM_VOLUME_RATIO, "max")
+STEP_WIRE_BYTES = aggregated(comm.COMM_STEP_WIRE_BYTES, "max", "kind")
+COVERAGE = aggregated(comm.COMM_COVERAGE_RATIO, "min")
+STRAGGLER_SCORE = aggregated(comm.STRAGGLER_SCORE, "max", "rank", "phase")
+WIRE_BYTES_PER_STEP = per_step(comm.COLLECTIVE_WIRE_BYTES, "op", "group")
+PAYLOAD_BYTES_PER_STEP = per_step(comm.COLLECTIVE_BYTES, "op", "group")
+LINK_BANDWIDTH = aggregated(comm.COMM_LINK_BANDWIDTH, "min", "group")
+LINK_BEST_BANDWIDTH = aggregated(comm.COMM_LINK_BEST_BANDWIDTH, "max", "group")
+LINK_LATENCY = aggregated(comm.COMM_LINK_LATENCY, "max", "group")
+HEARTBEAT_AGE = aggregated(comm.PEER_HEARTBEAT_AGE, "max")
+EXCHANGE_FAILURES_RATE = summed_rate(comm.EXCHANGE_FAILURES, "reason")
+
+# Training.
+STEPS_RATE = recorded(
+    training.STEPS,
+    "rate5m",
+    # The maximum and not the sum: every rank takes the same steps.
+    lambda timing: by("max", rate(training.STEPS, timing.short)),
+)
+MFU = aggregated(training.MFU, "avg")
+LOSS = aggregated(training.LOSS, "avg")
+GRADIENT_NORM = aggregated(training.GRADIENT_NORM, "max")
+ACTIVE_RANKS = aggregated(training.RUN_ACTIVE, "sum")
+STEP_BUCKETS = summed_rate(training.STEP_SECONDS, "le", part="_bucket")
+STEP_SECONDS = recorded(
+    training.STEP_SECONDS,
+    "mean_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum")),
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count")),
+    ),
+)
+STEP_SECONDS_BY_RANK = recorded(
+    training.STEP_SECONDS,
+    "mean_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_sum"), "rank"),
+        by("sum", rate(training.STEP_SECONDS, timing.short, part="_count"), "rank"),
+        "rank",
+    ),
+    "rank",
+)
+PHASE_SECONDS_PER_STEP = per_step(training.PHASE_SECONDS, "phase")
+PHASE_RATIO = training_share(training.PHASE_SECONDS, "phase")
+DATA_RATIO_BY_RANK = recorded(
+    training.PHASE_SECONDS,
+    "data_ratio_rate5m",
+    lambda timing: ratio(
+        by("sum", rate(training.PHASE_SECONDS, timing.short, 'phase="data"'), "rank"),
+        by("sum", rate(training.PHASE_SECONDS, timing.short, TRAINING_PHASES), "rank"),
+        "rank",
+    ),
+    "rank",
+)
+SKIPPED_RATIO = per_step(training.SKIPPED_STEPS, operation="ratio_rate5m")
+
+# Memory.
+_PEAK = 'state="peak_allocated"'
+_LIMIT = 'state="limit"'
+PEAK_RATIO = recorded(
+    memory.MEMORY_BYTES,
+    "peak_ratio",
+    lambda timing: (
+        f"{by('max', select(memory.MEMORY_BYTES, _PEAK), 'rank', 'device')}\n"
+        f"/ {by('min', select(memory.MEMORY_BYTES, _LIMIT), 'rank', 'device')}"
+    ),
+    "rank",
+    "device",
+)
+HEADROOM_RATIO = recorded(
+    memory.MEMORY_HEADROOM,
+    "limit_ratio",
+    lambda timing: (
+        f"{by('min', select(memory.MEMORY_HEADROOM), 'rank', 'device')}\n"
+        f"/ {by('min', select(memory.MEMORY_BYTES, _LIMIT), 'rank', 'device')}"
+    ),
+    "rank",
+    "device",
+)
+OOM_RISK = aggregated(memory.OOM_RISK, "max", "rank", "device")
+MEMORY_CATEGORIES = aggregated(memory.MEMORY_CATEGORY_BYTES, "max", "device", "category")
+OFFLOAD_RATIO = training_share(memory.OFFLOAD_SECONDS, "direction")
+OFFLOAD_BYTES_PER_STEP = per_step(memory.OFFLOAD_BYTES, "direction")
+MEMORY_STATES = aggregated(memory.MEMORY_BYTES, "max", "device", "state")
+PHASE_PEAK = aggregated(memory.MEMORY_PHASE_PEAK, "max", "device", "phase")
+BASELINE = aggregated(memory.MEMORY_BASELINE, "max", "device")
+FRAGMENTATION = aggregated(memory.MEMORY_FRAGMENTATION, "max", "device")
+PREDICTED_PEAK = aggregated(memory.MEMORY_PREDICTED_PEAK, "max", "device")
+PREDICTION_ERROR = aggregated(memory.MEMORY_PREDICTION_ERROR, "max", "device")
+LEAK = aggregated(memory.MEMORY_LEAK, "max", "device", "category")
+
+
+def _replay_share(operation: str, *, long: bool) -> RecordingRule:
+    """Return a rule for the share of rank 0's training time lost to replayed windows.
+
+    Rank 0 is the only rank that exports the time lost to replays.
+    """
+
+    def expression(timing: Timing) -> str:
+        time_range = timing.long if long else timing.short
+        whole = rate(training.PHASE_SECONDS, time_range, TRAINING_PHASES, 'rank="0"')
+        return ratio(by("sum", rate(window.REPLAY_SECONDS, time_range)), by("sum", whole))
+
+    return recorded(window.REPLAY_SECONDS, operation, expression)
+
+
+# Accumulation windows of a TrainingRun.
+MICRO_BATCH_SAMPLES = aggregated(window.MICRO_BATCH_SAMPLES, "max")
+LARGEST_SHARE = aggregated(window.BATCH_SHARE, "max")
+SMALLEST_SHARE = aggregated(window.BATCH_SHARE, "min")
+EVEN_SHARE = aggregated(window.BATCH_SHARE, "avg")
+COMPRESSION_ERROR = aggregated(window.COMPRESSION_ERROR, "max", "codec")
+REPLAY_RATIO = _replay_share("ratio_rate5m", long=False)
+REPLAY_RATIO_LONG = _replay_share("ratio_rate30m", long=True)
+
+
+def _mean_utilization(*labels: str) -> RecordingRule:
+    """Return a rule for the mean utilization of devices over five minutes, by `labels`."""
+    return recorded(
+        devices.DEVICE_UTILIZATION,
+        "avg5m",
+        lambda timing: by(
+            "avg", f"avg_over_time({select(devices.DEVICE_UTILIZATION)}[{timing.short}])", *labels
+        ),
+        *labels,
+    )
+
+
+# Devices.
+DEVICE_UTILIZATION = _mean_utilization("device")
+DEVICE_UTILIZATION_BY_RANK = _mean_utilization("rank", "device")
+POWER = aggregated(devices.DEVICE_POWER, "sum")
+SM_ACTIVE = aggregated(devices.DEVICE_SM_ACTIVE, "avg", "device")
+TEMPERATURE = aggregated(devices.DEVICE_TEMPERATURE, "max", "device")
+CLOCK = aggregated(devices.DEVICE_CLOCK, "min", "device")  # a throttled device is the slowest
+LINK_BYTES_RATE = summed_rate(devices.DEVICE_LINK_BYTES, "link", "direction")
+
+# The cost of monitoring. Seconds per second are already a ratio.
+WATCH_RATIO_BY_RANK = summed_rate(overhead.WATCH_SECONDS, "rank")
+WATCH_RATIO_BY_PART = recorded(
+    overhead.WATCH_SECONDS,
+    "avg_rate5m",
+    lambda timing: by("avg", rate(overhead.WATCH_SECONDS, timing.short), "part"),
+    "part",
+)
+
+GROUPS: dict[str, tuple[RecordingRule, ...]] = {
+    "zerowatch-communication": (
+        EXPOSED_RATIO,
+        EXPOSED_RATIO_LONG,
+        EXPOSED_RATIO_BY_RANK,
+        EXPOSED_RATIO_BY_GROUP,
+        COMM_RATIO,
+        CAUSE_RATIO,
+        WAIT_RATIO_BY_RANK,
+        CALLS_PER_STEP,
+        COLLECTIVE_BUCKETS,
+        LINK_BANDWIDTH_RATIO,
+        BUS_BANDWIDTH,
+        VOLUME_RATIO,
+        STEP_WIRE_BYTES,
+        COVERAGE,
+        STRAGGLER_SCORE,
+        WIRE_BYTES_PER_STEP,
+        PAYLOAD_BYTES_PER_STEP,
+        LINK_BANDWIDTH,
+        LINK_BEST_BANDWIDTH,
+        LINK_LATENCY,
+        HEARTBEAT_AGE,
+        EXCHANGE_FAILURES_RATE,
+    ),
+    "zerowatch-training": (
+        STEPS_RATE,
+        MFU,
+        LOSS,
+        GRADIENT_NORM,
+        ACTIVE_RANKS,
+        STEP_BUCKETS,
+        STEP_SECONDS,
+        STEP_SECONDS_BY_RANK,
+        PHASE_SECONDS_PER_STEP,
+        PHASE_RATIO,
+        DATA_RATIO_BY_RANK,
+        SKIPPED_RATIO,
+    ),
+    "zerowatch-memory": (
+        PEAK_RATIO,
+        HEADROOM_RATIO,
+        OOM_RISK,
+        MEMORY_CATEGORIES,
+        OFFLOAD_RATIO,
+        OFFLOAD_BYTES_PER_STEP,
+        MEMORY_STATES,
+        PHASE_PEAK,
+        BASELINE,
+        FRAGMENTATION,
+        PREDICTED_PEAK,
+        PREDICTION_ERROR,
+        LEAK,
+    ),
+    "zerowatch-window": (
+        MICRO_BATCH_SAMPLES,
+        LARGEST_SHARE,
+        SMALLEST_SHARE,
+        EVEN_SHARE,
+        COMPRESSION_ERROR,
+        REPLAY_RATIO,
+        REPLAY_RATIO_LONG,
+    ),
+    "zerowatch-devices": (
+        DEVICE_UTILIZATION,
+        DEVICE_UTILIZATION_BY_RANK,
+        POWER,
+        SM_ACTIVE,
+        TEMPERATURE,
+        CLOCK,
+        LINK_BYTES_RATE,
+    ),
+    "zerowatch-overhead": (
+        WATCH_RATIO_BY_RANK,
+        WATCH_RATIO_BY_PART,
+    ),
+}
