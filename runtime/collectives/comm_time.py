@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .batch import Batch
+from .call_batch import CallBatch
 
 Interval = tuple[int, int]  # start and end in nanoseconds
 _BEFORE_ALL = -(2**63)
@@ -30,7 +30,7 @@ class CommTimeCounter:
         self._all = IntervalUnion()
         self._by_group: dict[str, IntervalUnion] = {}
 
-    def measure(self, batch: Batch) -> CommTime:
+    def measure(self, batch: CallBatch) -> CommTime:
         """Settle the calls of a batch whose events were read; return the time that they add."""
         if batch.anchor is not None:
             self._all, self._by_group = IntervalUnion(), {}

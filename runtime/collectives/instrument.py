@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from .call_reader import CallReader, backend_readers, torch_readers
-from .recorder import CallRecorder
+from .call_recorder import CallRecorder
 from .stream_waits import StreamHooks
 
 

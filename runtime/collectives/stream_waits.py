@@ -21,7 +21,7 @@ from ..common.accelerator import Event, Stream
 from ..common.fail_open import FailOpen
 from ..common.patching import PatchSet
 from ..common.phase_timer import OTHER, PhaseTimer
-from .events import EventPool
+from .event_pool import EventPool
 from .groups import CollectiveCall, StreamWait
 
 # Calls that a stream carries while nothing waits for it; older ones have probably ended.

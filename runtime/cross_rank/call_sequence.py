@@ -11,7 +11,7 @@ import numpy as np
 
 from ...metrics.catalog.labels import OPS
 from ..collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
-from .messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
+from .rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
 
 # Its sizes may differ over the members, and one's size does not belong to another's duration.
 UNEVEN = OPS.index("all_to_all")

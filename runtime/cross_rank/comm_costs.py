@@ -1,4 +1,4 @@
-"""Costs of this rank's collectives by cause: sums that are published together."""
+"""The time that this rank's collectives cost: exposed, waiting, transfer, and its causes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from ...metrics.series import Recorder
 from ..collectives.groups import CollectiveCall, RankSet
 from ..collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN
-from .link import Link, LinkEstimate
+from .link_estimate import Link, LinkEstimate
 
+# Point-to-point messages of one size, of which the fastest is taken as the transfer time.
 RECENT_MESSAGES = 64
+# Message sizes of which that is known; the size that was used least recently is dropped.
 MAX_MESSAGE_SIZES = 32
 
 
 @dataclass(slots=True)
-class WaitCauses:
-    """Exposed seconds by root cause; they add up to what was exposed."""
+class ExposedTimeCauses:
+    """The exposed communication time of several collectives, in seconds, split by cause.
+
+    Exposed time is the time in which a collective blocks training. The four causes add up to it.
+    A wait that overlaps with compute is hidden, and so has no cause here.
+
+    Attributes:
+        imbalance: Waiting for ranks that arrived later, and other time that is no transfer.
+        latency: Transfer up to the link's base latency, or of a collective without data.
+        redundancy: Transfer of data that an optimal communication pattern would not send.
+        bandwidth: The rest of the transfer.
+    """
 
     imbalance: float = 0.0
     latency: float = 0.0
@@ -37,13 +49,20 @@ class WaitCauses:
         volume_ratio: float | None,
         moves_data: bool = True,
     ) -> None:
-        """Split one collective's exposed time.
+        """Split the exposed time of one collective, and add the parts.
 
-        Training was blocked for `exposed` seconds by a collective that took `duration`, of which
-        it spent `wait` waiting for a later rank. The part that waiting cannot explain is transfer:
-        first the base latency; of the rest a share of 1 - 1/V was data that an optimal pattern
-        would not have sent, where V is the volume ratio; what is left is bandwidth. Where no data
-        move, as in a barrier, all of the transfer is latency, even above the base latency.
+        Exposed time that the transfer does not explain is imbalance. Of the exposed transfer, the
+        base latency comes first. Of the rest, the fraction 1 - 1/V is redundancy, where V is the
+        volume ratio, and what remains is bandwidth.
+
+        Args:
+            exposed: Seconds in which the collective blocked training.
+            duration: Seconds that the collective took on this rank.
+            wait: Seconds of `duration` in which this rank waited for a later one.
+            base_latency: Seconds that a collective takes on this link without any data.
+            volume_ratio: Bytes sent per step over the least possible; None while unknown.
+            moves_data: Whether the collective moves data. Without data, as in a barrier, all of
+                the transfer is latency, even above the base latency.
         """
         transfer = min(exposed, duration - wait)
         latency = min(transfer, base_latency) if moves_data else transfer
@@ -65,7 +84,7 @@ class CostTotals:
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     wait: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     transfer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    causes: WaitCauses = field(default_factory=WaitCauses)
+    causes: ExposedTimeCauses = field(default_factory=ExposedTimeCauses)
 
     def publish(self, recorder: Recorder) -> None:
         """Add to the counters; call this within a commit."""

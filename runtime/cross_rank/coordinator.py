@@ -13,7 +13,7 @@ import numpy as np
 
 from ..collectives.groups import RankSet
 from .divergence import Divergence
-from .messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
+from .rank_messages import EMPTY_CALL_REPORT, NO_DURATIONS, CompareResult, RankReport
 from .report_merger import ReportMerger
 from .stragglers import (
     StepTimeReference,

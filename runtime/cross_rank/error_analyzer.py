@@ -16,7 +16,7 @@ from ...metrics.catalog.labels import OPS
 from ...metrics.series import Recorder
 from ..collectives.groups import CollectiveCall
 from .call_sequence import describe_call
-from .cross_rank_thread import CrossRankThread
+from .comparison_thread import ComparisonThread
 from .divergence import context_match_length
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class CollectiveErrorAnalyzer:
         thread: Reports at once what this rank has issued.
     """
 
-    def __init__(self, rank: int, recorder: Recorder, thread: CrossRankThread) -> None:
+    def __init__(self, rank: int, recorder: Recorder, thread: ComparisonThread) -> None:
         self._rank = rank
         self._recorder = recorder
         self._thread = thread

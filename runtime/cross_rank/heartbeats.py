@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from .coordinator import BLOCK_SIZE
-from .messages import Heartbeat
+from .rank_messages import Heartbeat
 from .store_log import StoreConnection
 
 MAX_PEERS = 1024

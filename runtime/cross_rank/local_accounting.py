@@ -14,7 +14,7 @@ from ..collectives.groups import CollectiveCall, Groups, RankSet
 from ..collectives.ops import SYMMETRIC
 from .call_sequence import CallSequence
 from .comm_costs import CommCosts, CostTotals
-from .messages import CallReport, CompareResult
+from .rank_messages import CallReport, CompareResult
 
 
 class LocalAccounting:

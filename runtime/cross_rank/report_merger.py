@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .divergence import Divergence, diverged_ranks
-from .messages import (
+from .rank_messages import (
     MAX_PENDING_VALUES,
     NO_DURATIONS,
     NO_SIGNATURES,

@@ -11,7 +11,7 @@ from ...metrics.series import Recorder
 from ..collectives.groups import RankSet
 from .coordinator import Coordinator, rank_blocks
 from .heartbeats import HeartbeatTable
-from .messages import (
+from .rank_messages import (
     EMPTY_CALL_REPORT,
     EMPTY_RESULT,
     CompareResult,

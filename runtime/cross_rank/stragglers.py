@@ -51,7 +51,7 @@ class StepTimes:
 
 
 class StepTimeSampler:
-    """Collects this rank's steps on the watch thread, until the cross-rank thread takes them."""
+    """Collects this rank's steps on the watch thread, until the comparison thread takes them."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=MAX_STEPS)

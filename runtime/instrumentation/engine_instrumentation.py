@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..collectives.batch import Batch
-from ..collectives.roles import p2p_role, role_of
+from ..collectives.call_batch import CallBatch
+from ..collectives.group_roles import p2p_role, role_of
 from ..common.phase_timer import CHECKPOINT
 from .dataloader_hooks import DataLoaderHooks
 from .engine_hooks import EngineHooks
@@ -26,7 +26,7 @@ class EngineInstrumentation:
         context: WatchContext,
         engine: Any,
         memory: MemoryHooks,
-        enqueue: Callable[[Batch | RawStep], None],
+        enqueue: Callable[[CallBatch | RawStep], None],
         profiler: ProfiledSteps | None,
     ) -> None:
         """Install the hooks.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...metrics.catalog.labels import PHASES
 from ...metrics.step_record import StepRecord
-from ..collectives.batch import Batch
+from ..collectives.call_batch import CallBatch
 from ..collectives.totals import StepCommTotals
 from ..common.device_scalar import ScalarOrPending, arrived, mean, read, total
 from ..common.phase_timer import PhaseInterval
@@ -75,7 +75,7 @@ class RawStep:
     loss_scale: ScalarOrPending
     trace: Mapping[str, str] | None
     memory: StepMemorySample | None
-    batch: Batch
+    batch: CallBatch
 
     def settled(self) -> bool:
         """Return whether all that was under way when the step ended has arrived. Never waits."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...metrics.series import Recorder
 from ...metrics.settings import Settings
-from ..collectives.recorder import CallRecorder
+from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import ProcessInfo

@@ -14,8 +14,8 @@ from ...metrics.exporters.server import MetricsServer
 from ...metrics.series import Recorder
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
+from ..collectives.group_roles import p2p_role, role_of
 from ..collectives.instrument import CollectiveInstrumentation
-from ..collectives.roles import p2p_role, role_of
 from ..common.accelerator import training_device_index
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
@@ -30,7 +30,7 @@ from .advisor import Advisor
 from .cross_rank_monitor import CrossRankMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
-from .otel import OtelExporter
+from .otel_exporter import OtelExporter
 from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
 from .run_info import RunInfoPublisher, warn_of_comms_logger

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from ...metrics.step_record import StepRecord
 from ..common.accelerator import training_device_index
 from ..common.rank_store import StoreClientFactory
-from ..cross_rank.cross_rank_thread import CrossRankThread
+from ..cross_rank.comparison_thread import ComparisonThread
 from ..cross_rank.error_analyzer import CollectiveErrorAnalyzer
-from ..cross_rank.hang.hang_context import HangContext
-from ..cross_rank.hang.hang_watch import HangWatch
+from ..cross_rank.hang_context import HangContext
+from ..cross_rank.hang_monitor import HangMonitor
 from ..estimator.volume_check import WireVolumeCheck
 from ..instrumentation.profiled_steps import ProfiledSteps
 from ..instrumentation.watch_context import WatchContext
@@ -39,16 +39,16 @@ class CrossRankMonitor:
         )
         self.rebind_engine = fail_open.wrap("volume", self._volume_check.rebind_engine)
         self._thread = self._new_thread()
-        self._hang_watch = self._new_hang_watch()
-        self._thread.expected_pause = self._hang_watch.expected_pause
+        self._hang_monitor = self._new_hang_monitor()
+        self._thread.expected_pause = self._hang_monitor.expected_pause
         self.profiler = self._new_profiler()
         self.listeners: list[Callable[[StepRecord], object]] = [
             fail_open.wrap("volume", self._check_volume),
-            fail_open.wrap("hang", self._hang_watch.on_step_end),
+            fail_open.wrap("hang", self._hang_monitor.on_step_end),
         ]
         if self.profiler is not None:
             self.listeners.append(fail_open.wrap("profile", self.profiler.compare))
-        self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_watch.check}
+        self.periodic_tasks: Mapping[str, Callable[[], object]] = {"hang": self._hang_monitor.check}
         analyzer = CollectiveErrorAnalyzer(context.identity.rank, recorder, self._thread)
         self.on_collective_error = analyzer.analyze
         # On CUDA the host runs ahead of the device, so its phases do not show which rank is slow.
@@ -57,11 +57,11 @@ class CrossRankMonitor:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that the cross-rank thread has used."""
+        """CPU time that the comparison thread has used."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Start the cross-rank thread."""
+        """Start the comparison thread."""
         self._thread.start()
 
     def forget_hooks(self) -> None:
@@ -77,17 +77,17 @@ class CrossRankMonitor:
     def stop(self) -> None:
         """Compare the rest, and end. Safe to call twice."""
         self._thread.stop()
-        self._hang_watch.close()
+        self._hang_monitor.close()
 
     def _check_volume(self, record: StepRecord) -> None:
         self._volume_check.add(record)
         self._thread.volume_ratio = self._volume_check.ratio()
 
-    def _new_thread(self) -> CrossRankThread:
+    def _new_thread(self) -> ComparisonThread:
         context, identity, settings = self._context, self._context.identity, self._context.settings
         compares = settings.cross_rank.enabled and identity.world_size > 1
         clients = StoreClientFactory(identity.rank, identity.attempt, context.watch_index)
-        return CrossRankThread(
+        return ComparisonThread(
             clients=clients if compares else None,
             rank=identity.rank,
             host=identity.host,
@@ -99,9 +99,9 @@ class CrossRankMonitor:
             stuck_seconds=settings.hang.seconds / 2,
         )
 
-    def _new_hang_watch(self) -> HangWatch:
+    def _new_hang_monitor(self) -> HangMonitor:
         context = self._context
-        return HangWatch(
+        return HangMonitor(
             context=HangContext(
                 rank=context.identity.rank,
                 groups=context.call_recorder.groups,

@@ -11,7 +11,7 @@ from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.watch_context import WatchContext
 from .cross_rank_monitor import CrossRankMonitor
 from .memory_monitor import MemoryMonitor
-from .otel import OtelExporter
+from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
 from .watch_thread import WatchThread
 

@@ -9,7 +9,7 @@ from ...metrics.catalog import communication, training
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.series import Recorder
 from ...metrics.step_record import StepRecord
-from ..collectives.batch import Batch
+from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTime
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals
@@ -61,7 +61,7 @@ class StepMetrics:
                 self._set_latest(records)
                 self._count_arithmetic(steps, sum(record.training_seconds for record in records))
 
-    def publish_earlier(self, batch: Batch) -> None:
+    def publish_earlier(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
 
         They are in the counters and in no step. They are not timed: some may be running, or wait

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .advisor import Advisor
     from .cross_rank_monitor import CrossRankMonitor
     from .memory_monitor import MemoryMonitor
-    from .otel import OtelExporter
+    from .otel_exporter import OtelExporter
     from .run_folder import RunFolder
     from .run_info import RunInfoPublisher
     from .watch_thread import WatchThread

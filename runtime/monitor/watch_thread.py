@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ...metrics.step_record import StepRecord
-from ..collectives.batch import Batch
+from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTimeCounter
-from ..collectives.events import EventPool
+from ..collectives.event_pool import EventPool
 from ..collectives.groups import CollectiveCall
 from ..collectives.totals import PeriodTotals, StepCommTotals
 from ..common import accelerator
@@ -26,7 +26,7 @@ from ..instrumentation.raw_step import RawStep
 from .cross_rank_monitor import CrossRankMonitor
 from .device_sampler import DeviceSampler
 from .memory_monitor import MemoryMonitor
-from .otel import OtelExporter
+from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
 from .step_metrics import FinishedStep, StepMetrics
 
@@ -87,8 +87,8 @@ class WatchThread:
         self._listeners = listeners
         self._trace = fail_open.wrap("traces", otel.trace) if otel.makes_traces else None
         self._on_device = on_device
-        self._inbox: queue.SimpleQueue[Batch | RawStep | None] = queue.SimpleQueue()
-        self._pending: deque[Batch | RawStep] = deque()
+        self._inbox: queue.SimpleQueue[CallBatch | RawStep | None] = queue.SimpleQueue()
+        self._pending: deque[CallBatch | RawStep] = deque()
         self._waiting_since = 0.0
         self._poll_seconds = FIRST_POLL_SECONDS
         self._tick_due = 0.0
@@ -112,7 +112,7 @@ class WatchThread:
         self._tasks += [self._fail_open.wrap(name, task) for name, task in tasks.items()]
         self._thread.start()
 
-    def enqueue(self, item: Batch | RawStep) -> None:
+    def enqueue(self, item: CallBatch | RawStep) -> None:
         """Add a batch of calls or a raw step. Called on the training thread."""
         if self._inbox.qsize() + len(self._pending) < MAX_PENDING:
             self._inbox.put(item)
@@ -171,7 +171,7 @@ class WatchThread:
             if isinstance(head, RawStep):
                 self._take_step(head)
 
-    def _take_calls(self, batch: Batch) -> None:
+    def _take_calls(self, batch: CallBatch) -> None:
         batch.read_events(self._events)
         time_taken = self._comm_time.measure(batch)
         self._comm.add(batch.calls, time_taken)
@@ -202,7 +202,7 @@ class WatchThread:
                 listener(step.record)
 
 
-def _batch_of(item: Batch | RawStep) -> Batch:
+def _batch_of(item: CallBatch | RawStep) -> CallBatch:
     return item.batch if isinstance(item, RawStep) else item
 
 

@@ -26,10 +26,10 @@ from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.collectives.ops import wire_factor
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
+from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE, ComparisonThread
 from zerowatch.runtime.cross_rank.coordinator import Coordinator, rank_blocks
-from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE, CrossRankThread
 from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
-from zerowatch.runtime.cross_rank.messages import (
+from zerowatch.runtime.cross_rank.rank_messages import (
     RankReport,
     decode_report,
     decode_result,
@@ -207,7 +207,7 @@ def each_second(exchanges: int) -> list[list[float]]:
     now = [1000.0]
     groups = [SimulatedGroup((0, 1)) for _ in range(2)]
     ranks = [
-        CrossRankThread(
+        ComparisonThread(
             clients=SimulatedClients(server),
             rank=rank,
             host="host",

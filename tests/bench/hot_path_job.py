@@ -12,7 +12,7 @@ import torch.distributed as dist
 import training
 from torch.distributed import distributed_c10d as c10d
 
-from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
@@ -83,7 +83,7 @@ def per_call(
     return (time.thread_time_ns() - begin) / CALLS / 1000, taken
 
 
-def settle(collectives: CollectiveInstrumentation, batch: Batch) -> None:
+def settle(collectives: CollectiveInstrumentation, batch: CallBatch) -> None:
     """Do what the watch thread does with a batch, so that its events are used again."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

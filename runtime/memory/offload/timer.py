@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from ...collectives.events import EventPool
+from ...collectives.event_pool import EventPool
 from ...common import accelerator
 from ...common.accelerator import Event
 from .transfer_sizes import TransferBytes

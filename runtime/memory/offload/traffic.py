@@ -29,7 +29,7 @@ import torch
 
 from ....metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
 from ....metrics.series import Recorder
-from ...collectives.events import EventPool
+from ...collectives.event_pool import EventPool
 from ...common import accelerator
 from ...common.fail_open import FailOpen
 from ...common.patching import AttributePatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.comm_time import CommTime, CommTimeCounter, IntervalUnion
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.collectives.ops import wire_factor
@@ -35,7 +35,7 @@ def call(
 
 
 def comm(calls: list[CollectiveCall]) -> CommTime:
-    return CommTimeCounter().measure(Batch(calls))
+    return CommTimeCounter().measure(CallBatch(calls))
 
 
 def test_overlapping_intervals_count_once() -> None:
@@ -57,8 +57,8 @@ def test_intervals_may_lie_before_zero() -> None:
 def test_an_instant_that_two_batches_cover_counts_once() -> None:
     clock = CommTimeCounter()
 
-    first = clock.measure(Batch([call("all_reduce", 1, 0, 10)]))
-    second = clock.measure(Batch([call("all_gather", 1, 5, 12)]))
+    first = clock.measure(CallBatch([call("all_reduce", 1, 0, 10)]))
+    second = clock.measure(CallBatch([call("all_gather", 1, 5, 12)]))
 
     assert first.seconds == pytest.approx(0.010)
     assert second.seconds == pytest.approx(0.002)
@@ -70,7 +70,7 @@ def test_batches_with_different_anchors_are_not_compared() -> None:
     anchor = object()  # an event; resolved times are relative to it
 
     measured = [
-        clock.measure(Batch([call("all_reduce", 1, -30, 0)], anchor)).seconds for _ in range(10)
+        clock.measure(CallBatch([call("all_reduce", 1, -30, 0)], anchor)).seconds for _ in range(10)
     ]
 
     assert sum(measured) == pytest.approx(0.300)

@@ -84,7 +84,7 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "deepspeed.utils.groups",
-        "runtime/collectives/roles.py",
+        "runtime/collectives/group_roles.py",
         "_TENSOR_MODEL_PARALLEL_GROUP _MODEL_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP "
         "_EXPERT_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP _ZERO_PARAM_INTRA_PARALLEL_GROUP "
         "_ALL_TO_ALL_GROUP _WORLD_GROUP mpu mesh_device",
@@ -115,13 +115,13 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid",
-        "runtime/collectives/roles.py",
+        "runtime/collectives/group_roles.py",
         "get_pipe_parallel_group get_slice_parallel_group get_data_parallel_group "
         "get_model_parallel_group",
     ),
     (
         "deepspeed.runtime.sequence_parallel.parallel_state_sp",
-        "runtime/collectives/roles.py",
+        "runtime/collectives/group_roles.py",
         "get_sequence_parallel_group get_sequence_data_parallel_group",
     ),
     (ENGINE, ESTIMATOR, "_config"),

@@ -11,7 +11,7 @@ from zerowatch.runtime.cross_rank.divergence import (
     context_match_length,
     diverged_ranks,
 )
-from zerowatch.runtime.cross_rank.messages import NO_DURATIONS, CallReport, SequenceHash
+from zerowatch.runtime.cross_rank.rank_messages import NO_DURATIONS, CallReport, SequenceHash
 from zerowatch.runtime.cross_rank.report_merger import ReportMerger
 
 # A step as ZeRO issues it: alike calls in a row, and some that stand alone.

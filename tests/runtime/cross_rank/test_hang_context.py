@@ -1,4 +1,4 @@
-"""What the hang watch reads of collectives and peers, with calls made by hand."""
+"""What `HangContext` reads of collectives and peers, with calls made by hand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fakes.rank_sets import FakeGroups
 from zerowatch.metrics.catalog.labels import OPS, PHASES
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.cross_rank.hang.hang_context import HangContext
-from zerowatch.runtime.cross_rank.messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang_context import HangContext
+from zerowatch.runtime.cross_rank.rank_messages import Heartbeat
 
 MS = 1_000_000
 KEY = RankSet((0, 1)).key
@@ -49,7 +49,7 @@ class DeviceEvent:
 
 
 class FakeThread:
-    """What the cross-rank thread has read of the other ranks."""
+    """What the comparison thread has read of the other ranks."""
 
     def __init__(self, *heartbeats: Heartbeat) -> None:
         self.peers = {heartbeat.rank: heartbeat for heartbeat in heartbeats}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerowatch.runtime.cross_rank.hang.detector import HangDetector, HangState, ProgressSample
+from zerowatch.runtime.cross_rank.hang_detector import HangDetector, HangState, ProgressSample
 
 
 class Clockwork:

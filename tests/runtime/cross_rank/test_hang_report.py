@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from fakes.hangs import CALL, KEY, call, evidence, peer
 
-from zerowatch.runtime.cross_rank.hang.hang_evidence import RankSetSummary
-from zerowatch.runtime.cross_rank.hang.missing_ranks import summary
-from zerowatch.runtime.cross_rank.hang.report import (
+from zerowatch.runtime.cross_rank.hang_evidence import RankSetSummary
+from zerowatch.runtime.cross_rank.hang_report import (
     report_text,
+    summary,
     write_flight_recorder_dump,
     write_report,
 )

@@ -14,7 +14,7 @@ from zerowatch.runtime.collectives.groups import RECENT_CALLS
 from zerowatch.runtime.cross_rank import call_sequence as call_sequence
 from zerowatch.runtime.cross_rank.call_sequence import CallSequence
 from zerowatch.runtime.cross_rank.comm_costs import MAX_MESSAGE_SIZES
-from zerowatch.runtime.cross_rank.messages import SequenceHash, signature
+from zerowatch.runtime.cross_rank.rank_messages import SequenceHash, signature
 
 
 @pytest.fixture

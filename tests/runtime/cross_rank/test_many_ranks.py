@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from fakes.cross_rank_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
+from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
 from torch.distributed import PrefixStore, TCPStore
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from zerowatch.runtime.cross_rank import report_merger as report_merger
-from zerowatch.runtime.cross_rank.messages import (
+from zerowatch.runtime.cross_rank.rank_messages import (
     NO_DURATIONS,
     NO_SIGNATURES,
     CallReport,

@@ -19,7 +19,7 @@ from zerowatch.runtime.cross_rank.coordinator import (
     Coordinator,
     rank_blocks,
 )
-from zerowatch.runtime.cross_rank.messages import (
+from zerowatch.runtime.cross_rank.rank_messages import (
     CallReport,
     CompareResult,
     RankReport,

@@ -8,13 +8,13 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
-from fakes.cross_rank_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
+from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.cross_rank.cross_rank_thread import CLOSING_SECONDS
+from zerowatch.runtime.cross_rank.comparison_thread import CLOSING_SECONDS
 from zerowatch.runtime.cross_rank.store_channel import PATIENCE_EXCHANGES
 from zerowatch.runtime.cross_rank.store_log import (
     FIRST_RETRY_SECONDS,

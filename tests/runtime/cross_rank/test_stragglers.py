@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from zerowatch.metrics.catalog.labels import COMPARED_PHASES, PHASES
-from zerowatch.runtime.cross_rank.messages import StepTimes
+from zerowatch.runtime.cross_rank.rank_messages import StepTimes
 from zerowatch.runtime.cross_rank.stragglers import (
     MIN_STEPS,
     WARM_UP_STEPS,

@@ -7,14 +7,14 @@ from collections import deque
 
 import numpy as np
 import pytest
-from fakes.cross_rank_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
+from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
 from fakes.local_accounting import PATIENCE, AccountedRank
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE
+from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE
 from zerowatch.runtime.cross_rank.divergence import Divergence
-from zerowatch.runtime.cross_rank.messages import CompareResult
+from zerowatch.runtime.cross_rank.rank_messages import CompareResult
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 TRANSFER = communication.COMM_TRANSFER_SECONDS

@@ -12,7 +12,7 @@ import torch
 
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES
 from zerowatch.metrics.series import Recorder
-from zerowatch.runtime.collectives.events import EventPool
+from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 

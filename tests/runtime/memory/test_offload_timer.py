@@ -6,7 +6,7 @@ import pytest
 from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
-from zerowatch.runtime.collectives.events import EventPool
+from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.memory.offload import timer as offload_timer
 from zerowatch.runtime.memory.offload.timer import DIRECTIONS, OffloadTimer
 from zerowatch.runtime.memory.offload.transfer_sizes import TransferBytes

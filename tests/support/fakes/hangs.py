@@ -14,13 +14,13 @@ from zerowatch.metrics.series import Recorder
 from zerowatch.metrics.settings import HangSettings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer
-from zerowatch.runtime.cross_rank.hang.hang_evidence import (
+from zerowatch.runtime.cross_rank.hang_evidence import (
     CallSummary,
     HangEvidence,
     RankSetSummary,
 )
-from zerowatch.runtime.cross_rank.hang.hang_watch import HangWatch
-from zerowatch.runtime.cross_rank.messages import Heartbeat
+from zerowatch.runtime.cross_rank.hang_monitor import HangMonitor
+from zerowatch.runtime.cross_rank.rank_messages import Heartbeat
 
 KEY = "0-1a2b3c4d"
 CALL = "all_reduce number 1234 of group dp (64 MiB, backward)"
@@ -142,7 +142,7 @@ class FakeHangContext:
 
 
 class WatchedRank:
-    """Rank 0's hang watch with a limit of 30 s, at the end of its third step."""
+    """Rank 0's hang monitor with a limit of 30 s, at the end of its third step."""
 
     def __init__(self, folder: Path, *, abort: bool = False, enabled: bool = True) -> None:
         self.now_ns = 10**12
@@ -150,7 +150,7 @@ class WatchedRank:
         self.context = FakeHangContext(folder)
         self.recorder = Recorder()
         self.phase_timer = PhaseTimer(lambda: self.now_ns)
-        self.watch = HangWatch(
+        self.watch = HangMonitor(
             context=self.context,
             settings=HangSettings(abort=abort, enabled=enabled),
             phase_timer=self.phase_timer,

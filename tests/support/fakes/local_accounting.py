@@ -10,7 +10,7 @@ from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.cross_rank.local_accounting import LocalAccounting
-from zerowatch.runtime.cross_rank.messages import CallReport, CompareResult
+from zerowatch.runtime.cross_rank.rank_messages import CallReport, CompareResult
 
 PATIENCE = 20.0
 

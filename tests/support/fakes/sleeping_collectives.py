@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zerowatch.metrics.catalog.labels import OPS
-from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.comm_time import CommTimeCounter
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
@@ -106,7 +106,7 @@ def instrumentation_over(
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "all_reduce", all_reduce)
     monkeypatch.setattr(dist.Work, "wait", lambda work: work.wait_for_end())
-    for module in ("recorder", "instrument"):
+    for module in ("call_recorder", "instrument"):
         monkeypatch.setattr(f"zerowatch.runtime.collectives.{module}.perf_counter_ns", clock)
     collectives = CollectiveInstrumentation(FailOpen())
     groups = FourRankGroups(FourRankGroup(backend=backend))
@@ -116,7 +116,7 @@ def instrumentation_over(
 
 
 def add_up(
-    batches: Iterable[Batch], collectives: CollectiveInstrumentation
+    batches: Iterable[CallBatch], collectives: CollectiveInstrumentation
 ) -> list[StepCommTotals]:
     """Add up each step's calls, all of which have ended, as the watch thread does."""
     measuring, steps = CommTimeCounter(), []

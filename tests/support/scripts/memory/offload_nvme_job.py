@@ -19,7 +19,7 @@ from async_io import use_built_op
 from offload_job import attributes, held_on_host, published, weights
 from offload_oracle import SeparateMemories, TwoMemories
 
-from zerowatch.runtime.collectives.events import EventPool
+from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 

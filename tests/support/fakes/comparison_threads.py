@@ -1,4 +1,4 @@
-"""Several ranks' cross-rank threads in one process, over one store and one clock set by hand."""
+"""Several ranks' comparison threads in one process, over one store and one clock set by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.cross_rank.cross_rank_thread import POLLS_PER_EXCHANGE, CrossRankThread
+from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE, ComparisonThread
 from zerowatch.runtime.cross_rank.stragglers import MIN_STEPS, WARM_UP_STEPS
 
 INTERVAL_SECONDS = 5.0
@@ -34,7 +34,7 @@ class FakePhaseTimer:
 
 
 class ComparedRank:
-    """One rank: its groups, its metrics and its cross-rank thread.
+    """One rank: its groups, its metrics and its comparison thread.
 
     Call `connect` and `poll` where the thread is not started.
     """
@@ -52,7 +52,7 @@ class ComparedRank:
         self.fail_open = FailOpen()
         self.phase_timer = FakePhaseTimer()
         self.clients = None if connect is None else FakeClients(connect)
-        self.thread = CrossRankThread(
+        self.thread = ComparisonThread(
             clients=self.clients,
             rank=rank,
             host=f"host-{rank}",

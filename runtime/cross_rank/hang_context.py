@@ -1,4 +1,4 @@
-"""The state of this rank and its peers for the hang watch. Nothing here blocks."""
+"""The state of this rank and its peers for hang detection. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from time import perf_counter_ns
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from ....metrics.catalog.labels import OPS, PHASES
-from ...collectives.groups import CollectiveCall, Group, Groups, RankSet
-from ...common.fail_open import FailOpen
-from ..cross_rank_thread import CrossRankThread
-from ..messages import Heartbeat
+from ...metrics.catalog.labels import OPS, PHASES
+from ..collectives.groups import CollectiveCall, Group, Groups, RankSet
+from ..common.fail_open import FailOpen
+from .comparison_thread import ComparisonThread
 from .hang_evidence import CallSummary, RankSetSummary
+from .rank_messages import Heartbeat
 
 CALLS_PER_RANK_SET = 64
 
 
 class HangContext:
-    """Collectives, peers and the run folder, as the hang watch sees them.
+    """Collectives, peers and the run folder, as hang detection needs them.
 
     Each method but `folder` fails open on its own: once it has raised it returns None, and the
     others go on.
@@ -40,7 +40,7 @@ class HangContext:
         *,
         rank: int,
         groups: Groups,
-        thread: CrossRankThread,
+        thread: ComparisonThread,
         fail_open: FailOpen,
         folder: Callable[[], Path | None],
         is_training: Callable[[], bool] = lambda: True,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 
-from ....metrics.catalog.labels import PHASES
-from ...common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseTimer
-from ..messages import Heartbeat
+from ...metrics.catalog.labels import PHASES
+from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, OPTIMIZER, OTHER, PhaseTimer
 from .hang_context import HangContext
 from .hang_evidence import RankSetSummary
-from .stacks import END, PROMPT, silent_activity
+from .rank_messages import Heartbeat
+from .thread_stacks import END, PROMPT, silent_activity
 
 PAUSES = {EVAL, CHECKPOINT}
 ACCEPTED_LIMITS = 10

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from zerowatch.runtime.cross_rank.link import MAX_SIZES, SUSTAINED_FITS, Link, LinkEstimate
+from zerowatch.runtime.cross_rank.link_estimate import MAX_SIZES, SUSTAINED_FITS, Link, LinkEstimate
 
 SIZES = (1_000, 20_000, 400_000, 8_000_000)
 REPEATS = 40

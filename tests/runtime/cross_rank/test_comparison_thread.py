@@ -7,11 +7,11 @@ import threading
 import time
 
 import pytest
-from fakes.cross_rank_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRank, ComparedRanks
+from fakes.comparison_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.runtime.cross_rank.cross_rank_thread import (
+from zerowatch.runtime.cross_rank.comparison_thread import (
     CLOSING_SECONDS,
     IDLE_SECONDS_BEFORE_HEARTBEATS,
     SECONDS_BETWEEN_LINES,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fakes.hangs import run_as
 
-from zerowatch.runtime.cross_rank.hang.stacks import (
+from zerowatch.runtime.cross_rank.thread_stacks import (
     COMPILERS,
     python_location,
     silent_activity,

@@ -109,7 +109,7 @@ def test_a_log_that_blocks_delays_neither_checks_nor_abort(
 
     handler = Stuck()
     logging.getLogger("zerowatch").addHandler(handler)
-    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang.hang_watch.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("zerowatch.runtime.cross_rank.hang_monitor.FLUSH_SECONDS", 0.05)
     rank = WatchedRank(tmp_path, abort=True)
     monkeypatch.setattr(rank.watch, "close", lambda: None)
     try:

@@ -21,7 +21,7 @@ COMPILERS = (
 )
 # Functions of those files that run compiled code.
 _RUNNERS = {("torch/_inductor/compile_fx.py", "run")}
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEMO = os.path.join(_OURS, "cli", "demo") + os.sep  # a training script as any other
 # An open prompt, and the end of the script, which joins its threads. Python's own files are
 # compared by their whole path: a training script may be called code.py.

@@ -21,7 +21,7 @@ from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.rank_store import StoreClientFactory
 from .local_accounting import LocalAccounting
-from .messages import CompareResult, Heartbeat, RankReport
+from .rank_messages import CompareResult, Heartbeat, RankReport
 from .store_channel import PATIENCE_EXCHANGES, StoreChannel
 from .store_log import StoreConnection
 from .stragglers import StepTimes, StepTimeSampler, compared_rank_set
@@ -39,7 +39,7 @@ IDLE_SECONDS_BEFORE_HEARTBEATS = 5.0
 SECONDS_BETWEEN_LINES = 600.0
 
 
-class CrossRankThread:
+class ComparisonThread:
     """Exchanges reports until `stop`.
 
     Args:

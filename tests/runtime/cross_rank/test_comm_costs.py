@@ -7,10 +7,10 @@ from dataclasses import astuple
 
 import pytest
 
-from zerowatch.runtime.cross_rank.comm_costs import WaitCauses
+from zerowatch.runtime.cross_rank.comm_costs import ExposedTimeCauses
 
 
-def split(**changed: float | None) -> WaitCauses:
+def split(**changed: float | None) -> ExposedTimeCauses:
     """Split 10 ms exposed of 10 ms, of which 4 were waited and 1 is latency; V = 1.5."""
     arguments = {
         "exposed": 0.010,
@@ -19,12 +19,12 @@ def split(**changed: float | None) -> WaitCauses:
         "base_latency": 0.001,
         "volume_ratio": 1.5,
     }
-    causes = WaitCauses()
+    causes = ExposedTimeCauses()
     causes.add(**{**arguments, **changed})  # type: ignore[arg-type]
     return causes
 
 
-def check(causes: WaitCauses, *expected: float) -> None:
+def check(causes: ExposedTimeCauses, *expected: float) -> None:
     assert astuple(causes) == pytest.approx(expected, abs=1e-12)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .events import EventPool
+from .event_pool import EventPool
 from .groups import CollectiveCall, StreamWait
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _NOT_REACHED = 2**63
 
 
 @dataclass(slots=True)
-class Batch:
+class CallBatch:
     """Calls in the order in which they were recorded.
 
     Attributes:

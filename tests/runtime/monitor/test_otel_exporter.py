@@ -15,12 +15,12 @@ from zerowatch.metrics.catalog.training import STEP_SECONDS
 from zerowatch.metrics.exporters.telemetry_data import Span
 from zerowatch.metrics.series import Recorder
 from zerowatch.metrics.settings import OtelSettings
-from zerowatch.runtime.collectives.batch import Batch
+from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import FORWARD, PhaseTimer
 from zerowatch.runtime.common.process_info import ProcessInfo
-from zerowatch.runtime.monitor.otel import MAX_HELD_STEPS, OtelExporter
+from zerowatch.runtime.monitor.otel_exporter import MAX_HELD_STEPS, OtelExporter
 from zerowatch.runtime.monitor.otel_spans import span_id_of, trace_id_of
 from zerowatch.runtime.monitor.step_metrics import FinishedStep
 
@@ -63,7 +63,7 @@ class Rank:
         now = perf_counter_ns()
         closed = SimpleNamespace(
             intervals=[(FORWARD, now - int((kept_seconds or seconds) * 1e9), now)],
-            batch=Batch([]),
+            batch=CallBatch([]),
             trace=user_trace,
         )
         self.recorder.observe(STEP_SECONDS, seconds, exemplar=user_trace)
@@ -179,7 +179,7 @@ def test_a_trace_that_fails_at_the_end_does_not_raise(make_rank, monkeypatch):
     one = make_rank(run_id=None)
     one.trace(1)
     one.run_id = RUN
-    monkeypatch.setattr("zerowatch.runtime.monitor.otel.trace_id_of", None)
+    monkeypatch.setattr("zerowatch.runtime.monitor.otel_exporter.trace_id_of", None)
 
     assert one.roots() == []
 

@@ -15,20 +15,19 @@ import time
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from ....metrics.catalog import communication
-from ....metrics.catalog.labels import PHASES
-from ....metrics.series import Recorder
-from ....metrics.settings import HangSettings
-from ....metrics.step_record import StepRecord
-from ...common.fail_open import FailOpen
-from ...common.phase_timer import PhaseTimer
-from .detector import HangDetector, HangState, ProgressSample
+from ...metrics.catalog import communication
+from ...metrics.catalog.labels import PHASES
+from ...metrics.series import Recorder
+from ...metrics.settings import HangSettings
+from ...metrics.step_record import StepRecord
+from ..common.fail_open import FailOpen
+from ..common.phase_timer import PhaseTimer
 from .expected_pauses import ExpectedPauses
 from .hang_context import HangContext
+from .hang_detector import HangDetector, HangState, ProgressSample
 from .hang_evidence import HangEvidence
-from .missing_ranks import summary
-from .report import write_flight_recorder_dump, write_report
-from .stacks import python_location
+from .hang_report import summary, write_flight_recorder_dump, write_report
+from .thread_stacks import python_location
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 FLUSH_SECONDS = 1.0
 
 
-class HangWatch:
+class HangMonitor:
     """Watches the training thread, on which it must be made. Its methods run on the watch thread.
 
     Args:

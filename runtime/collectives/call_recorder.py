@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..common.phase_timer import OTHER, PhaseTimer
-from .batch import Batch
+from .call_batch import CallBatch
 from .call_reader import CallReader
-from .events import EventPool
+from .event_pool import EventPool
 from .groups import CollectiveCall, Groups, sequence_number
 from .stream_waits import StreamWaitTracker
 
@@ -46,7 +46,7 @@ class CallRecorder:
         self._calls: list[CollectiveCall] = []
         self._under_way: set[CollectiveCall] = set()
         self._phase_timer: PhaseTimer | None = None
-        self._on_batch: Callable[[Batch], None] | None = None
+        self._on_batch: Callable[[CallBatch], None] | None = None
         self._on_failed: Callable[[CollectiveCall], None] | None = None
         self._training_thread = get_ident()
         # The call of each asynchronous handle under way, by the handle's id.
@@ -64,7 +64,7 @@ class CallRecorder:
     def connect(
         self,
         phase_timer: PhaseTimer | None,
-        on_batch: Callable[[Batch], None] | None,
+        on_batch: Callable[[CallBatch], None] | None,
         on_failed: Callable[[CollectiveCall], None] | None = None,
     ) -> None:
         """Tag calls with the timer's phase from now on; this thread becomes the training thread.
@@ -82,11 +82,11 @@ class CallRecorder:
         self._messages.clear()
         self.stream_waits.connect(phase_timer)
 
-    def drain(self) -> Batch:
+    def drain(self) -> CallBatch:
         """Return the calls recorded since the last time."""
         calls, self._calls = self._calls, []
         on_device = any(call.start_event is not None for call in calls)
-        return Batch(calls, self.events.record() if on_device else None)
+        return CallBatch(calls, self.events.record() if on_device else None)
 
     def on_call(
         self, reader: CallReader, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -119,7 +119,7 @@ class CallRecorder:
         else:
             group.recorded += 1
         if group.on_device and not self._mark_start(calls):
-            Batch(calls).discard()
+            CallBatch(calls).discard()
             return None
         return calls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..messages import Heartbeat
+from .rank_messages import Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ def test_a_prompt_may_stay_open_for_hours_unless_a_collective_is_in_flight(
     rank: WatchedRank, monkeypatch: pytest.MonkeyPatch, waits: bool, hangs: int
 ) -> None:
     monkeypatch.setattr(
-        "zerowatch.runtime.cross_rank.hang.expected_pauses.silent_activity",
+        "zerowatch.runtime.cross_rank.expected_pauses.silent_activity",
         lambda thread: "a prompt",
     )
     rank.context.is_waiting = waits

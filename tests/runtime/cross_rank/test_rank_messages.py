@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zerowatch.runtime.cross_rank.divergence import Divergence
-from zerowatch.runtime.cross_rank.messages import (
+from zerowatch.runtime.cross_rank.rank_messages import (
     EMPTY_CALL_REPORT,
     EMPTY_RESULT,
     CallReport,
