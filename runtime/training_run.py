@@ -13,7 +13,7 @@ import torch
 from ..errors import BatchError
 from .common.host_group import HostGroup
 from .common.training_config import MICRO_BATCH, training_config, zero_stage
-from .engine.live_settings.choose_modules import ModuleSelector
+from .engine.live_settings.activation_checkpointing import ModuleSelector
 from .initialize import initialize, initialize_unwatched
 from .monitor.watch import NullWatch, WatchHandle
 from .trainer.checkpoint.manager import CheckpointManager

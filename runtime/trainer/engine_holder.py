@@ -21,14 +21,13 @@ from ..common.host_group import HostGroup
 from ..common.training_config import merged, training_config, zero_stage
 from ..common.undo import Undo
 from ..engine.compression.gradient_compressor import GradientCompressor
-from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing
-from ..engine.live_settings.choose_modules import ModuleSelector
-from ..engine.live_settings.minimal_buckets import MinimalBuckets
+from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
+from ..engine.live_settings.all_settings import MinimalBuckets
 from ..engine.live_settings.optimizer_state_offload import (
     OffloadedOptimizerStates,
     OptimizerStateOffload,
 )
-from ..engine.rebuild.rebuild import MakeEngine, UndoneRebuildError, rebuild
+from ..engine.rebuild.engine_replacement import MakeEngine, UndoneRebuildError, rebuild
 from .metrics import RebuildOutcome, TrainerMetrics
 from .oom_recovery.escalation import EngineChange, EscalationStep, rebuild_changes
 

@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.comm import comm as deepspeed_comm
 
 from ..common.host_group import HostGroup
-from ..engine.live_settings.choose_modules import ModuleSelector
+from ..engine.live_settings.activation_checkpointing import ModuleSelector
 from ..memory.oom.parse_error import is_caused_by_oom
 from .engine_holder import EngineHolder
 from .metrics import TrainerMetrics

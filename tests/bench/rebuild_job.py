@@ -18,7 +18,7 @@ import training
 
 from zerowatch.runtime.common.host_group import HostGroup
 from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.engine.rebuild import rebuild as rebuild_module
+from zerowatch.runtime.engine.rebuild import engine_replacement
 
 WIDTH, LAYERS = 512, 7  # 22 million parameters
 # glibc's way to give every larger block back at once; RSS then is what is in use.
@@ -62,20 +62,22 @@ def measure(
 ) -> tuple[Any, dict[str, float]]:
     """Rebuild once; return the engine, and seconds and bytes."""
     taken: list[int] = []
-    original = rebuild_module.take_snapshot
+    original = engine_replacement.take_snapshot
 
     def counted(*args: Any) -> Any:
         snapshot = original(*args)
         taken.append(snapshot.num_bytes)
         return snapshot
 
-    rebuild_module.take_snapshot = counted  # type: ignore[assignment]
+    engine_replacement.take_snapshot = counted  # type: ignore[assignment]
     before = in_use(host)
     began = time.perf_counter()
-    engine = rebuild_module.rebuild(engine, config, make_engine=make_engine, host_group=host_group)
+    engine = engine_replacement.rebuild(
+        engine, config, make_engine=make_engine, host_group=host_group
+    )
     seconds = time.perf_counter() - began
     peak = host.read()["peak_allocated"]
-    rebuild_module.take_snapshot = original
+    engine_replacement.take_snapshot = original
     after = in_use(host)
     found = {
         "seconds": seconds,

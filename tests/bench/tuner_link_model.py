@@ -20,7 +20,7 @@ from tuner_link_found import REPORT
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
-from zerowatch.runtime.engine.live_settings.live_settings import LIVE_SETTINGS
+from zerowatch.runtime.engine.live_settings.all_settings import LIVE_SETTINGS
 from zerowatch.runtime.training_run import TrainingRun
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.

@@ -111,16 +111,16 @@ class CompressedAllReduce:
 
 def even_sizes(num_values: int, num_ranks: int) -> list[int]:
     """Divide values evenly over ranks, in whole blocks; the last ranks may get fewer or none."""
-    share = -(-num_values // (num_ranks * BLOCK)) * BLOCK
-    left = [max(0, num_values - rank * share) for rank in range(num_ranks)]
-    return [min(share, rest) for rest in left]
+    per_rank = -(-num_values // (num_ranks * BLOCK)) * BLOCK
+    left = [max(0, num_values - rank * per_rank) for rank in range(num_ranks)]
+    return [min(per_rank, rest) for rest in left]
 
 
 def direct_is_cheaper(sizes: Sequence[int]) -> bool:
     """Whether sums should go directly to their owners, instead of an all-reduce in two phases.
 
     Directly, a rank receives its part from all others: cheap if the parts are of similar size,
-    expensive if one rank owns most of the bucket. In two phases a rank sends an even share twice.
+    expensive if one rank owns most of the bucket. In two phases a rank sends an equal part twice.
 
     Args:
         sizes: Number of values whose sum each rank needs.

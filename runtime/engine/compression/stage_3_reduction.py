@@ -89,6 +89,6 @@ class Stage3Reduction:
 
     def _partition(self, parameter: Any, rank: int, num_ranks: int) -> GradientSpan:
         size = parameter.grad.numel()
-        share = math.ceil(size / num_ranks)
-        start = min(rank * share, size)
-        return GradientSpan(self._names[id(parameter)], size, start, min(share, size - start))
+        per_rank = math.ceil(size / num_ranks)
+        start = min(rank * per_rank, size)
+        return GradientSpan(self._names[id(parameter)], size, start, min(per_rank, size - start))

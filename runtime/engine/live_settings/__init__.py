@@ -1,1 +1,1 @@
-"""Settings of a live engine that can be changed between two windows, each with its undo."""
+"""Live settings: values of a running engine that can be changed between windows, and undone."""

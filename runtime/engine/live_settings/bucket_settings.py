@@ -1,9 +1,9 @@
 """Live settings of gradient reduction, for every ZeRO stage: buckets, buffers, collective, stream.
 
-Stages 1 and 2 allocate their buffers in each backward; stage 3 keeps one, which is resized.
-Stage 0 and BF16_Optimizer have no setting, only a default argument: they flatten up to 500 million
-elements of gradients for one all-reduce, as many bytes again as the gradients take.
-`engine.allreduce_gradients` is wrapped to pass another size.
+Stages 1 and 2 allocate their buffers in each backward pass; stage 3 keeps one, which is resized.
+Stage 0 and BF16_Optimizer have no setting for the bucket size, only a default argument. They copy
+up to 500 million elements of gradients to one flat buffer for an all-reduce, which can double the
+memory of the gradients. `engine.allreduce_gradients` is wrapped to pass another size.
 """
 
 from __future__ import annotations

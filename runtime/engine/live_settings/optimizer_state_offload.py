@@ -1,4 +1,4 @@
-"""Optimizer states in host memory, except during the update.
+"""Offload of optimizer states: they are kept in host memory, except during the update.
 
 The states are needed in `step()` only. Between two updates their storages on the device are emptied
 and the bytes are kept on the host: 8 of the 12 bytes that Adam keeps per parameter, and the 4 of
@@ -34,7 +34,7 @@ _SMALLEST_BYTES = 4096  # step counts and other scalars are not worth a copy
 
 
 class OptimizerStateOffload:
-    """Setting of an engine that keeps its optimizer states on the host between updates."""
+    """Setting with which an engine keeps its optimizer states on the host between updates."""
 
     def unsupported_reason(self, engine: Any) -> str | None:
         """Return why the states cannot be offloaded, or would free nothing; None if they can."""
@@ -65,9 +65,9 @@ class OptimizerStateOffload:
 
 
 class OffloadedOptimizerStates:
-    """Optimizer states of one engine that move to the host and back, until this is called.
+    """Undo of the offload: the optimizer states of one engine are offloaded until this is called.
 
-    Works on any device; on a CPU it only costs time.
+    Works on any device; on a CPU it only takes time.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -119,7 +119,7 @@ class OffloadedOptimizerStates:
 
 
 class _HostBuffer:
-    """Host copy of one storage."""
+    """Copy of a storage in host memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage

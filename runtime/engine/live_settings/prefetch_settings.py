@@ -31,7 +31,7 @@ from .zero_optimizer import (
 
 
 class _CoordinatorSetting(LiveSetting):
-    """A limit in elements, kept as a private attribute of the parameter coordinator.
+    """Setting of a number of elements that the parameter coordinator has as a private attribute.
 
     Attributes:
         private_name: The attribute, as spelled in the class's own source.

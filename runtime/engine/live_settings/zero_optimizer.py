@@ -1,4 +1,4 @@
-"""Accessors for the parts of a DeepSpeed engine that live settings change."""
+"""Accessors of an engine's ZeRO optimizer and of the sizes of its parameters."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rebuild of an engine in its process: another ds config, with the same model, ranks and state."""
+"""Engine rebuild: replaces a running engine by one with another ds config, and keeps its state."""

@@ -1,7 +1,7 @@
-"""Removal of an engine: frees its tensors and strips DeepSpeed's attributes off its module.
+"""Removes an engine: frees its tensors, and removes DeepSpeed's attributes from its module.
 
-A leftover attribute would be silently wrong in the next engine: parameters with methods of the old
-partitioning, and autograd functions that gather with the old coordinator.
+An attribute that stays would make the next engine silently wrong: parameters would have methods of
+the old partitioning, and autograd functions would gather with the old coordinator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 
-from .layout import base_optimizer
+from .optimizer_layout import base_optimizer
 
 _PARAMETER_ATTRIBUTES = frozenset(
     {

@@ -15,10 +15,9 @@ from ...engine.compression.gradient_compressor import (
     GradientCompressor,
     unsupported_reason,
 )
-from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing
-from ...engine.live_settings.choose_modules import ModuleSelector
+from ...engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector
+from ...engine.live_settings.all_settings import LIVE_SETTINGS
 from ...engine.live_settings.live_setting import LiveSetting
-from ...engine.live_settings.live_settings import LIVE_SETTINGS
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
 from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving

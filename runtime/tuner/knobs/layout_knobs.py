@@ -11,7 +11,7 @@ from ....errors import DsConfigError
 from ...common.engine_source import EngineSource
 from ...common.training_config import merged, training_config, zero_stage
 from ...engine.live_settings.zero_optimizer import total_elements
-from ...engine.rebuild.check import unsupported_reason
+from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_plan import planned_layouts
 from ...memory.oom.would_fit import Layout
 from ..policy.registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec

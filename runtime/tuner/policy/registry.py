@@ -3,7 +3,7 @@
 A new knob takes a KnobSpec here, and a class in `tuner/knobs/` that reads and sets it, added to the
 list that its file returns (such as `attachment_knobs`) or to `RunKnobs`. To have it advised in
 plain runs too, add it to `ReadOnlyKnobs`. A live setting of DeepSpeed's engine takes a row in
-`engine/live_settings/live_settings.py` instead of the class. `test_knobs_job.py` lists the knobs
+`engine/live_settings/all_settings.py` instead of the class. `test_knobs_job.py` lists the knobs
 that each stage has. The order of KNOBS is the order in which knobs are proposed where predictions
 do not decide.
 """

@@ -16,8 +16,8 @@ from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.engine.live_settings.activation_checkpointing import (
     ActivationCheckpointing,
     checkpoint_forward,
+    choose_modules,
 )
-from zerowatch.runtime.engine.live_settings.choose_modules import choose_modules
 
 
 class Attention(nn.Module):

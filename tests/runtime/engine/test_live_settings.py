@@ -12,8 +12,8 @@ from scripts.launching import SCRIPTS
 from scripts.ranks import start_ranks
 
 from zerowatch.errors import ZerowatchError
+from zerowatch.runtime.engine.live_settings.all_settings import TIMER_SYNCHRONIZED_SETTING
 from zerowatch.runtime.engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
-from zerowatch.runtime.engine.live_settings.live_settings import TIMER_SYNCHRONIZED_SETTING
 
 # Over more than two ranks these change the order of sums; the others are bitwise neutral.
 REORDER_SUMS = {

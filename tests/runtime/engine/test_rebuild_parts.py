@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerowatch.runtime.common.all_or_none import CollectiveAttempt, PeerFailedError
-from zerowatch.runtime.engine.rebuild.layout import rank_share
+from zerowatch.runtime.engine.rebuild.optimizer_layout import rank_partition
 from zerowatch.runtime.engine.rebuild.teardown import release_memory, strip_module, track_hooks
 
 
@@ -29,7 +29,7 @@ class Votes:
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 1000])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_shares_cover_a_tensor_once(length: int, world_size: int) -> None:
-    parts = [rank_share(length, rank, world_size) for rank in range(world_size)]
+    parts = [rank_partition(length, rank, world_size) for rank in range(world_size)]
 
     assert sum(count for _, count in parts) == length
     assert all(start + count == after for (start, count), (after, _) in pairwise(parts) if count)

@@ -25,7 +25,7 @@ from live_settings_engines import (
     weights,
 )
 
-from zerowatch.runtime.engine.live_settings.live_settings import LIVE_SETTINGS
+from zerowatch.runtime.engine.live_settings.all_settings import LIVE_SETTINGS
 
 SETTINGS_BY_NAME = {setting.name: setting for setting in LIVE_SETTINGS}
 

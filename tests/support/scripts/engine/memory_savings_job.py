@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zerowatch.runtime.common.undo import Undo, chain
 from zerowatch.runtime.engine.live_settings import optimizer_state_offload
 from zerowatch.runtime.engine.live_settings.activation_checkpointing import ActivationCheckpointing
-from zerowatch.runtime.engine.live_settings.minimal_buckets import MinimalBuckets
+from zerowatch.runtime.engine.live_settings.all_settings import MinimalBuckets
 from zerowatch.runtime.engine.live_settings.optimizer_state_offload import (
     OffloadedOptimizerStates,
     OptimizerStateOffload,

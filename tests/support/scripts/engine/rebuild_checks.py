@@ -22,8 +22,8 @@ from rebuild_faults import check_faults
 from rebuild_training import Run
 
 from zerowatch.runtime.common.host_group import HostGroup
-from zerowatch.runtime.engine.rebuild.layout import layout_of
-from zerowatch.runtime.engine.rebuild.rebuild import rebuild
+from zerowatch.runtime.engine.rebuild.engine_replacement import rebuild
+from zerowatch.runtime.engine.rebuild.optimizer_layout import layout_of
 
 BEFORE, AFTER = 3, 3
 FAULTS = "faults"

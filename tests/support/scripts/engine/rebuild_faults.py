@@ -17,7 +17,7 @@ from rebuild_training import EPSILON, Run
 from zerowatch.errors import RebuildError
 from zerowatch.metrics.catalog import CATALOG, communication, overhead, training
 from zerowatch.runtime.common.host_group import HostGroup
-from zerowatch.runtime.engine.rebuild.rebuild import UndoneRebuildError, rebuild
+from zerowatch.runtime.engine.rebuild.engine_replacement import UndoneRebuildError, rebuild
 from zerowatch.runtime.initialize import watch
 
 BEFORE, AFTER = 3, 3

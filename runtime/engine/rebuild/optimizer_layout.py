@@ -1,4 +1,4 @@
-"""Layout of master weights in each of DeepSpeed's optimizers: its tensors, and what they hold."""
+"""Layout of the master weights in each of DeepSpeed's optimizers, as parts of named parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OptimizerTensor:
     Attributes:
         state: The optimizer's whole state, in which this tensor is a key.
         group: Index of the parameter group.
-        members: Names of the parameters that share it, over all ranks.
+        members: Names of the parameters that are flattened into it, over all ranks.
         pieces: Parts of these parameters on this rank.
         replicated: Whether it is equal on all ranks.
     """
@@ -233,8 +233,8 @@ def _flat(
     )
 
 
-def rank_share(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return start and length of a rank's share of what all ranks hold."""
+def rank_partition(length: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the start and length of a rank's part of a tensor that is divided among all ranks."""
     part = math.ceil(length / world_size)
     start = min(part * rank, length)
     return start, min(part, length - start)

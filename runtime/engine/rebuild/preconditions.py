@@ -1,4 +1,4 @@
-"""Checks whether an engine can be rebuilt with another ds config, before anything changes."""
+"""Preconditions of a rebuild: checks an engine and its new ds config before anything changes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config_errors import misspelt_keys
 from ...common.training_config import zero_stage
-from .layout import base_optimizer, layout_of
-from .restore import ADAMS
+from .optimizer_layout import base_optimizer, layout_of
+from .state_snapshot import ADAMS
 
 # A change of these would change the training itself, or leave state that fits no new tensor.
 KEPT_BLOCKS = (

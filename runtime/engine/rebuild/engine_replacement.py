@@ -1,4 +1,4 @@
-"""Replacement of an engine by one with another ds config, with all training state, in process."""
+"""Replaces an engine, within its process, by one with another ds config and the same state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from ...common.all_or_none import CollectiveAttempt, PeerFailedError
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...common.training_config import zero_stage
-from .check import unsupported_reason
-from .restore import HostSum, restore_snapshot
-from .snapshot import ParamSnapshot, TrainingStateSnapshot, take_snapshot, unequal_members
+from .preconditions import unsupported_reason
+from .state_snapshot import (
+    HostSum,
+    ParamSnapshot,
+    TrainingStateSnapshot,
+    restore_snapshot,
+    take_snapshot,
+    unequal_members,
+)
 from .teardown import forget_module, release_tensors, strip_module, teardown, track_hooks
 
 logger = logging.getLogger(__name__)
@@ -33,11 +39,11 @@ MakeEngine = Callable[[torch.nn.Module, dict[str, Any]], Any]
 
 
 class UndoneRebuildError(RebuildError):
-    """The new engine could not be made, and one with the old ds config replaces it.
+    """The new engine could not be made; an engine with the old ds config replaces the old engine.
 
     Attributes:
-        engine: It has the old engine's state, bit for bit. The old engine itself is gone, as both
-            use one module.
+        engine: The replacement, with the old engine's exact state. The old engine was removed,
+            because both use the same module.
     """
 
     def __init__(self, message: str, engine: Any) -> None:
@@ -51,16 +57,15 @@ def rebuild(
     """Replace a running engine by one with another ds config, and return it.
 
     All ranks call it at the same time, between two windows, with the same config. The module and
-    its parameters stay the same objects. So do an optimizer and an LR scheduler that the caller
-    made: they are passed to DeepSpeed again, the optimizer without state. What the new engine
-    makes itself gets the state of its counterpart in the old one. The old engine is empty
-    afterwards, even if the caller holds it.
+    its parameters stay the same objects. An optimizer and an LR scheduler that the caller made are
+    passed to DeepSpeed again, the optimizer without its state. All training state of the old engine
+    is copied to the new one. The old engine has no tensors afterwards, even if the caller holds it.
 
     Args:
         engine: A DeepSpeed engine of any ZeRO stage, with states on the device or the host.
         config: The new ds config. Precision, optimizer and scheduler must be those of the old one.
-        make_engine: Calls deepspeed.initialize as for the first engine, with the given module and
-            ds config.
+        make_engine: Function that calls deepspeed.initialize with a module and a ds config, as for
+            the first engine.
         host_group: Group of all ranks.
 
     Raises:
@@ -102,14 +107,14 @@ class _Builder:
         self._host_group = host_group
 
     def replace(self, engine: Any, config: Config) -> tuple[Any, Exception | None]:
-        """Remove an engine and build another; return as `build` does."""
+        """Remove an engine, build another, and return what `build` returns."""
         with CollectiveAttempt(self._host_group) as ending:
             teardown(engine)
             strip_module(self._module)
         return (None, ending.error) if ending.error is not None else self.build(config)
 
     def build(self, config: Config) -> tuple[Any, Exception | None]:
-        """Return a restored engine, or the error of this rank or of another."""
+        """Return an engine with the restored state, or the error of this rank or of another."""
         made: list[Any] = []
         undo_hooks = track_hooks(self._module)
         _synchronize_ids(self._host_group)
@@ -175,7 +180,7 @@ def _not_rebuilt(error: Exception) -> RebuildError:
 
 
 def _rolled_back(builder: _Builder, old: Config, error: Exception) -> UndoneRebuildError:
-    """Build the old configuration again; an error in that ends the training."""
+    """Build an engine with the old ds config; an error in that ends the training."""
     again, failed = builder.build(old)
     if failed is not None:
         raise failed

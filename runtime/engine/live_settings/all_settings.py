@@ -1,0 +1,99 @@
+"""Table of all live settings, and `MinimalBuckets`, which sets several to their minimum at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...common.deepspeed_internals import ENGINE, missing_reason
+from ...common.undo import Undo, chain, set_attributes
+from .bucket_settings import (
+    CONTIGUOUS_GRADIENTS_SETTING,
+    MULTI_RANK_BUCKET_ALLREDUCE_SETTING,
+    OVERLAP_COMM_SETTING,
+    REDUCE_BUCKET_SIZE_SETTING,
+    REDUCE_SCATTER_SETTING,
+)
+from .live_setting import LiveSetting, SettingValue
+from .prefetch_settings import (
+    MAX_LIVE_PARAMETERS_SETTING,
+    MAX_REUSE_DISTANCE_SETTING,
+    PARAM_PERSISTENCE_THRESHOLD_SETTING,
+    PREFETCH_BUCKET_SIZE_SETTING,
+)
+from .zero_optimizer import num_elements
+
+
+class _TimerSynchronized(LiveSetting):
+    """Whether DeepSpeed's throughput timer waits for the device, twice in each micro-batch."""
+
+    name = "timers.throughput.synchronized"
+
+    def unsupported_reason(self, engine: Any) -> str | None:
+        gone = missing_reason(engine, ENGINE, "tput_timer")
+        if gone is None and not hasattr(engine.tput_timer, "config"):
+            return "this DeepSpeed's throughput timer has no setting"
+        return gone
+
+    def get(self, engine: Any) -> bool:
+        return bool(engine.tput_timer.config.synchronized)
+
+    def _set(self, engine: Any, value: SettingValue) -> Undo:
+        return set_attributes(engine.tput_timer.config, synchronized=value)
+
+    def _memory_bytes(self, engine: Any, value: SettingValue) -> int | None:
+        return 0
+
+
+TIMER_SYNCHRONIZED_SETTING = _TimerSynchronized()
+
+LIVE_SETTINGS: tuple[LiveSetting, ...] = (
+    REDUCE_BUCKET_SIZE_SETTING,
+    REDUCE_SCATTER_SETTING,
+    MULTI_RANK_BUCKET_ALLREDUCE_SETTING,
+    CONTIGUOUS_GRADIENTS_SETTING,
+    OVERLAP_COMM_SETTING,
+    PREFETCH_BUCKET_SIZE_SETTING,
+    MAX_LIVE_PARAMETERS_SETTING,
+    MAX_REUSE_DISTANCE_SETTING,
+    PARAM_PERSISTENCE_THRESHOLD_SETTING,
+    TIMER_SYNCHRONIZED_SETTING,
+)
+
+# ZeRO 3 then gathers each module's parameters when it runs, and releases them after it.
+NO_PREFETCH: Mapping[LiveSetting, int] = {
+    PREFETCH_BUCKET_SIZE_SETTING: 0,
+    MAX_LIVE_PARAMETERS_SETTING: 0,
+    MAX_REUSE_DISTANCE_SETTING: 0,
+    PARAM_PERSISTENCE_THRESHOLD_SETTING: 0,
+}
+
+
+class MinimalBuckets:
+    """Setting with which an engine keeps its gradient and parameter buffers to a minimum."""
+
+    def unsupported_reason(self, engine: Any) -> str | None:
+        """Return why smaller buffers would free no memory on this engine; None if they may."""
+        return None if _to_lower(engine) else "each size is at its minimum already"
+
+    def attach(self, engine: Any) -> Undo:
+        """Lower the sizes between two windows, and return the undo."""
+        return chain([setting.apply(engine, minimum) for setting, minimum in _to_lower(engine)])
+
+
+def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:
+    """Return the settings that are above their minimum, with that minimum."""
+    prefetching = [
+        (setting, minimum)
+        for setting, minimum in NO_PREFETCH.items()
+        if setting.unsupported_reason(engine) is None and setting.get(engine) > minimum
+    ]
+    bucket_size = _smallest_useful_bucket(engine)
+    freed = REDUCE_BUCKET_SIZE_SETTING.memory_bytes(engine, bucket_size)
+    bucket = [(REDUCE_BUCKET_SIZE_SETTING, bucket_size)] if freed and freed < 0 else []
+    return [*bucket, *prefetching]
+
+
+def _smallest_useful_bucket(engine: Any) -> int:
+    """Return the size of the largest gradient: it is reduced alone in a smaller bucket anyway."""
+    return max((num_elements(each) for each in engine.module.parameters()), default=1)
