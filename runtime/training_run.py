@@ -19,10 +19,11 @@ from .monitor.watch import NullWatch, WatchHandle
 from .trainer.checkpoint.manager import CheckpointManager
 from .trainer.data.training_data import TrainingData
 from .trainer.engine_holder import EngineHolder
-from .trainer.metrics import TrainerMetrics
+from .trainer.oom_recovery.prepare_engine import prepare_engine
+from .trainer.run_metrics import RunMetrics
 from .trainer.window.micro_batches import Loss
 from .trainer.window.step_result import StepResult
-from .trainer.window_runner import WindowRunner, prepare_engine
+from .trainer.window_runner import WindowRunner
 from .tuner.job_facts import warn_of_batch_statistics
 from .tuner.session import create_tuner_session, tuner_settings
 
@@ -107,7 +108,7 @@ class TrainingRun:
             undo.callback(engine.watch.close)
             prepare_engine(engine)
             self._host_group = group = undo.enter_context(closing(HostGroup()))
-            metrics = TrainerMetrics.of_watch(engine.watch)
+            metrics = RunMetrics.of_watch(engine.watch)
             holder = EngineHolder(engine, ds_config, group, metrics, factory.create_replacement)
             runner = WindowRunner(
                 loss,

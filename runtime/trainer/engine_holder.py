@@ -28,8 +28,8 @@ from ..engine.live_settings.optimizer_state_offload import (
     OptimizerStateOffload,
 )
 from ..engine.rebuild.engine_replacement import MakeEngine, UndoneRebuildError, rebuild
-from .metrics import RebuildOutcome, TrainerMetrics
 from .oom_recovery.escalation import EngineChange, EscalationStep, rebuild_changes
+from .run_metrics import RebuildOutcome, RunMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class EngineHolder:
         engine: Any,
         config: Mapping[str, Any],
         host_group: HostGroup,
-        metrics: TrainerMetrics,
+        metrics: RunMetrics,
         make_engine: MakeEngine,
     ) -> None:
         self.engine, self.config = engine, config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -15,16 +14,19 @@ from ..common.host_group import HostGroup
 from ..engine.live_settings.activation_checkpointing import ModuleSelector
 from ..memory.oom.parse_error import is_caused_by_oom
 from .engine_holder import EngineHolder
-from .metrics import TrainerMetrics
-from .oom_recovery.abort import abort_unsupported_reason, abort_window
-from .oom_recovery.collective_guard import CollectiveGuard
+from .oom_recovery.abort_window import abort_unsupported_reason, abort_window
+from .oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
 from .oom_recovery.escalation import EscalationPolicy
-from .oom_recovery.oom_capture import PeerOutOfMemory
-from .oom_recovery.optimizer_states import materialise_optimizer_states
+from .oom_recovery.micro_batch_planner import MicroBatchPlanner, PeakHistory
 from .oom_recovery.replay import OomReplay
-from .oom_recovery.sizing import BatchShares, MicroBatchPlanner
-from .open_window import RankNotice, WindowAgreement, no_notice, open_window
-from .peak_history import PeakHistory
+from .run_metrics import RunMetrics
+from .window.batch_size_exchange import (
+    LocalBatches,
+    TunerStatusSource,
+    WindowAgreement,
+    no_tuner_status,
+    open_window,
+)
 from .window.micro_batches import (
     Loss,
     LossSums,
@@ -37,18 +39,6 @@ from .window.micro_batches import (
 )
 from .window.rng import RngState
 from .window.step_result import StepResult
-
-logger = logging.getLogger(__name__)
-
-
-def prepare_engine(engine: Any) -> None:
-    """Prepare a new engine for recovery from out-of-memory errors; log what is not possible."""
-    reason = abort_unsupported_reason(engine)
-    if reason is not None:
-        logger.warning("out-of-memory errors will end this run: %s", reason)
-    reason = materialise_optimizer_states(engine)
-    if reason is not None:
-        logger.info("the optimizer's state is created in the first step: %s", reason)
 
 
 class WindowRunner:
@@ -71,7 +61,8 @@ class WindowRunner:
         on_fatal_oom: Called with length and samples of a micro-batch that does not fit in this
             rank's memory after all memory savings.
         passes_seconds: Wall time of the last window's forward and backward passes, without votes.
-        notice_source: Returns this rank's notice at the start of each window, on all ranks or none.
+        tuner_status_source: Returns the status of this rank's tuner at the start of each
+            window; None without a tuner.
         checkpointed: Modules to checkpoint when memory does not suffice; None for the default ones.
         opened: Agreement on the last window; None if its batch could not be used.
         peak_history: This rank's memory peaks.
@@ -82,7 +73,7 @@ class WindowRunner:
         loss: Loss,
         engine_holder: EngineHolder,
         host_group: HostGroup,
-        metrics: TrainerMetrics,
+        metrics: RunMetrics,
         *,
         micro_batch_samples: int,
         checkpointed: ModuleSelector | bool,
@@ -92,7 +83,7 @@ class WindowRunner:
         self.passes_seconds = 0.0
         self.on_fatal_oom: list[Callable[[int, int], None]] = []
         self.checkpointed = None if isinstance(checkpointed, bool) else checkpointed
-        self.notice_source: Callable[[], RankNotice | None] = no_notice
+        self.tuner_status_source: TunerStatusSource = no_tuner_status
         self.opened: WindowAgreement | None = None
         self._loss, self._engine_holder = loss, engine_holder
         self._host_group, self._metrics = host_group, metrics
@@ -116,18 +107,20 @@ class WindowRunner:
         began = perf_counter()
         self.opened = None
         self.opened = opened = self._open(batch)
-        window, share = opened.window, opened.share
+        window, local_batches = opened.window, opened.local_batches
         self._engine_holder.begin_window(2.0**-self.exponent)
         rng = RngState.capture()
         try:
             attempt = partial(self._attempt, window)
-            replayed = self.replay.run(share, attempt, guard_requested=opened.guard_requested)
+            replayed = self.replay.run(
+                local_batches, attempt, guard_requested=opened.guard_requested
+            )
             sums = self._sums_of_all_ranks(replayed.outcome)
         except BaseException as error:  # an interrupt too: the run may be saved after it
-            self._abort(share, error)
+            self._abort(local_batches, error)
             rng.restore()
             raise
-        skipped = self._update(share, sums.weight / window.divisor)
+        skipped = self._update(local_batches, sums.weight / window.divisor)
         sizes = split_sizes(window.num_samples, replayed.micro_batches)
         result = StepResult(
             step=self.steps + 1,
@@ -152,7 +145,7 @@ class WindowRunner:
     def evaluate(self, batch: Any) -> float:
         """Return the mean loss of a batch; see `TrainingRun.evaluate`."""
         opened = open_window(self._host_group, batch, micro_batch_samples=self.micro_batch_samples)
-        micro_batches = self.replay.planner.micro_batches(opened.share)
+        micro_batches = self.replay.planner.micro_batches(opened.local_batches)
         sizes = split_sizes(opened.window.num_samples, micro_batches)
         with ExitStack() as undo:  # after an interrupt too: training may go on
             undo.callback(self._discard_passes)
@@ -171,7 +164,7 @@ class WindowRunner:
             micro_batch_samples=self.micro_batch_samples,
             exponent=self.exponent,
             requests_guard=self.peak_history.is_low,
-            notice=self.notice_source(),
+            tuner_status=self.tuner_status_source(),
         )
 
     def _attempt(self, window: Window, num_micro_batches: int) -> LossSums:
@@ -190,36 +183,36 @@ class WindowRunner:
         sums.check_finite(self.steps + 1, overflow_is_skipped=overflow_is_skipped)
         return sums
 
-    def _abort(self, share: BatchShares, error: BaseException) -> None:
+    def _abort(self, local_batches: LocalBatches, error: BaseException) -> None:
         """Restore the run to its state before this window."""
         self._engine_holder.abort_window()
         self._discard_passes()
-        self._record_fatal_oom(share, error)
+        self._record_fatal_oom(local_batches, error)
 
     def _discard_passes(self) -> None:
         """Remove from the engine what unfinished passes left in it."""
         if abort_unsupported_reason(self._engine_holder.engine) is None:
             abort_window(self._engine_holder.engine)
 
-    def _record_fatal_oom(self, share: BatchShares, error: BaseException) -> None:
+    def _record_fatal_oom(self, local_batches: LocalBatches, error: BaseException) -> None:
         """Record an out-of-memory error that ends this run; ignores other errors."""
         is_own = is_caused_by_oom(error)
         if is_own or isinstance(error, PeerOutOfMemory):
             self._metrics.gave_up()
         if is_own:
-            count = self.replay.planner.micro_batches(share)
-            samples = share.largest(count)[self._host_group.rank]
+            count = self.replay.planner.micro_batches(local_batches)
+            samples = local_batches.largest(count)[self._host_group.rank]
             for record in self.on_fatal_oom:
-                record(share.length, samples)
+                record(local_batches.length, samples)
 
-    def _update(self, share: BatchShares, divisor: float) -> bool:
+    def _update(self, local_batches: LocalBatches, divisor: float) -> bool:
         """Make the update; return whether it was skipped, as fp16 gradients overflowed."""
         engine = self._engine_holder.engine
         skipped_before: int = engine.skipped_steps
         try:
             self.replay.update(partial(divide_and_step, engine, divisor))
         except (RuntimeError, MemoryError) as error:
-            self._record_fatal_oom(share, error)
+            self._record_fatal_oom(local_batches, error)
             raise
         return bool(engine.skipped_steps != skipped_before)
 

@@ -13,7 +13,7 @@ from ...metrics.step_record import StepRecord
 from ..common.host_group import HostGroup
 from ..trainer.data.training_data import TrainingData
 from ..trainer.engine_holder import EngineHolder
-from ..trainer.open_window import RankNotice, no_notice
+from ..trainer.window.batch_size_exchange import TunerStatus, no_tuner_status
 from ..trainer.window.step_result import StepResult
 from ..trainer.window_runner import WindowRunner
 from .history_store import open_history
@@ -91,7 +91,7 @@ class ActiveTunerSession:
 
     Args:
         engine_holder: Holder of the run's engine, which the knobs change.
-        window_runner: Sends this rank's notice to all ranks at the start of each window.
+        window_runner: Sends this rank's status to all ranks at the start of each window.
         host_group: Broadcasts rank 0's orders.
         data: Training data, whose batch size and load balance are knobs.
         settings: The run's settings, of which `tuner` configures the session.
@@ -119,14 +119,14 @@ class ActiveTunerSession:
         self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None
         self._is_in_window = False  # or the last one did not end
-        window_runner.notice_source = self._notice
+        window_runner.tuner_status_source = self._status
         self._watch.subscribe(self._on_record)
 
     @property
     def is_on_trial(self) -> bool:
         """Whether the last window was run with a configuration that may be rolled back."""
         opened = self._window_runner.opened
-        return opened is not None and any(each.is_on_trial for each in opened.notices[:1])
+        return opened is not None and any(each.is_on_trial for each in opened.tuner_statuses[:1])
 
     def on_window_start(self) -> None:
         """Roll back what may have failed the last window, if that did not end."""
@@ -142,7 +142,7 @@ class ActiveTunerSession:
         self._knobs.on_window_end()
         self._is_in_window = False
         opened, now = self._window_runner.opened, perf_counter()
-        if opened is None or not opened.notices:  # this session is closed
+        if opened is None or not opened.tuner_statuses:  # this session is closed
             return
         if self._host_group.rank == 0:
             seconds = result.seconds if self._last_end is None else now - self._last_end
@@ -151,7 +151,7 @@ class ActiveTunerSession:
                 seconds=seconds,
                 samples=result.samples,
                 usable=self._last_end is not None and not result.replays and not result.skipped,
-                oom_risk=max(notice.oom_risk for notice in opened.notices),
+                oom_risk=max(each.oom_risk for each in opened.tuner_statuses),
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
@@ -160,7 +160,7 @@ class ActiveTunerSession:
             if self._rank0 is not None:
                 self._rank0.on_window_end(step)
         self._last_end = now
-        if opened.notices[0].exchanges_order:
+        if opened.tuner_statuses[0].exchanges_order:
             self._exchange_order(stop_trial=False)
 
     def stop_trial(self) -> None:
@@ -185,13 +185,13 @@ class ActiveTunerSession:
         """Release the knobs. Safe to call twice."""
         if self._rank0 is not None and not self._is_in_window:  # else a trial may end the run
             self._rank0.close()
-        self._window_runner.notice_source = no_notice
+        self._window_runner.tuner_status_source = no_tuner_status
         self._knobs.close()
 
-    def _notice(self) -> RankNotice:
+    def _status(self) -> TunerStatus:
         """Return what this rank sends to all ranks at the start of a window."""
         rank0, step = self._rank0, self._engine_holder.engine.global_steps
-        return RankNotice(
+        return TunerStatus(
             exchanges_order=rank0 is not None and rank0.needs_exchange,
             oom_risk=self._oom_risk.current(now=step, seconds=perf_counter()),
             is_on_trial=rank0 is not None and rank0.is_on_trial,

@@ -15,7 +15,7 @@ import training
 
 import zerowatch
 from zerowatch.runtime.common.host_group import HostGroup
-from zerowatch.runtime.trainer.open_window import no_notice
+from zerowatch.runtime.trainer.window.batch_size_exchange import no_tuner_status
 from zerowatch.runtime.tuner.session import NullTunerSession, TunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
@@ -87,12 +87,14 @@ class Job:
         """Return the longest time of any rank."""
         return self.run._host_group.all_max(round(seconds * 1e6)) / 1e6
 
-    def metered(self, seconds: float, session: TunerSession, notices: Callable[[], Any]) -> Results:
+    def metered(
+        self, seconds: float, session: TunerSession, status_source: Callable[[], Any]
+    ) -> Results:
         """Train for about so long; return the cost of the tuner's calls on the training thread."""
         meter, kind = Meter(), cast(Any, type(session))
         runner = self.run._window_runner
-        own = self.run._tuner, runner.notice_source
-        self.run._tuner, runner.notice_source = session, meter.around(notices)
+        own = self.run._tuner, runner.tuner_status_source
+        self.run._tuner, runner.tuner_status_source = session, meter.around(status_source)
         session.on_window_start = meter.around(session.on_window_start)
         session.on_window_end = meter.around(session.on_window_end)
         is_on_trial = kind.is_on_trial
@@ -102,7 +104,7 @@ class Job:
         took.around(self.steps)(num)
         del session.on_window_start, session.on_window_end
         kind.is_on_trial = is_on_trial
-        self.run._tuner, runner.notice_source = own
+        self.run._tuner, runner.tuner_status_source = own
         return {
             "steps": num,
             "seconds": took.wall,
@@ -114,17 +116,20 @@ class Job:
     def in_turns(self, pairs: int, block_steps: int) -> list[tuple[float, float]]:
         """Return a step's mean seconds with the tuner and without it, pair by pair."""
         session, runner = self.run._tuner, self.run._window_runner
-        arms = {"on": (session, runner.notice_source), "off": (NullTunerSession(), no_notice)}
+        arms = {
+            "on": (session, runner.tuner_status_source),
+            "off": (NullTunerSession(), no_tuner_status),
+        }
         found = []
         for number in range(pairs):
             taken = {}
             for arm in ("on", "off") if number.bit_count() % 2 else ("off", "on"):
-                self.run._tuner, runner.notice_source = arms[arm]
+                self.run._tuner, runner.tuner_status_source = arms[arm]
                 session.exclude_step_time()
                 self.steps(1)
                 taken[arm] = self.steps(block_steps)
             found.append((taken["on"], taken["off"]))
-        self.run._tuner, runner.notice_source = arms["on"]
+        self.run._tuner, runner.tuner_status_source = arms["on"]
         return found
 
     def end(self) -> None:
@@ -153,7 +158,7 @@ def empty_calls(times: int = 100_000) -> float:
     began = time.thread_time()
     for _ in range(times):
         session.on_window_start()
-        no_notice()
+        no_tuner_status()
         session.on_window_end(None)  # type: ignore[arg-type]
     return (time.thread_time() - began) / times
 
@@ -165,11 +170,11 @@ def main() -> None:
     found: Results = {"gathers": gathers(asked["gathers"]), "off": empty_calls(), "steps": {}}
     for seconds in asked["step_seconds"]:
         job = Job(seconds, asked["observe_seconds"])
-        notices = job.run._window_runner.notice_source
+        status_source = job.run._window_runner.tuner_status_source
         found["steps"][str(seconds)] = {
-            "metered": job.metered(asked["seconds"], job.run._tuner, notices),
+            "metered": job.metered(asked["seconds"], job.run._tuner, status_source),
             # What a meter costs where caches are cold; and a tuner that is off.
-            "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), no_notice),
+            "empty": job.metered(asked["seconds"] / 3, NullTunerSession(), no_tuner_status),
             "in turns": job.in_turns(asked["pairs"], asked["block_steps"]),
         }
         job.end()

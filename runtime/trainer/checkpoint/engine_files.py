@@ -9,7 +9,7 @@ from typing import Any
 
 from ....errors import CheckpointError
 from ...common.patching import AttributePatch
-from .manifest import EngineInfo
+from .folder import EngineInfo
 from .run_state import write_error
 
 # Without it, a disk that is full at this file leaves the other ranks waiting.

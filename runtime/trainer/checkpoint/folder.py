@@ -9,18 +9,21 @@ A checkpoint becomes complete by one rename, and `latest` is updated after that.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
-from .manifest import read_manifest
 
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
+FORMAT = 1
 _COMPLETE = re.compile(r"step-\d{8,}(-\d+)?")
 _PARTIAL = re.compile(rf"\.partial-{_COMPLETE.pattern}")
 _TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.\d+")
@@ -120,3 +123,163 @@ def checkpoint_name(steps: int, repeat: int) -> str:
 def partial_name(name: str) -> str:
     """Return the name of a checkpoint while it is being written."""
     return f".partial-{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """Properties that an engine must share with the one that was saved.
+
+    Attributes:
+        zero_stage: 0 to 3.
+        world_size: Number of ranks.
+        data_parallel_size: Ranks over which the optimizer's state is sharded.
+        optimizer: Types of DeepSpeed's optimizer and of the one that it wraps.
+        dtypes: Dtypes of the model and of accumulated gradients.
+        parameters: Full shape of each parameter, by its name.
+    """
+
+    zero_stage: int
+    world_size: int
+    data_parallel_size: int
+    optimizer: str
+    dtypes: str
+    parameters: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Contents of `zerowatch.json`.
+
+    Attributes:
+        serial: Increases with each checkpoint; steps do not after an older one was loaded.
+        steps: Windows committed.
+        samples: Samples committed, of all ranks together.
+        micro_steps: The engine's own count.
+        engine: The engine that was saved.
+        config: The ds config that it was made with.
+        rebuilt: Whether the config is not the caller's.
+        files: Size of each file in bytes, by name.
+    """
+
+    serial: int
+    steps: int
+    samples: int
+    micro_steps: int
+    engine: EngineInfo
+    config: Mapping[str, Any]
+    rebuilt: bool
+    files: Mapping[str, int]
+
+    def to_json(self) -> str:
+        """Return it as JSON text.
+
+        Raises:
+            CheckpointError: The ds config holds something that JSON cannot represent.
+        """
+        try:
+            return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        except TypeError as error:
+            raise CheckpointError(
+                f"the ds config cannot be saved: {error}; use numbers and text in it"
+            ) from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of an unsupported format.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+        written = fields.pop("format")
+        if written == FORMAT:
+            return Manifest(**{**fields, "engine": EngineInfo(**fields["engine"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): {path.parent} is no complete checkpoint of a "
+            f"TrainingRun. {recovery_hint(path.parent)}"
+        ) from error
+    raise CheckpointError(
+        f"{path} is of format {written}; this version of zerowatch reads format {FORMAT}; "
+        "load it with the version that wrote it"
+    )
+
+
+def check_files(folder: Path, files: Mapping[str, int]) -> None:
+    """Check that all files exist, in full length.
+
+    Raises:
+        CheckpointError: A file is missing or has another length.
+    """
+    wrong = "; ".join(_wrong_files(folder, files))
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {wrong}. {recovery_hint(folder)}"
+        )
+
+
+def check_engine(folder: Path, saved: EngineInfo, now: EngineInfo) -> None:
+    """Check that a checkpoint can be loaded into an engine.
+
+    Raises:
+        CheckpointError: It cannot; the message says what to do.
+    """
+    differences = [
+        (saved.world_size, now.world_size, "rank(s)", _SAME_RANKS),
+        (saved.data_parallel_size, now.data_parallel_size, "data-parallel rank(s)", _SAME_RANKS),
+        (saved.zero_stage, now.zero_stage, "as ZeRO stage", _SAME_CONFIG),
+        (saved.dtypes, now.dtypes, "as data types", _SAME_CONFIG),
+        (saved.optimizer, now.optimizer, "as optimizer", _SAME_CONFIG),
+    ]
+    for before, after, what, advice in differences:
+        if before != after:
+            raise CheckpointError(
+                f"the checkpoint {folder} was written with {before} {what}, this run has {after}: "
+                f"{advice}"
+            )
+    wrong = next(_wrong_parameters(saved.parameters, now.parameters), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"the checkpoint {folder} is of another model: {wrong}. Use the same model, or another "
+            "folder for this run"
+        )
+
+
+_SAME_RANKS = (
+    "each rank's file holds its own shard of the optimizer state. Start as many ranks as then; "
+    "DeepSpeed's ds_to_universal converts its files for any number of ranks"
+)
+_SAME_CONFIG = (
+    "the layout of the files depends on it. Load with the ds config that zerowatch.json there "
+    "holds under `config`, and rebuild the engine afterwards"
+)
+
+
+def recovery_hint(checkpoint: Path) -> str:
+    """Return what to do if a checkpoint cannot be used."""
+    return (
+        f"To load an earlier one, write its name into {checkpoint.parent / 'latest'}; to start "
+        "from scratch, use another folder"
+    )
+
+
+def _wrong_files(folder: Path, files: Mapping[str, int]) -> Iterator[str]:
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif path.stat().st_size != size:
+            yield f"{name} has {path.stat().st_size} bytes instead of {size}"
+
+
+def _wrong_parameters(
+    saved: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    for name in saved.keys() | now.keys():
+        if name not in now:
+            yield f"it has a parameter {name}, which this model lacks"
+        elif name not in saved:
+            yield f"it lacks the parameter {name}"
+        elif list(saved[name]) != list(now[name]):
+            yield f"its {name} has shape {list(saved[name])}, this model's {list(now[name])}"

@@ -13,8 +13,15 @@ from ....errors import CheckpointError
 from ...common.all_or_none import raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, read_engine
-from .folder import LATEST, CheckpointFolder
-from .manifest import Manifest, check_engine, check_files, read_manifest, recovery_hint
+from .folder import (
+    LATEST,
+    CheckpointFolder,
+    Manifest,
+    check_engine,
+    check_files,
+    read_manifest,
+    recovery_hint,
+)
 from .run_state import RunState, read_rank
 
 logger = logging.getLogger(__name__)

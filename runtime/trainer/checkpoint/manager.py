@@ -14,7 +14,7 @@ from ...common.host_group import HostGroup
 from ...common.process_info import this_process
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
-from ..oom_recovery.sizing import MicroBatchLimits
+from ..oom_recovery.micro_batch_planner import MicroBatchLimits
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
 from .load import load_checkpoint, saved_config

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ....errors import CheckpointError
-from .manifest import recovery_hint
+from .folder import recovery_hint
 
 _LEAVES = (type(None), bool, int, float, str, bytes)
 _ARRAY = "zerowatch.array"  # the key of an array that is written as a tensor

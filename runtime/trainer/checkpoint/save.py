@@ -14,8 +14,7 @@ from ....metrics.atomic_file import atomic_write, sync
 from ...common.all_or_none import raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, is_writer_rank, write_engine
-from .folder import CheckpointFolder, checkpoint_name, partial_name
-from .manifest import Manifest
+from .folder import CheckpointFolder, Manifest, checkpoint_name, partial_name
 from .run_state import RunState, write_rank
 
 logger = logging.getLogger(__name__)

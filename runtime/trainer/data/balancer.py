@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ...common.host_group import HostCollectives
-from .shares import Shares, ShareSchedule, even_shares, fitting_shares, gain
+from .batch_split import Shares, ShareSchedule, even_shares, fitting_shares, gain
 
 EVERY_WINDOWS = 8  # between exchanges of four numbers; the median of fewer windows is too noisy
 MIN_GAIN = 0.05  # the speed of hosts varies by a few per cent from one minute to the next

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
 from ....metrics.step_record import StepRecord
 from ...common.host_group import HostGroup
+from ...common.patching import AttributePatch
+from ...common.undo import Undo
 from ..engine_holder import EngineHolder
 from ..oom_recovery.escalation import EngineChange
 from .balancer import Balancer, BusyTime, EndedWindow
-from .learning_rate import BatchLearningRate, scaling_exponent
-from .resumable_loader import ResumableLoader, resumable_loader
-from .shares import Shares, ShareSchedule
-from .stream_loader import StreamLoader
+from .batch_split import Shares, ShareSchedule
+from .resumable_loader import ResumableLoader, StreamLoader, resumable_loader
 
 logger = logging.getLogger(__name__)
+
+_LINEAR = ("sgd",)
+_SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")
 
 
 class TrainingData:
@@ -215,3 +218,61 @@ class TrainingData:
             exposed = record.comm_exposed_phase_seconds
             seconds = exposed.get("forward", 0.0) + exposed.get("backward", 0.0)
             self._balancer.busy_time.add_blocked(record.step, seconds)
+
+
+class BatchSource(Protocol):
+    """Source of batches whose size may change."""
+
+    @property
+    def batch_ratio(self) -> float:
+        """Present batch size over the initial one."""
+
+
+class BatchLearningRate:
+    """Engine attachment that scales the learning rate of each update with the batch size."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+
+    def attach(self, engine: Any) -> Undo:
+        """Scale each update of an engine, until the returned function is called."""
+        optimizer = engine.basic_optimizer
+        exponent, is_on = scaling_exponent(optimizer) or 0.0, True
+
+        def make(step: Callable[..., Any]) -> Callable[..., Any]:
+            def scaled(*args: Any, **kwargs: Any) -> Any:
+                factor = self._source.batch_ratio**exponent if is_on else 1.0
+                if factor == 1.0:
+                    return step(*args, **kwargs)
+                groups = list(optimizer.param_groups)
+                rates = [group["lr"] for group in groups]
+                try:
+                    for group in groups:
+                        group["lr"] = group["lr"] * factor
+                    return step(*args, **kwargs)
+                finally:
+                    for group, rate in zip(groups, rates, strict=True):
+                        group["lr"] = rate
+
+            return scaled
+
+        patch = AttributePatch(optimizer, "step", make)
+
+        def undo() -> None:
+            nonlocal is_on
+            is_on = False  # in case another wrapper was put on top since
+            patch.restore()
+
+        return undo
+
+
+def scaling_exponent(optimizer: Any) -> float | None:
+    """Return the power of the batch size that the learning rate scales with; None if unknown.
+
+    Args:
+        optimizer: The base optimizer, below DeepSpeed's wrapper.
+    """
+    name = type(optimizer).__name__.lower()
+    if any(one in name for one in _LINEAR):
+        return 1.0
+    return 0.5 if any(one in name for one in _SQUARE_ROOT) else None

@@ -21,11 +21,14 @@ from ...collectives.ops import Guard, guarded_methods
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.parse_error import is_caused_by_oom
-from .oom_capture import PeerOutOfMemory
 
 _OK, _OUT_OF_MEMORY = 0, 1
 _ABORTED = "this window is aborted, as a rank ran out of memory"
 _WORKSPACE_COPIES = 2  # a copy of the tensor, and the segments of gloo's ring
+
+
+class PeerOutOfMemory(RuntimeError):
+    """Raised on a rank that aborts its window because another rank ran out of memory."""
 
 
 class _GuardedCall(threading.local):

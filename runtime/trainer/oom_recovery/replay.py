@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from time import perf_counter
+from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -18,14 +22,19 @@ import torch.distributed as dist
 from ...common import accelerator
 from ...common.engine_source import EngineSource
 from ...common.host_group import HostCollectives
+from ...memory.oom.parse_error import is_caused_by_oom
+from ..window.batch_size_exchange import LocalBatches
 from ..window.rng import RngState
-from .abort import abort_unsupported_reason, abort_window
-from .collective_guard import CollectiveGuard
+from .abort_window import abort_unsupported_reason, abort_window
+from .collective_guard import CollectiveGuard, PeerOutOfMemory
 from .escalation import EscalationPolicy
-from .oom_capture import OomCapture, OomOrigin, PeerOutOfMemory, all_ranks_oom
-from .sizing import BatchShares, MemoryMeasurements, MicroBatchPlanner, suggest_size
+from .micro_batch_planner import MemoryMeasurements, MicroBatchPlanner, suggest_size
 
 logger = logging.getLogger(__name__)
+
+CONSENSUS_SECONDS = 20.0
+_POLL_SECONDS = 0.02
+_PREFIX = "zerowatch/out_of_memory"
 
 T = TypeVar("T")
 
@@ -98,12 +107,16 @@ class OomReplay:
         self._num_attempts = 0
 
     def run(
-        self, share: BatchShares, attempt: Callable[[int], T], *, guard_requested: bool = False
+        self,
+        local_batches: LocalBatches,
+        attempt: Callable[[int], T],
+        *,
+        guard_requested: bool = False,
     ) -> ReplayResult[T]:
         """Run a window's attempts until one succeeds on all ranks.
 
         Args:
-            share: Each rank's share of the window.
+            local_batches: Each rank's share of the window.
             attempt: Runs the window, split into that many micro-batches, without the update.
             guard_requested: Whether any rank's memory is changed or low.
 
@@ -111,16 +124,18 @@ class OomReplay:
             PeerOutOfMemory: Another rank's memory does not hold even one sample.
             RuntimeError: This rank's memory does not hold even one sample; its own error.
         """
-        self._guard.armed = self.planner.begin_window(share, guard_requested=guard_requested)
+        self._guard.armed = self.planner.begin_window(
+            local_batches, guard_requested=guard_requested
+        )
         rng = RngState.capture()
         own_error: BaseException | None = None
         replays, lost_seconds = 0, 0.0
         while True:
             began = perf_counter()
-            count = self.planner.micro_batches(share)
+            count = self.planner.micro_batches(local_batches)
             capture, outcomes = self._run_once(attempt, count)
             if capture.origin is None:
-                self.planner.on_success(share, count)
+                self.planner.on_success(local_batches, count)
                 return ReplayResult(
                     outcome=outcomes[0],
                     micro_batches=count,
@@ -130,7 +145,7 @@ class OomReplay:
             ran_out = capture.origin is OomOrigin.OWN
             own_error = capture.error if ran_out else own_error
             self._abort(capture)
-            self._plan_next_attempt(share, count, ran_out=ran_out, own_error=own_error)
+            self._plan_next_attempt(local_batches, count, ran_out=ran_out, own_error=own_error)
             rng.restore()
             for undo in self.on_window_abort:
                 undo()
@@ -210,7 +225,12 @@ class OomReplay:
         )
 
     def _plan_next_attempt(
-        self, share: BatchShares, count: int, *, ran_out: bool, own_error: BaseException | None
+        self,
+        local_batches: LocalBatches,
+        count: int,
+        *,
+        ran_out: bool,
+        own_error: BaseException | None,
     ) -> None:
         """Agree on what is different in the next attempt.
 
@@ -218,8 +238,8 @@ class OomReplay:
             RuntimeError: No memory saving is left: this rank's own error, or PeerOutOfMemory.
         """
         group = self._host_group
-        largest = share.largest(count)[group.rank]
-        suggested = suggest_size(share, largest, self._measured()) if ran_out else None
+        largest = local_batches.largest(count)[group.rank]
+        suggested = suggest_size(local_batches, largest, self._measured()) if ran_out else None
         own = _AttemptReport(ran_out=ran_out, largest=largest, suggested=suggested or 0)
         reports = [_AttemptReport._make(row) for row in group.all_gather(own).tolist()]
         failed = {rank: report for rank, report in enumerate(reports) if report.ran_out}
@@ -228,8 +248,8 @@ class OomReplay:
         ranks = ", ".join(map(str, failed))
         what = f"out of memory on rank {ranks} with micro-batches of {failing}"
         if size:
-            self.planner.on_out_of_memory(share, failing, size)
-            remedy = f"micro-batches of {self.planner.limits.bound(share.length)}"
+            self.planner.on_out_of_memory(local_batches, failing, size)
+            remedy = f"micro-batches of {self.planner.limits.bound(local_batches.length)}"
         else:
             change = self._escalation.apply_next(group.all_max)
             if change is None:
@@ -247,9 +267,98 @@ class OomReplay:
         return self._memory.measured()
 
 
+class OomOrigin(Enum):
+    """The rank whose memory ran out: this one, or another."""
+
+    OWN = "own"
+    PEER = "peer"
+
+
+class OomCapture:
+    """Context manager that suppresses out-of-memory errors and keeps them; other errors propagate.
+
+    Attributes:
+        error: The error that ended the block; None if none did.
+        origin: The rank whose memory ran out; None if none did.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.origin: OomOrigin | None = None
+
+    def __enter__(self) -> OomCapture:
+        """Begin the block."""
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Suppress an error that is about memory."""
+        if error is not None:
+            self.origin, self.error = oom_origin(error)
+        return self.origin is not None
+
+    def clear_frames(self) -> None:
+        """Free what the frames of the error hold; its traceback stays readable."""
+        for link in _chain(self.error):
+            traceback.clear_frames(link.__traceback__)
+
+
+def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | None]:
+    """Return whose memory ran out and the error that shows it; (None, None) for other errors.
+
+    While a window is aborted, one more collective may be called, and raises PeerOutOfMemory over
+    this rank's own error. Likewise any error may be raised over a PeerOutOfMemory.
+    """
+    if not isinstance(error, Exception):  # an interrupt propagates
+        return None, None
+    if is_caused_by_oom(error):
+        return OomOrigin.OWN, error
+    chain = _chain(error)
+    if not any(isinstance(link, PeerOutOfMemory) for link in chain):
+        return None, None
+    own = [link for link in chain if is_caused_by_oom(link)]
+    return (OomOrigin.OWN, own[-1]) if own else (OomOrigin.PEER, error)
+
+
+def all_ranks_oom(
+    store: Any, attempt: int, *, rank: int, world_size: int, wait_seconds: float = CONSENSUS_SECONDS
+) -> bool:
+    """Return whether all ranks ran out of memory in an attempt that was not guarded.
+
+    Each rank that ran out writes a key to the c10d store and waits for the keys of all others.
+    Ranks that did not run out wait in a collective that this rank will not enter, and cannot be
+    notified. If all ran out, as with equal shares and sizes, none is in one.
+
+    Args:
+        store: The store of the default process group.
+        attempt: A number of this attempt, the same on all ranks and used once.
+        rank: This rank.
+        world_size: Number of ranks to wait for.
+        wait_seconds: How long to wait for the slowest.
+    """
+    store.set(f"{_PREFIX}/{attempt}/{rank}", "")
+    keys = [f"{_PREFIX}/{attempt}/{each}" for each in range(world_size)]
+    deadline = time.monotonic() + wait_seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
 def _give_up(error: BaseException | None, reason: str) -> NoReturn:
     """Log the reason, and raise this rank's own error, or PeerOutOfMemory."""
     logger.error("%s", reason)
     if error is None:
         raise PeerOutOfMemory(f"{reason}. See the error of that rank")
     raise error
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error and its causes and contexts, newest first."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

@@ -12,7 +12,7 @@ import torch
 
 from ....errors import BatchError, NonFiniteLossError
 from ...common.host_group import HostGroup
-from .samples import on_device, slice_batch
+from .batch_tree import on_device, slice_batch
 
 # A mean loss of one element, or (mean loss, weight).
 Loss = Callable[[Any, Any], Any]

@@ -31,7 +31,7 @@ class MicroBatchKnob(WritableKnob):
     def unsupported_reason(self) -> str | None:
         """Return why the size is fixed: one size for all ranks would undo the user's sizes."""
         opened = self._window_runner.opened
-        if opened is not None and len(set(opened.share.wanted)) > 1:
+        if opened is not None and len(set(opened.local_batches.micro_batch_samples)) > 1:
             return "ranks were given different sizes"
         return None
 
@@ -148,7 +148,7 @@ class GlobalBatchKnob(WritableKnob):
 def largest_share(window_runner: WindowRunner) -> int:
     """Return the samples of the largest share of any rank in the last window; 0 before it."""
     opened = window_runner.opened
-    return 0 if opened is None else max(opened.share.samples)
+    return 0 if opened is None else max(opened.local_batches.samples)
 
 
 def micro_batch_sizes(share: int, now: int) -> tuple[int, ...]:

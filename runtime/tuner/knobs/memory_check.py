@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.units import format_bytes
-from ...trainer.oom_recovery.sizing import (
+from ...trainer.oom_recovery.micro_batch_planner import (
     SAFETY_RATIO,
     MemoryMeasurements,
     PeakSample,

@@ -12,8 +12,8 @@ from ...common.host_group import HostCollectives
 from ...common.undo import Undo, UndoStack
 from ...trainer.data.training_data import TrainingData
 from ...trainer.engine_holder import EngineHolder
+from ...trainer.oom_recovery.micro_batch_planner import GuardSchedule, MicroBatchLimits
 from ...trainer.oom_recovery.replay import OomReplay
-from ...trainer.oom_recovery.sizing import GuardSchedule, MicroBatchLimits
 from ...trainer.window_runner import WindowRunner
 from ..policy.registry import MICRO_BATCH_SAMPLES, SPECS
 from ..policy.types import Configuration, Value

@@ -13,8 +13,11 @@ import torch
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.deepspeed_internals import INTERNALS
-from zerowatch.runtime.trainer.oom_recovery.abort import abort_unsupported_reason, abort_window
-from zerowatch.runtime.trainer.oom_recovery.optimizer_states import materialise_optimizer_states
+from zerowatch.runtime.trainer.oom_recovery.abort_window import (
+    abort_unsupported_reason,
+    abort_window,
+)
+from zerowatch.runtime.trainer.oom_recovery.prepare_engine import materialise_optimizer_states
 
 NAMES = [
     (place, name) for place, names in INTERNALS["trainer/oom_recovery"].items() for name in names

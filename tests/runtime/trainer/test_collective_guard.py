@@ -12,11 +12,14 @@ from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen
-from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, probe_workspace
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import (
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import (
+    CollectiveGuard,
+    PeerOutOfMemory,
+    probe_workspace,
+)
+from zerowatch.runtime.trainer.oom_recovery.replay import (
     OomCapture,
     OomOrigin,
-    PeerOutOfMemory,
 )
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."

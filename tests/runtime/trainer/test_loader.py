@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from zerowatch.errors import CheckpointError
+from zerowatch.runtime.trainer.data.batch_split import ShareSchedule
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
-from zerowatch.runtime.trainer.data.shares import ShareSchedule
 
 SAMPLES, BATCH = 22, 6  # four samples are left over
 BATCHES = SAMPLES // BATCH

@@ -17,26 +17,25 @@ from fakes.escalation import FakeEscalationStep
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
-from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard
+from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
 from zerowatch.runtime.trainer.oom_recovery.escalation import (
     ESCALATION_ORDER,
     EngineChange,
     EscalationPolicy,
 )
-from zerowatch.runtime.trainer.oom_recovery.oom_capture import (
-    OomCapture,
-    OomOrigin,
-    PeerOutOfMemory,
-    all_ranks_oom,
-    oom_origin,
-)
-from zerowatch.runtime.trainer.oom_recovery.replay import OomReplay
-from zerowatch.runtime.trainer.oom_recovery.sizing import (
-    BatchShares,
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MemoryMeasurements,
     MicroBatchPlanner,
     PeakSample,
 )
+from zerowatch.runtime.trainer.oom_recovery.replay import (
+    OomCapture,
+    OomOrigin,
+    OomReplay,
+    all_ranks_oom,
+    oom_origin,
+)
+from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
 
 OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."
 
@@ -87,8 +86,8 @@ class Rank:
         return f"rank {self.rank}"
 
 
-def share(world_size: int = 1) -> BatchShares:
-    return BatchShares(samples=[8] * world_size, wanted=[8] * world_size, length=1)
+def local_batches(world_size: int = 1) -> LocalBatches:
+    return LocalBatches(samples=[8] * world_size, micro_batch_samples=[8] * world_size, length=1)
 
 
 def alone(**options: Any) -> Rank:
@@ -99,7 +98,7 @@ def alone(**options: Any) -> Rank:
 def test_a_window_that_fits_is_run_once(aborted: list[Any]) -> None:
     rank = alone(fits=8)
 
-    done = rank.replay.run(share(), rank.attempt)
+    done = rank.replay.run(local_batches(), rank.attempt)
 
     assert (done.outcome, done.micro_batches, done.replays) == ("rank 0", 1, 0)
     assert done.lost_seconds == 0
@@ -112,7 +111,7 @@ def test_a_window_that_does_not_fit_is_halved_until_it_does(
     rank = alone(fits=2)
 
     with caplog.at_level(logging.WARNING):
-        done = rank.replay.run(share(), rank.attempt)
+        done = rank.replay.run(local_batches(), rank.attempt)
 
     assert rank.asked == [1, 2, 4]
     assert (done.micro_batches, done.replays) == (4, 2)
@@ -120,7 +119,7 @@ def test_a_window_that_does_not_fit_is_halved_until_it_does(
     assert len(aborted) == 2
     assert "out of memory on rank 0 with micro-batches of 8" in caplog.messages[0]
     assert "run again with micro-batches of 4" in caplog.messages[0]
-    assert rank.replay.run(share(), rank.attempt).replays == 0
+    assert rank.replay.run(local_batches(), rank.attempt).replays == 0
 
 
 def test_measured_peaks_give_the_size_at_once() -> None:
@@ -128,7 +127,7 @@ def test_measured_peaks_give_the_size_at_once() -> None:
     measurements = MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
     rank = alone(fits=3, memory=SimpleNamespace(measured=lambda: measurements))
 
-    rank.replay.run(share(), rank.attempt)
+    rank.replay.run(local_batches(), rank.attempt)
 
     assert rank.asked == [1, 3]
 
@@ -143,7 +142,7 @@ def test_generators_and_the_script_s_own_state_are_restored_before_each_attempt(
         drawn.append(random.random())
         return rank.attempt(count)
 
-    rank.replay.run(share(), attempt)
+    rank.replay.run(local_batches(), attempt)
 
     assert undone == [1, 2]
     assert len(set(drawn)) == 1
@@ -152,7 +151,7 @@ def test_generators_and_the_script_s_own_state_are_restored_before_each_attempt(
 def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
     def train(host_group: FakeHostGroup) -> tuple[list[int], int]:
         rank = Rank(host_group, fits=3 if host_group.rank == 1 else 8)
-        done = rank.replay.run(share(2), rank.attempt)
+        done = rank.replay.run(local_batches(2), rank.attempt)
         return rank.asked, done.replays
 
     assert on_ranks(2, train) == [([1, 2, 4], 2), ([1, 2, 4], 2)]
@@ -163,7 +162,7 @@ def test_on_error_gets_a_rank_s_own_errors_only() -> None:
         rank = Rank(host_group, fits=4 if host_group.rank == 1 else 8)
         errors: list[BaseException] = []
         rank.replay.on_error.append(errors.append)
-        rank.replay.run(share(2), rank.attempt)
+        rank.replay.run(local_batches(2), rank.attempt)
         return [str(error) for error in errors]
 
     assert on_ranks(2, train) == [[], [OUT]]
@@ -181,7 +180,7 @@ def test_where_one_sample_does_not_fit_memory_savings_are_applied_in_order() -> 
 
         steps = [FakeEscalationStep(change, partial(apply, change)) for change in ESCALATION_ORDER]
         rank.replay._escalation = EscalationPolicy(steps)
-        rank.replay.run(share(2), rank.attempt)
+        rank.replay.run(local_batches(2), rank.attempt)
         return rank.asked, applied
 
     assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(ESCALATION_ORDER[:3]))] * 2
@@ -193,7 +192,7 @@ def test_with_no_memory_saving_left_each_rank_raises_its_own_error(
     def train(host_group: FakeHostGroup) -> BaseException:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         with pytest.raises(RuntimeError) as raised:
-            rank.replay.run(share(2), rank.attempt)
+            rank.replay.run(local_batches(2), rank.attempt)
         return raised.value
 
     peers, own = on_ranks(2, train)
@@ -211,7 +210,7 @@ def test_other_errors_propagate(aborted: list[Any]) -> None:
         raise ValueError("a bug of the script's")
 
     with pytest.raises(ValueError, match="a bug"):
-        rank.replay.run(share(), attempt)
+        rank.replay.run(local_batches(), attempt)
 
     assert aborted == []
 
@@ -222,7 +221,7 @@ def test_an_engine_whose_window_cannot_be_aborted_raises_its_own_error(
     rank = alone(fits=2, unsupported_reason="it is a pipeline")
 
     with pytest.raises(RuntimeError, match="can't allocate"):
-        rank.replay.run(share(), rank.attempt)
+        rank.replay.run(local_batches(), rank.attempt)
 
     assert aborted == []
     assert "this window cannot be run again: it is a pipeline" in caplog.text
@@ -241,7 +240,7 @@ def test_tensors_in_the_frames_of_an_error_are_freed_before_the_next_attempt() -
 
     gc.disable()
     try:
-        rank.replay.run(share(), attempt)
+        rank.replay.run(local_batches(), attempt)
     finally:
         gc.enable()
 

@@ -222,9 +222,9 @@ def test_micro_batch_sizes_that_differ_between_ranks_are_no_knob() -> None:
     knob = MicroBatchKnob(windows)
     assert knob.unsupported_reason() is None
 
-    windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 4]))
+    windows.opened = SimpleNamespace(local_batches=SimpleNamespace(micro_batch_samples=[4, 4]))
     assert knob.unsupported_reason() is None
-    windows.opened = SimpleNamespace(share=SimpleNamespace(wanted=[4, 2]))
+    windows.opened = SimpleNamespace(local_batches=SimpleNamespace(micro_batch_samples=[4, 2]))
     assert knob.unsupported_reason() is not None
 
 

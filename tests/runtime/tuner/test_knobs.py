@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.trainer.oom_recovery.sizing import (
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     UNBOUND,
-    BatchShares,
     MemoryMeasurements,
     MicroBatchPlanner,
     PeakSample,
 )
+from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
 from zerowatch.runtime.tuner.knobs.data_knobs import micro_batch_sizes
 from zerowatch.runtime.tuner.knobs.engine_knobs import (
     GcKnob,
@@ -113,10 +113,10 @@ def test_a_size_that_ran_out_of_memory_is_refused():
 
 def unguarded_planner() -> MicroBatchPlanner:
     planner = MicroBatchPlanner()
-    share = BatchShares(samples=[4], wanted=[4], length=6)
+    local_batches = LocalBatches(samples=[4], micro_batch_samples=[4], length=6)
     for _ in range(4):
-        planner.begin_window(share, guard_requested=False)
-        planner.on_success(share, 1)
+        planner.begin_window(local_batches, guard_requested=False)
+        planner.on_success(local_batches, 1)
     return planner
 
 

@@ -31,7 +31,7 @@ from zerowatch.runtime.engine.compression.compressed_all_reduce import run_all
 from zerowatch.runtime.engine.compression.encoding import FORMATS
 from zerowatch.runtime.engine.compression.error_feedback import CompressionError
 from zerowatch.runtime.engine.compression.gradient_compressor import GradientCompressor
-from zerowatch.runtime.trainer.oom_recovery.abort import abort_window
+from zerowatch.runtime.trainer.oom_recovery.abort_window import abort_window
 
 STEPS = 4
 KINDS = ("fp32", "bf16", "fp16", "int8", "fp8")

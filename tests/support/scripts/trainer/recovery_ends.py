@@ -22,7 +22,10 @@ from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
-from zerowatch.runtime.trainer.oom_recovery.sizing import GuardSchedule, MicroBatchPlanner
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
+    GuardSchedule,
+    MicroBatchPlanner,
+)
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -38,7 +38,7 @@ from recovery_cases import (
 )
 
 import zerowatch
-from zerowatch.runtime.trainer.oom_recovery.sizing import MicroBatchPlanner
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchPlanner
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -6,11 +6,10 @@ import pytest
 from fakes.escalation import FakeEscalationStep
 
 from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
-from zerowatch.runtime.trainer.oom_recovery.sizing import (
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     CLEAN_WINDOWS,
     GROW_AFTER,
     UNBOUND,
-    BatchShares,
     GuardSchedule,
     MemoryMeasurements,
     MicroBatchLimits,
@@ -22,6 +21,7 @@ from zerowatch.runtime.trainer.oom_recovery.sizing import (
     smaller_size,
     suggest_size,
 )
+from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
 
 GIB = 2**30
 LENGTH = 100
@@ -73,10 +73,10 @@ def test_where_not_even_one_sample_is_predicted_to_fit_one_is_tried() -> None:
 
 
 def test_only_peaks_of_the_same_length_bucket_count() -> None:
-    share = BatchShares(samples=[12], wanted=[12], length=LENGTH)
+    local_batches = LocalBatches(samples=[12], micro_batch_samples=[12], length=LENGTH)
     elsewhere = [PeakSample(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
 
-    suggested = suggest_size(share, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30))
+    suggested = suggest_size(local_batches, 12, MemoryMeasurements(peaks=elsewhere, limit_bytes=30))
 
     assert suggested == 6
 
@@ -153,23 +153,23 @@ def test_windows_below_the_bound_do_not_raise_it() -> None:
 
 def test_the_rank_that_needs_the_most_micro_batches_decides() -> None:
     planner = MicroBatchPlanner()
-    share = BatchShares(samples=[15, 1], wanted=[8, 2], length=LENGTH)
-    assert planner.micro_batches(share) == 2
+    local_batches = LocalBatches(samples=[15, 1], micro_batch_samples=[8, 2], length=LENGTH)
+    assert planner.micro_batches(local_batches) == 2
 
-    planner.on_out_of_memory(share, failing=8, suggested=4)
+    planner.on_out_of_memory(local_batches, failing=8, suggested=4)
 
-    assert planner.micro_batches(share) == 4
-    assert share.largest(4) == [4, 1]
+    assert planner.micro_batches(local_batches) == 4
+    assert local_batches.largest(4) == [4, 1]
 
 
 def test_the_guard_is_armed_at_first_and_disarmed_after_three_clean_windows() -> None:
     planner = MicroBatchPlanner()
-    share = BatchShares(samples=[8], wanted=[8], length=LENGTH)
+    local_batches = LocalBatches(samples=[8], micro_batch_samples=[8], length=LENGTH)
 
     armed = []
     for _ in range(CLEAN_WINDOWS + 2):
-        armed.append(planner.begin_window(share, guard_requested=False))
-        planner.on_success(share, 1)
+        armed.append(planner.begin_window(local_batches, guard_requested=False))
+        planner.on_success(local_batches, 1)
 
     assert armed == [True] * CLEAN_WINDOWS + [False, False]
 
@@ -190,9 +190,9 @@ def test_larger_micro_batches_arm_the_guard_and_smaller_ones_do_not() -> None:
     for wanted, expected in ((4, True), (2, False), (8, True)):
         planner.guard_schedule = disarmed() if planner.guard_schedule.longest else GuardSchedule()
 
-        share = BatchShares(samples=[8], wanted=[wanted], length=1)
-        assert planner.begin_window(share, guard_requested=False) == expected
-        planner.on_success(share, 8)
+        local_batches = LocalBatches(samples=[8], micro_batch_samples=[wanted], length=1)
+        assert planner.begin_window(local_batches, guard_requested=False) == expected
+        planner.on_success(local_batches, 8)
 
 
 @pytest.mark.parametrize(

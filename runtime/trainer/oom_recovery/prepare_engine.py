@@ -7,10 +7,25 @@ weights were updated, and such a step cannot be repeated.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .abort_window import abort_unsupported_reason
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_engine(engine: Any) -> None:
+    """Prepare a new engine for recovery from out-of-memory errors; log what is not possible."""
+    reason = abort_unsupported_reason(engine)
+    if reason is not None:
+        logger.warning("out-of-memory errors will end this run: %s", reason)
+    reason = materialise_optimizer_states(engine)
+    if reason is not None:
+        logger.info("the optimizer's state is created in the first step: %s", reason)
 
 
 def materialise_optimizer_states(engine: Any) -> str | None:

@@ -6,38 +6,25 @@ the memory measurements differ: each rank suggests a size by its own, and the sm
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import MEMORY_HEADROOM_LOW
+from ..window.batch_size_exchange import LocalBatches
 
 SAFETY_RATIO = 0.95  # of the limit: a prediction is never exact
 GROW_AFTER = 20  # clean windows of a length at its bound, before a larger one is tried
 UNBOUND = 2**62
 CLEAN_WINDOWS = 3
+MAX_PEAKS = 200
 
 ByBucket = Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchShares:
-    """Each rank's share of a window's batch, known to all ranks.
-
-    Attributes:
-        samples: Samples of each rank's share.
-        wanted: Samples per micro-batch that each rank was configured with.
-        length: The longest sequence of all ranks.
-    """
-
-    samples: Sequence[int]
-    wanted: Sequence[int]
-    length: int
-
-    def largest(self, micro_batches: int) -> list[int]:
-        """Return the samples of each rank's largest micro-batch."""
-        return [-(-samples // micro_batches) for samples in self.samples]
 
 
 class MicroBatchPlanner:
@@ -53,33 +40,40 @@ class MicroBatchPlanner:
         self.guard_schedule = GuardSchedule()
         self._wanted = 0
 
-    def begin_window(self, share: BatchShares, *, guard_requested: bool) -> bool:
+    def begin_window(self, local_batches: LocalBatches, *, guard_requested: bool) -> bool:
         """Return whether the window is guarded; `guard_requested` if any rank requests it."""
-        wants_more, self._wanted = max(share.wanted) > self._wanted, max(share.wanted)
+        wants_more, self._wanted = (
+            max(local_batches.micro_batch_samples) > self._wanted,
+            max(local_batches.micro_batch_samples),
+        )
         # Lengths of one bucket differ in memory: where a size ever ran out, another may.
-        failed_before = any(each <= length_bucket(share.length) for each in self.limits.failing)
+        failed_before = any(
+            each <= length_bucket(local_batches.length) for each in self.limits.failing
+        )
         self.guard_schedule = self.guard_schedule.next_window(
-            longest=share.length, requested=guard_requested or failed_before or wants_more
+            longest=local_batches.length, requested=guard_requested or failed_before or wants_more
         )
         return self.guard_schedule.is_armed
 
-    def micro_batches(self, share: BatchShares) -> int:
+    def micro_batches(self, local_batches: LocalBatches) -> int:
         """Return into how many micro-batches every rank splits its share."""
-        bound = self.limits.bound(share.length)
-        pairs = zip(share.samples, share.wanted, strict=True)
+        bound = self.limits.bound(local_batches.length)
+        pairs = zip(local_batches.samples, local_batches.micro_batch_samples, strict=True)
         return max(-(-samples // min(wanted, bound)) for samples, wanted in pairs)
 
-    def on_success(self, share: BatchShares, micro_batches: int) -> None:
+    def on_success(self, local_batches: LocalBatches, micro_batches: int) -> None:
         """Record a window that fitted on all ranks."""
-        before = self.limits.bound(share.length)
-        self.limits = self.limits.after_success(share.length, max(share.largest(micro_batches)))
-        self.guard_schedule = self.guard_schedule.after_success(longest=share.length)
-        if self.limits.bound(share.length) > before:
+        before = self.limits.bound(local_batches.length)
+        self.limits = self.limits.after_success(
+            local_batches.length, max(local_batches.largest(micro_batches))
+        )
+        self.guard_schedule = self.guard_schedule.after_success(longest=local_batches.length)
+        if self.limits.bound(local_batches.length) > before:
             self.guard_schedule = self.guard_schedule.after_change()
 
-    def on_out_of_memory(self, share: BatchShares, failing: int, suggested: int) -> None:
+    def on_out_of_memory(self, local_batches: LocalBatches, failing: int, suggested: int) -> None:
         """Record a size that ran out of memory on some rank, and the size suggested instead."""
-        self.limits = self.limits.after_out_of_memory(share.length, failing, suggested)
+        self.limits = self.limits.after_out_of_memory(local_batches.length, failing, suggested)
         self.guard_schedule = self.guard_schedule.after_change()
 
     def invalidate(self) -> None:
@@ -242,9 +236,50 @@ class MemoryMeasurements:
     limit_bytes: float | None
 
 
-def suggest_size(share: BatchShares, failing: int, measured: MemoryMeasurements) -> int | None:
+class PeakHistory:
+    """Peaks of the last steps, recorded on the watch thread; empty where nothing is watched.
+
+    Args:
+        watch: The watch on the engine.
+        device: The device that is trained on, such as "cuda:0".
+    """
+
+    def __init__(self, watch: Any, device: str) -> None:
+        self._device = device
+        self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
+        self._limit_bytes: float | None = None
+        self._lock = threading.Lock()
+        watch.subscribe(self._record)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the last peak came near the limit."""
+        if not self._peaks or self._limit_bytes is None:
+            return False
+        headroom = self._limit_bytes - self._peaks[-1].peak_bytes
+        return needs_guard(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
+
+    def measured(self) -> MemoryMeasurements:
+        """Return the peaks of the last steps, and the limit."""
+        with self._lock:
+            return MemoryMeasurements(peaks=tuple(self._peaks), limit_bytes=self._limit_bytes)
+
+    def _record(self, record: StepRecord) -> None:
+        states = record.memory_bytes.get(self._device, {})
+        peak_bytes = states.get("peak_allocated")
+        if peak_bytes is None or not record.micro_batch_shapes:
+            return
+        self._limit_bytes = states.get("limit", self._limit_bytes)
+        samples, length = max(record.micro_batch_shapes, key=lambda shape: shape[0] * shape[1])
+        with self._lock:
+            self._peaks.append(PeakSample(samples=samples, length=length, peak_bytes=peak_bytes))
+
+
+def suggest_size(
+    local_batches: LocalBatches, failing: int, measured: MemoryMeasurements
+) -> int | None:
     """Return the size that a rank suggests after running out; None after a single sample."""
-    bucket = length_bucket(share.length)
+    bucket = length_bucket(local_batches.length)
     alike = [peak for peak in measured.peaks if length_bucket(peak.length) == bucket]
     return smaller_size(failing, alike, measured.limit_bytes)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from zerowatch.metrics.catalog import memory, window
 from zerowatch.metrics.series import Recorder
-from zerowatch.runtime.trainer.metrics import TrainerMetrics
+from zerowatch.runtime.trainer.run_metrics import RunMetrics
 
 
 def test_counters_start_at_0_so_that_the_first_increment_is_seen():
     recorder = Recorder()
 
-    TrainerMetrics(recorder, rank=0)
+    RunMetrics(recorder, rank=0)
 
     values = recorder.snapshot().values
     assert values[window.WINDOW_REPLAYS] == {("committed",): 0, ("gave_up",): 0}
@@ -20,7 +20,7 @@ def test_counters_start_at_0_so_that_the_first_increment_is_seen():
 
 def test_micro_batch_size_and_batch_share_are_published_by_each_rank():
     recorder = Recorder()
-    metrics = TrainerMetrics(recorder, rank=1)
+    metrics = RunMetrics(recorder, rank=1)
 
     metrics.planned(micro_batch_samples=3, accumulation_steps=2)
     metrics.shared(own_samples=6, global_samples=8)
@@ -33,7 +33,7 @@ def test_micro_batch_size_and_batch_share_are_published_by_each_rank():
 
 def test_a_window_that_was_replayed_twice_counts_twice():
     recorder = Recorder()
-    metrics = TrainerMetrics(recorder, rank=0)
+    metrics = RunMetrics(recorder, rank=0)
 
     metrics.survived("cpu")
     metrics.aborted(seconds=1.5)
@@ -49,7 +49,7 @@ def test_a_window_that_was_replayed_twice_counts_twice():
 
 def test_the_rank_that_ran_out_of_memory_counts_it_and_rank_0_the_replay():
     recorder = Recorder()
-    metrics = TrainerMetrics(recorder, rank=1)
+    metrics = RunMetrics(recorder, rank=1)
 
     metrics.survived("cpu")
     metrics.gave_up()
@@ -60,7 +60,7 @@ def test_the_rank_that_ran_out_of_memory_counts_it_and_rank_0_the_replay():
 
 def test_a_rebuild_counts_by_its_outcome():
     recorder = Recorder()
-    metrics = TrainerMetrics(recorder, rank=0, num_restarts=3)
+    metrics = RunMetrics(recorder, rank=0, num_restarts=3)
 
     metrics.rebuilt("committed", seconds=2)
     metrics.rebuilt("refused", seconds=0)
@@ -74,7 +74,7 @@ def test_a_rebuild_counts_by_its_outcome():
 
 def test_only_the_compression_in_use_has_an_error():
     recorder = Recorder()
-    metrics = TrainerMetrics(recorder, rank=0)
+    metrics = RunMetrics(recorder, rank=0)
 
     metrics.compressed("bf16", 0.002)
     metrics.compressed("int8", 0.01)

@@ -12,7 +12,7 @@ from .window.step_result import StepResult
 RebuildOutcome = Literal["committed", "undone", "refused"]
 
 
-class TrainerMetrics:
+class RunMetrics:
     """Publishes the metrics of a TrainingRun; every rank makes the same calls.
 
     What all ranks do together is published by rank 0 alone.
@@ -37,10 +37,10 @@ class TrainerMetrics:
             self._shared_recorder.set(window.RESTARTS, num_restarts)
 
     @staticmethod
-    def of_watch(watch: Any) -> TrainerMetrics:
+    def of_watch(watch: Any) -> RunMetrics:
         """Return metrics that are served by a watch."""
         process = this_process()
-        return TrainerMetrics(watch.recorder, process.rank, num_restarts=process.attempt)
+        return RunMetrics(watch.recorder, process.rank, num_restarts=process.attempt)
 
     def window_committed(
         self,

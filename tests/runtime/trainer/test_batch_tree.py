@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from zerowatch.errors import BatchError
-from zerowatch.runtime.trainer.window.samples import max_length, num_samples, on_device, slice_batch
+from zerowatch.runtime.trainer.window.batch_tree import (
+    max_length,
+    num_samples,
+    on_device,
+    slice_batch,
+)
 
 Pair = namedtuple("Pair", "left right")
 

@@ -20,8 +20,7 @@ from zerowatch.runtime.trainer.data.balancer import (
     EndedWindow,
     better_shares,
 )
-from zerowatch.runtime.trainer.data.learning_rate import BatchLearningRate, scaling_exponent
-from zerowatch.runtime.trainer.data.shares import (
+from zerowatch.runtime.trainer.data.batch_split import (
     MAX_CHANGES,
     ShareSchedule,
     busy_seconds,
@@ -30,6 +29,7 @@ from zerowatch.runtime.trainer.data.shares import (
     gain,
     resized,
 )
+from zerowatch.runtime.trainer.data.training_data import BatchLearningRate, scaling_exponent
 
 NO_LIMITS = (math.inf, math.inf)
 
