@@ -30,7 +30,7 @@ bench: $(INSTALLED)
 
 # Runs every known way to run out of memory; takes a quarter of an hour.
 bench-oom: $(INSTALLED)
-	$(VENV_PYTHON) tests/bench/oom_matrix.py $(ARGS)
+	$(VENV_PYTHON) tests/bench/memory/oom_matrix.py $(ARGS)
 
 # The site, in .build/site; a broken link or reference is an error.
 docs: $(INSTALLED)

@@ -12,63 +12,55 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-import balance
-import cross_rank_arithmetic
-import estimator
-import gradient_compression
-import hang
-import hot_path
-import oom_risk
-import otlp
-import overhead
-import prediction
-import rebuild
-import restart
-import scale
-import scrape
-import skipped
-import soak
-import threads
-import tuner_cost
-import tuner_link
-import tuner_link_harmless
-import tuner_link_rivals
-import tuner_loss
-import tuner_memory
-import tuner_reaction
-import tuner_simulation
-import variable_length
-from options import Options
-from table import Row, render
+sys.path.append(str(Path(__file__).parents[1]))  # for `bench`
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # for `scripts`, `fakes`, `servers`
+
+from bench.bench_options import Options
+from bench.cross_rank import exchange_cost, skipped_collective, stopped_rank
+from bench.memory import oom_risk, peak_prediction, planned_memory
+from bench.monitoring_cost import hot_path, otlp_cost, scrape_cost, soak, step_overhead, thread_cost
+from bench.rank_processes import PYTHONPATH
+from bench.result_table import Row, render
+from bench.scale import thousand_ranks
+from bench.trainer import (
+    gradient_compression,
+    growing_batches,
+    rebuild_cost,
+    repeated_kills,
+    uneven_ranks,
+)
+from bench.tuner import idle_cost, link_changes, loss_effect, memory_pressure, simulated_trials
+from bench.tuner_link import fast_links, other_tuners, slow_link
 
 BENCHES: dict[str, Callable[[Options], Iterator[Row]]] = {
-    "overhead": overhead.bench,
+    "overhead": step_overhead.bench,
     "hot_path": hot_path.bench,
-    "threads": threads.bench,
-    "scrape": scrape.bench,
-    "scale": scale.bench,
-    "cross_rank": cross_rank_arithmetic.bench,
-    "skipped": skipped.bench,
-    "hang": hang.bench,
+    "threads": thread_cost.bench,
+    "scrape": scrape_cost.bench,
+    "scale": thousand_ranks.bench,
+    "cross_rank": exchange_cost.bench,
+    "skipped": skipped_collective.bench,
+    "hang": stopped_rank.bench,
     "soak": soak.bench,
-    "prediction": prediction.bench,
+    "prediction": peak_prediction.bench,
     "oom_risk": oom_risk.bench,
-    "estimator": estimator.bench,
-    "otlp": otlp.bench,
-    "balance": balance.bench,
+    "estimator": planned_memory.bench,
+    "otlp": otlp_cost.bench,
+    "balance": uneven_ranks.bench,
     "compression": gradient_compression.bench,
-    "rebuild": rebuild.bench,
-    "restart": restart.bench,
-    "tuner_simulation": tuner_simulation.bench,
-    "tuner_cost": tuner_cost.bench,
-    "tuner_loss": tuner_loss.bench,
-    "tuner_link": tuner_link.bench,
-    "tuner_link_harmless": tuner_link_harmless.bench,
-    "tuner_link_rivals": tuner_link_rivals.bench,
-    "tuner_memory": tuner_memory.bench,
-    "tuner_reaction": tuner_reaction.bench,
-    "variable_length": variable_length.bench,
+    "rebuild": rebuild_cost.bench,
+    "restart": repeated_kills.bench,
+    "tuner_simulation": simulated_trials.bench,
+    "tuner_cost": idle_cost.bench,
+    "tuner_loss": loss_effect.bench,
+    "tuner_link": slow_link.bench,
+    "tuner_link_harmless": fast_links.bench,
+    "tuner_link_rivals": other_tuners.bench,
+    "tuner_memory": memory_pressure.bench,
+    "tuner_reaction": link_changes.bench,
+    "variable_length": growing_batches.bench,
 }
 
 
@@ -78,6 +70,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="timed steps of each overhead arm")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; the figures mean little")
     asked = parser.parse_args()
+    os.environ["PYTHONPATH"] = PYTHONPATH  # for the scripts that benches start
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     for name in asked.names:
         if name not in BENCHES:

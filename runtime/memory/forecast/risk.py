@@ -23,7 +23,7 @@ _NODE_WEIGHTS = np.array((0.01126, 0.22208, 0.53332, 0.22208, 0.01126))
 NO_GROWTH_ODDS, TYPICAL_GROWTH_RATIO = 10.0, 0.02
 MAX_RISK = 1 - 1e-6
 # Observed frequency of events predicted as certain, on the tuning runs of
-# tests/bench/oom_risk.py: growth may stop, noise may change.
+# tests/bench/memory/oom_risk.py: growth may stop, noise may change.
 TRUST = 0.87
 # Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior).
 LASTING_STEPS = 24.0

@@ -1,7 +1,7 @@
 """Confidence bounds of the mean of a few noisy differences.
 
 Disturbed blocks are outliers, so the mean is winsorized, with the standard error of Tukey and
-McLaughlin. In 20,000 simulated trials without effect (noise of `tests/bench/tuner_simulation.py`)
+McLaughlin. In 20,000 simulated trials without effect (`tests/bench/tuner/simulated_trials.py`)
 Student's quantiles hold to 7 % down to a level of 0.001; the plain error of the winsorized values
 is two fifths too small. Fewer than 8 values are not winsorized: too few would be left, and outliers
 then widen the plain error, which is conservative.

@@ -115,7 +115,7 @@ class StepTimeObserver:
         return metrics_between(before, after)
 
 
-# The constants of the detector were swept on simulated steps (`tests/bench/tuner_simulation.py`).
+# The constants of the detector were swept on simulated steps (tests/bench/tuner/simulated_trials).
 # How well the baseline is known counts more than the deviation of one step: a baseline of 20 steps
 # has ten times the false alarms of one that continues to grow. Noise that is correlated from step
 # to step, as theirs, sums up about six times as fast as independent noise.

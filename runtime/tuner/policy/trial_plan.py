@@ -1,9 +1,9 @@
 """Plan of a trial: length and order of its blocks, number of looks, and levels of its bounds.
 
-The constants were swept on simulated training (`tests/bench/tuner_simulation.py`, other seeds than
-those it reports). Step times are correlated over about ten steps, so distant blocks differ although
-nothing changed: many short blocks show more than few long ones. In 360 steps, blocks of 4 find 97
-of 100 gains of 3 % with 3 false accepts in 1,000; blocks of 10 find 94 with 13.
+The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
+other than those it reports). Step times are correlated over about ten steps, so distant blocks
+differ although nothing changed: many short blocks show more than few long ones. In 360 steps,
+blocks of 4 find 97 of 100 gains of 3 % with 3 false accepts in 1,000; blocks of 10 find 94 with 13.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from zerowatch.runtime.memory.forecast.leak import Leak, find_leak
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 STEPS = 400
-# RSS after each step, or every 0.25 s, of the GPT of bench/training.py on one rank without a leak:
-# 4 layers of width 128, and 2 layers of width 64 that warm up for a thousand steps.
+# RSS after each step, or every 0.25 s, of the GPT of bench/gpt_training.py on one rank, with no
+# leak: 4 layers of width 128, and 2 layers of width 64 that warm up for a thousand steps.
 CREEPING = ("floors-width-128", "floors-width-64")
 REPLAYS = Path(__file__).parents[2] / "support" / "replays"
 

@@ -5,16 +5,11 @@ The bench `oom_risk` does the same on 600 runs, with the actual goals.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "bench"))  # the runs are the bench's own
-
-from oom_risk_followed import (
+from bench.memory.oom_risk_followed import (
     LINE,
     OURS,
     THRESHOLD,
@@ -25,8 +20,8 @@ from oom_risk_followed import (
     pooled,
     warnings,
 )
-from oom_risk_runs import KINDS, generate, generate_run
-from oom_risk_scores import LEAD_STEPS, brier
+from bench.memory.oom_risk_runs import KINDS, generate, generate_run
+from bench.memory.oom_risk_scores import LEAD_STEPS, brier
 
 from zerowatch.runtime.memory.forecast.error_tail import fit_tail
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from bench.launch import run_ranks
+from bench.rank_processes import run_ranks
 
 pytestmark = pytest.mark.jobs
 
@@ -31,7 +31,7 @@ def soaks() -> dict[str, dict[str, Any]]:
 
 def _soak(*, watched: bool) -> dict[str, Any]:
     asked = {"stage": 1, "steps": STEPS, "first_steps": FIRST_STEPS, "watched": watched}
-    return run_ranks("soak_job.py", asked, world_size=1, timeout_seconds=300)[0]
+    return run_ranks("monitoring_cost/soak_job.py", asked, world_size=1, timeout_seconds=300)[0]
 
 
 def _grown_bytes(soak: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""The controller with one knob in simulated training; see tests/bench/tuner_simulation.py."""
+"""The controller with one knob in simulated training; see tests/bench/tuner/simulated_trials.py."""
 
 from __future__ import annotations
 

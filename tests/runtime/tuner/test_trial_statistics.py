@@ -1,6 +1,6 @@
 """Verdicts of trials in simulated training; with few sessions, so the bounds are loose.
 
-`tests/bench/tuner_simulation.py` has the figures.
+`tests/bench/tuner/simulated_trials.py` has the figures.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from scripts.launching import SCRIPTS, TORCHRUN, start
 
 from zerowatch.runtime.estimator.memory import peak_of
 from zerowatch.runtime.estimator.options import Options
@@ -19,7 +20,6 @@ from zerowatch.runtime.estimator.trace_activations import trace_activations
 from zerowatch.runtime.estimator.typical_model import typical_activations
 
 from .estimate_cases import CASES, MODELS, RANKS, SHAPES, WITH_ACTIVATIONS, Case, Decoder
-from .launching import SCRIPTS, TORCHRUN, start
 
 # Without it glibc keeps freed memory, and RSS shows an earlier peak.
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}

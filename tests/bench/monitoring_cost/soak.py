@@ -1,0 +1,57 @@
+"""Ten thousand tiny steps: memory growth with monitoring, compared with a run without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.bench_options import Options
+from bench.rank_processes import run_ranks
+from bench.result_table import Row
+
+GOAL_MIB = 5.0
+STAGE = 2
+
+
+def bench(options: Options) -> Iterator[Row]:
+    """Yield growth of resident memory and number of series of each rank, over two ranks."""
+    unmonitored = _run(options, watched=False)
+    watched = _run(options, watched=True)
+    for rank, (plain, seen) in enumerate(zip(unmonitored, watched, strict=True)):
+        yield from _rows(rank, plain, seen)
+
+
+def _run(options: Options, *, watched: bool) -> list[dict[str, Any]]:
+    asked = {
+        "stage": STAGE,
+        "steps": 1000 if options.quick else 10_000,
+        "first_steps": 500 if options.quick else 1500,
+        "watched": watched,
+    }
+    return run_ranks("monitoring_cost/soak_job.py", asked, world_size=2, timeout_seconds=1800)
+
+
+def _rows(rank: int, plain: dict[str, Any], seen: dict[str, Any]) -> Iterator[Row]:
+    plain_mib, seen_mib = _growth_mib(plain), _growth_mib(seen)
+    yield Row(
+        what=f"rank {rank}: RSS growth, monitored - unmonitored",
+        measured=f"{seen_mib - plain_mib:+.2f} MiB",
+        spread=f"{seen_mib:.2f} in {seen['seconds']:.0f} s - {plain_mib:.2f} in "
+        f"{plain['seconds']:.0f} s",
+        goal=f"<= {GOAL_MIB:g} MiB",
+        met=seen_mib <= plain_mib + GOAL_MIB,
+    )
+    early, late = seen["early"]["series"], seen["late"]["series"]
+    budget = 400 if rank == 0 else 300
+    yield Row(
+        what=f"rank {rank}: series",
+        measured=f"{late}",
+        spread=f"{early} after the first steps",
+        goal=f"<= {budget}, constant",
+        met=early == late <= budget,
+    )
+
+
+def _growth_mib(found: dict[str, Any]) -> float:
+    grown: int = found["late"]["resident_bytes"] - found["early"]["resident_bytes"]
+    return grown / 2**20

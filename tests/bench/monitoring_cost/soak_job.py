@@ -1,0 +1,54 @@
+"""One rank of a long run of tiny steps: what it holds after the first steps and at the end."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import gpt_training
+from bench.monitoring_cost.scrape_client import num_series, scrape
+
+PAGE_BYTES = 4096
+
+
+def main() -> None:
+    asked = gpt_training.arguments()
+    job = gpt_training.Training(stage=asked["stage"], width=16, layers=1, batch=1)
+    opened = start_watch(job) if asked["watched"] else None
+    address = None if opened is None else opened.address
+    begin = time.perf_counter()
+    run_steps(job, asked["first_steps"], address)
+    early = held(address)
+    run_steps(job, asked["steps"] - asked["first_steps"], address)
+    late = held(address)
+    seconds = time.perf_counter() - begin
+    if opened is not None:
+        opened.close()
+    gpt_training.report({"early": early, "late": late, "seconds": seconds})
+
+
+def start_watch(job: gpt_training.Training) -> Any:
+    from zerowatch.runtime.initialize import watch
+
+    return watch(job.engine, {"serve": {"port": 0}})
+
+
+def run_steps(job: gpt_training.Training, num_steps: int, address: str | None) -> None:
+    """Train, and let a watched run be scraped about as often a step as a real one."""
+    for number in range(num_steps):
+        job.step()
+        if address is not None and number % 100 == 0:
+            scrape(address)
+
+
+def held(address: str | None) -> dict[str, int]:
+    gc.collect()
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    series = 0 if address is None else num_series(scrape(address)[0])
+    return {"resident_bytes": resident_pages * PAGE_BYTES, "series": series}
+
+
+if __name__ == "__main__":
+    main()

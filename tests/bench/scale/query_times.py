@@ -1,0 +1,99 @@
+"""Time of Prometheus for Grafana's queries: query by query, and a dashboard at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from servers.grafana import DashboardQuery, Reader, dashboard_queries, variables
+from servers.prometheus import Prometheus
+
+DASHBOARDS = Path(__file__).parents[3] / "dashboards" / "rendered" / "grafana"
+TRIALS = 3
+BROWSER_CONNECTIONS = 6
+_LABEL_VALUES = re.compile(r"label_values\((.+), *(\w+)\)")
+
+Dashboard = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A query's time, the median of its trials, and what it brought."""
+
+    name: str
+    seconds: float
+    series: int
+
+
+def dashboards() -> list[Dashboard]:
+    return [json.loads(file.read_text()) for file in sorted(DASHBOARDS.glob("*.json"))]
+
+
+def time_queries(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> list[Asked]:
+    """Ask each query of a dashboard, and each of its variables, one after another."""
+    asked = [
+        _timed(
+            query.name, lambda query=query: reader.ask(prometheus, query, dashboard, time.time())
+        )
+        for query in dashboard_queries(dashboard)
+    ]
+    for variable in variables(dashboard):
+        if found := _LABEL_VALUES.fullmatch(_text(variable)):
+            asked.append(
+                _time_variable(prometheus, dashboard, reader, variable["name"], *found.groups())
+            )
+    return asked
+
+
+def time_dashboard(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> float:
+    """Ask a dashboard's queries as a browser does, six at once; return the seconds for all."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(BROWSER_CONNECTIONS) as pool:
+        ask = lambda query: reader.ask(prometheus, query, dashboard, time.time())  # noqa: E731
+        list(pool.map(ask, dashboard_queries(dashboard)))
+    return time.monotonic() - began
+
+
+def _time_variable(
+    prometheus: Prometheus,
+    dashboard: Dashboard,
+    reader: Reader,
+    name: str,
+    selector: str,
+    label: str,
+) -> Asked:
+    """Ask for the values of a variable, over the time shown."""
+    query = DashboardQuery(
+        dashboard=dashboard["uid"],
+        panel="variable",
+        ref=name,
+        expression=selector,
+        is_instant=False,
+    )
+    parameters = {
+        "match[]": reader.fill_in(query, dashboard),
+        "start": time.time() - reader.range_seconds,
+        "end": time.time(),
+    }
+    return _timed(query.name, lambda: prometheus.ask(f"label/{label}/values", **parameters))
+
+
+def _timed(name: str, ask: Callable[[], list[Any]]) -> Asked:
+    seconds = []
+    for _ in range(TRIALS):
+        began = time.monotonic()
+        series = len(ask())
+        seconds.append(time.monotonic() - began)
+    return Asked(name=name, seconds=median(seconds), series=series)
+
+
+def _text(variable: Mapping[str, Any]) -> str:
+    query = variable.get("query", "")
+    return str(query.get("query", "") if isinstance(query, dict) else query)
