@@ -12,7 +12,6 @@ from .communication import communication_alerts
 from .memory import memory_alerts
 from .overhead import overhead_alerts
 from .training import training_alerts
-from .window import window_alerts
 
 
 def alerts(timing: Timing) -> tuple[Alert, ...]:
@@ -20,7 +19,6 @@ def alerts(timing: Timing) -> tuple[Alert, ...]:
     return (
         *communication_alerts(timing),
         *training_alerts(timing),
-        *memory_alerts(),
-        *window_alerts(timing),
+        *memory_alerts(timing),
         *overhead_alerts(timing),
     )

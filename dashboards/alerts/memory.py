@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from ...metrics.catalog import memory
-from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
-from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select
-from ..recording_rules import OOM_RISK
-from ..timing import MINUTE
+from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH, REPLAY_RATIO_HIGH
+from .. import recording_rules as recorded
+from ..promql import IDENTITY, ON_GPU, ON_HOST, by, select, where
+from ..timing import MINUTE, Timing
 from .alert import BYTES, PERCENT, RANK, RUN, Alert, InhibitRule
-from .guards import not_on_gpu, on_gpu, while_training
+from .guards import after_some_steps, not_on_gpu, on_gpu, while_training
 
 DASHBOARD = "zerowatch-memory"
 DEVICE = "{{ $labels.device }}"
 OOM_RISK_HIGH_ALERT = "ZerowatchOomRiskHigh"
 
 
-def memory_alerts() -> tuple[Alert, ...]:
-    """Return the alerts; none depends on a range."""
-    return (_oom_risk_high(), _oom_risk_critical(), _host_memory_risk(), _memory_leak())
+def memory_alerts(timing: Timing) -> tuple[Alert, ...]:
+    """Return the alerts; `timing` sets their PromQL ranges."""
+    return (
+        _oom_risk_high(),
+        _oom_risk_critical(),
+        _host_memory_risk(),
+        _memory_leak(),
+        _oom_replays(timing),
+    )
 
 
 def _training_device_risk(limit: float) -> str:
@@ -25,8 +31,8 @@ def _training_device_risk(limit: float) -> str:
 
     This is the GPU's memory, or without a GPU the host's, whose device is called cpu.
     """
-    gpu = f"{OOM_RISK.select(ON_GPU)} > {limit}"
-    host = not_on_gpu(f"{OOM_RISK.select(ON_HOST)} > {limit}")
+    gpu = f"{recorded.OOM_RISK.select(ON_GPU)} > {limit}"
+    host = not_on_gpu(f"{recorded.OOM_RISK.select(ON_HOST)} > {limit}")
     return while_training(f"(\n{gpu}\nor\n({host})\n)", "rank")
 
 
@@ -66,7 +72,7 @@ def _oom_risk_critical() -> Alert:
 
 
 def _host_memory_risk() -> Alert:
-    host = on_gpu(f"{OOM_RISK.select(ON_HOST)} > {OOM_RISK_HIGH}")
+    host = on_gpu(f"{recorded.OOM_RISK.select(ON_HOST)} > {OOM_RISK_HIGH}")
     return Alert(
         name="ZerowatchHostMemoryRisk",
         component="memory",
@@ -98,6 +104,28 @@ def _memory_leak() -> Alert:
             f"Memory of category {{{{ $labels.category }}}} grows by {BYTES} with each step, and "
             "the batches do not explain it. The dashboard shows how many steps are left. Look for "
             "tensors that the script keeps."
+        ),
+        dashboard=DASHBOARD,
+    )
+
+
+def _oom_replays(timing: Timing) -> Alert:
+    # The long range excludes single bad batches, the short one shows that it is not over yet.
+    both_ranges = where(
+        f"{recorded.REPLAY_RATIO_LONG.select()} > {REPLAY_RATIO_HIGH}",
+        f"{recorded.REPLAY_RATIO.select()} > 0",
+    )
+    return Alert(
+        name="ZerowatchOomReplays",
+        component="memory",
+        severity="warning",
+        expression=while_training(after_some_steps(both_ranges, timing)),
+        for_seconds=2 * MINUTE,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} keeps running out of memory and replaying windows",
+        description=(
+            f"Replayed accumulation windows took {PERCENT} of the training time of the last half "
+            "hour. No sample is lost. Start with smaller micro-batches, or free memory."
         ),
         dashboard=DASHBOARD,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ...metrics.catalog import training
+from ...metrics.catalog import training, window
 from ...metrics.thresholds import (
     DATA_RATIO_HIGH,
     DEVICE_UTILIZATION_LOW,
     LOSS_SCALE_FALL,
     LOSS_SCALE_LOW,
+    RESTARTS_HIGH,
 )
 from .. import recording_rules as recorded
 from ..promql import ON_GPU, by, select, where
@@ -32,6 +33,7 @@ def training_alerts(timing: Timing) -> tuple[Alert, ...]:
         _loss_scale_collapse(timing),
         _data_bound(timing),
         _low_device_utilization(timing),
+        _restarting(timing),
     )
 
 
@@ -172,4 +174,26 @@ def _low_device_utilization(timing: Timing) -> Alert:
             "larger micro-batch."
         ),
         dashboard="zerowatch-devices",
+    )
+
+
+def _restarting(timing: Timing) -> Alert:
+    # changes() of one series does not serve: a restarted rank may answer at another port.
+    restarts = f"{select(window.RESTARTS)}[{timing.long}]"
+    highest = by("max", f"max_over_time({restarts})")
+    lowest = by("min", f"min_over_time({restarts})")
+    return Alert(
+        name="ZerowatchRestarting",
+        component="training",
+        severity="critical",
+        expression=while_training(f"{highest} - {lowest} >= {RESTARTS_HIGH}"),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Training {RUN} keeps restarting",
+        description=(
+            f"The run restarted {NUMBER} times within half an hour. Each time it resumes from its "
+            "last save, and it may not get much further. Read the end of the log of the rank that "
+            "ended first."
+        ),
+        dashboard="zerowatch-memory",
     )

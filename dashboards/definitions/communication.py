@@ -11,23 +11,30 @@ from ...metrics.thresholds import (
 )
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import Column, Stat, Table, TimeSeries
+from ..grafana.panels import BarGauge, Column, Heatmap, Stat, TimeSeries
 from ..grafana.style import (
-    ANY_IS_BAD,
+    BYTES,
+    BYTES_PER_SECOND,
+    COUNT,
     PLAIN,
     PLAIN_TEXT,
     RATIO,
+    SECONDS,
     Query,
     above,
     below,
 )
 from ..promql import by
-from .communication_volume import LINK, PATTERN
-from .palette import CAUSES
-from .parts import sized
-from .queries import of_ranks, of_run, total, worst
+from .queries import of_ranks, of_run, quantile, total, worst
+from .shared_panels import fault_count, rank_table, sized
 
-SCORES = by("max", of_ranks(recorded.STRAGGLER_SCORE), "rank", "phase")
+CAUSE_COLORS = {
+    "imbalance": "orange",
+    "latency": "yellow",
+    "redundancy": "purple",
+    "bandwidth": "blue",
+}
+STEP_BYTES_COLORS = {"measured": "blue", "predicted": "yellow", "least": "green"}
 
 AT_A_GLANCE = sized(
     6,
@@ -104,7 +111,7 @@ COST = (
         unit=RATIO,
         minimum=0,
         stacked=True,
-        colors=CAUSES,
+        colors=CAUSE_COLORS,
     ),
 )
 
@@ -139,26 +146,133 @@ WAITS = (
         thresholds=above(STRAGGLER_SCORE_HIGH),
         width=14,
     ),
-    Table(
+    rank_table(
         title="Stragglers now",
         description="The phase shows where to look. **data**: the loader and the disk. **forward** "
         "and **backward**: the device, its clock and other processes on it.",
-        labels={"rank": "Rank", "phase": "Phase"},
+        labels=("rank", "phase"),
         columns=(
             Column(
                 title="Behind",
-                expression=f"topk(10, {SCORES})",
+                expression=by("max", of_ranks(recorded.STRAGGLER_SCORE), "rank", "phase"),
                 unit=RATIO,
                 thresholds=above(STRAGGLER_SCORE_HIGH),
                 decimals=1,
             ),
         ),
-        sort_by="Behind",
         empty="ranks were not compared yet",
         width=10,
     ),
 )
 
+LINK = (
+    *sized(
+        8,
+        8,
+        TimeSeries(
+            title="Bandwidth by operation",
+            description="Wire bytes over transfer time of recent collectives, for the slowest "
+            "rank. Compare it with the link's rated bandwidth: 10 Gbit/s are 1.16 GiB/s.",
+            queries=(Query(of_run(recorded.BUS_BANDWIDTH), "{{op}} {{group}}"),),
+            unit=BYTES_PER_SECOND,
+            minimum=0,
+        ),
+        TimeSeries(
+            title="Bandwidth of the link",
+            description="Estimated from collectives of several sizes: the slowest rank now, and "
+            "the best that any rank sustained. A growing gap means that the link became slower.",
+            queries=(
+                Query(of_run(recorded.LINK_BANDWIDTH), "{{group}} now"),
+                Query(of_run(recorded.LINK_BEST_BANDWIDTH), "{{group}} best"),
+            ),
+            unit=BYTES_PER_SECOND,
+            minimum=0,
+        ),
+        TimeSeries(
+            title="Latency of the link",
+            description="Cost of a call regardless of its size, for the slowest rank. Multiplied "
+            "by the calls of a step, it is the time that larger buckets can save.",
+            queries=(Query(of_run(recorded.LINK_LATENCY), "{{group}}"),),
+            unit=SECONDS,
+            minimum=0,
+        ),
+    ),
+    TimeSeries(
+        title="Links furthest below their best",
+        description="Bandwidth over the best of the same rank and group. Below the line, check "
+        "that node's network and who shares it.",
+        queries=(
+            Query(
+                worst(recorded.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),
+                "rank {{rank}} {{group}}",
+            ),
+        ),
+        unit=RATIO,
+        minimum=0,
+        thresholds=below(LINK_BANDWIDTH_LOW),
+    ),
+    TimeSeries(
+        title="Collective duration, 95th percentile",
+        description="From issue to completion, including waiting, over all ranks. The buckets are "
+        "wide: read it as an order of magnitude.",
+        queries=(Query(quantile(0.95, recorded.COLLECTIVE_BUCKETS, "op"), "{{op}}"),),
+        unit=SECONDS,
+        log_scale=True,
+    ),
+)
+
+PATTERN = (
+    *sized(
+        8,
+        8,
+        BarGauge(
+            title="Collectives in a step, by operation",
+            description="Calls of one rank in a step. If there are hundreds of small ones, enlarge "
+            "`reduce_bucket_size`. If you expect reduce_scatter and see all_reduce, `zerowatch "
+            "estimate` explains why.",
+            queries=(Query(of_run(recorded.CALLS_PER_STEP), "{{op}}", shape="now"),),
+            unit=COUNT,
+            minimum=0,
+            decimals=1,
+            thresholds=PLAIN_TEXT,
+        ),
+        TimeSeries(
+            title="Sent in a step, by operation",
+            description="Bytes that one rank sends in a step, by operation and group of ranks. "
+            "Compression or another ZeRO stage helps most for the largest.",
+            queries=(Query(of_run(recorded.WIRE_BYTES_PER_STEP), "{{op}} {{group}}"),),
+            unit=BYTES,
+            minimum=0,
+            stacked=True,
+        ),
+        TimeSeries(
+            title="Bytes of a step on the wire",
+            description="Measured bytes, bytes predicted from the configuration, and the least "
+            "that this ZeRO stage needs. If measured is above predicted, other code communicates "
+            "too.",
+            queries=(Query(of_run(recorded.STEP_WIRE_BYTES), "{{kind}}"),),
+            unit=BYTES,
+            minimum=0,
+            colors=STEP_BYTES_COLORS,
+            empty="no plan for this run",
+        ),
+    ),
+    TimeSeries(
+        title="Payload of a step, by operation",
+        description="Bytes that one rank's collectives move, by the convention of nccl-tests. The "
+        "bytes on the wire differ by the algorithm's factor.",
+        queries=(Query(of_run(recorded.PAYLOAD_BYTES_PER_STEP), "{{op}} {{group}}"),),
+        unit=BYTES,
+        minimum=0,
+    ),
+    Heatmap(
+        title="Collective durations",
+        description="Brighter means more calls per second. A second band of long durations means "
+        "that calls wait; the rows above show for which rank.",
+        queries=(Query(by("sum", of_run(recorded.COLLECTIVE_BUCKETS), "le"), "{{le}}", "buckets"),),
+        unit=SECONDS,
+    ),
+)
 
 TRUST = (
     *sized(
@@ -176,23 +290,19 @@ TRUST = (
             thresholds=below(COMM_COVERAGE_LOW),
             decimals=1,
         ),
-        Stat(
+        fault_count(
             title="Collective mismatches",
             description="How often ranks issued different collectives, since the start. A mismatch "
             "is a bug in the script that ends in a hang. The log names the rank and the call.",
-            queries=(Query(total(comm.COLLECTIVE_MISMATCHES), "mismatches", shape="now"),),
-            unit=PLAIN,
-            thresholds=ANY_IS_BAD,
-            plain=True,
+            expression=total(comm.COLLECTIVE_MISMATCHES),
+            legend="mismatches",
         ),
-        Stat(
+        fault_count(
             title="Hangs",
             description="How often a rank made no progress, since the start. hang-rank-*.txt in "
             "the run folder shows where it hung.",
-            queries=(Query(total(comm.HANGS), "hangs", shape="now"),),
-            unit=PLAIN,
-            thresholds=ANY_IS_BAD,
-            plain=True,
+            expression=total(comm.HANGS),
+            legend="hangs",
         ),
     ),
     TimeSeries(

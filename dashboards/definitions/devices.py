@@ -6,7 +6,7 @@ from ...metrics.catalog import devices as catalog
 from ...metrics.thresholds import DEVICE_UTILIZATION_LOW
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import Column, Gauge, Stat, Table, TimeSeries
+from ..grafana.panels import Column, Gauge, Stat, TimeSeries
 from ..grafana.style import (
     BYTES_PER_SECOND,
     CELSIUS,
@@ -18,23 +18,15 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import ON_GPU, by, where
-from .parts import sized
+from ..promql import ON_GPU, by
 from .queries import of_ranks, of_run, total, worst
+from .shared_panels import rank_table, sized
 
 NOT_A_GPU = "GPUs only"
 BUSY = below(DEVICE_UTILIZATION_LOW)
 HOT = above(83, 90)  # GPUs begin to slow down at about 83 to 87 degrees
 JOULES = "joule"
-LEAST_BUSY = (
-    f"bottomk(10, {by('min', of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK), 'rank', 'device')})"
-)
-
-
-def of_the_least_busy(operation: str, expression: str) -> str:
-    """Keep the devices that are least busy."""
-    return where(by(operation, expression, "rank", "device"), LEAST_BUSY, "rank", "device")
-
+RANK_AND_DEVICE = ("rank", "device")
 
 USE = (
     Gauge(
@@ -161,34 +153,35 @@ HEALTH = (
         empty=NOT_A_GPU,
         width=6,
     ),
-    Table(
+    rank_table(
         title="Least busy devices now",
         description="Utilization next to clock and temperature shows whether a device is idle, "
         "throttled or hot.",
-        labels={"rank": "Rank", "device": "Device"},
+        labels=RANK_AND_DEVICE,
         columns=(
             Column(
                 title="Busy",
-                expression=LEAST_BUSY,
+                expression=by(
+                    "min", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK), *RANK_AND_DEVICE
+                ),
                 unit=RATIO,
                 decimals=0,
             ),
             Column(
                 title="Clock",
-                expression=of_the_least_busy("min", of_ranks(catalog.DEVICE_CLOCK)),
+                expression=by("min", of_ranks(catalog.DEVICE_CLOCK), *RANK_AND_DEVICE),
                 unit=HERTZ,
                 decimals=2,
             ),
             Column(
                 title="Temperature",
-                expression=of_the_least_busy("max", of_ranks(catalog.DEVICE_TEMPERATURE)),
+                expression=by("max", of_ranks(catalog.DEVICE_TEMPERATURE), *RANK_AND_DEVICE),
                 unit=CELSIUS,
                 thresholds=HOT,
                 decimals=0,
             ),
         ),
-        sort_by="Busy",
-        least_first=True,
+        lowest=True,
         width=18,
     ),
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...metrics.catalog import memory as catalog
-from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH
+from ...metrics.catalog import window
+from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH, REPLAY_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import BarGauge, Column, Gauge, Stat, Table, TimeSeries
+from ..grafana.panels import BarGauge, Column, Gauge, Stat, TimeSeries
 from ..grafana.style import (
-    ANY_IS_BAD,
     BYTES,
     COUNT,
     PLAIN,
@@ -18,12 +18,10 @@ from ..grafana.style import (
     above,
     below,
 )
-from ..promql import ON_GPU, ON_HOST, by, where
+from ..promql import ON_GPU, ON_HOST, by
 from ..recording_rules import RecordingRule
-from .palette import CATEGORIES, MEMORY_STATES, PHASES
-from .parts import sized
-from .queries import of_ranks, of_run, total, worst
-from .window_panels import REPLAYS_AND_RESTARTS
+from .queries import of_first_rank, of_ranks, of_run, total, worst
+from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, rank_table, sized
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
 FULL = above(0.9, 0.97)  # of a limit; no alert uses it, as alerts use the risk
@@ -43,7 +41,23 @@ LIMIT, PEAK, ALLOCATED, RESERVED = (
     for state in ("limit", "peak_allocated", "allocated", "reserved")
 )
 RANK_AND_DEVICE = ("rank", "device")
-LEAST_HEADROOM = f"bottomk(10, {by('min', of_ranks(recorded.HEADROOM_RATIO), *RANK_AND_DEVICE)})"
+CATEGORY_COLORS = {
+    "parameters": "blue",
+    "gradients": "purple",
+    "optimizer": "yellow",
+    "activations": "orange",
+    "comm_buffers": "green",
+    "other": "text",
+}
+STATE_COLORS = {
+    "limit": "red",
+    "peak": "orange",
+    "predicted peak": "yellow",
+    "allocated": "blue",
+    "reserved": "super-light-blue",
+    "fragmented": "purple",
+    "before training": "text",
+}
 
 WILL_IT_BE_ENOUGH = (
     *sized(
@@ -118,7 +132,7 @@ WILL_IT_BE_ENOUGH = (
         ),
         unit=BYTES,
         minimum=0,
-        colors=MEMORY_STATES,
+        colors=STATE_COLORS,
     ),
 )
 
@@ -132,7 +146,7 @@ WHAT_FILLS_IT = (
         unit=BYTES,
         minimum=0,
         stacked=True,
-        colors=CATEGORIES,
+        colors=CATEGORY_COLORS,
         width=9,
         height=9,
     ),
@@ -149,7 +163,7 @@ WHAT_FILLS_IT = (
         unit=BYTES,
         minimum=0,
         stacked=True,
-        colors=CATEGORIES,
+        colors=CATEGORY_COLORS,
         empty="nothing is offloaded to the host",
         width=9,
         height=9,
@@ -162,7 +176,7 @@ WHAT_FILLS_IT = (
         unit=BYTES,
         minimum=0,
         thresholds=PLAIN_TEXT,
-        colors=PHASES,
+        colors=PHASE_COLORS,
         width=6,
         height=9,
     ),
@@ -179,7 +193,7 @@ WHAT_FILLS_IT = (
         ),
         unit=BYTES,
         minimum=0,
-        colors=MEMORY_STATES,
+        colors=STATE_COLORS,
     ),
     TimeSeries(
         title="Leaks per step",
@@ -205,31 +219,29 @@ RANKS_APART = (
         thresholds=FULL,
         width=7,
     ),
-    Table(
+    rank_table(
         title="Ranks with the least headroom now",
         description="Headroom over each rank's own limit, and the risk of running out.",
-        labels={"rank": "Rank", "device": "Device"},
+        labels=RANK_AND_DEVICE,
         columns=(
             Column(
                 title="Headroom",
-                expression=LEAST_HEADROOM,
+                expression=by("min", of_ranks(recorded.HEADROOM_RATIO), *RANK_AND_DEVICE),
                 unit=RATIO,
                 thresholds=below(0.1, 0),
                 decimals=1,
             ),
             Column(
                 title="Risk",
-                expression=where(
-                    by("max", of_ranks(recorded.OOM_RISK), *RANK_AND_DEVICE),
-                    LEAST_HEADROOM,
-                    *RANK_AND_DEVICE,
-                ),
+                expression=by("max", of_ranks(recorded.OOM_RISK), *RANK_AND_DEVICE),
                 unit=RATIO,
                 thresholds=RISK_COLORS,
                 decimals=0,
             ),
         ),
+        lowest=True,
         sort_by="Risk",
+        least_first=False,
         width=10,
     ),
     TimeSeries(
@@ -246,24 +258,20 @@ RANKS_APART = (
 TROUBLE = sized(
     6,
     6,
-    Stat(
+    fault_count(
         title="Out-of-memory errors",
         description="Errors since the start, by outcome. For each error a report in `oom/` in the "
         "run folder shows what would have fitted.",
-        queries=(Query(total(catalog.OOMS, "outcome"), "{{outcome}}", shape="now"),),
-        unit=PLAIN,
-        thresholds=ANY_IS_BAD,
-        plain=True,
+        expression=total(catalog.OOMS, "outcome"),
+        legend="{{outcome}}",
         empty="none",
     ),
-    Stat(
+    fault_count(
         title="Allocator retries",
         description="How often the allocator emptied its cache and tried again, since the start. "
         "Each retry costs time, and is the last sign before an out-of-memory error.",
-        queries=(Query(total(catalog.ALLOC_RETRIES), "retries", shape="now"),),
-        unit=PLAIN,
-        thresholds=ANY_IS_BAD,
-        plain=True,
+        expression=total(catalog.ALLOC_RETRIES),
+        legend="retries",
         empty="none",
     ),
     TimeSeries(
@@ -281,6 +289,54 @@ TROUBLE = sized(
         unit=RATIO,
         minimum=0,
         empty="nothing is offloaded",
+    ),
+)
+
+REPLAYS_AND_RESTARTS = sized(
+    6,
+    6,
+    Stat(
+        title="Replayed windows",
+        description="Accumulation windows replayed since the start, because memory ran out. "
+        "**committed**: the replay succeeded in smaller pieces. **gave_up**: the run ended. No "
+        "sample is lost or trained on twice.",
+        queries=(Query(of_first_rank(window.WINDOW_REPLAYS), "{{outcome}}", shape="now"),),
+        unit=PLAIN,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+        empty=NOT_A_TRAINING_RUN,
+    ),
+    TimeSeries(
+        title="Time lost to replayed windows",
+        description="Share of training time. Above the line, start with smaller micro-batches, or "
+        "use activation checkpointing.",
+        queries=(
+            Query(of_run(recorded.REPLAY_RATIO), "5 minutes"),
+            Query(of_run(recorded.REPLAY_RATIO_LONG), "30 minutes"),
+        ),
+        unit=RATIO,
+        minimum=0,
+        thresholds=above(REPLAY_RATIO_HIGH),
+        empty=NOT_A_TRAINING_RUN,
+    ),
+    Stat(
+        title="Engine rebuilds",
+        description="Rebuilds within the run, for another ZeRO stage or offload. **undone**: it "
+        "failed. **refused**: it would not have worked. In both cases training continued "
+        "unchanged, and the log has the reason.",
+        queries=(Query(of_first_rank(window.ENGINE_REBUILDS), "{{outcome}}", shape="now"),),
+        unit=PLAIN,
+        thresholds=PLAIN_TEXT,
+        plain=True,
+        empty=NOT_A_TRAINING_RUN,
+    ),
+    fault_count(
+        title="Restarts",
+        description="How often the run restarted from its last save after a failure. See the log "
+        "of the rank that ended first, or `oom/` in the run folder.",
+        expression=of_first_rank(window.RESTARTS),
+        legend="restarts",
+        empty=NOT_A_TRAINING_RUN,
     ),
 )
 

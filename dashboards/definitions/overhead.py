@@ -6,7 +6,7 @@ from ...metrics.catalog import overhead
 from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import BarGauge, Column, Stat, Table, TimeSeries
+from ..grafana.panels import BarGauge, Column, Stat, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
     COUNT,
@@ -19,8 +19,8 @@ from ..grafana.style import (
     below,
 )
 from ..promql import by
-from .parts import sized
 from .queries import RANKS, of_ranks, of_run, total, worst
+from .shared_panels import fault_count, rank_table, sized
 
 # Prometheus' own series about a target.
 UP = f"up{{{', '.join(RANKS)}}}"
@@ -115,25 +115,21 @@ TRUST = (
         width=5,
         height=5,
     ),
-    Stat(
+    fault_count(
         title="Failed hooks",
         description="Failures since the start, by hook. zerowatch removes a failed hook and "
         "training continues. The log has its traceback once. Please report it.",
-        queries=(Query(total(overhead.HOOK_FAILURES, "hook"), "{{hook}}", shape="now"),),
-        unit=PLAIN,
-        thresholds=ANY_IS_BAD,
-        plain=True,
+        expression=total(overhead.HOOK_FAILURES, "hook"),
+        legend="{{hook}}",
         empty="none",
         width=5,
         height=5,
     ),
-    Stat(
+    fault_count(
         title="Failed exports",
         description="Failures since the start, by exporter. The log has the reason.",
-        queries=(Query(total(overhead.EXPORTER_FAILURES, "exporter"), "{{exporter}}", "now"),),
-        unit=PLAIN,
-        thresholds=ANY_IS_BAD,
-        plain=True,
+        expression=total(overhead.EXPORTER_FAILURES, "exporter"),
+        legend="{{exporter}}",
         empty="none",
         width=5,
         height=5,
@@ -192,20 +188,18 @@ SCRAPES = sized(
         unit=COUNT,
         minimum=0,
     ),
-    Table(
+    rank_table(
         title="Most expensive ranks now",
         description="Seconds of monitoring per second of the run.",
-        labels={"rank": "Rank"},
         columns=(
             Column(
                 title="Cost",
-                expression=f"topk(10, {by('max', of_ranks(recorded.WATCH_RATIO_BY_RANK), 'rank')})",
+                expression=by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK), "rank"),
                 unit=RATIO,
                 thresholds=above(WATCH_RATIO_HIGH),
                 decimals=2,
             ),
         ),
-        sort_by="Cost",
     ),
 )
 

@@ -15,7 +15,7 @@ from ...metrics.thresholds import (
 from .. import recording_rules as recorded
 from ..alerts.communication import steady
 from ..grafana.dashboard import Dashboard, Row, uid_of
-from ..grafana.panels import BarGauge, Stat, TimeSeries
+from ..grafana.panels import BarGauge, Column, Stat, Table, Text, TimeSeries
 from ..grafana.style import (
     ANY_IS_BAD,
     BAD,
@@ -33,11 +33,10 @@ from ..grafana.style import (
 )
 from ..promql import ON_GPU, by
 from ..timing import Timing
-from .overview_tables import DETAILS, FIRING
-from .palette import PHASES
-from .parts import sized, step_seconds
-from .queries import of_ranks, of_run, rate_of_ranks, worst
+from .queries import RUN, of_ranks, of_run, rate_of_ranks, worst
+from .shared_panels import PHASE_COLORS, TABLE_ROWS, rank_table, sized, step_seconds
 
+FIRING = f'ALERTS{{{", ".join(RUN)}, alertstate="firing"}}'
 CLOSE_TO_LIMIT = (Step(GOOD), Step(WATCH_OUT, 0.75), Step(BAD, 1))
 
 HEALTH = sized(
@@ -164,7 +163,7 @@ HELD_BACK = (
         unit=SECONDS,
         minimum=0,
         stacked=True,
-        colors=PHASES,
+        colors=PHASE_COLORS,
         width=14,
         dashboard=uid_of("step_anatomy"),
     ),
@@ -237,6 +236,69 @@ PROGRESS = sized(
     ),
 )
 
+DETAILS = (
+    Table(
+        title="Alerts firing",
+        description="Should be empty. The runbook's page on an alert explains what it means, how "
+        "to confirm it and what to do first.",
+        labels={"alertname": "Alert", "severity": "Severity", "rank": "Rank"},
+        columns=(Column(title="", expression=f"max by (alertname, severity, rank) ({FIRING})"),),
+        empty="no alert is firing",
+        width=10,
+    ),
+    rank_table(
+        title=f"The {TABLE_ROWS} slowest ranks",
+        description="**Behind** is how far a rank is behind the median rank, as a share of a step. "
+        "One slow rank delays all others: check its node, its device and its data.",
+        columns=(
+            Column(
+                title="Behind",
+                expression=by("max", of_ranks(recorded.STRAGGLER_SCORE), "rank"),
+                unit=RATIO,
+                thresholds=above(STRAGGLER_SCORE_HIGH),
+                decimals=1,
+            ),
+            Column(
+                title="Step time",
+                expression=by("max", of_ranks(recorded.STEP_SECONDS_BY_RANK), "rank"),
+                unit=SECONDS,
+            ),
+            Column(
+                title="Exposed",
+                expression=by("max", of_ranks(recorded.EXPOSED_RATIO_BY_RANK), "rank"),
+                unit=RATIO,
+                thresholds=above(COMM_RATIO_HIGH),
+                decimals=1,
+            ),
+            Column(
+                title="GPU busy",
+                expression=by("max", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK, ON_GPU), "rank"),
+                unit=RATIO,
+                thresholds=below(DEVICE_UTILIZATION_LOW),
+                decimals=0,
+            ),
+            Column(
+                title="Memory risk",
+                expression=by("max", of_ranks(recorded.OOM_RISK), "rank"),
+                unit=RATIO,
+                thresholds=above(OOM_RISK_HIGH, OOM_RISK_CRITICAL),
+                decimals=0,
+            ),
+        ),
+        width=14,
+    ),
+    Text(
+        title="How to read these dashboards",
+        description="What all dashboards have in common.",
+        content="Figures over a run are means of the last five minutes. A graph of many ranks "
+        "shows those that were worst in the selected time; choose ranks at the top to see others. "
+        "Each panel's **(i)** explains how to read it and what to do. Lines across a graph are "
+        "thresholds of alerts. Marks below a graph are alerts, the tuner's decisions and starts of "
+        "runs. Links at the top lead to the other dashboards and keep your choice.",
+        width=24,
+        height=3,
+    ),
+)
 
 DASHBOARD = Dashboard(
     name="overview",

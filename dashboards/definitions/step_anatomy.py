@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ...metrics.catalog import communication as comm
 from ...metrics.catalog import training as steps
+from ...metrics.catalog import window
 from ...metrics.thresholds import DATA_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row, uid_of
 from ..grafana.panels import BarGauge, Heatmap, Stat, TimeSeries
 from ..grafana.style import (
-    ANY_IS_BAD,
     COUNT,
     FLOPS_PER_SECOND,
     PLAIN,
@@ -20,10 +20,8 @@ from ..grafana.style import (
     above,
 )
 from ..promql import by, rate
-from .palette import PHASES
-from .parts import sized, step_seconds
 from .queries import RANKS, WINDOW, of_first_rank, of_ranks, of_run, rate_of_ranks, total, worst
-from .window_panels import MICRO_BATCHES_AND_SHARES
+from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, sized, step_seconds
 
 A_STEP = (
     TimeSeries(
@@ -34,7 +32,7 @@ A_STEP = (
         unit=SECONDS,
         minimum=0,
         stacked=True,
-        colors=PHASES,
+        colors=PHASE_COLORS,
         width=14,
         height=9,
     ),
@@ -48,7 +46,7 @@ A_STEP = (
         minimum=0,
         maximum=1,
         thresholds=PLAIN_TEXT,
-        colors=PHASES,
+        colors=PHASE_COLORS,
         decimals=1,
         width=10,
         height=9,
@@ -151,14 +149,12 @@ NUMBERS = (
         minimum=0,
         width=8,
     ),
-    Stat(
+    fault_count(
         title="Non-finite losses",
         description="Steps since each rank's start, over the chosen ranks. One is too many: see "
         "the alert ZerowatchLossNotFinite.",
-        queries=(Query(total(steps.NONFINITE_LOSSES), "steps", shape="now"),),
-        unit=PLAIN,
-        thresholds=ANY_IS_BAD,
-        plain=True,
+        expression=total(steps.NONFINITE_LOSSES),
+        legend="steps",
         width=6,
         height=5,
     ),
@@ -208,6 +204,47 @@ PROFILED = sized(
         unit=RATIO,
         minimum=0,
         empty="profiling is off: set profile.every_steps",
+    ),
+)
+
+MICRO_BATCHES_AND_SHARES = sized(
+    8,
+    7,
+    TimeSeries(
+        title="Micro-batches of a step",
+        description="Samples of the largest micro-batch, and micro-batches per step. They change "
+        "after an out-of-memory error, when memory is free again, and by your own call. The update "
+        "stays that of the whole batch.",
+        queries=(
+            Query(of_run(recorded.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
+            Query(by("max", of_first_rank(window.ACCUMULATION_STEPS)), "micro-batches"),
+        ),
+        unit=COUNT,
+        minimum=0,
+        empty=NOT_A_TRAINING_RUN,
+    ),
+    TimeSeries(
+        title="Shares of the batch",
+        description="Share of a batch that the ranks get. With `balance`, slow ranks get less. If "
+        "the lines diverge, the dashboard Communication shows which rank is slow, and why.",
+        queries=(
+            Query(of_run(recorded.LARGEST_SHARE), "largest"),
+            Query(of_run(recorded.EVEN_SHARE), "even"),
+            Query(of_run(recorded.SMALLEST_SHARE), "smallest"),
+        ),
+        unit=RATIO,
+        minimum=0,
+        empty=NOT_A_TRAINING_RUN,
+    ),
+    TimeSeries(
+        title="Compression error",
+        description="Error of the compressed gradients over their norm, for the worst rank. With 8 "
+        "bits a few percent are usual, and error feedback compensates for them. If it grows, or "
+        "the loss stalls, use bf16 or none.",
+        queries=(Query(of_run(recorded.COMPRESSION_ERROR), "{{codec}}"),),
+        unit=RATIO,
+        minimum=0,
+        empty="gradients are not compressed",
     ),
 )
 

@@ -21,8 +21,8 @@ from ..grafana.style import (
     below,
 )
 from ..promql import by
-from .parts import sized, step_seconds
 from .queries import of_first_rank, of_run, rate_of_ranks
+from .shared_panels import sized, step_seconds
 
 NO_TUNER = "no tuner in this run"
 OFF_AND_ON = (Named(0, "-", "transparent"), Named(1, "in this state", "blue"))
