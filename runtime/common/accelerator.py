@@ -2,7 +2,7 @@
 
 `current` is the kind of accelerator in use. `CudaAccelerator` serves NVIDIA and, as torch's CUDA,
 AMD (ROCm). Another kind needs a class with the members of `Accelerator`, assigned to `current`
-here, and a memory probe in `devices/memory/choose.py`. A row in `devices/choose.py` adds
+here, and a memory probe in `devices/memory_probes.py`. A row in `devices/device_probes.py` adds
 utilisation and power, `devices/peak_flops.py` the peak FLOP/s. `training_device_index` also needs
 DeepSpeed's accelerator to be of that kind. Importing this module initialises no device.
 """

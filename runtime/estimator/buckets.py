@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from .options import Options
-from .shapes import BYTES_OF, ModelShape
+from .ds_options import Options
+from .model_shape import BYTES_OF, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from torch import nn
 from ...errors import DsConfigError
 from ..memory.oom.would_fit import Layout, LayoutBytes
 from .config_reader import STAGES
-from .memory import peak_of
+from .model_memory import peak_of
+from .model_shape import ModelShape, Topology
 from .plan import Plan
 from .plan_step import plan_step
 from .read_module import read_model_shape
-from .shapes import ModelShape, Topology
 
 _FORWARD_AND_BACKWARD = 2
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .buckets import FlatGroup, fill_buckets, flatten
-from .options import Options
-from .shapes import BYTES_OF, ModelShape
+from .ds_options import Options
+from .model_shape import BYTES_OF, ModelShape
 
 _ENGINE_BUCKET = 500_000_000  # elements; a constant of engine.py
 _NORM_BYTES = 8  # norms are taken in fp64 (zero/utils.py:59), of a copy of one tensor at a time

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...metrics.step_record import CollectiveTotals
 from ..collectives.ops import wire_factor
-from .memory import MemoryPlan
-from .shapes import BYTES_OF
+from .model_memory import MemoryPlan
+from .model_shape import BYTES_OF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

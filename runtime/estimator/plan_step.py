@@ -8,20 +8,19 @@ from typing import Any
 
 from ...errors import DsConfigError
 from .config_reader import STAGES, ConfigReader
-from .memory import ModelPartition, plan_memory
-from .options import (
+from .ds_options import (
     Options,
     accumulation_steps,
     options_from,
     read_accumulation_auto,
     read_options,
 )
+from .model_memory import ModelPartition, plan_memory
+from .model_shape import BYTES_OF, ModelShape, Topology
 from .plan import Plan, PlannedCall, least_wire_bytes, sum_calls
 from .remarks import assumptions, config_remarks, inexact_reasons, result_remarks
-from .shapes import BYTES_OF, ModelShape, Topology
-from .stage_0 import stage_0_calls
-from .stage_1_and_2 import flat_groups, stage_1_and_2_calls
-from .stage_3 import stage_3_step
+from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
+from .stage_3_traffic import stage_3_step
 from .zero3_coordinator import TracingError
 
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."

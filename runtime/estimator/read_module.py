@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .shapes import ModelShape, ModuleShape, ParameterShape
+from .model_shape import ModelShape, ModuleShape, ParameterShape
 
 _DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Containers whose own forward never runs, so that none of their hooks do.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .buckets import fill_buckets
-from .memory import optimizer_states
-from .options import Options
+from .ds_options import Options
+from .model_memory import optimizer_states
+from .model_shape import ModelShape, Topology
 from .plan import Plan
-from .shapes import ModelShape, Topology
 
 # Keys that DeepSpeed 0.19.8 reads and then ignores, with the reason.
 _IGNORED = {

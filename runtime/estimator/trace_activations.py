@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .memory import Activations
+from .model_memory import Activations
 
 # Errors of a pass on fake tensors, which have no values.
 _PASS_ERRORS = (

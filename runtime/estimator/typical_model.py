@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .memory import Activations
-from .options import Options
-from .shapes import BYTES_OF, ModelShape, ModuleShape, ParameterShape
+from .ds_options import Options
+from .model_memory import Activations
+from .model_shape import BYTES_OF, ModelShape, ModuleShape, ParameterShape
 
 _VOCABULARY = 32_000
 _LARGEST_VOCABULARY_SHARE = 4  # in a small model the embedding has at most a quarter

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from .options import Options
+from .ds_options import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

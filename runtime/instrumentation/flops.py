@@ -12,7 +12,7 @@ from ...metrics.catalog import training
 from ...metrics.series import Recorder
 from ...metrics.settings import FlopsSettings
 from ..common import accelerator
-from ..devices.choose import peak_flops_per_second
+from ..devices.device_probes import peak_flops_per_second
 from .raw_step import StepCounts
 
 # The usual spellings; the first one with an int counts.

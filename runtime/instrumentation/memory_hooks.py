@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...metrics.catalog.labels import PHASES
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import BACKWARD, CHECKPOINT, EVAL, FORWARD, OPTIMIZER, PhaseTimer
-from ..devices.memory.free_heap import free_heap_bytes
+from ..devices.libc_memory import free_heap_bytes
 from ..memory.categories import Held, larger_of
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.forecast_service import MemoryForecasts

@@ -43,7 +43,7 @@ def categories_at_peak(
         before_step: Bytes by category before the optimizer step, with gradients; may be empty.
         after_step: Bytes by category after it.
         floor_bytes: Bytes in use after the step. On CPU, RSS minus the free heap of the C library
-            (`free_heap.py`), as the next pass allocates from that.
+            (`free_heap_bytes`), as the next pass allocates from that.
         peak_bytes: Peak during forward and backward.
         baseline_bytes: Bytes in use for anything but training, see `baseline`.
     """

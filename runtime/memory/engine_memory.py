@@ -2,7 +2,7 @@
 
 Read on the training thread between two phases: it computes, copies, gathers and waits for nothing,
 and keeps no tensor. A storage counts once and in full, however many tensors view it. On CPU a
-buffer counts only its pages that were ever written (`resident_bytes.py`).
+buffer counts only its pages that were ever written (`devices/libc_memory.py`).
 
 A path in the table of tensors consists of attributes, from one of three roots: the module's
 `parameters`, its `buffers`, and the engine's `optimizer`. It visits every element of a list, tuple
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..devices.memory.resident_bytes import resident_bytes
+from ..devices.libc_memory import resident_bytes
 from .categories import COMM_BUFFERS, GRADIENTS, HELD, OPTIMIZER, PARAMETERS, Held
 
 _IN_FLIGHT = (

@@ -21,8 +21,8 @@ from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
 from ..common.process_info import this_process
 from ..common.rank_store import RankStore, TargetDiscovery
-from ..devices.choose import device_probes, hardware_ids
-from ..devices.memory.choose import memory_probes
+from ..devices.device_probes import device_probes, hardware_ids
+from ..devices.memory_probes import memory_probes
 from ..instrumentation.engine_instrumentation import EngineInstrumentation
 from ..instrumentation.flops import flops_counter, publish_peak
 from ..instrumentation.watch_context import WatchContext

@@ -9,7 +9,7 @@ from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
 from ...metrics.series import Recorder
 from ..common.fail_open import FailOpen
-from ..devices.probe import DeviceProbe
+from ..devices.device_probes import DeviceProbe
 from ..memory.memory_reader import Readings
 
 

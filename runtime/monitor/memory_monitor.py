@@ -9,8 +9,8 @@ from typing import Any
 
 from ...metrics.catalog import memory
 from ...metrics.settings import MemorySettings
-from ..devices.memory.free_heap import free_heap_bytes
-from ..devices.memory.probe import MemoryProbe
+from ..devices.libc_memory import free_heap_bytes
+from ..devices.memory_probes import MemoryProbe
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.raw_step import RawStep
 from ..instrumentation.watch_context import WatchContext
@@ -19,13 +19,13 @@ from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.forecast_service import MemoryForecasts
 from ..memory.forecast.series import PeakPoint
 from ..memory.leak_monitor import LeakMonitor
+from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings
-from ..memory.metrics import MemoryMetrics
 from ..memory.offload.traffic import OffloadTraffic
+from ..memory.oom.error_report import OomReporter
 from ..memory.oom.killed_ranks import detect_killed_ranks
 from ..memory.oom.liveness_file import LivenessFile
 from ..memory.oom.parse_error import is_caused_by_oom
-from ..memory.oom.reporter import OomReporter
 from ..memory.step_sample import StepMemorySample
 from .oom_context import EngineOomContext, MemoryParts
 

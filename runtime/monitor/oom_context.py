@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from ...errors import DsConfigError
 from ...metrics.catalog.labels import PHASES
+from ..devices.cuda_allocator import dump_snapshot
+from ..estimator.ds_options import read_options
 from ..estimator.engine_plan import engine_config, planned_layouts
-from ..estimator.options import read_options
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
-from ..memory.allocator_snapshot import dump_snapshot
 from ..memory.forecast.forecast_service import MemoryForecasts
 from ..memory.forecast.series import PeakPoint, PeakPrediction, Shape
 from ..memory.leak_monitor import LeakMonitor
+from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings
-from ..memory.metrics import MemoryMetrics
 from ..memory.oom.evidence import Limit, OomContext, TrainingSetup
 from ..memory.oom.would_fit import Layout, LayoutBytes
 

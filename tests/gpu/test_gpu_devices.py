@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from zerowatch.runtime.devices.choose import device_probes, peak_flops_per_second
+from zerowatch.runtime.devices.device_probes import device_probes, peak_flops_per_second
 
 pytestmark = [
     pytest.mark.gpu,

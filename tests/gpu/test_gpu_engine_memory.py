@@ -12,8 +12,8 @@ import pytest
 import torch
 from scripts.launching import SCRIPTS
 
-from zerowatch.runtime.devices.memory.cuda import cuda_memory
-from zerowatch.runtime.devices.memory.shared_peak_counters import SharedPeakCounters
+from zerowatch.runtime.devices.cuda_allocator import cuda_memory
+from zerowatch.runtime.devices.shared_peak_counters import SharedPeakCounters
 
 MIB = 2**20
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_STATES
-from zerowatch.runtime.devices.memory.cuda import cuda_memory
+from zerowatch.runtime.devices.cuda_allocator import cuda_memory
 
 MIB = 2**20
 pytestmark = [

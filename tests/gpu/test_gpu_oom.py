@@ -14,8 +14,8 @@ import torch
 from fakes.ooms import FakeOomContext, parse_oom_error
 from scripts.launching import SCRIPTS, start
 
-from zerowatch.runtime.memory.allocator_snapshot import dump_snapshot
-from zerowatch.runtime.memory.oom.reporter import OomReporter
+from zerowatch.runtime.devices.cuda_allocator import dump_snapshot
+from zerowatch.runtime.memory.oom.error_report import OomReporter
 
 MIB, GIB = 2**20, 2**30
 ALLOWED_BYTES = 2 * GIB

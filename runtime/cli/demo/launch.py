@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ....errors import CommandLineError
 from ....metrics.settings import load_settings
-from ...devices.cores import usable_cores
+from ...devices.cpu import usable_cores
 
 
 def launch_demo(steps: int, num_processes: int | None, stage: int) -> int:

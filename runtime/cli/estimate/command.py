@@ -14,8 +14,8 @@ import click
 from ....errors import CommandLineError, DsConfigError
 
 if TYPE_CHECKING:
+    from ...estimator.model_shape import ModelShape, Topology
     from ...estimator.plan import Plan
-    from ...estimator.shapes import ModelShape, Topology
     from .inputs import BatchPlan
 
 _ALL = "all"
@@ -131,7 +131,7 @@ def _warn_of_misspelt_keys(config: Mapping[str, Any], config_file: str) -> None:
 def _topology(
     config: Mapping[str, Any], world: int, tp: int | None, pp: int, backend: str
 ) -> Topology:
-    from ...estimator.shapes import Topology
+    from ...estimator.model_shape import Topology
 
     if tp is None:
         block = config.get("tensor_parallel")

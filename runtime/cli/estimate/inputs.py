@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ....errors import CommandLineError
-from ...estimator.memory import Activations, Peak, largest_micro_batch, peak_of
-from ...estimator.options import MICRO_BATCH, TOTAL_BATCH, accumulation_steps, read_options
+from ...estimator.ds_options import MICRO_BATCH, TOTAL_BATCH, accumulation_steps, read_options
+from ...estimator.model_memory import Activations, Peak, largest_micro_batch, peak_of
+from ...estimator.model_shape import ModelShape, Topology
 from ...estimator.plan import Plan
-from ...estimator.shapes import ModelShape, Topology
 from ...estimator.typical_model import typical_activations, typical_transformer
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.units import UNKNOWN, format_bytes, format_count
-from ...estimator.memory import Activations
+from ...estimator.model_memory import Activations
+from ...estimator.model_shape import ModelShape, Topology
 from ...estimator.plan import Plan, PlannedCollective
-from ...estimator.shapes import ModelShape, Topology
 from .inputs import BatchPlan
 
 _PLAIN_WIDTH = 98

@@ -12,8 +12,7 @@ from ....metrics.catalog import memory
 from ....metrics.series import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.units import format_bytes
-from .forecaster import Forecaster
-from .memory_forecast import MemoryForecast
+from .forecaster import Forecaster, MemoryForecast
 from .series import PeakPoint, PeakPrediction, Shape
 
 logger = logging.getLogger(__name__)

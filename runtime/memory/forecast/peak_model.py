@@ -2,14 +2,269 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from .peak_features import RESOLUTION_RATIO, Features, Floats, read_features
-from .peak_regression import fit_branches
 from .series import PeakPoint, Shape
+
+Floats = npt.NDArray[np.float64]
+
+# Resolution of a peak: the kernel counts RSS in batches per thread, and allocators round.
+RESOLUTION_RATIO = 0.002
+MIN_KNOWN = 8
+_UNKNOWN = (Shape(0, 0),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """Rises of memory over the floor before each step, and the five columns that may explain them.
+
+    Attributes:
+        rises: [n] rises in bytes.
+        columns: [n, 5]: 1, samples, tokens, token pairs, `reference_floor` minus the floor before
+            in bytes. For a step of several micro-batches, those of the largest.
+        candidates: [n, micro-batches, 5]: the columns of each micro-batch; None if all points have
+            one.
+        reference_floor: The last floor.
+        typical_peak: The median peak.
+    """
+
+    rises: Floats
+    columns: Floats
+    candidates: Floats | None
+    reference_floor: float
+    typical_peak: float
+
+    @property
+    def floors(self) -> Floats:
+        """The [n] floors before each step."""
+        floors: Floats = self.reference_floor - self.columns[:, 4]
+        return floors
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all micro-batches have the same shape."""
+        return self.candidates is None and not np.ptp(self.columns[:, 1:4], axis=0).any()
+
+    def columns_of_largest(self, coefficients: Floats) -> Floats:
+        """Return the columns of the micro-batch of each step that needs most, by coefficients."""
+        if self.candidates is None:
+            return self.columns
+        largest = np.argmax(self.candidates @ coefficients, axis=1)
+        chosen: Floats = self.candidates[np.arange(len(largest)), largest]
+        return chosen
+
+    def last(self, count: int) -> Features:
+        """Return the features of the last `count` rises."""
+        return replace(
+            self,
+            rises=self.rises[-count:],
+            columns=self.columns[-count:],
+            candidates=None if self.candidates is None else self.candidates[-count:],
+        )
+
+
+def read_features(points: Sequence[PeakPoint]) -> Features:
+    """Build features of the readings with known shapes; of all readings, if these are too few."""
+    pairs = list(itertools.pairwise(points))
+    known = [pair for pair in pairs if pair[1].shapes]
+    if len(known) >= min(MIN_KNOWN, len(pairs)):
+        pairs = known
+    shapes = [after.shapes if pairs is known else _UNKNOWN for _, after in pairs]
+    levels = [(before.floor_bytes, after.peak_bytes) for before, after in pairs]
+    floors, peaks = np.array(levels, dtype=float).reshape(-1, 2).T
+    reference = points[-1].floor_bytes if points else 0.0
+    candidates = _candidate_columns(shapes, reference - floors)
+    return Features(
+        rises=np.maximum(peaks - floors, 0.0),  # the peak is read before the floor
+        columns=candidates[:, 0],
+        candidates=candidates if candidates.shape[1] > 1 else None,
+        reference_floor=reference,
+        typical_peak=upper_median(peaks) if pairs else 0.0,
+    )
+
+
+def _candidate_columns(rows: Sequence[tuple[Shape, ...]], floor_deficits: Floats) -> Floats:
+    """Return [n, k, 5]: k = 1 if all points have one micro-batch, else the candidates."""
+    sizes = [(shape.samples, shape.length) for row in rows for shape in row]
+    samples, lengths = np.array(sizes, dtype=float).reshape(-1, 2).T
+    if len(sizes) == len(rows):
+        samples, lengths = samples[:, None], lengths[:, None]
+    else:
+        chosen = _largest(np.array([len(row) for row in rows]), samples, lengths)
+        samples, lengths = samples[chosen], lengths[chosen]
+    columns = np.empty((*samples.shape, 5))
+    columns[..., 0] = 1.0
+    columns[..., 1] = samples
+    columns[..., 2] = samples * lengths
+    columns[..., 3] = columns[..., 2] * lengths
+    columns[..., 4] = floor_deficits[:, None]
+    return columns
+
+
+def _largest(
+    counts: npt.NDArray[np.intp], samples: Floats, lengths: Floats
+) -> npt.NDArray[np.intp]:
+    """Return, for each point, its micro-batches that are largest by each of four measures.
+
+    The first measure lies between tokens and token pairs: the best guess before a fit.
+    """
+    starts = np.cumsum(counts) - counts
+    tokens = samples * lengths
+    chosen = []
+    for measure in (tokens * np.sqrt(lengths), tokens * lengths, tokens, samples):
+        most = np.repeat(np.maximum.reduceat(measure, starts), counts)
+        positions = np.flatnonzero(measure == most)
+        chosen.append(positions[np.searchsorted(positions, starts)])
+    return np.stack(chosen, axis=1)
+
+
+def upper_median(values: Floats) -> float:
+    """Return the upper median; numpy.median takes ten times as long on short arrays."""
+    return float(np.partition(values, len(values) // 2)[len(values) // 2])
+
+
+ROUNDS = 6
+CHANGED_RISES, FAR_SPREADS = 8, 4.0
+HALF_LIFE_RISES = 96.0
+# Penalty of each column in the criterion: 1, samples, tokens, token pairs, floor. Of two columns
+# that explain the same, the one with the larger penalty is dropped: tokens for a single shape, and
+# tokens rather than their pairs for two lengths. The floor is free: it is used only if it matters.
+_PENALTIES = np.array([2.1, 2.2, 2.0, 2.5, 0.0])
+# Penalty of a negative constant, which a step that first frees memory has. That is rare. Assumed
+# wrongly it flattens the curve: short lengths alone often look so if needs grow with length^2.
+_NEGATIVE_PENALTY = 8.0
+_RIDGE = 1e-9  # for collinear columns
+_QUANTILES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
+_MIN_ON_A_BRANCH = 5
+# Freed memory that the allocator keeps shows as steps without a rise.
+_MIN_SHARE_WITHOUT_RISE = 0.1
+_DRIFT_WINDOW, _DRIFT_MEMORY, _DRIFT_DOUBT = 12, 0.6, 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """Fitted branches: the lower is a constant, the upper a sum over columns plus a recent drift.
+
+    Attributes:
+        typical_need: Median of the upper branch, without its floor term.
+        changed: Number of last rises that all lie far off the upper branch, to one side: the need
+            has changed. 0 below CHANGED_RISES.
+    """
+
+    min_rise: float
+    coefficients: Floats
+    drift: float
+    typical_need: float
+    changed: int
+
+
+class _Subsets:
+    """Sets of columns that may explain the rises, as masks."""
+
+    def __init__(self, masks: list[tuple[float, ...]]) -> None:
+        self.masks = np.array(masks)
+        self.both = self.masks[:, :, None] * self.masks[:, None, :]
+        self.left_out = np.eye(5) * (1 + _RIDGE - self.masks)[:, :, None]
+        self.penalties = self.masks @ _PENALTIES
+
+
+_FOUR = list(itertools.product((0.0, 1.0), repeat=4))
+# If freed memory is reused, it is subtracted from the constant, which may then be negative.
+_REUSING = _Subsets([(1.0, *rest) for rest in _FOUR])
+_PLAIN = _Subsets([(*rest, 0.0) for rest in _FOUR[1:]])
+
+
+def fit_branches(features: Features, *, precision: float) -> Branches:
+    """Fit both branches; differences below `precision` bytes count as noise."""
+    rises = features.rises
+    columns, scale = _scaled(features, precision)
+    levels = np.sort(rises)[[int(q * (len(rises) - 1)) for q in _QUANTILES]]
+    level = levels[1]
+    upper = _all_if_few(rises > level + precision)
+    weights = np.ones_like(rises)
+    for iteration in range(ROUNDS):
+        recency = 0.5 ** (upper[::-1].cumsum()[::-1] / HALF_LIFE_RISES)
+        coefficients = _best_subset(columns, rises, recency * upper * weights, precision)
+        if iteration < 2 and features.candidates is not None:
+            columns = features.columns_of_largest(coefficients / scale) / scale
+        explained = columns @ coefficients
+        losses = np.abs(rises - np.maximum(levels[:, None], explained)).sum(axis=1)
+        level = levels[np.argmin(losses)]
+        upper = _all_if_few(explained >= level)
+        residuals = rises - explained
+        spread = upper_median(np.abs(residuals[upper])) + precision / 20
+        weights = 1.0 / np.maximum(np.abs(residuals) / spread, 0.5)
+    positions = np.flatnonzero(upper | (rises > level + precision))
+    changed = _changed(residuals[positions], max(FAR_SPREADS * spread, precision))
+    return Branches(
+        min_rise=float(level if upper.all() else upper_median(rises[~upper])),
+        coefficients=coefficients / scale,
+        drift=_drift(residuals[positions], spread, changed),
+        typical_need=upper_median(columns[:, :4] @ coefficients[:4]),
+        changed=len(rises) - int(positions[-changed]) if changed else 0,
+    )
+
+
+def _scaled(features: Features, precision: float) -> tuple[Floats, Floats]:
+    """Return the columns scaled to about 1; constant ones are zero."""
+    columns = features.columns
+    scale = np.abs(columns).max(axis=0)
+    dropped = np.ptp(columns, axis=0) == 0
+    reuses = np.mean(features.rises < precision) >= _MIN_SHARE_WITHOUT_RISE
+    dropped[0] = False
+    if not reuses:
+        dropped[2] = not scale[2]
+        dropped[4] = True
+    scale[dropped] = np.inf
+    return columns / scale, scale
+
+
+def _best_subset(columns: Floats, rises: Floats, weights: Floats, precision: float) -> Floats:
+    """Return the least squares coefficients of the subset of columns with the best criterion."""
+    total = weights.sum()
+    weighted = columns * (weights / total)[:, None]
+    gram, moments = weighted.T @ columns, weighted.T @ rises
+    reuses = columns[:, 4].any()
+    subsets = _REUSING if reuses else _PLAIN
+    systems = gram * subsets.both + subsets.left_out
+    found = np.linalg.solve(systems, (moments * subsets.masks)[..., None])[..., 0]
+    fitted = ((found @ gram - 2 * moments) * found).sum(axis=1)
+    squares = np.maximum((weights * rises * rises).sum() / total + fitted, 0.0)
+    count = total**2 / (weights * weights).sum()
+    penalties = (
+        subsets.penalties if reuses else subsets.penalties + _NEGATIVE_PENALTY * (found[:, 0] < 0)
+    )
+    criterion = np.log(squares + (precision / 4) ** 2) + penalties * np.log(count) / count
+    criterion[(found[:, 1:] < 0).any(axis=1)] = np.inf
+    best: Floats = found[np.argmin(criterion)]
+    return best
+
+
+def _changed(residuals: Floats, far: float) -> int:
+    """Return how many of the last residuals are far to one side; 0 below CHANGED_RISES."""
+    interrupted = np.abs(residuals) < far
+    interrupted |= np.signbit(residuals) != np.signbit(residuals[-1:])
+    run = int(np.argmax(interrupted[::-1])) if interrupted.any() else len(residuals)
+    return run if run >= CHANGED_RISES else 0
+
+
+def _drift(residuals: Floats, spread: float, changed: int) -> float:
+    """Return the mean recent residual of the upper branch, shrunk towards 0 if they are few."""
+    if changed:
+        return upper_median(residuals[-changed:])
+    recent = np.clip(residuals[-_DRIFT_WINDOW:], -FAR_SPREADS * spread, FAR_SPREADS * spread)
+    weights = _DRIFT_MEMORY ** np.arange(len(recent))[::-1]
+    return float((weights * recent).sum() / (weights.sum() + _DRIFT_DOUBT))
+
+
+def _all_if_few(chosen: np.ndarray) -> np.ndarray:
+    return chosen if chosen.sum() >= _MIN_ON_A_BRANCH else np.ones_like(chosen)
+
 
 MAX_RISES = 256
 MIN_RISES = 4

@@ -21,7 +21,7 @@ from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.report_files import create_first_free, utc_text
 from ...common.units import format_bytes
 from ..forecast.series import Shape
-from .formatting import format_percent, format_shapes
+from .error_report import format_percent, format_shapes
 from .liveness_file import (
     ROOT,
     SUFFIX,

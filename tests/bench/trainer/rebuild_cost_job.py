@@ -17,7 +17,7 @@ import torch
 from bench import gpt_training
 
 from zerowatch.runtime.common.host_group import HostGroup
-from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.devices.host_memory import HostMemory
 from zerowatch.runtime.engine.rebuild import engine_replacement
 
 WIDTH, LAYERS = 512, 7  # 22 million parameters

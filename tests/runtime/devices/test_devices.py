@@ -17,9 +17,8 @@ import pytest
 import torch
 from fakes.nvml import FakeGpu, FakeNvml, NVMLError
 
-from zerowatch.runtime.devices.choose import device_probes
-from zerowatch.runtime.devices.cores import usable_cores
-from zerowatch.runtime.devices.cpu import CpuDevice
+from zerowatch.runtime.devices.cpu import CpuDevice, usable_cores
+from zerowatch.runtime.devices.device_probes import device_probes
 
 Install = Callable[..., FakeNvml]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from fakes.cuda_memory import FakeAllocator, FakeCudaMemory
 
-from zerowatch.runtime.devices.memory.cuda import CudaMemory
-from zerowatch.runtime.devices.memory.shared_peak_counters import (
+from zerowatch.runtime.devices.cuda_allocator import CudaMemory
+from zerowatch.runtime.devices.shared_peak_counters import (
     ACCELERATOR_RESET,
     ACCELERATOR_STATS,
     RESET,

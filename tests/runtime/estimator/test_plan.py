@@ -6,11 +6,16 @@ import pytest
 
 from zerowatch.errors import DsConfigError
 from zerowatch.runtime.estimator.buckets import combine_messages, fill_buckets, flatten
-from zerowatch.runtime.estimator.options import Options, accumulation_steps, read_options
+from zerowatch.runtime.estimator.ds_options import Options, accumulation_steps, read_options
+from zerowatch.runtime.estimator.model_shape import (
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+    Topology,
+)
 from zerowatch.runtime.estimator.plan import Plan, least_wire_bytes
 from zerowatch.runtime.estimator.plan_step import plan_step
-from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
-from zerowatch.runtime.estimator.stage_3 import module_visits
+from zerowatch.runtime.estimator.stage_3_traffic import module_visits
 from zerowatch.runtime.estimator.typical_model import typical_transformer
 from zerowatch.runtime.estimator.zero3_coordinator import Zero3Coordinator
 

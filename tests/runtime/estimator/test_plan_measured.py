@@ -14,10 +14,10 @@ from scripts.launching import SCRIPTS
 from scripts.ranks import start_ranks
 
 from zerowatch.__main__ import main
+from zerowatch.runtime.estimator.model_shape import Topology
 from zerowatch.runtime.estimator.plan import Plan
 from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.read_module import forward_order, read_model_shape
-from zerowatch.runtime.estimator.shapes import Topology
 
 pytestmark = pytest.mark.jobs
 

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from zerowatch.runtime.devices.choose import peak_flops_per_second
+from zerowatch.runtime.devices.device_probes import peak_flops_per_second
 from zerowatch.runtime.devices.peak_flops import gpu_peak_flops_per_second
 from zerowatch.runtime.instrumentation.flops import flops_terms
 

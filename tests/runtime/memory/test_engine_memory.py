@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.memory import MEMORY_CATEGORIES
-from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
-from zerowatch.runtime.devices.memory.resident_bytes import resident_bytes
+from zerowatch.runtime.devices.libc_memory import free_heap_bytes, resident_bytes
 from zerowatch.runtime.memory.categories import baseline, categories_at_peak, larger_of
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 

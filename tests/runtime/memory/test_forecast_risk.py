@@ -23,7 +23,7 @@ from bench.memory.oom_risk_followed import (
 from bench.memory.oom_risk_runs import KINDS, generate, generate_run
 from bench.memory.oom_risk_scores import LEAD_STEPS, brier
 
-from zerowatch.runtime.memory.forecast.error_tail import fit_tail
+from zerowatch.runtime.memory.forecast.risk import fit_tail
 
 NUM_RUNS, NUM_LEAKS, FIRST_SEED = 30, 12, 2000
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from scripts.memory.peaks import REPLAYS, read_series
 
-from zerowatch.runtime.memory.forecast.forecaster import Forecaster
-from zerowatch.runtime.memory.forecast.memory_forecast import MemoryForecast
+from zerowatch.runtime.memory.forecast.forecaster import Forecaster, MemoryForecast
 from zerowatch.runtime.memory.forecast.peak_model import heap_floor
 from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from zerowatch.runtime.memory.offload import nvme as offload_nvme
 from zerowatch.runtime.memory.offload import traffic as offload_traffic
 
 STAGE_1_AND_2 = "zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -45,7 +44,7 @@ ATTRIBUTES: tuple[tuple[str, str], ...] = (
     (GRADIENT_SWAPPER, f"aio_handle {offload_traffic.NVME_STAGING[0]}"),
     (UNPIPELINED, "aio_handle gradient_swapper"),
     (PIPELINED, "read_aio_handle write_aio_handle gradient_swapper"),
-    (PARAM_SWAPPER, " ".join((*offload_nvme.PARAMETER_HANDLES, "use_gds swap_element_size"))),
+    (PARAM_SWAPPER, " ".join((*offload_traffic.PARAMETER_HANDLES, "use_gds swap_element_size"))),
 )
 CASES = [(place, name) for place, names in ATTRIBUTES for name in names.split()]
 # Arguments of the patched methods, by name and order.

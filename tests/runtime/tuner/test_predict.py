@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.runtime.collectives.ops import wire_factor
+from zerowatch.runtime.estimator.model_shape import (
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+    Topology,
+)
 from zerowatch.runtime.estimator.plan import Plan
 from zerowatch.runtime.estimator.plan_step import plan_step
-from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.predict import (
     num_micro_batches,

@@ -11,11 +11,16 @@ from pathlib import Path
 import torch
 from scripts.launching import SCRIPTS, TORCHRUN, start
 
-from zerowatch.runtime.estimator.memory import peak_of
-from zerowatch.runtime.estimator.options import Options
+from zerowatch.runtime.estimator.ds_options import Options
+from zerowatch.runtime.estimator.model_memory import peak_of
+from zerowatch.runtime.estimator.model_shape import (
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+    Topology,
+)
 from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.read_module import read_model_shape
-from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.estimator.trace_activations import trace_activations
 from zerowatch.runtime.estimator.typical_model import typical_activations
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from engine_memory_cases import CASES
 
-from zerowatch.runtime.devices.memory.free_heap import free_heap_bytes
-from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.devices.host_memory import HostMemory
+from zerowatch.runtime.devices.libc_memory import free_heap_bytes
 from zerowatch.runtime.memory.categories import baseline, categories_at_peak
 from zerowatch.runtime.memory.engine_memory import bytes_by_category
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .buckets import fill_buckets
-from .options import Options
+from .ds_options import Options
+from .model_shape import ModelShape, ModuleShape, Topology
 from .plan import PlannedCall
-from .shapes import ModelShape, ModuleShape, Topology
 from .zero3_coordinator import Gather, ModuleVisit, Zero3Coordinator
 
 _WARM_UP_STEPS = 3

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...common.cgroups import cgroup_folders
+from ..common.cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,20 @@ import torch
 from scripts.estimator.estimate_cases import Decoder
 from scripts.estimator.plan_cases import deep
 
-from zerowatch.runtime.estimator.memory import Activations, MemoryPlan, largest_micro_batch, peak_of
-from zerowatch.runtime.estimator.options import Options
+from zerowatch.runtime.estimator.ds_options import Options
+from zerowatch.runtime.estimator.model_memory import (
+    Activations,
+    MemoryPlan,
+    largest_micro_batch,
+    peak_of,
+)
+from zerowatch.runtime.estimator.model_shape import (
+    ModelShape,
+    ModuleShape,
+    ParameterShape,
+    Topology,
+)
 from zerowatch.runtime.estimator.plan_step import plan_step
-from zerowatch.runtime.estimator.shapes import ModelShape, ModuleShape, ParameterShape, Topology
 from zerowatch.runtime.estimator.trace_activations import (
     LiveBytes,
     UnknownActivationsError,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zerowatch.runtime.devices.memory.host import HostMemory
-from zerowatch.runtime.memory.oom.limit_name import host_limit_name
+from zerowatch.runtime.devices.host_memory import HostMemory
+from zerowatch.runtime.memory.oom.evidence import host_limit_name
 
 MIB = 2**20
 STATES = {"allocated": 1000.0 * MIB, "reserved": 4000.0 * MIB}

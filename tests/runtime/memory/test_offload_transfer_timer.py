@@ -7,15 +7,15 @@ from fakes.cuda_streams import FakeCuda
 from fakes.sleeping_collectives import ManualClock
 
 from zerowatch.runtime.collectives.event_pool import EventPool
-from zerowatch.runtime.memory.offload import timer as offload_timer
-from zerowatch.runtime.memory.offload.timer import DIRECTIONS, OffloadTimer
+from zerowatch.runtime.memory.offload import transfer_timer
 from zerowatch.runtime.memory.offload.transfer_sizes import TransferBytes
+from zerowatch.runtime.memory.offload.transfer_timer import DIRECTIONS, OffloadTimer
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     host = ManualClock()
-    monkeypatch.setattr(offload_timer, "perf_counter_ns", host)
+    monkeypatch.setattr(transfer_timer, "perf_counter_ns", host)
     return host
 
 
@@ -137,7 +137,7 @@ def test_no_event_is_recorded_during_graph_capture(host, device):
 
 
 def test_the_number_of_unread_events_is_bounded(host, device, monkeypatch):
-    monkeypatch.setattr(offload_timer, "MAX_UNREAD", 3)
+    monkeypatch.setattr(transfer_timer, "MAX_UNREAD", 3)
     timer = OffloadTimer(EventPool())
 
     for _ in range(10):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ...common import accelerator
+from ..common import accelerator
+from ..common.report_files import create_private
 from .shared_peak_counters import STATS, SharedPeakCounters
 
 _LIMIT_SECONDS = 10.0  # memory_info calls the driver, which takes longer than all the rest
@@ -122,3 +127,23 @@ def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
     resets = reset_peak and hasattr(torch._C, STATS)
     peaks = SharedPeakCounters(torch._C) if resets else None
     return CudaMemory(device_index, accelerator.current, peaks=peaks)
+
+
+def dump_snapshot(device: str, path: Path) -> bool:
+    """Write all blocks of the allocator to a file that only its owner can read. Never raises.
+
+    Stacks and history are included where `_record_memory_history` is on.
+
+    Returns:
+        Whether the file was written.
+    """
+    if not device.startswith(accelerator.current.kind):
+        return False
+    try:
+        os.close(create_private(path))
+        accelerator.current.dump_memory_snapshot(str(path))
+    except (OSError, RuntimeError, MemoryError, AttributeError, ValueError, pickle.PickleError):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # half a file would not load
+        return False
+    return True

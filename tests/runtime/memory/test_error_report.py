@@ -22,10 +22,15 @@ from fakes.ooms import (
     parse_oom_error,
 )
 
-from zerowatch.runtime.memory.allocator_snapshot import dump_snapshot
+from zerowatch.runtime.devices.cuda_allocator import dump_snapshot
+from zerowatch.runtime.memory.oom.error_report import (
+    RESERVE_BYTES,
+    OomReporter,
+    headline,
+    report_text,
+    write_report,
+)
 from zerowatch.runtime.memory.oom.evidence import Limit, OomContext, collect_evidence
-from zerowatch.runtime.memory.oom.report import headline, report_text, write_report
-from zerowatch.runtime.memory.oom.reporter import RESERVE_BYTES, OomReporter
 
 ON_GPU = {
     "allocated": 70.0 * GIB,

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .ds_options import Options
 from .gradient_memory import PartitionSizes, gradient_memory, master_copy_width
-from .options import Options
-from .shapes import BYTES_OF, ModelShape
+from .model_shape import BYTES_OF, ModelShape
 
 # Tensors that an optimizer keeps per parameter in addition to the weights. Adam's are the default.
 _STATES = {

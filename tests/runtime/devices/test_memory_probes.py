@@ -11,9 +11,9 @@ import pytest
 from fakes.cuda_memory import FakeCudaMemory
 
 from zerowatch.metrics.catalog.memory import MEMORY_STATES
-from zerowatch.runtime.devices.memory.choose import memory_probes
-from zerowatch.runtime.devices.memory.cuda import CudaMemory
-from zerowatch.runtime.devices.memory.host import HostLimit, HostMemory
+from zerowatch.runtime.devices.cuda_allocator import CudaMemory
+from zerowatch.runtime.devices.host_memory import HostLimit, HostMemory
+from zerowatch.runtime.devices.memory_probes import memory_probes
 
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

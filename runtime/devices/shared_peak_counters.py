@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...common.patching import PatchSet
+from ..common.patching import PatchSet
 
 STATS, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
 ACCELERATOR_STATS, ACCELERATOR_RESET = "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"

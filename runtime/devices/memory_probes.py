@@ -1,16 +1,42 @@
-"""Selects the memory probes of this machine."""
+"""The protocol of memory probes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
-from ...common import accelerator
-from .cuda import cuda_memory
-from .probe import MemoryProbe
+from ..common import accelerator
+from .cuda_allocator import cuda_memory
+
+
+class MemoryProbe(Protocol):
+    """Reads the memory of one device.
+
+    Attributes:
+        device: The name of the device, such as "cuda:0" or "cpu".
+        own_peaks: Whether a peak covers only the time since the last reading, so that it belongs to
+            the steps since then.
+    """
+
+    device: str
+
+    @property
+    def own_peaks(self) -> bool:
+        """Whether a peak is that since the last reading."""
+
+    def read(self) -> Mapping[str, float]:
+        """Return bytes by memory state, and `alloc_retries` where there is such a count.
+
+        Unknown ones are absent.
+        """
+
+    def close(self) -> None:
+        """Restore what was wrapped. Safe to call twice."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +61,7 @@ def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryP
 
 def _host_probe(reset_peak: bool) -> MemoryProbe:
     if Path("/proc/self/status").exists():
-        from .host import HostMemory  # needs the module `resource`, which Windows lacks
+        from .host_memory import HostMemory  # needs the module `resource`, which Windows lacks
 
         return HostMemory(reset_peak=reset_peak)
     return PortableMemory()

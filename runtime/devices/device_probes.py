@@ -1,12 +1,32 @@
-"""Selects the device probes of this machine, and looks up peak FLOP/s and hardware ids."""
+"""The protocol of device probes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
 
 from ..common import accelerator
 from .cpu import CpuDevice
 from .nvml import device_uuid, nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
-from .probe import DeviceProbe
+
+
+class DeviceProbe(Protocol):
+    """Reads the state of one device."""
+
+    device: str
+
+    def read(self) -> Mapping[str, float]:
+        """Return the current readings; unknown ones are absent.
+
+        Keys: utilization_ratio, sm_active_ratio, power_watts, temperature_celsius, clock_hertz;
+        energy_joules, nvlink_sent_bytes, nvlink_received_bytes, pcie_sent_bytes and
+        pcie_received_bytes are totals since the probe was made.
+        """
+
+    def close(self) -> None:
+        """Release the device; safe to call twice. Later readings are empty or unchanged."""
+
 
 # The probe of each kind of accelerator: a file next to nvml.py with a `DeviceProbe`. A kind without
 # a row is not read. ROCm's kind is "cuda" too; without NVML it is not read either.

@@ -1,1 +1,0 @@
-"""Probes of device and host memory."""
