@@ -84,7 +84,7 @@ def up(native: bool, without_trainer: bool, gpu: bool) -> None:
     if native:
         _print_lines(_native_stack().up())
         return
-    from .stack import up as compose_up
+    from .compose_stack import up as compose_up
 
     _print_lines(compose_up(with_trainer=not without_trainer, gpu=gpu))
 
@@ -101,7 +101,7 @@ def down(native: bool, volumes: bool) -> None:
     if native:
         _print_lines(_native_stack().down())
         return
-    from .stack import down as compose_down
+    from .compose_stack import down as compose_down
 
     with _native_in_mind("down"):
         compose_down(volumes=volumes)
@@ -114,7 +114,7 @@ def status(native: bool) -> None:
     if native:
         _print_lines(_native_stack().status())
         return
-    from .stack import status as compose_status
+    from .compose_stack import status as compose_status
 
     with _native_in_mind("status"):
         _print_lines(compose_status())

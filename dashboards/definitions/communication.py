@@ -11,8 +11,7 @@ from ...metrics.thresholds import (
 )
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import BarGauge, Column, Heatmap, Stat, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     BYTES,
     BYTES_PER_SECOND,
     COUNT,
@@ -20,7 +19,12 @@ from ..grafana.style import (
     PLAIN_TEXT,
     RATIO,
     SECONDS,
+    BarGauge,
+    Column,
+    Heatmap,
     Query,
+    Stat,
+    TimeSeries,
     above,
     below,
 )

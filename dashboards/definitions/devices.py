@@ -6,15 +6,18 @@ from ...metrics.catalog import devices as catalog
 from ...metrics.thresholds import DEVICE_UTILIZATION_LOW
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import Column, Gauge, Stat, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     BYTES_PER_SECOND,
     CELSIUS,
     HERTZ,
     PLAIN_TEXT,
     RATIO,
     WATTS,
+    Column,
+    Gauge,
     Query,
+    Stat,
+    TimeSeries,
     above,
     below,
 )

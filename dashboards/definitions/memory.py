@@ -7,14 +7,18 @@ from ...metrics.catalog import window
 from ...metrics.thresholds import OOM_RISK_CRITICAL, OOM_RISK_HIGH, REPLAY_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import BarGauge, Column, Gauge, Stat, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     BYTES,
     COUNT,
     PLAIN,
     PLAIN_TEXT,
     RATIO,
+    BarGauge,
+    Column,
+    Gauge,
     Query,
+    Stat,
+    TimeSeries,
     above,
     below,
 )

@@ -6,15 +6,18 @@ from ...metrics.catalog import overhead
 from ...metrics.thresholds import COMM_COVERAGE_LOW, WATCH_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import BarGauge, Column, Stat, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     ANY_IS_BAD,
     COUNT,
     PLAIN,
     PLAIN_TEXT,
     RATIO,
     SECONDS,
+    BarGauge,
+    Column,
     Query,
+    Stat,
+    TimeSeries,
     above,
     below,
 )

@@ -15,8 +15,7 @@ from ...metrics.thresholds import (
 from .. import recording_rules as recorded
 from ..alerts.communication import steady
 from ..grafana.dashboard import Dashboard, Row, uid_of
-from ..grafana.panels import BarGauge, Column, Stat, Table, Text, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     ANY_IS_BAD,
     BAD,
     COUNT,
@@ -26,8 +25,14 @@ from ..grafana.style import (
     RATIO,
     SECONDS,
     WATCH_OUT,
+    BarGauge,
+    Column,
     Query,
+    Stat,
     Step,
+    Table,
+    Text,
+    TimeSeries,
     above,
     below,
 )

@@ -7,8 +7,17 @@ from typing import Any
 
 from ...metrics.catalog.training import STEP_SECONDS
 from .. import recording_rules as recorded
-from ..grafana.panels import Column, Panel, Stat, Table, TimeSeries
-from ..grafana.style import ANY_IS_BAD, PLAIN, SECONDS, Query
+from ..grafana.panels import (
+    ANY_IS_BAD,
+    PLAIN,
+    SECONDS,
+    Column,
+    Panel,
+    Query,
+    Stat,
+    Table,
+    TimeSeries,
+)
 from ..promql import rate, where
 from .queries import FIRST_RANK, WINDOW, quantile
 

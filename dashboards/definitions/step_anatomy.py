@@ -8,15 +8,18 @@ from ...metrics.catalog import window
 from ...metrics.thresholds import DATA_RATIO_HIGH
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row, uid_of
-from ..grafana.panels import BarGauge, Heatmap, Stat, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     COUNT,
     FLOPS_PER_SECOND,
     PLAIN,
     PLAIN_TEXT,
     RATIO,
     SECONDS,
+    BarGauge,
+    Heatmap,
     Query,
+    Stat,
+    TimeSeries,
     above,
 )
 from ..promql import by, rate

@@ -6,8 +6,7 @@ from ...metrics.catalog import tuner
 from ...metrics.catalog.training import SAMPLES
 from .. import recording_rules as recorded
 from ..grafana.dashboard import Dashboard, Row
-from ..grafana.panels import Column, Stat, StateTimeline, Table, Text, TimeSeries
-from ..grafana.style import (
+from ..grafana.panels import (
     BAD,
     COUNT,
     GOOD,
@@ -15,9 +14,15 @@ from ..grafana.style import (
     PLAIN_TEXT,
     RATIO,
     SECONDS,
+    Column,
     Named,
     Query,
+    Stat,
+    StateTimeline,
     Step,
+    Table,
+    Text,
+    TimeSeries,
     below,
 )
 from ..promql import by

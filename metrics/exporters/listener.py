@@ -8,6 +8,7 @@ training, and writes no line to the log.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -18,8 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
+
+from ...errors import SettingsError
+from ..settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,11 @@ SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
 # Off Linux, closing cannot wake the accepting thread and waits up to this long.
 POLL_SECONDS = 2.0
+
+# Ports
+HIGHEST_PORT = 65535
+FALLBACK_PORT_STEP = 100
+FALLBACK_PORTS = 5
 
 _FAILED = (
     b"HTTP/1.0 500 Internal Server Error\r\nContent-Type: text/plain\r\n\r\n"
@@ -175,3 +185,117 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: a line per scrape would hide the training's own output."""
+
+
+def listen(settings: ServeSettings, local_rank: int, site: RequestHandler) -> Listener:
+    """Listen on the first port of this rank that is free.
+
+    Raises:
+        SettingsError: No port is free, or a TLS file is not usable.
+    """
+    tls = tls_context(settings)
+    ports = candidate_ports(settings.port, local_rank, strict=settings.strict_port)
+    for port in ports:
+        try:
+            listener = Listener(settings.host, port, site, tls)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise SettingsError(
+                f"cannot listen on {settings.host}:{port} ({error.strerror}); set serve.host to "
+                "an address of this machine and serve.port to a port that this user may open"
+            ) from None
+        if port != ports[0]:
+            logger.warning(
+                "port %d is taken: local rank %d serves on %d instead. Point Prometheus there, or "
+                "set serve.port.",
+                ports[0],
+                local_rank,
+                listener.server_address[1],
+            )
+        return listener
+    raise SettingsError(
+        f"port {ports[0]} of {settings.host} is taken and serve.strict_port is set; "
+        "free the port or set another serve.port"
+    )
+
+
+def candidate_ports(port: int, local_rank: int, *, strict: bool) -> tuple[int, ...]:
+    """Return the ports to try in turn; 0 means any free one.
+
+    Raises:
+        SettingsError: The only port allowed is beyond the highest there is.
+    """
+    if port == 0:
+        return (0,)
+    first = port + local_rank
+    if strict and first > HIGHEST_PORT:
+        raise SettingsError(
+            f"serve.port {port} + local rank {local_rank} is above {HIGHEST_PORT}; "
+            "set a lower serve.port"
+        )
+    if strict:
+        return (first,)
+    last = min(first + FALLBACK_PORTS * FALLBACK_PORT_STEP, HIGHEST_PORT)
+    return (*range(first, last + 1, FALLBACK_PORT_STEP), 0)
+
+
+def advertised_address(listener: Listener, advertise_host: str | None) -> str:
+    """Return "host:port" under which other machines reach the listener."""
+    host, port = listener.server_address[:2]
+    name = advertise_host or str(host)
+    if name in ("0.0.0.0", "::"):  # wildcard addresses; a scraper needs one address
+        name = socket.gethostname()
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """Build the server's TLS context, or None if TLS is not configured.
+
+    Raises:
+        SettingsError: A file cannot be read, or has the wrong content.
+    """
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None or key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(context, certificate, key)
+    if settings.tls_client_ca is not None:
+        _load_client_authority(context, settings.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    _check_readable("tls_certificate", certificate)
+    _check_readable("tls_key", key)
+    try:
+        # Without a password OpenSSL would stop the training to ask for one on the terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        raise SettingsError(
+            f"serve.tls_certificate {certificate} and serve.tls_key {key} cannot be used together "
+            f"({error.reason}); give a PEM certificate and its own PEM key without a password"
+        ) from None
+
+
+def _load_client_authority(context: ssl.SSLContext, authority: Path) -> None:
+    _check_readable("tls_client_ca", authority)
+    try:
+        context.load_verify_locations(authority)
+    except ssl.SSLError as error:
+        raise SettingsError(
+            f"serve.tls_client_ca {authority} holds no certificate ({error.reason}); "
+            "give the PEM file of the authority that signs the clients' certificates"
+        ) from None
+
+
+def _check_readable(setting: str, path: Path) -> None:
+    """Raise an error with the file's name, which the ssl module omits."""
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise SettingsError(
+            f"serve.{setting}: cannot read {path} ({error.strerror}); "
+            "give a PEM file that this user may read"
+        ) from None

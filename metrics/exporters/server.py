@@ -16,8 +16,7 @@ from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from ..catalog.training import RUN_ACTIVE
 from ..series import Recorder
 from ..settings import ServeSettings
-from .listener import Listener, RequestHandler, Response
-from .ports import advertised_address, listen
+from .listener import Listener, RequestHandler, Response, advertised_address, listen
 from .prometheus import exposition
 from .scrapes import Scrapes
 

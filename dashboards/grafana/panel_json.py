@@ -1,39 +1,53 @@
-"""Each kind of panel as Grafana's JSON.
+"""Conversion of each kind of panel to Grafana's JSON.
 
-grafanalib's gauge, bar gauge, heatmap and table are those of Grafana 6: the calculation they are
-given goes unread. Their options are written here, upon grafanalib's plain panel.
+The gauge, bar gauge, heatmap and table of grafanalib 0.7.1 are those of Grafana 6, and current
+Grafana ignores their options. The options of these panels are therefore written here, on top of
+grafanalib's plain panel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from grafanalib import core as grafanalib
 
-from . import table
-from .clean import STALE_OF_PANEL, Json, cleaned
-from .field import defaults, overrides_by_color, value_mappings
-from .grid import Place
-from .links import link_to_dashboard
+from ..promql import IDENTITY
+from .grafanalib_cleanup import STALE_OF_PANEL, STALE_OF_TARGET, Json, cleaned
 from .panels import (
     BarGauge,
+    Column,
     Gauge,
     Heatmap,
+    Named,
     Panel,
+    Query,
     Stat,
     StateTimeline,
     Table,
     Text,
     TimeSeries,
 )
-from .target import PROMETHEUS, target
 
+PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
+_FORMATS = {"series": "time_series", "now": "time_series", "buckets": "heatmap", "table": "table"}
 # Without it Grafana takes a panel for one of version 6 and migrates what needs none.
 PLUGIN_VERSION = "11.6.0"
 LAST = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
 LEGEND = {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True}
 NO_LEGEND = {"calcs": [], "displayMode": "hidden", "placement": "bottom", "showLegend": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rectangle, in columns and rows from the dashboard's upper left corner."""
+
+    left: int
+    top: int
+    width: int
+    height: int
 
 
 def panel_json(panel: Panel, number: int, place: Place) -> Json:
@@ -61,9 +75,9 @@ def _shared(panel: Panel, number: int, place: Place) -> Json:
         "description": panel.description,
         "gridPos": _position(place),
         "dataSource": PROMETHEUS,
-        "targets": [target(query, index) for index, query in enumerate(panel.queries)],
+        "targets": [_query_target(query, index) for index, query in enumerate(panel.queries)],
         "thresholds": [{"color": step.color, "value": step.value} for step in panel.thresholds],
-        "links": [link_to_dashboard(panel.dashboard)] if panel.dashboard else [],
+        "links": [_link_to_dashboard(panel.dashboard)] if panel.dashboard else [],
     }
 
 
@@ -82,10 +96,10 @@ def _time_series(panel: TimeSeries, shared: Json) -> Any:
         thresholdsStyleMode="dashed" if panel.thresholds else "off",
         tooltipMode="multi",
         tooltipSort="desc",
-        overrides=overrides_by_color(panel),
+        overrides=_color_overrides(panel),
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
-            "fieldConfig": {"defaults": {**defaults(panel), "custom": custom}},
+            "fieldConfig": {"defaults": {**_defaults(panel), "custom": custom}},
             "options": {"legend": LEGEND, "tooltip": {"hideZeros": False}},
         },
     )
@@ -105,14 +119,14 @@ def _stat(panel: Stat, shared: Json) -> Any:
         colorMode=panel.color,
         graphMode="none" if panel.plain else "area",
         textMode=_text_mode(panel),
-        overrides=overrides_by_color(panel),
+        overrides=_color_overrides(panel),
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {
                 "defaults": {
-                    **defaults(panel),
+                    **_defaults(panel),
                     "color": {"mode": "thresholds"},
-                    "mappings": value_mappings(panel.named),
+                    "mappings": _value_mappings(panel.named),
                 }
             },
             "options": {
@@ -197,10 +211,10 @@ def _state_timeline(panel: StateTimeline, shared: Json) -> Any:
     return grafanalib.StateTimeline(
         **shared,
         showValue="never",
-        mappings=value_mappings(panel.named),
+        mappings=_value_mappings(panel.named),
         extraJson={
             "pluginVersion": PLUGIN_VERSION,
-            "fieldConfig": {"defaults": defaults(panel)},
+            "fieldConfig": {"defaults": _defaults(panel)},
             "options": {"legend": NO_LEGEND, "tooltip": {"sort": "none"}},
         },
     )
@@ -208,22 +222,22 @@ def _state_timeline(panel: StateTimeline, shared: Json) -> Any:
 
 def _table(panel: Table, shared: Json) -> Any:
     return grafanalib.Panel(
-        **{**shared, "targets": table.targets(panel)},
-        transformations=table.transformations(panel),
+        **{**shared, "targets": _table_targets(panel)},
+        transformations=_table_transformations(panel),
         extraJson={
             "type": "table",
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {
                 "defaults": {
                     "custom": {"align": "auto", "cellOptions": {"type": "auto"}, "inspect": False},
-                    **defaults(panel),
+                    **_defaults(panel),
                 },
-                "overrides": table.overrides(panel),
+                "overrides": _table_overrides(panel),
             },
             "options": {
                 "cellHeight": "sm",
                 "showHeader": True,
-                "sortBy": table.order(panel),
+                "sortBy": _table_order(panel),
             },
         },
     ).panel_json({})
@@ -247,15 +261,158 @@ def _other(kind: str, panel: Panel, shared: Json, options: Json, custom: Json | 
             "pluginVersion": PLUGIN_VERSION,
             "fieldConfig": {
                 "defaults": {
-                    **defaults(panel),
+                    **_defaults(panel),
                     "color": {"mode": "thresholds"},
                     "custom": custom,
                 },
-                "overrides": overrides_by_color(panel),
+                "overrides": _color_overrides(panel),
             },
             "options": options,
         },
     ).panel_json({})
+
+
+def _link_to_dashboard(uid: str) -> Json:
+    """Return a panel's link to the dashboard with details; it keeps variables and time."""
+    return cleaned(
+        grafanalib.DashboardLink(
+            type="link",
+            title=f"More on the dashboard {uid.removeprefix('zerowatch-').replace('-', ' ')}",
+            uri=f"/d/{uid}?${{__all_variables}}&${{__url_time_range}}",
+            icon="dashboard",
+            keepTime=False,
+        )
+    )
+
+
+def _defaults(panel: Panel) -> Json:
+    """Return what holds for all of a panel's values."""
+    return {
+        "unit": panel.unit,
+        "min": panel.minimum,
+        "max": panel.maximum,
+        "decimals": panel.decimals,
+        "noValue": panel.empty or None,
+    }
+
+
+def _color_overrides(panel: Panel) -> list[Json]:
+    """Return the fixed colours of series, by their legend."""
+    return [
+        _override(legend, {"color": {"mode": "fixed", "fixedColor": color}})
+        for legend, color in sorted(panel.colors.items())
+    ]
+
+
+def _override(name: str, properties: Json) -> Json:
+    return {
+        "matcher": {"id": "byName", "options": name},
+        "properties": [{"id": key, "value": value} for key, value in properties.items()],
+    }
+
+
+def _value_mappings(named: Iterable[Named]) -> list[Json]:
+    """Return the mapping of values to texts."""
+    options = {
+        str(name.value): {"text": name.text, "color": name.color, "index": index}
+        for index, name in enumerate(named)
+    }
+    return [{"type": "value", "options": options}] if options else []
+
+
+def _query_target(query: Query, index: int) -> Json:
+    """Return a query's JSON; the first of a panel is A, the next B and so on."""
+    return _target(
+        query.expression,
+        index,
+        shape=query.shape,
+        legendFormat=query.legend,
+        exemplar=query.exemplars or None,
+    )
+
+
+def _table_target(expression: str, index: int) -> Json:
+    """Return the JSON of a query whose values now become a table's column."""
+    return _target(expression, index, shape="table", legendFormat="__auto")
+
+
+def _letter(index: int) -> str:
+    """Name a panel's query."""
+    return string.ascii_uppercase[index]
+
+
+def _target(expression: str, index: int, *, shape: str, **more: Any) -> Json:
+    is_instant = shape in {"now", "table"}
+    made = grafanalib.Target(
+        expr=expression,
+        refId=_letter(index),
+        format=_FORMATS[shape],
+        instant=is_instant,
+        legendFormat=more["legendFormat"],
+        datasource=PROMETHEUS,
+    )
+    of_today = {
+        "editorMode": "code",
+        "exemplar": more.get("exemplar"),
+        "range": not is_instant,
+    }
+    return cleaned({**cleaned(made, STALE_OF_TARGET), **of_today})
+
+
+def _table_targets(panel: Table) -> list[Json]:
+    """Return a query for each column."""
+    return [_table_target(column.expression, index) for index, column in enumerate(panel.columns)]
+
+
+def _table_transformations(panel: Table) -> list[Json]:
+    """Merge the columns' answers by their labels, name the columns and put them in order."""
+    values = _names_of_values(panel)
+    titles = [column.title for column in panel.columns]
+    heads = {**panel.labels, **dict(zip(values, titles, strict=True))}
+    return [
+        {"id": "merge", "options": {}},
+        {
+            "id": "organize",
+            "options": {
+                "excludeByName": dict.fromkeys(_hidden(heads), True),
+                "indexByName": {name: index for index, name in enumerate(heads)},
+                "renameByName": {name: head for name, head in heads.items() if head},
+            },
+        },
+    ]
+
+
+def _table_order(panel: Table) -> list[Json]:
+    """Return by which column the lines are sorted."""
+    return [{"displayName": panel.sort_by, "desc": not panel.least_first}] if panel.sort_by else []
+
+
+def _table_overrides(panel: Table) -> list[Json]:
+    """Return each column's unit and colours."""
+    return [_override(column.title, _look(column)) for column in panel.columns if column.title]
+
+
+def _look(column: Column) -> Json:
+    look: Json = {"unit": column.unit}
+    if column.decimals is not None:
+        look["decimals"] = column.decimals
+    if column.thresholds:
+        steps = [{"color": step.color, "value": step.value} for step in column.thresholds]
+        look["thresholds"] = {"mode": "absolute", "steps": steps}
+        look["custom.cellOptions"] = {"type": "color-text"}
+    return look
+
+
+def _names_of_values(panel: Table) -> list[str]:
+    """Return what Grafana calls the values of each query; a lone one has no letter."""
+    if len(panel.columns) == 1:
+        return ["Value"]
+    return [f"Value #{_letter(index)}" for index in range(len(panel.columns))]
+
+
+def _hidden(heads: Mapping[str, str]) -> list[str]:
+    """Return the fields that are no column, such as what is the same in all lines."""
+    return ["Time", *IDENTITY, *(name for name, head in heads.items() if not head)]
 
 
 _DRAW: dict[type[Panel], Callable[[Any, Json], Any]] = {

@@ -5,21 +5,24 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.dashboards.grafana.dashboard import Dashboard, Row
-from zerowatch.dashboards.grafana.dashboard_json import dashboard_json
-from zerowatch.dashboards.grafana.grid import places
+from zerowatch.dashboards.grafana.dashboard_json import dashboard_json, places
 from zerowatch.dashboards.grafana.panels import (
     BarGauge,
     Column,
     Gauge,
     Heatmap,
+    Named,
     Panel,
+    Query,
     Stat,
     StateTimeline,
+    Step,
     Table,
     Text,
     TimeSeries,
+    above,
+    below,
 )
-from zerowatch.dashboards.grafana.style import Named, Query, Step, above, below
 
 QUERY = Query("up", "up")
 WORDS = {"title": "Title", "description": "How to read it."}

@@ -19,8 +19,12 @@ from require import program
 from servers.free_port import free_port
 
 from zerowatch.dashboards import native_stack
-from zerowatch.dashboards.native_processes import Child, process_of
-from zerowatch.dashboards.native_stack import NativeStack, prometheus_configuration
+from zerowatch.dashboards.native_stack import (
+    Child,
+    NativeStack,
+    process_of,
+    prometheus_configuration,
+)
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer

@@ -12,7 +12,7 @@ import sys
 import pytest
 from fakes.scraper import get
 
-from zerowatch.metrics.exporters.ports import candidate_ports
+from zerowatch.metrics.exporters.listener import candidate_ports
 
 
 def port_of(listening: socket.socket) -> int:
