@@ -22,7 +22,7 @@ RULES_SECONDS = 150  # rates need two scrapes, and rules are evaluated every 15 
 ALERT_SECONDS = 180
 SILENT_SECONDS = 100  # longer than the alert of a killed run takes: a minute, and two intervals
 OURS = {"trainer"}  # built here
-# What a short demo on the CPU has not: GPUs, offloading, leaks, and peaks that can be foreseen yet.
+# A short demo on the CPU has no GPUs, offloading or leaks, and too few peaks for a prediction.
 EMPTY_ON_CPU = re.compile(
     "device_(power|sm|temp|link)|offload|leak|fragmentation|predict|_oom_|headroom"
 )

@@ -9,7 +9,7 @@ from compose.engine import why_no_engine
 pytestmark = pytest.mark.compose
 
 
-def test_the_stack_comes_up_finds_the_demo_and_tells_a_crash_from_an_end() -> None:
+def test_the_stack_finds_the_demo_and_distinguishes_a_crash_from_an_end() -> None:
     reason = why_no_engine()
     if reason:
         pytest.skip(reason)

@@ -96,7 +96,7 @@ def test_a_line_says_when_how_bad_which_where_and_what_to_do() -> None:
     )
 
 
-def test_a_resolved_alert_is_told_with_the_time_it_ended() -> None:
+def test_a_resolved_alert_is_printed_with_its_end_time() -> None:
     assert alert_line(RESOLVED).startswith("2026-11-21T21:50:00Z RESOLVED critical Zerowatch")
 
 

@@ -64,7 +64,7 @@ def test_a_file_edited_by_hand_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "zerowatch dashboards build" in line
 
 
-def test_links_of_alerts_lead_where_they_are_told_to(tmp_path: Path) -> None:
+def test_links_of_alerts_lead_to_the_given_addresses(tmp_path: Path) -> None:
     urls = ["--grafana", "https://grafana.here/", "--runbook", "https://wiki.here/runbook"]
 
     done = CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path), *urls])

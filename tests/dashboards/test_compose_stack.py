@@ -92,10 +92,10 @@ def test_up_without_the_demo_names_the_other_services(docker: Docker) -> None:
 
 
 def test_the_banner_says_where_to_look(docker: Docker) -> None:
-    told = stack.up()
+    lines = stack.up()
 
     for variable in ("GRAFANA_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT"):
-        assert any(f"http://127.0.0.1:{os.environ[variable]}" in line for line in told)
+        assert any(f"http://127.0.0.1:{os.environ[variable]}" in line for line in lines)
 
 
 def test_down_keeps_what_was_stored_unless_asked(docker: Docker) -> None:
@@ -134,14 +134,14 @@ def test_without_compose_it_says_what_to_install(docker: Docker) -> None:
         stack.down()
 
 
-def test_an_engine_that_is_off_is_told_with_dockers_own_reason(docker: Docker) -> None:
+def test_an_engine_that_is_off_is_reported_with_dockers_own_reason(docker: Docker) -> None:
     docker.answer(version={"code": 1, "err": "Client: 28\nCannot connect to the Docker daemon\n"})
 
     with pytest.raises(CommandLineError, match=r"does not answer \(Cannot connect to the Docker"):
         stack.status()
 
 
-def test_a_taken_port_is_told_with_its_service_and_its_variable(
+def test_a_taken_port_is_reported_with_its_service_and_its_variable(
     docker: Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening() as port:
@@ -215,7 +215,7 @@ def test_status_lists_the_services_and_asks_prometheus(docker: Docker) -> None:
     ports = f"127.0.0.1:{free_port()}->9090/tcp"
     docker.answer(ps={"out": f"prometheus\tUp 2 minutes (healthy) {ports}\n"})
 
-    told = stack.status()
+    lines = stack.status()
 
-    assert told[0].startswith("prometheus      Up 2 minutes (healthy)")
-    assert told[1].startswith(f"Prometheus does not answer on http://{ports.partition('->')[0]}")
+    assert lines[0].startswith("prometheus      Up 2 minutes (healthy)")
+    assert lines[1].startswith(f"Prometheus does not answer on http://{ports.partition('->')[0]}")

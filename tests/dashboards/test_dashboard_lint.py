@@ -21,7 +21,7 @@ def test_a_dashboard_is_without_fault(dashboard):
     assert faults(dashboard_json(dashboard)) == []
 
 
-def test_dashboards_have_uids_of_their_own_that_their_files_tell():
+def test_dashboards_have_unique_uids_that_equal_their_file_names():
     assert [dashboard.uid for dashboard in DASHBOARDS] == [
         "zerowatch-overview",
         "zerowatch-step-anatomy",

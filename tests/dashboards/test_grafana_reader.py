@@ -78,7 +78,7 @@ def test_a_step_is_a_pixel_rounded_but_no_less_than_a_scrape(hours, min_step, se
     assert reader.step_seconds(query("up", min_step)) == seconds
 
 
-def test_an_expression_tells_what_it_reads():
+def test_the_metrics_of_an_expression_are_listed():
     expression = 'a{state!="b", run="c"} / on (run) sum by (run) (rate(d[5m]))'
 
     assert selectors(expression) == [

@@ -102,29 +102,29 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     commands.run("down")
 
 
-def test_a_run_that_starts_later_is_found_and_its_end_is_told_from_a_crash(stack: Stack) -> None:
+def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack: Stack) -> None:
     before = stack.status()
     with contextlib.closing(Ranks(stack.folder / "runs")) as ranks:
         found = eventually(lambda: "".join(stack.status()).count(": up, http") == 2, 40, pause=0.2)
         ranks.recorders[0].set(RUN_ACTIVE, 0)
         ranks.servers[0].wait_for_final_scrape()
-    told = eventually(lambda: ": up, http" not in "".join(stack.status()), 40, pause=0.2)
+    none_up = eventually(lambda: ": up, http" not in "".join(stack.status()), 40, pause=0.2)
 
     assert any("no folder in" in line for line in before)
     assert found, stack.status()
-    assert told, stack.status()
+    assert none_up, stack.status()
     assert "run night-7 rank 0: ended" in stack.status()
     (down,) = [line for line in stack.status() if "rank 1: DOWN" in line]
     assert "connection refused (nothing listens there" in down
 
 
 def test_status_names_the_processes_and_no_rule_fails(stack: Stack) -> None:
-    told = stack.run("status")
+    printed = stack.run("status")
 
     for name in ("prometheus", "alertmanager", "alert-log", "run-targets"):
-        assert f"{name:<16}up, process " in told
-    assert ", 0 of them fail" in told
-    assert int(told.partition("rules: ")[2].partition(",")[0]) > 0
+        assert f"{name:<16}up, process " in printed
+    assert ", 0 of them fail" in printed
+    assert int(printed.partition("rules: ")[2].partition(",")[0]) > 0
 
 
 def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
@@ -145,9 +145,9 @@ def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
 def test_up_again_changes_nothing_and_says_so(stack: Stack) -> None:
     before = stack.children()
 
-    told = stack.run("up")
+    printed = stack.run("up")
 
-    assert told.startswith("it is up already.")
+    assert printed.startswith("it is up already.")
     assert stack.children() == before
 
 
@@ -168,11 +168,11 @@ def test_down_stops_all_of_it_and_may_be_called_twice(tmp_path: Path) -> None:
     commands.run("up")
     pids = [child.pid for child in commands.children()]
 
-    told = [commands.run("down"), commands.run("down")]
+    printed = [commands.run("down"), commands.run("down")]
 
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert told[0].startswith("stopped;")
-    assert told[1].startswith("nothing is up")
+    assert printed[0].startswith("stopped;")
+    assert printed[1].startswith("nothing is up")
     assert "`zerowatch stack up --native` starts it" in commands.run("status")
 
 
@@ -213,7 +213,7 @@ def here(tmp_path: Path, **settings: str) -> NativeStack:
     return NativeStack(tmp_path / "runs", settings, tmp_path / "state")
 
 
-def test_a_missing_program_is_told_with_its_package(
+def test_a_missing_program_is_reported_with_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -224,7 +224,7 @@ def test_a_missing_program_is_told_with_its_package(
         here(tmp_path).up()
 
 
-def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_before_anything_is_started(tmp_path: Path) -> None:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -247,7 +247,7 @@ def test_one_port_for_two_servers_is_refused(tmp_path: Path) -> None:
         here(tmp_path, PROMETHEUS_PORT=port, ALERT_LOG_PORT=port).up()
 
 
-def test_a_server_that_ends_at_once_is_told_with_its_last_words_and_the_rest_is_stopped(
+def test_a_server_that_ends_at_once_is_reported_with_its_output_and_the_rest_is_stopped(
     tmp_path: Path,
 ) -> None:
     program("prometheus", apt="prometheus")
@@ -276,7 +276,7 @@ def test_ports_that_are_noted_by_half_are_those_of_the_settings(tmp_path: Path) 
     assert silent.startswith(f"Prometheus does not answer on http://127.0.0.1:{port}")
 
 
-def test_rules_that_are_not_built_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rule_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     monkeypatch.setattr(native_stack, "RENDERED", tmp_path / "rendered")

@@ -47,7 +47,7 @@ def test_ranks_that_are_reached_are_listed_in_the_order_of_their_numbers() -> No
         ("server returned HTTP status 500 Internal Server Error", "the log of the job"),
     ],
 )
-def test_a_rank_that_is_not_reached_is_told_with_the_reason_and_what_to_do(
+def test_an_unreachable_rank_is_reported_with_the_reason_and_what_to_do(
     error: str, cure: str
 ) -> None:
     (line,) = target_lines([target(0, health="down", error=error)], ended=[], no_run=NO_RUN)
@@ -69,7 +69,7 @@ def test_without_a_run_it_says_where_one_was_looked_for() -> None:
     assert target_lines([target(0, job="node")], ended=[], no_run=NO_RUN) == [NO_RUN]
 
 
-def test_rules_that_fail_are_told_with_their_error() -> None:
+def test_failing_rules_are_reported_with_their_error() -> None:
     rules = [
         {"name": "run:x:rate5m", "health": "ok"},
         {"name": "run:y:rate5m", "health": "err", "lastError": "many-to-many matching"},

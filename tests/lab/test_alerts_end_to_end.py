@@ -78,10 +78,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
         story.pass_time(USUAL_SECONDS)
         go_wrong_in_the_rank(story, faulty)
         go_wrong_in_the_link(story, hosts)
-        # Not at the same time as what follows: Alertmanager never tells of the end of an alert that
-        # is silenced by then, and a rank that is down silences all.
+        # Not at the same time as what follows: Alertmanager does not notify of the end of an alert
+        # that is silenced by then, and a rank that is down silences all.
         story.await_resolved(*story.faults)
-        story.history.wait(lambda: has_told_of_all_ends(monitoring), PATIENCE_SECONDS)
+        story.history.wait(lambda: has_notified_of_all_ends(monitoring), PATIENCE_SECONDS)
         ending = stand_still(story, faulty, start)
         end_both(story, monitoring, faulty, ending)
         yield Outcome(story, monitoring, [rank.wait() for rank in ending.ranks])
@@ -104,7 +104,7 @@ def go_wrong_in_the_link(story: Story, hosts: Sequence[Host]) -> None:
     story.end(partial(throttle, hosts, None), *both)
 
 
-def has_told_of_all_ends(monitoring: Monitoring) -> bool:
+def has_notified_of_all_ends(monitoring: Monitoring) -> bool:
     return all(monitoring.sent("RESOLVED", alert) for alert in SENT)
 
 
@@ -144,7 +144,7 @@ def is_scraped(story: Story, monitoring: Monitoring, run: WatchedRun) -> bool:
 
 
 @pytest.mark.parametrize("alert", [*PASSING, RANK_DOWN])
-def test_a_fault_is_told_of_within_90_seconds(outcome, alert):
+def test_a_fault_is_notified_within_90_seconds(outcome, alert):
     fault = outcome.story.faults[alert]
 
     assert fault.raised_seconds is not None, outcome.story.table()

@@ -105,7 +105,7 @@ PROMISED_VALUES = {
     "op": "all_reduce all_gather reduce_scatter reduce broadcast all_to_all gather scatter send "
     "recv barrier",
 }
-# Units that Prometheus' own guide puts in the place of a base unit, and their short forms.
+# Units that Prometheus' own guide uses instead of a base unit, and their short forms.
 NO_BASE_UNIT = re.compile(
     r"_(ms|us|ns|sec|secs|millis\w*|micros\w*|nanos\w*|minutes|hours|kb|mb|gb|kib|mib|gib|kilo\w*|"
     r"mega\w*|giga\w*|percent|pct|mhz|ghz|fahrenheit|kelvin|bits|pages)(_|$)"
@@ -120,7 +120,7 @@ ON_RANK_ZERO = (*tuner.METRICS, *window.ON_RANK_ZERO)
 # that fails is dropped, and what fails is a defect that fails on every rank alike.
 OPEN_SETS = {"device": 2, "hook": 1, "exporter": 1, "knob": 12}
 # The collectives of a big ordinary job: ZeRO-3 that also evaluates, checkpoints and logs by
-# all_reduce. The closed sets alone cannot tell: 11 ops x 7 groups x 7 phases never all happen.
+# all_reduce. The closed sets alone do not bound it: 11 ops x 7 groups x 7 phases never all happen.
 COLLECTIVES_OF_A_JOB = [
     ("all_gather", "dp", ("forward", "backward", "optimizer", "eval", "checkpoint", "other")),
     ("reduce_scatter", "dp", ("backward", "optimizer")),
@@ -217,7 +217,7 @@ def test_a_rank_of_a_big_ordinary_job_keeps_to_its_budget_of_series():
     assert sum(series.values()) <= SERIES_BUDGET, dict(Counter(series).most_common(8))
 
 
-def test_what_rank_zero_alone_tells_fits_into_what_it_has_on_top():
+def test_series_of_rank_zero_alone_fit_into_its_additional_limit():
     alone = sum(map(series_of, ON_RANK_ZERO))
 
     assert alone <= RANK_ZERO_SERIES_BUDGET - SERIES_BUDGET

@@ -90,7 +90,7 @@ def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_ser
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "hint"),
     [
         ({"host": "192.0.2.1"}, "cannot listen on 192.0.2.1:"),
         ({"host": "no-such-host.invalid"}, "cannot listen on no-such-host.invalid:"),
@@ -99,17 +99,17 @@ def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_ser
     ids=["not of this machine", "unknown name", "beyond the last port"],
 )
 def test_an_address_that_cannot_be_had_switches_serving_off_with_one_line(
-    make_server, caplog, settings, told
+    make_server, caplog, settings, hint
 ):
     address = make_server(local_rank=1, **settings).start()
 
     assert address is None
     [record] = caplog.records
     assert record.levelname == "ERROR"
-    assert told in record.message
+    assert hint in record.message
 
 
-def test_targets_may_be_told_another_host_name(make_server):
+def test_targets_have_the_host_name_of_the_setting(make_server):
     address = make_server(advertise_host="node7.example").start()
 
     assert address.startswith("node7.example:")
@@ -142,7 +142,7 @@ server.close()
 
 
 def has_own_network() -> bool:
-    """Tell whether a process can be given a network of its own, out of everyone's reach."""
+    """Return whether a process can be started in a network namespace of its own."""
     unshare = shutil.which("unshare")
     return unshare is not None and subprocess.run([unshare, "-rn", "true"]).returncode == 0
 
@@ -151,7 +151,7 @@ def has_own_network() -> bool:
 @pytest.mark.parametrize(
     ("host", "rank", "num_warnings"), [("0.0.0.0", 0, 1), ("0.0.0.0", 1, 0), ("127.0.0.1", 0, 0)]
 )
-def test_being_open_to_everyone_is_warned_of_once_and_told_by_name(host, rank, num_warnings):
+def test_listening_on_all_interfaces_is_warned_of_once_with_its_host(host, rank, num_warnings):
     run = subprocess.run(
         ["unshare", "-rn", sys.executable, "-c", SERVE_TO_ALL, host, str(rank)],
         capture_output=True,

@@ -121,7 +121,7 @@ def test_a_file_that_is_no_pem_switches_serving_off_and_is_named(
     assert f"serve.{setting} {no_pem}" in record.message
 
 
-def test_the_key_of_another_certificate_is_told(make_tls_server, authority, caplog):
+def test_the_key_of_another_certificate_is_reported(make_tls_server, authority, caplog):
     address = make_tls_server(tls_key=authority.issue("other").key).start()
 
     assert address is None

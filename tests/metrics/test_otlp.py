@@ -145,7 +145,7 @@ def test_counters_are_cumulative_since_the_watch_began(collector, make_outbox):
     assert not seconds.histogram.data_points[0].HasField("min")
 
 
-def test_a_diverged_loss_is_still_told(collector, make_outbox):
+def test_a_diverged_loss_is_still_exported(collector, make_outbox):
     recorder = Recorder()
     recorder.set(LOSS, math.nan)
 
@@ -169,7 +169,7 @@ def test_units_are_those_that_names_end_in(name, unit):
     assert unit_of(name) == unit
 
 
-def test_a_gpu_is_told_of_by_the_conventions_for_hardware_as_well(collector, make_outbox):
+def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outbox):
     recorder = Recorder()
     for device in ("cuda:0", "cpu"):
         recorder.set(devices.DEVICE_UTILIZATION, 0.75, device)
@@ -352,7 +352,7 @@ def test_nothing_is_sent_until_the_run_has_a_name(collector, make_outbox):
     assert outbox.dropped == 1
 
 
-def test_who_sends_is_told_by_the_conventions(collector, make_outbox):
+def test_the_resource_names_the_sender_by_the_conventions(collector, make_outbox):
     outbox = make_outbox(Recorder(), rank=3)
 
     outbox.add_trace(step_trace())

@@ -30,7 +30,7 @@ LINE = LogLine(unix_ns=1, level=20, text="a", attributes={})
 
 
 class Refusing:
-    """Takes nothing, until it is told to."""
+    """Accepts nothing until `takes` is set."""
 
     def __init__(self) -> None:
         self.takes = False
@@ -109,7 +109,7 @@ def test_failures_are_counted_and_what_was_to_be_sent_is_lost(make_outbox, sende
     assert outbox.dropped == 3
 
 
-def test_it_is_told_once(make_outbox, caplog):
+def test_a_failing_collector_is_logged_once(make_outbox, caplog):
     clock = FakeClock()
     outbox = make_outbox(now=clock)
 
@@ -124,7 +124,9 @@ def test_it_is_told_once(make_outbox, caplog):
     assert EXPORTER_FAILURES.name in record.message
 
 
-def test_who_takes_traces_alone_is_told_of_and_gets_them_on(make_outbox, sender, caplog):
+def test_a_collector_that_takes_traces_only_is_logged_and_still_gets_traces(
+    make_outbox, sender, caplog
+):
     recorder, clock = Recorder(), FakeClock()
     recorder.set(LOSS, 1.0)
     sender.takes = True

@@ -160,7 +160,7 @@ def test_the_client_chooses_the_form(accept, content_type):
     assert body.endswith(b"# EOF\n") == answered.startswith("application/openmetrics-text")
 
 
-def test_a_diverged_loss_is_still_told():
+def test_a_diverged_loss_is_still_exported():
     recorder = Recorder()
     recorder.set(LOSS, math.nan)
 

@@ -157,7 +157,7 @@ def test_who_has_not_come_for_a_minute_is_not_waited_for():
     assert scrapes.patience_seconds(20) == 0
 
 
-def test_a_server_tells_its_clients_apart(make_server, recorder):
+def test_a_server_distinguishes_its_clients(make_server, recorder):
     server = make_server(linger_seconds=20)
     address = server.start()
     for pause in (0.5, 0):

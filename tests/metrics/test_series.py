@@ -31,7 +31,7 @@ def test_a_gauge_holds_the_last_value_set():
     assert recorder.snapshot().value(LOSS) == 2.5
 
 
-def test_series_of_one_metric_are_told_apart_by_their_labels():
+def test_series_of_one_metric_differ_by_their_labels():
     recorder = Recorder()
 
     recorder.add(COLLECTIVE_CALLS, 1, "all_reduce", "dp", "backward")

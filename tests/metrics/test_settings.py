@@ -112,7 +112,7 @@ def test_a_misspelt_environment_variable_is_named_with_the_likely_one(monkeypatc
     )
 
 
-def test_a_value_of_the_wrong_kind_is_told_with_what_was_given(monkeypatch):
+def test_a_value_of_the_wrong_type_is_reported_with_the_given_value(monkeypatch):
     monkeypatch.setenv("ZEROWATCH_SERVE_PORT", "http")
 
     message = error_of()
@@ -121,14 +121,14 @@ def test_a_value_of_the_wrong_kind_is_told_with_what_was_given(monkeypatch):
     assert message.endswith("got 'http'")
 
 
-def test_a_value_out_of_bounds_is_told_with_what_is_allowed():
+def test_a_value_out_of_bounds_is_reported_with_the_bounds():
     assert error_of({"serve": {"port": 70000}}) == (
         "setting 'serve.port' (call argument): "
         "Input should be less than or equal to 65535, got 70000"
     )
 
 
-def test_a_choice_that_is_none_is_told_with_the_choices():
+def test_an_unknown_choice_is_reported_with_the_choices():
     message = error_of({"flops": {"method": "exact"}})
 
     assert "'analytic' or 'off'" in message
@@ -186,7 +186,7 @@ def test_a_collectors_base_url_is_taken_as_it_is(text):
 @pytest.mark.parametrize(
     "text", ["c:4318", "http://c:4318/v1/traces", "http://c:4318?key=1", "ftp://c", "http://a b"]
 )
-def test_what_is_no_base_url_is_told_with_what_one_looks_like(text):
+def test_an_invalid_base_url_is_reported_with_an_example(text):
     assert error_of({"otel": {"endpoint": text}}) == (
         "setting 'otel.endpoint' (call argument): must be a base URL such as "
         "http://127.0.0.1:4318, without /v1/traces and without credentials, which go into "

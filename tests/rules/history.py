@@ -10,7 +10,7 @@ from collections.abc import Iterator
 # Prometheus 2 counts a sample on the early edge of a window, 3 does not. So scrapes keep out of
 # step with evaluations, and figures over what is recorded are such that 20 and 21 samples agree.
 SCRAPE_SECONDS = 7
-GONE = None  # the scrape failed, or no longer told the value
+GONE = None  # the scrape failed, or no longer had the value
 
 Series = dict[str, str]
 Stretch = tuple[float, float | None]
@@ -29,7 +29,7 @@ def gauge(*stretches: Stretch) -> str:
 
 
 def counter(*stretches: Stretch) -> str:
-    """Write a value that grows; a gap starts it anew."""
+    """Write a value that grows; after a gap it starts again."""
     values: list[str] = []
     total = 0.0
     for growth, seconds in _scrapes(stretches):

@@ -163,7 +163,7 @@ ACTIVE, SUPPRESSED = "active", "suppressed"
             "b",
             [("CommBottleneck", {}), ("LinkSlow", {"group": "dp"})],
             {"CommBottleneck": ACTIVE, "LinkSlow": ACTIVE},
-            id="and not what another run is told of",
+            id="and not an alert of another run",
         ),
         pytest.param(
             "c",

@@ -27,7 +27,7 @@ def standing(value: float) -> str:
 
 # By what is recorded: further series, and the values by their labels beside job and run.
 CASES = {
-    # 0.1 s of rank 0's second and 0.3 s of rank 1's: a fifth. A mean of ratios would say so, too,
+    # 0.1 s of rank 0's second and 0.3 s of rank 1's: a fifth. A mean of ratios would give it too,
     # but for rank 1 being in an evaluation half of the time: then it is 0.4 of 1.5 seconds.
     recorded.EXPOSED_RATIO: (
         of_rank(0, EXPOSED, growing(0.1), group="dp")
@@ -99,7 +99,7 @@ CASES = {
         | of_rank(1, "zerowatch_memory_bytes", standing(4e9), device="cpu", state="limit"),
         {'device="cpu", rank="1"': 0.75},
     ),
-    # Rank 0 alone tells what was lost, of its own second.
+    # Only rank 0 reports what was lost, of its own second.
     recorded.REPLAY_RATIO: (
         of_rank(0, "zerowatch_replay_seconds_total", growing(0.1))
         | of_rank(1, PHASES, growing(0.5), phase="backward"),

@@ -99,7 +99,7 @@ def test_no_rule_names_a_bucket_by_its_bound_which_prometheus_3_writes_otherwise
 
 @each_alert
 def test_an_alert_is_about_runs_that_go_on(alert):
-    # Of a rank that is down nothing tells it directly, so the last word of it counts.
+    # A rank that is down exports nothing, so its last value counts.
     last_word = r"last_over_time\(.*\[15m\]\) == 1"
     end = (
         last_word
