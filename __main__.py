@@ -1,4 +1,4 @@
-"""The command line `zerowatch`, and `python -m zerowatch`, which runs a script."""
+"""Entry points: the program `zerowatch`, and `python -m zerowatch`, which runs a script."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ the commands below belong to the program `zerowatch`.
 @click.group(cls=_LazyGroup, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="zerowatch", prog_name="zerowatch")
 def commands() -> None:
-    """Group the commands; the group itself does nothing."""
+    """Define the group of all commands, which does nothing by itself."""
 
 
 def main() -> None:

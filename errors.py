@@ -1,9 +1,9 @@
-"""The errors that a caller can catch.
+"""Exceptions that zerowatch raises for its callers.
 
 ZerowatchError
 |-- SettingsError       a setting has a bad value; raised at start-up
 |-- DsConfigError       the DeepSpeed configuration is missing, not JSON or has an unknown key
-|-- CommandLineError    the command line cannot be carried out as written
+|-- CommandLineError    the command line asks for something that cannot be done
 |-- BatchError          TrainingRun: a batch that cannot be trained on; nothing was changed
 |-- NonFiniteLossError  TrainingRun: a loss is nan or inf; no update was made from the batch
 |-- RebuildError        TrainingRun: the engine was not rebuilt; training continues as before
@@ -15,7 +15,7 @@ each of its errors the run is in the state before the call.
 
 
 class ZerowatchError(Exception):
-    """Base of all errors of zerowatch. The message has what failed, where, and what to do."""
+    """Base of all errors of zerowatch. Its message says what failed, where, and what to do."""
 
 
 class SettingsError(ZerowatchError):

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from ..errors import BatchError
+from .common.ds_config import MICRO_BATCH, training_config, zero_stage
 from .common.host_group import HostGroup
-from .common.training_config import MICRO_BATCH, training_config, zero_stage
 from .engine.live_settings.activation_checkpointing import ModuleSelector
 from .initialize import initialize, initialize_unwatched
 from .monitor.watch import NullWatch, WatchHandle

@@ -14,7 +14,7 @@ from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.spec import PREFIX
 
 FAIL_OPEN = {"runtime/common/fail_open.py"}
-CONSOLE = ("runtime/cli/main.py", "runtime/cli/run.py", "runtime/cli/demo/")
+CONSOLE = ("runtime/cli/main.py", "runtime/cli/run_command.py", "runtime/cli/demo/")
 HOME_OF = {  # by library the file, or the folder, that may import it
     "prometheus_client": "metrics/exporters/prometheus.py",
     "opentelemetry": "metrics/exporters/",

@@ -1,1 +1,1 @@
-"""The command line: run, attach, estimate and demo."""
+"""Command line: the commands `run`, `estimate` and `demo`, and attaching to a script."""

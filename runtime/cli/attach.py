@@ -1,8 +1,9 @@
 """`python -m zerowatch script.py`: runs a script as python does, with monitoring attached.
 
-The script sees no difference. It runs in a `__main__` module of its own, which stays in
-`sys.modules` for pickles, worker processes, late threads and exit handlers that need it. No signal
-handler is installed. torch and deepspeed are imported by the script only, never before it.
+The script runs as under plain python, in a `__main__` module of its own. That module stays in
+`sys.modules` after the script has ended, because pickles, worker processes, threads and exit
+handlers may need it. No signal handler is installed. torch and deepspeed are not imported before
+the script imports them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DEMO = os.path.join(_RUNTIME, "cli", "demo") + os.sep  # a training script like
 
 
 def prepare(arguments: Sequence[str], launcher_arguments: Sequence[str] = ()) -> Script:
-    """Check everything that can be checked before the script's first line.
+    """Check the script and the settings, before the script's first line runs.
 
     Args:
         arguments: A script and its arguments, or `-m`, a module and its arguments.
@@ -57,7 +58,7 @@ def prepare(arguments: Sequence[str], launcher_arguments: Sequence[str] = ()) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A program that is ready to run in this process."""
+    """Script or module that is ready to run in this process."""
 
     program: _ScriptFile | _Module
     monitored: bool
@@ -142,10 +143,10 @@ def _attach_on_import(fail_open: FailOpen) -> None:
 
 
 class _ExitHandler(AbstractContextManager[None]):
-    """Shows the error that ended a script as plain python does, then closes monitoring.
+    """Prints the error that ended a script as plain python does, then closes monitoring.
 
-    A script that ends without an error needs no handler: monitoring closes itself in an exit
-    handler, after the script's late threads.
+    After a script without an error nothing is done here: monitoring closes itself in an exit
+    handler, after the script's remaining threads have ended.
     """
 
     def __init__(self, fail_open: FailOpen, *, monitored: bool) -> None:

@@ -1,4 +1,4 @@
-"""The commands `run` and `demo`; their implementations are imported on use."""
+"""Command-line definitions of `run` and `demo`; their implementations are imported on use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(arguments: tuple[str, ...]) -> None:
 
     The exit code is that of the first rank that failed, or 128 + n if signal n ended it.
     """
-    from .run import launch
+    from .run_command import launch
 
     sys.exit(launch(arguments))
 
@@ -51,6 +51,6 @@ def run(arguments: tuple[str, ...]) -> None:
 )
 def demo(steps: int, num_processes: int | None, stage: int) -> None:
     """Train a small byte-level GPT with monitoring and tuning, on Python's standard library."""
-    from .demo.launch import launch_demo
+    from .demo.launch_ranks import launch_demo
 
     sys.exit(launch_demo(steps, num_processes, stage))

@@ -18,18 +18,18 @@ ImportCallback = Callable[[ModuleType], object]
 
 
 class PostImportFinder:
-    """The first finder of `sys.meta_path`, until every callback was called.
+    """Finder at the front of `sys.meta_path`, until every callback was called.
 
-    The finders behind it find the module, which gets their spec and loader. Only that loader's
-    `exec_module` is wrapped, on the instance, and is restored before the module's first line runs.
+    It returns the spec and the loader that the other finders return. Only `exec_module` of that
+    loader instance is wrapped, and it is restored before the module's first line runs.
     """
 
     def __init__(self, callbacks: Mapping[str, ImportCallback]) -> None:
         """Prepare; `start` installs the finder.
 
         Args:
-            callbacks: By name of a top-level module. A callback must not raise: its error would
-                look like one of the import.
+            callbacks: Callbacks by name of a top-level module. A callback must not raise, because
+                its error would appear as an error of the import.
         """
         self._waiting = dict(callbacks)
 

@@ -1,1 +1,1 @@
-"""Helpers for all packages: fail-open hooks, patches, undo, the ds config, host collectives."""
+"""Modules that all packages use: fail-open hooks, patches, undo, ds config, host collectives."""

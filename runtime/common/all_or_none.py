@@ -1,4 +1,4 @@
-"""Sections that all ranks complete or none: a failure on one rank ends the section on all."""
+"""Code sections that all ranks complete or none: a failure on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .host_group import HostCollectives
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank failed in the section that all ranks were in."""
+    """Another rank failed in a code section that all ranks had entered."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -24,10 +24,10 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 class CollectiveAttempt:
-    """A section entered by all ranks: use it in a `with` statement, then read `error`.
+    """Code section that all ranks enter: use it in a `with` statement, then read `error`.
 
-    Exceptions raised inside end here, so that the caller can undo what was begun on every rank.
-    Inside, `check_peers` keeps a rank out of collectives that a failed rank does not enter.
+    It catches exceptions, so that the caller can undo on every rank what was begun. In the section,
+    `check_peers` must be called before a collective, which a failed rank would not enter.
 
     Attributes:
         error: The exception that ended the section on this rank; `PeerFailedError` if only another
@@ -39,7 +39,7 @@ class CollectiveAttempt:
         self._host_group = host_group
 
     def check_peers(self) -> None:
-        """Wait for all ranks to get here or fail.
+        """Wait until each rank has called this or has failed.
 
         Raises:
             PeerFailedError: A rank has failed.
@@ -64,7 +64,7 @@ class CollectiveAttempt:
         if not isinstance(error, Exception):
             return False
         self.error = error
-        # The frames of the exception hold what was half built.
+        # The frames of the exception reference objects that were only partly built.
         traceback.clear_frames(error.__traceback__)
         if not isinstance(error, PeerFailedError):
             self._host_group.all_max(1)

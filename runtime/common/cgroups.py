@@ -1,4 +1,4 @@
-"""The folders with the limits of this process's cgroup and its parents."""
+"""Finds the folders with the limits of this process's control group (cgroup) and its parents."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 def cgroup_folders(controller: str, root: Path = Path("/")) -> list[Path]:
     """Return the folders that may have a controller's limits, innermost first.
 
-    In a container the group's path may be the host's, which is not mounted; the container's group
-    is then the mount itself. Folders that do not exist may be included.
+    In a container the path of the group may be that on the host, where it is not mounted. The
+    container's group is then the mount point. Folders that do not exist may be included.
 
     Args:
         controller: The name of a cgroup controller, such as "memory".

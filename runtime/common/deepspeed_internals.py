@@ -1,9 +1,8 @@
-"""The table of DeepSpeed's internals: private names that several packages read or patch.
+"""Table of DeepSpeed's internals: private names that several packages read or patch.
 
-Read it when DeepSpeed is upgraded, with the tests called `test_*drift.py`, which also have names
-that are used in one module only. A test looks up each name in the installed DeepSpeed; at run time
-a name that is missing disables what needs it. Names that are only written, or that some
-configurations lack, are listed in the test.
+Check it when DeepSpeed is upgraded. The tests called `test_*drift.py` look up each name in the
+installed DeepSpeed; they also have names that only one module uses, that are only written, or that
+exist in some configurations only. At run time a missing name disables what needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedP
 HOOK_STATE = "deepspeed.runtime.base_optimizer:BackwardHookStateManager"
 BUCKET = "deepspeed.runtime.zero.stage_1_and_2:IPGBucket"
 
-# By the package that uses the names.
+# Names by the package that uses them.
 INTERNALS: Mapping[str, Table] = {
     "engine/compression": {
         ENGINE: (

@@ -1,4 +1,4 @@
-"""Scalars on a device, read without synchronization: a copy starts now and is read once done."""
+"""Reads scalars from a device without waiting: a copy to the host starts, and is read later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import accelerator
 
 
 class PendingScalar:
-    """A scalar that is being copied from a device. Never waits."""
+    """Scalar that is being copied from a device to the host. No method waits for the copy."""
 
     __slots__ = ("_copy", "_done")
 
@@ -35,7 +35,7 @@ ScalarOrPending = float | PendingScalar | None
 
 
 def scalar(source: Any) -> ScalarOrPending:
-    """Return a scalar of a number, a tensor with one element or None."""
+    """Convert a number, a tensor with one element or None; start a copy if it is on a device."""
     if source is None or type(source) is float:
         return source
     if isinstance(source, torch.Tensor) and source.device.type != "cpu":
@@ -52,7 +52,7 @@ def _from_device(source: torch.Tensor) -> PendingScalar | None:
 
 
 def arrived(one: ScalarOrPending) -> bool:
-    """Whether a scalar can be read."""
+    """Whether a scalar can be read, that is, whether its copy to the host is done."""
     return not isinstance(one, PendingScalar) or one.arrived()
 
 

@@ -1,18 +1,39 @@
-"""Reads a DeepSpeed configuration, given as a path, a dict or base64 text."""
+"""DeepSpeed configurations: read as the user gives them, and adapted to a TrainingRun.
+
+A configuration is given as a path, a dict or base64 text, as deepspeed.initialize accepts it.
+"""
 
 from __future__ import annotations
 
 import base64
+import copy
+import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from ...errors import SettingsError
+from ...errors import DsConfigError, SettingsError
+
+logger = logging.getLogger(__name__)
 
 ZEROWATCH_KEY = "zerowatch"
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+MANAGED = "managed_gradient_accumulation"
 
 _LARGEST_FILE = 2**20  # bytes; a longer argument file is data, not a configuration
+
+
+class EngineSource(Protocol):
+    """Source of a run's present engine and its ds config; a rebuild replaces both."""
+
+    @property
+    def engine(self) -> Any:
+        """Return the DeepSpeed engine in use."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the ds config of the engine in use."""
 
 
 def read_zerowatch_block(config: object) -> Mapping[str, Any]:
@@ -32,11 +53,11 @@ def read_zerowatch_block(config: object) -> Mapping[str, Any]:
 
 
 def parse_config(config: object) -> Any:
-    """Return the content of a configuration; None if it is neither a mapping nor text.
+    """Return the content of a configuration; None if it is neither a mapping, text nor a path.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is neither JSON, DeepSpeed's lax dialect included, nor such text in base64.
+        ValueError: It is neither JSON (comments are allowed, as in DeepSpeed) nor JSON in base64.
     """
     import hjson  # type: ignore[import-untyped]  # installed with DeepSpeed, which parses with it
 
@@ -60,7 +81,10 @@ def read_config(config: object) -> Mapping[str, Any]:
 
 
 def config_origin(config: object) -> str:
-    """Return the file of a configuration. Hugging Face passes a dict that it read from one."""
+    """Return the path of a configuration, for error messages.
+
+    Hugging Face passes a dict; the file that it was read from is found by its content.
+    """
     if not isinstance(config, Mapping):
         return str(config)
     given = [os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]
@@ -72,3 +96,73 @@ def config_origin(config: object) -> str:
         if content and content.keys() <= config.keys():
             return path
     return "DeepSpeed configuration"
+
+
+def training_config(config: object) -> dict[str, Any]:
+    """Return a copy of a ds config in which TrainingRun, not the engine, ends a window.
+
+    Args:
+        config: A mapping, or the path of a JSON file.
+
+    Raises:
+        DsConfigError: It cannot be read, has no micro-batch size, or asks for pipelines.
+    """
+    given = read_config(config)
+    if not given:
+        raise DsConfigError(
+            f"{config_origin(config)}: cannot be read or is empty; TrainingRun takes a ds config "
+            "as a dict or as the path of a JSON file"
+        )
+    ours = copy.deepcopy(dict(given))
+    _check_micro_batch(ours, config)
+    # DeepSpeed requires that the batch sizes multiply; here the size of each batch decides.
+    ours.pop("train_batch_size", None)
+    ours["gradient_accumulation_steps"] = 1
+    ours[MANAGED] = False
+    zero = ours.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("overlap_comm") and int(zero.get("stage", 0)) < 2:
+        # All reduction is in step() then, with nothing to overlap with.
+        ours["zero_optimization"] = {**zero, "overlap_comm": False}
+        logger.warning(
+            "zero_optimization.overlap_comm disabled: it has no effect below stage 2, where a "
+            "TrainingRun reduces gradients once per step"
+        )
+    fp16 = ours.get("fp16")
+    if isinstance(fp16, Mapping) and fp16.get("enabled") and zero_stage(ours) == 0:
+        logger.warning(
+            "fp16 at ZeRO stage 0: DeepSpeed 0.19 divides gradients by a loss scale that the loss "
+            "was not multiplied by, so updates are too small. Use bf16, or stage 1"
+        )
+    return ours
+
+
+def _check_micro_batch(ours: Mapping[str, Any], config: object) -> None:
+    size = ours.get(MICRO_BATCH)
+    if size is None and isinstance(ours.get("train_batch_size"), int):
+        raise DsConfigError(
+            f"{config_origin(config)}: give {MICRO_BATCH}, the samples of the first micro-batches; "
+            "train_batch_size is what you pass to train_batch, over all ranks"
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise DsConfigError(
+            f"{config_origin(config)}: {MICRO_BATCH} must be a whole number of samples, 1 or more, "
+            f"got {size!r}"
+        )
+
+
+def merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a nested mapping with changes merged into it."""
+    result = copy.deepcopy(dict(config))
+    for name, value in changes.items():
+        below = config.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            result[name] = merged(below, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """Return the ZeRO stage that a ds config asks for."""
+    zero = config.get("zero_optimization")
+    return int(zero.get("stage", 0)) if isinstance(zero, Mapping) else 0

@@ -1,7 +1,7 @@
 """Explains errors of the ds config: those that DeepSpeed raises, and keys that it ignores.
 
-Errors are explained by where DeepSpeed or Hugging Face raised them; the meaning of the keys is
-DeepSpeed's.
+An error is explained by the function of DeepSpeed or Hugging Face that raised it, as found in its
+traceback.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ _BLOCKS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "comms
 
 
 class ConfigErrors(AbstractContextManager[None]):
-    """Explains errors of the configuration that leave the block; others pass unchanged."""
+    """Context manager that explains configuration errors; all errors are still raised."""
 
     def __init__(self, config: object, fail_open: FailOpen, *, raise_ours: bool = False) -> None:
-        """Watch one call.
+        """Prepare for one call of deepspeed.initialize.
 
         Args:
             config: The configuration as given to deepspeed.initialize.

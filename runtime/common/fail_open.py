@@ -1,4 +1,4 @@
-"""Fail-open hooks: a hook that raises is counted, logged and dropped."""
+"""Fail-open hooks: a hook that raises is counted, logged and disabled, and training continues."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class FailOpen:
-    """Wraps the hooks of a process, and counts those that failed.
+    """Wraps hooks so that their exceptions never reach the training, and counts those that failed.
 
     Attributes:
-        failures: Failed hooks by name. Plain data, written on any thread and published by the watch
-            thread, so that counting cannot fail itself.
+        failures: Number of failed hooks by name. It is written on any thread and exported by the
+            watch thread, so that a hook never calls the exporters itself.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class FailOpen:
                 return None
             try:
                 return body(*args, **kwargs)
-            except Exception:  # of any kind: training goes on
+            except Exception:  # of any kind: training continues
                 dropped = True
                 self.failures[name] += 1
-                with contextlib.suppress(Exception):  # there may be no memory left
+                with contextlib.suppress(Exception):  # logging can fail too, such as without memory
                     logger.warning(
                         "hook %r failed and was dropped; training goes on, its metrics stop. "
                         "Please report this.",

@@ -1,4 +1,4 @@
-"""Collectives between all ranks on the host, called on the training thread.
+"""Collectives of small values on the host, between all ranks, called on the training thread.
 
 The gloo group is separate from the training's groups, so that no device queue is waited for. Its
 process group is called directly: torch.distributed's functions are instrumented, and this traffic
@@ -24,7 +24,7 @@ from ...errors import ZerowatchError
 
 
 class HostCollectives(Protocol):
-    """Collectives of small host values; all ranks call the same one at the same point."""
+    """Interface of collectives of small host values; all ranks call the same one at one point."""
 
     rank: int
     world_size: int

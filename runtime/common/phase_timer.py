@@ -1,4 +1,4 @@
-"""Time of the training thread by phase; exclusive phases that add up to wall time."""
+"""Measures the time of the training thread by phase; the phases add up to the wall time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PhaseInterval = tuple[int, int, int]  # phase, start and end in nanoseconds
 
 
 class PhaseTimer:
-    """A stack of phases; the innermost accrues the time. Time is counted from the first phase.
+    """Stack of phases; time is attributed to the innermost one, beginning with the first phase.
 
     Used on the training thread. `current` may be read on any thread: it labels collectives, some of
     which autograd's threads issue.

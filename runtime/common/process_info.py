@@ -1,4 +1,4 @@
-"""This process in its job: rank, host, and how often the launcher has restarted it."""
+"""Information about this process: its rank and host, its restarts, and the id of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...metrics.settings import RUN_ID_PATTERN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """One process of a run.
+    """Place of one process in its job.
 
     Attributes:
         rank: The rank in the job, from 0.
@@ -34,7 +34,7 @@ class ProcessInfo:
 
 
 def this_process() -> ProcessInfo:
-    """Read the process group, and the environment variables that the launcher set."""
+    """Return this process, from the process group and the launcher's environment variables."""
     started = dist.is_initialized()
     return ProcessInfo(
         rank=dist.get_rank() if started else int(os.environ.get("RANK", 0)),
@@ -46,12 +46,15 @@ def this_process() -> ProcessInfo:
 
 
 def new_run_id() -> str:
-    """Return a unique name that sorts by time."""
+    """Return a unique run id; ids sort by the time of their creation."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
 def launcher_run_id() -> str | None:
-    """Return torchrun's name for the job if torchrun may restart it; the name stays the same."""
+    """Return torchrun's id of the job if torchrun may restart it, else None.
+
+    The id stays the same after a restart.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     return name if may_restart and name != "none" and re.match(RUN_ID_PATTERN, name) else None

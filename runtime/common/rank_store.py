@@ -1,8 +1,8 @@
-"""Exchange over the c10d store: the run id, scrape targets, and clients for other uses.
+"""Exchanges the run id and the scrape targets between ranks through torch's c10d store.
 
 torchrun keeps its store when it restarts the processes, and keys of earlier processes must not be
-read as new. The restart count is no namespace: each node has its own. So rank 0 writes a token of
-its process to a fixed key, and the other ranks check regularly whether it has changed.
+read as new. The restart count cannot be the namespace, because each node has its own. So rank 0
+writes a token of its process to a fixed key, and the other ranks check regularly for a new token.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .process_info import ProcessInfo, launcher_run_id, new_run_id
 logger = logging.getLogger(__name__)
 
 STORE_TIMEOUT_SECONDS = 10.0
-# Longest a thread waits to connect again after the store failed, and a little more.
+# A little more than the longest time that a thread waits to connect again after the store failed.
 CONNECT_TIMEOUT_SECONDS = 2.0
-# A token with fewer restarts than this rank's is from an earlier process if both are on one node.
-# If they are not, this is the delay that the wrong guess costs.
+# For so long a token with fewer restarts than this rank's is ignored: it is from an earlier process
+# if rank 0 is on the same node. If it is not, the token is used after this delay.
 OLDER_TRUSTED_SECONDS = 10.0
-FIRST_POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 30.0
+# Time between two polls of the store: it grows from the first value to the second.
+FIRST_POLL_SECONDS = 1.0
+MAX_POLL_SECONDS = 30.0
 _THIS_PROCESS = secrets.token_hex(4)
 
 
 class RankStore:
-    """Short texts that the ranks write for each other in the c10d store. Never waits for a rank.
+    """Texts that the ranks write for each other in the c10d store. No method waits for a rank.
 
     Texts of an earlier process or an earlier watch are not seen. The exception is a moment in which
     rank 0 restarts last and this rank's node does not count that restart.
@@ -84,7 +86,7 @@ class RankStore:
         return None
 
     def poll(self) -> None:
-        """Check, less and less often, whether rank 0 has a new token.
+        """Check, at increasing intervals, whether rank 0 has a new token.
 
         This rank's texts are then written again in the new namespace.
         """
@@ -124,7 +126,7 @@ def share_run_id(store: RankStore, process: ProcessInfo, chosen: str | None) -> 
 
 
 class TargetDiscovery:
-    """The addresses at which the ranks serve their metrics, collected by rank 0."""
+    """Collects on rank 0 the addresses at which the ranks serve their metrics."""
 
     def __init__(
         self, store: RankStore, process: ProcessInfo, now: Callable[[], float] = time.monotonic
@@ -140,7 +142,7 @@ class TargetDiscovery:
         self._store.put(f"address/{self._process.rank}", entry)
 
     def poll(self) -> bool:
-        """Look, less and less often, for missing ranks; return whether one was found."""
+        """Check, at increasing intervals, for missing ranks; return whether one was found."""
         if not self._missing or not self._backoff.is_due:
             return False
         self._backoff.wait()
@@ -164,9 +166,7 @@ def _target(run_id: str, rank: int, entry: dict[str, str]) -> dict[str, object]:
 
 
 class StoreClientFactory:
-    """Clients of the store for one thread, with a connection of its own.
-
-    A slow answer then delays no other thread.
+    """Makes store clients for one thread, so that a slow response delays no other thread.
 
     Args:
         rank: This rank.
@@ -223,7 +223,7 @@ class StoreClientFactory:
 
 
 class StoreNamespace:
-    """The key prefix of the ranks' texts: rank 0's token, read from the store on other ranks.
+    """Prefix of the ranks' keys: the token of rank 0, which other ranks read from the store.
 
     Raises:
         RuntimeError: The store does not respond; raised by every method.

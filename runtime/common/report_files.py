@@ -1,4 +1,4 @@
-"""Report files: readable by their owner only, and never overwritten."""
+"""Creates files of reports: readable by their owner only, and never overwritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_private(path: Path) -> int:
-    """Create a file and return its descriptor, open for writing.
+    """Create a file that only its owner can read, and return its descriptor, open for writing.
 
     Raises:
         FileExistsError: It exists.

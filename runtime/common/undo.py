@@ -1,4 +1,7 @@
-"""Reversible changes: an `Undo` restores exactly what was there, and does nothing when repeated."""
+"""Reversible changes: each returns an `Undo`, which restores the state before the change.
+
+An `Undo` restores the very same objects, and does nothing when it is called again.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 
-# A change of an engine may fail in any way that touching a library's internals can: out of memory,
-# a missing attribute. An error outside this list would leave the other ranks waiting.
+# Errors of a change of an engine that are handled by undoing it. They include all that using a
+# library's internals can raise, because an error outside this list would leave other ranks waiting.
 FAILURES = (
     ZerowatchError,
     RuntimeError,
@@ -33,7 +36,7 @@ _ABSENT = object()
 
 
 class UndoOnce:
-    """Calls a function at most once, and releases it then."""
+    """Calls a function at most once, and then drops its reference to the function."""
 
     def __init__(self, undo: Undo) -> None:
         self._undo: Undo | None = undo
@@ -46,7 +49,7 @@ class UndoOnce:
 
 
 class UndoStack:
-    """Undoes changes in reverse order; one that fails does not stop the others."""
+    """Stack of undos, called in reverse order; an undo that fails does not stop the others."""
 
     def __init__(self) -> None:
         self._undos: list[Undo] = []

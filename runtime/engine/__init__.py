@@ -1,1 +1,1 @@
-"""Reversible changes to a live engine."""
+"""Reversible changes to a running DeepSpeed engine: settings, gradient compression, rebuild."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...metrics.catalog import memory
 from ...metrics.series import Recorder
-from ..common.units import format_bytes
+from ..common.format_numbers import format_bytes
 from .forecast.series import PeakPoint
 from .forecast.trend import Trend, fit_line
 from .leak_tracer import LeakTracer

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from ..common import accelerator
+from ..common.format_numbers import format_bytes
 from ..common.report_files import write_or_warn
-from ..common.units import format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import DsConfigError, RebuildError, ZerowatchError
+from ..common.ds_config import merged, training_config, zero_stage
 from ..common.host_group import HostGroup
-from ..common.training_config import merged, training_config, zero_stage
 from ..common.undo import Undo
 from ..engine.compression.gradient_compressor import GradientCompressor
 from ..engine.live_settings.activation_checkpointing import ActivationCheckpointing, ModuleSelector

@@ -1,1 +1,1 @@
-"""The built-in job: a byte-level GPT trained on the Python standard library."""
+"""The command `zerowatch demo`: trains a byte-level GPT on the source of the standard library."""

@@ -1,6 +1,6 @@
-"""The demo's data: the source text of this Python's standard library, as byte sequences.
+"""Training data of the demo: the source of this Python's standard library, as byte sequences.
 
-This text is on every machine, so the demo downloads nothing.
+Every machine has this text, so the demo downloads nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The demo's training script, one process per rank: a TrainingRun, its loader, and a loop.
+"""Training script of the demo, which each rank runs: a TrainingRun, its loader, and a loop.
 
-It is an example: apart from the console, a training loop needs nothing else.
+It is also an example: apart from the console, a training loop needs nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...monitor.watch import WatchHandle
 from ...training_run import TrainingRun
 from .console import DemoConsole
 from .corpus import NextByteSequences, standard_library_text
-from .launch import quiet_deepspeed
+from .launch_ranks import quiet_deepspeed
 from .model import ByteGpt
 
 SEED = 1
@@ -89,7 +89,7 @@ def ds_config(*, steps: int, stage: int) -> dict[str, Any]:
 
 
 def _console(watch: WatchHandle, options: argparse.Namespace) -> DemoConsole | None:
-    """Subscribe a console on rank 0; the other ranks behave alike."""
+    """Create a console on rank 0 that prints each step; return None on the other ranks."""
     if dist.get_rank() != 0:
         return None
     console = DemoConsole(watch=watch, steps=options.steps, num_ranks=dist.get_world_size())

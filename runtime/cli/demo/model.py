@@ -1,4 +1,4 @@
-"""The demo's model: a small byte-level GPT in plain torch."""
+"""Model of the demo: a small byte-level GPT in plain torch."""
 
 from __future__ import annotations
 

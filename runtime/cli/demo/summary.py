@@ -1,4 +1,4 @@
-"""Sums over the records of several steps, and advice on what to try next."""
+"""Summary of the records of several steps, and advice on what to try next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ....metrics.step_record import CollectiveTotals, StepRecord
 from ....metrics.thresholds import COMM_RATIO_HIGH, DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW
-from .launch import display_path
+from .launch_ranks import display_path
 
 LAST_STEPS = 10  # the final loss is their mean, because batches differ; at most half the run
 NOT_TRAINING = ("eval", "checkpoint")  # phases
@@ -33,7 +33,8 @@ class Summary:
         last_loss: Mean loss of the last steps.
         device: The GPU, or "cpu".
         peak_bytes: Peak memory of that device.
-        utilization_ratio: Busy share of the device; of all ranks if they share it.
+        utilization_ratio: Fraction of the time in which the device was busy; for a CPU the use by
+            all ranks.
     """
 
     num_steps: int
@@ -50,17 +51,17 @@ class Summary:
     utilization_ratio: float | None
 
     def ratio(self, seconds: float) -> float:
-        """Return a duration's share of the training time."""
+        """Return a duration as a fraction of the training time."""
         return seconds / self.training_seconds if self.training_seconds else 0.0
 
     @property
     def exposed_ratio(self) -> float | None:
-        """Share of the training time in which training waited for communication."""
+        """Fraction of the training time in which training waited for communication."""
         return None if self.exposed_seconds is None else self.ratio(self.exposed_seconds)
 
     @property
     def comm_ratio(self) -> float | None:
-        """Communication's share of the training time."""
+        """Fraction of the training time in which a collective was in progress."""
         return None if self.comm_seconds is None else self.ratio(self.comm_seconds)
 
 
@@ -188,7 +189,7 @@ def _utilization_ratio(
         record.device_readings.get(device or "", {}).get("utilization_ratio") for record in records
     ]
     mean = _mean([reading for reading in readings if reading is not None])
-    # On CPU a rank measures its own share of the cores that all ranks use.
+    # On CPU a rank measures only its own use of the cores.
     return mean if mean is None or device != "cpu" else min(1.0, mean * num_ranks)
 
 

@@ -97,7 +97,7 @@ def estimate(
     if as_json:
         click.echo(json.dumps(_as_json(plans, model.shape, topology, batch), indent=2))
         return
-    from .report import Heading, print_plans
+    from .plan_tables import Heading, print_plans
 
     heading = Heading(config_file, model.shape, topology, configured_stage, batch)
     print_plans(plans, heading, sys.stdout)

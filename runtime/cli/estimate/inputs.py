@@ -1,4 +1,4 @@
-"""The inputs of an estimate that options describe: the model, its micro-batch, and the memory."""
+"""Inputs of an estimate, from command-line options: the model, its micro-batch, and the memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BUILD_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedModel:
-    """The model to plan for; `module` is None for a typical model."""
+    """Model whose training is estimated; `module` is None for a typical transformer."""
 
     shape: ModelShape
     module: nn.Module | None = None
@@ -122,7 +122,7 @@ def _model_error(name: str, problem: str, error: BaseException) -> CommandLineEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """The command's options about activations and memory."""
+    """Command-line options on activations and memory; None where an option is not given."""
 
     sequence: int | None = None
     micro_batch: int | None = None
@@ -131,7 +131,7 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """One rank's batch, its activations, and the device's memory.
+    """Micro-batches of one rank, their activations, and the device's memory.
 
     Attributes:
         micro_batches: Micro-batches of one step.

@@ -1,4 +1,4 @@
-"""Base class of the live settings: engine attributes that can be read, changed and restored."""
+"""Base class of live settings: engine attributes that can be read, changed and restored."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from ....errors import RebuildError
 from ...collectives.ops import Guard, guarded_methods
 from ...common import accelerator
 from ...common.all_or_none import CollectiveAttempt, PeerFailedError
+from ...common.ds_config import zero_stage
 from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
-from ...common.training_config import zero_stage
 from .preconditions import unsupported_reason
 from .state_snapshot import (
     HostSum,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
+from ...common.ds_config import zero_stage
 from ...common.ds_config_errors import misspelt_keys
-from ...common.training_config import zero_stage
 from .optimizer_layout import base_optimizer, layout_of
 from .state_snapshot import ADAMS
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ....metrics.catalog import memory
 from ....metrics.series import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
-from ...common.units import format_bytes
+from ...common.format_numbers import format_bytes
 from .forecaster import Forecaster, MemoryForecast
 from .series import PeakPoint, PeakPrediction, Shape
 

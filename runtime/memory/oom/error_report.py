@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
-from ...common.units import format_bytes
 from ..forecast.series import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
 from .parse_error import OomError, find_oom_error

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ...common.cgroups import cgroup_folders
-from ...common.units import format_bytes
+from ...common.format_numbers import format_bytes
 from ..forecast.series import PeakPoint, PeakPrediction, Shape
 from .parse_error import OomError
 from .would_fit import Layout, LayoutBytes, OomCase, Remedy, remedies

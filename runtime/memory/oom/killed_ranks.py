@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ....metrics.thresholds import OOM_RISK_HIGH
+from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
-from ...common.units import format_bytes
 from ..forecast.series import Shape
 from .error_report import format_percent, format_shapes
 from .liveness_file import (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
-from ...common.training_config import zero_stage
+from ...common.ds_config import zero_stage
 
 
 class EngineChange(Enum):

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch.distributed as dist
 
 from ...common import accelerator
-from ...common.engine_source import EngineSource
+from ...common.ds_config import EngineSource
 from ...common.host_group import HostCollectives
 from ...memory.oom.parse_error import is_caused_by_oom
 from ..window.batch_size_exchange import LocalBatches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....errors import BatchError, ZerowatchError
-from ...common.engine_source import EngineSource
+from ...common.ds_config import EngineSource
 from ...common.undo import Undo
 from ...trainer.data.training_data import TrainingData
 from ...trainer.window_runner import WindowRunner

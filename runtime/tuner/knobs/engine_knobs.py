@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....errors import ZerowatchError
-from ...common.engine_source import EngineSource
+from ...common.ds_config import EngineSource
 from ...common.undo import Undo
 from ...engine.compression.gradient_compressor import (
     PLAIN,

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ....errors import DsConfigError
-from ...common.engine_source import EngineSource
-from ...common.training_config import merged, training_config, zero_stage
+from ...common.ds_config import EngineSource, merged, training_config, zero_stage
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.preconditions import unsupported_reason
 from ...estimator.engine_plan import planned_layouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....metrics.thresholds import OOM_RISK_HIGH
-from ...common.units import format_bytes
+from ...common.format_numbers import format_bytes
 from ...trainer.oom_recovery.micro_batch_planner import (
     SAFETY_RATIO,
     MemoryMeasurements,

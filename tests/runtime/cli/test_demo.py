@@ -13,7 +13,7 @@ from scripts.launching import ZEROWATCH, start
 
 from zerowatch.errors import CommandLineError
 from zerowatch.runtime.cli.demo.corpus import MAX_BYTES, NextByteSequences, standard_library_text
-from zerowatch.runtime.cli.demo.launch import launch_demo
+from zerowatch.runtime.cli.demo.launch_ranks import launch_demo
 from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 from zerowatch.runtime.instrumentation.flops import flops_terms
 

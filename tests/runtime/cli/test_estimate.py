@@ -217,7 +217,7 @@ def assert_error(result: tuple[int, str, str], *words: str) -> None:
 
 
 def test_a_terminal_gets_a_table_with_styles(ds_json, monkeypatch):
-    from zerowatch.runtime.cli.estimate.report import Heading, print_plans
+    from zerowatch.runtime.cli.estimate.plan_tables import Heading, print_plans
     from zerowatch.runtime.estimator.model_shape import Topology
     from zerowatch.runtime.estimator.plan_step import plan_step
     from zerowatch.runtime.estimator.typical_model import typical_transformer

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed.run
 
-from zerowatch.runtime.cli.run import launch
+from zerowatch.runtime.cli.run_command import launch
 
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 

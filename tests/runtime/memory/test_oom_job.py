@@ -18,7 +18,7 @@ import pytest
 from scripts.launching import SCRIPTS, Finished, start
 from scripts.memory.oom_cgroup import memory_cgroup
 
-from zerowatch.runtime.common.units import format_bytes
+from zerowatch.runtime.common.format_numbers import format_bytes
 
 pytestmark = pytest.mark.jobs
 

@@ -1,4 +1,4 @@
-"""Formats sizes, counts and ratios for people."""
+"""Formats sizes, counts and ratios as text for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of an estimate: a table of collectives, a table of memory, and remarks."""
+"""Prints an estimate: a table of collectives, a table of memory, and remarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import UNKNOWN, format_bytes, format_count
+from ...common.format_numbers import UNKNOWN, format_bytes, format_count
 from ...estimator.model_memory import Activations
 from ...estimator.model_shape import ModelShape, Topology
 from ...estimator.plan import Plan, PlannedCollective
@@ -25,7 +25,7 @@ _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The inputs that all plans share."""
+    """Inputs of the estimate, which are the same for the plans of all ZeRO stages."""
 
     config_file: str
     model: ModelShape

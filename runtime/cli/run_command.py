@@ -1,4 +1,4 @@
-"""`zerowatch run`: torchrun, which starts each rank's script by `python -m zerowatch`."""
+"""The command `zerowatch run`: torchrun that starts each rank's script by `python -m zerowatch`."""
 
 from __future__ import annotations
 

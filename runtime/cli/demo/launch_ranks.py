@@ -1,4 +1,4 @@
-"""Starts the demo's processes on this machine, and prepares their environment and DeepSpeed."""
+"""Starts the ranks of the demo on this machine, and prepares their environment and DeepSpeed."""
 
 from __future__ import annotations
 
