@@ -1,1 +1,6 @@
-"""Probes of devices: utilisation, power, peak FLOP/s and memory."""
+"""Readings of devices: utilisation, power, peak FLOP/s, and the bytes of device and host memory.
+
+This package reads a device, the kernel or the C library, and interprets nothing. What fills the
+memory, and when it runs out, is computed in `runtime/memory/`; `runtime/monitor/device_sampler.py`
+publishes the readings, and `runtime/common/accelerator.py` wraps torch's functions of the device.
+"""

@@ -1,4 +1,4 @@
-"""The CPU: utilisation by this process, clock and temperature."""
+"""Reads the CPU: its use by this process, clock and temperature, and the number of usable cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from pathlib import Path
 import psutil
 
 from ..common.cgroups import cgroup_folders
+
+logger = logging.getLogger(__name__)
+# psutil reads each core's clock and each sensor; on a large machine that takes milliseconds.
+_AFFORDABLE_SECONDS = 0.001
+# Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
+_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
+# AttributeError: psutil has the function on some platforms only. ValueError: an odd /sys file.
+_READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, ValueError)
 
 
 def usable_cores(root: Path = Path("/")) -> float:
@@ -44,14 +52,6 @@ def _quota(folder: Path) -> float | None:
     return None
 
 
-logger = logging.getLogger(__name__)
-
-# psutil reads each core's clock and each sensor; on a large machine that takes milliseconds.
-_AFFORDABLE_SECONDS = 0.001
-# Linux drivers and firmware that report a CPU's temperature, in psutil's naming.
-_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
-
-
 def _clock_hertz() -> float | None:
     clock = psutil.cpu_freq()  # None, or 0 MHz, where the platform lacks it
     return clock.current * 1e6 if clock and clock.current else None
@@ -67,8 +67,6 @@ _OPTIONAL: Mapping[str, Callable[[], float | None]] = {
     "clock_hertz": _clock_hertz,
     "temperature_celsius": _temperature_celsius,
 }
-# AttributeError: psutil has the function on some platforms only. ValueError: an odd /sys file.
-_READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, ValueError)
 
 
 class CpuDevice:

@@ -1,4 +1,4 @@
-"""Memory of one GPU, by torch's caching allocator."""
+"""Reads the memory of one GPU from torch's caching allocator: its counters, or all its blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ..common import accelerator
 from ..common.report_files import create_private
 from .shared_peak_counters import STATS, SharedPeakCounters
 
-_LIMIT_SECONDS = 10.0  # memory_info calls the driver, which takes longer than all the rest
+# Interval between readings of the limit: memory_info calls the driver, which takes longer than all
+# other readings together.
+_LIMIT_SECONDS = 10.0
+# Memory state of a reading, statistic of torch's allocator, and which value of it.
 _STATES = (
     ("allocated", "allocated_bytes", "current"),
     ("reserved", "reserved_bytes", "current"),

@@ -1,4 +1,8 @@
-"""The protocol of device probes."""
+"""The protocol of device probes, and the choice of this machine's probe by kind of device.
+
+A device probe reads utilisation, power, temperature and link traffic; `memory_probes.py` has the
+probes of memory. This module also returns a device's peak FLOP/s and its hardware id.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ from typing import Protocol
 
 from ..common import accelerator
 from .cpu import CpuDevice
-from .nvml import device_uuid, nvml_device
+from .nvml_probe import device_uuid, nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
+
+# The probe of each kind of accelerator: a file next to nvml_probe.py with a `DeviceProbe`. A kind
+# without a row is not read. ROCm's kind is "cuda" too; without NVML it is not read either.
+_PROBES = {"cuda": nvml_device}
 
 
 class DeviceProbe(Protocol):
@@ -26,11 +34,6 @@ class DeviceProbe(Protocol):
 
     def close(self) -> None:
         """Release the device; safe to call twice. Later readings are empty or unchanged."""
-
-
-# The probe of each kind of accelerator: a file next to nvml.py with a `DeviceProbe`. A kind without
-# a row is not read. ROCm's kind is "cuda" too; without NVML it is not read either.
-_PROBES = {"cuda": nvml_device}
 
 
 def device_probes(*, device_index: int | None) -> list[DeviceProbe]:

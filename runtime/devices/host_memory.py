@@ -1,4 +1,4 @@
-"""Host memory of this process on Linux: RSS, its peak since the last reading, and its limit."""
+"""Reads the host memory of this process on Linux: RSS, the peak of RSS, and its limit."""
 
 from __future__ import annotations
 

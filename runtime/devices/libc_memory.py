@@ -1,8 +1,13 @@
-"""Free memory that the C library keeps in its heap: part of RSS, but not in use.
+"""Reads memory through the C library: the free heap, and the resident part of a buffer.
 
-glibc returns large blocks to the kernel only at first: each one freed raises the size from which on
-blocks are returned, up to 32 MiB. Smaller ones stay in its heap and serve the next pass. So the
-memory that activations leave at the end of a step is reused by those of the next one.
+Free heap is part of RSS but not in use. glibc returns large blocks to the kernel only at first:
+each freed block raises the size from which on blocks are returned, up to 32 MiB. Smaller ones stay
+in its heap and serve the next pass. So the memory that activations leave at the end of a step is
+reused by those of the next one.
+
+The resident part of a buffer is the pages that were ever written. DeepSpeed makes reduction buckets
+of half a billion elements by `torch.empty`, of which a small model writes a fraction; the rest is
+address space only.
 """
 
 from __future__ import annotations
@@ -11,6 +16,10 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from functools import cache
+
+_PAGE = mmap.PAGESIZE
+# Smaller buffers are not examined: they lie in the heap, where others share their pages.
+_MIN_BYTES = 2**20
 
 
 class _MallocInfo(ctypes.Structure):
@@ -45,10 +54,6 @@ def _mallinfo() -> Callable[[], _MallocInfo] | None:
     if function is not None:
         function.restype = _MallocInfo
     return function
-
-
-_PAGE = mmap.PAGESIZE
-_MIN_BYTES = 2**20  # smaller ones lie in the heap, among others
 
 
 def resident_bytes(address: int, size: int) -> int:

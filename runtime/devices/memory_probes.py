@@ -1,4 +1,8 @@
-"""The protocol of memory probes."""
+"""The protocol of memory probes, and the choice of this machine's probes by kind of device.
+
+A memory probe reads bytes from a device's allocator or from the kernel. What the bytes are used for
+is computed in `runtime/memory/`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,11 @@ import psutil
 
 from ..common import accelerator
 from .cuda_allocator import cuda_memory
+
+logger = logging.getLogger(__name__)
+
+# The probe of each kind of accelerator; a kind without a row is not read.
+_PROBES = {"cuda": cuda_memory}
 
 
 class MemoryProbe(Protocol):
@@ -36,12 +45,6 @@ class MemoryProbe(Protocol):
 
     def close(self) -> None:
         """Restore what was wrapped. Safe to call twice."""
-
-
-logger = logging.getLogger(__name__)
-
-# The probe of each kind of accelerator; a kind without a row is not read.
-_PROBES = {"cuda": cuda_memory}
 
 
 def memory_probes(*, device_index: int | None, reset_peak: bool) -> list[MemoryProbe]:

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of a device: a table for GPUs, a measurement for the CPU."""
+"""Determines the peak FLOP/s of a device: by a table for GPUs, by a measurement for the CPU."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Shares the allocator's peak counters between two readers, each of which resets them.
+"""Shares the allocator's peak counters between the training script and zerowatch.
 
-A few functions of `torch._C` serve all of torch's functions that return CUDA's peaks:
-`memory_stats`, `max_memory_allocated`, `max_memory_reserved`, `memory_summary`, their older names,
-and those of `torch.accelerator`. They are wrapped: the script sees the same peaks as without us,
-and its own resets lose no peak of ours. Accumulated counts have no peaks and are left alone.
+Both reset them. A few functions of `torch._C` serve all of torch's functions that return CUDA's
+peaks: `memory_stats`, `max_memory_allocated`, `max_memory_reserved`, `memory_summary`, their older
+names, and those of `torch.accelerator`. They are wrapped: the script sees the same peaks as without
+zerowatch, and its own resets lose no peak of zerowatch's. Accumulated counts have no peaks and are
+left alone.
 """
 
 from __future__ import annotations

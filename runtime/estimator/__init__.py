@@ -1,1 +1,7 @@
-"""Estimates of the traffic and memory of a ds config, before the run and during it."""
+"""Computes the traffic and memory of one training step from a ds config and the shape of a model.
+
+Nothing here measures. `plan_step.py` is the entry point; `zerowatch estimate`
+(`runtime/cli/estimate/`) prints its plans. `engine_plan.py` plans a live engine, and
+`volume_check.py` compares a run with that plan. Collectives are planned in `stage_*_traffic.py`,
+memory in `model_memory.py` and `gradient_memory.py`. Measured memory is in `runtime/memory/`.
+"""

@@ -18,7 +18,7 @@ from ..devices.libc_memory import free_heap_bytes
 from ..memory.categories import Held, larger_of
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.forecast_service import MemoryForecasts
-from ..memory.forecast.series import Shape
+from ..memory.forecast.peak_readings import Shape
 from ..memory.memory_reader import MemoryReader
 from ..memory.step_sample import DetailedSample, StepMemorySample, largest_shapes
 from .batch_shape import BatchShape

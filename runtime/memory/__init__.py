@@ -1,1 +1,10 @@
-"""Memory by category, forecasts of peaks, leak detection and out-of-memory reports."""
+"""What fills the memory of a rank: categories, leaks, forecasts, errors, and offload traffic.
+
+The bytes themselves are read by `runtime/devices/`. Neighbours:
+
+- `runtime/instrumentation/memory_hooks.py` samples memory on the training thread
+- `runtime/monitor/memory_monitor.py` runs this package's parts on the watch thread
+- `runtime/estimator/` computes memory from a ds config, without measuring
+- `runtime/trainer/oom_recovery/` continues a TrainingRun after an out-of-memory error
+- `metrics/catalog/memory.py` declares the metrics
+"""

@@ -1,4 +1,9 @@
-"""Detects memory leaks during a run: growth that no batch explains, its category and its sites."""
+"""Detects memory leaks during a run: growth that batch sizes do not explain, and its category.
+
+`find_leak` looks for steady growth in a series of readings. `LeakMonitor` applies it to the memory
+in use between steps, which does not depend on the batch, publishes what it finds, and starts
+`LeakTracer` (`leak_tracer.py`) to find the allocation sites.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +20,43 @@ import numpy.typing as npt
 from ...metrics.catalog import memory
 from ...metrics.series import Recorder
 from ..common.format_numbers import format_bytes
-from .forecast.series import PeakPoint
+from .forecast.peak_readings import PeakPoint
 from .forecast.trend import Trend, fit_line
 from .leak_tracer import LeakTracer
 
+logger = logging.getLogger(__name__)
+
 Array = npt.NDArray[np.float64]
+CategorySamples = deque[tuple[int, Mapping[str, float]]]
+
+# Readings kept of each device, time between checks, and detailed samples kept.
+MAX_POINTS = 512
+CHECK_SECONDS = 10.0
+MAX_CATEGORY_SAMPLES = 256
 
 # Growth over fewer readings may be a warm-up, or a cache that fills.
 MIN_READINGS = 160
-MIN_SCORE = 5.0  # Minimum slope, in standard deviations.
-MIN_GROWTH_BYTES, MIN_GROWTH_RATIO = float(32 << 20), 0.002
+# Minimum slope, in standard deviations.
+MIN_SCORE = 5.0
+# Minimum growth in bytes, relative to the level, and relative to the noise of single readings.
+MIN_GROWTH_BYTES = float(32 << 20)
+MIN_GROWTH_RATIO = 0.002
+MIN_NOISES = 3.0
 # RSS of training without a leak creeps by some percent for hundreds of steps, in bursts; the most
-# observed was 7 %. Growth below this ratio must be a straight line.
-CREEP_RATIO, STRAIGHT_NOISES, MIN_NOISES = 0.1, 20.0, 3.0
+# observed was 7 %. Growth below CREEP_RATIO of the level must be a straight line: more than
+# STRAIGHT_NOISES times the noise of single readings.
+CREEP_RATIO = 0.1
+STRAIGHT_NOISES = 20.0
 # Maximum odds of one sudden step against a line.
 MAX_STEPWISE = 0.1
 # Minimum growth of each third relative to an even share, and of the last relative to the first.
 # Otherwise the growth has ended, or slows down as a warm-up does.
-MIN_SHARE, MIN_OF_FIRST = 0.4, 0.65
+MIN_SHARE = 0.4
+MIN_OF_FIRST = 0.65
 # Minimum growth of the lowest readings relative to the total growth. Otherwise only temporary
 # memory has grown.
 MIN_OF_LOWEST = 0.5
+# Lower bound of the noise of single readings.
 MIN_NOISE_BYTES = float(256 << 10)
 
 
@@ -96,14 +117,6 @@ def _is_sustained(values: Array, first: int, growth: float) -> bool:
         and lowest > MIN_OF_LOWEST * growth * 5 / 6
         and highest < ends[-1]
     )
-
-
-logger = logging.getLogger(__name__)
-
-MAX_POINTS = 512
-CHECK_SECONDS = 10.0
-MAX_CATEGORY_SAMPLES = 256
-CategorySamples = deque[tuple[int, Mapping[str, float]]]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .categories import Held
-from .forecast.series import PeakPoint, Shape
+from .forecast.peak_readings import PeakPoint, Shape
 from .memory_reader import Reading, Readings
 
 

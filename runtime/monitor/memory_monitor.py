@@ -17,7 +17,7 @@ from ..instrumentation.watch_context import WatchContext
 from ..memory.categories import baseline
 from ..memory.engine_memory import bytes_by_category
 from ..memory.forecast.forecast_service import MemoryForecasts
-from ..memory.forecast.series import PeakPoint
+from ..memory.forecast.peak_readings import PeakPoint
 from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings

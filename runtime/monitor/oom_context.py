@@ -17,7 +17,7 @@ from ..estimator.engine_plan import engine_config, planned_layouts
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
 from ..memory.forecast.forecast_service import MemoryForecasts
-from ..memory.forecast.series import PeakPoint, PeakPrediction, Shape
+from ..memory.forecast.peak_readings import PeakPoint, PeakPrediction, Shape
 from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scripts.memory.peaks import Job, median_and_p95, misses_on_longer, one_step_misses
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
 pytestmark = [
     pytest.mark.gpu,

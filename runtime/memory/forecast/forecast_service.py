@@ -13,7 +13,7 @@ from ....metrics.series import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
 from .forecaster import Forecaster, MemoryForecast
-from .series import PeakPoint, PeakPrediction, Shape
+from .peak_readings import PeakPoint, PeakPrediction, Shape
 
 logger = logging.getLogger(__name__)
 

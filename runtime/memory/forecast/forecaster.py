@@ -1,4 +1,8 @@
-"""Forecasts the memory of one device from the readings of its last steps; for the watch thread."""
+"""Forecasts the memory of one device from the readings of its last steps.
+
+`Forecaster` keeps the readings and runs on the watch thread. Its result, `MemoryForecast`, is plain
+data that any thread may read.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,45 @@ import numpy as np
 import numpy.typing as npt
 
 from .peak_model import PeakModel, fit_peaks
+from .peak_readings import PeakPoint, Shape
 from .risk import ErrorTail, Growth, combine, fit_tail, growing_weight, risk_ahead
-from .series import PeakPoint, Shape
 from .trend import Trend, fit_trend
 
+Array = npt.NDArray[np.float64]
+
+# Readings kept: all, those whose micro-batches are expected to come again, errors of prediction,
+# and relative errors for the published median.
+MAX_POINTS = 512
+RECENT_POINTS = 200
+MAX_ERRORS = 192
+MAX_RATIOS = 256
+# Readings that a model is fitted to.
+FITTED_POINTS = 256
+# The first steps are unlike the rest: optimizer states appear, kernels are chosen.
+WARM_UP_POINTS = 3
+# The published risk is the mean over this many steps.
+SMOOTHING_STEPS = 20
+# A model is fitted again after this many new readings, or this share of all, if that is more.
+REFIT_AFTER = 8
+REFIT_SHARE = 0.1
+# A regime change: this many consecutive readings are off by this many widths, all to one side.
+REGIME_POINTS = 4
+REGIME_WIDTHS = 8.0
+# Least width of the errors, in bytes and relative to the need. CUDA's allocator reserves in blocks
+# of 2 MiB; RSS fluctuates by as much.
+MIN_WIDTH_BYTES = float(1 << 20)
+MIN_WIDTH_RATIO = 2e-4
+# Width assumed before any error is known, relative to the need.
+EXPECTED_WIDTH_RATIO = 0.01
 # Extra prediction error for a batch larger than any observed: this share of its additional need.
 EXTRAPOLATION_RATIO = 0.05
+# Distance of the next record from the largest of N values, in mean excesses of the upper tenth;
+# the three are equally likely.
+_RECORD_EXCESSES = np.array((0.25, 0.75, 1.75))
+# Peaks that differ from the largest by less than this share of their rise count as equal to it.
+_SAME_RATIO = 1e-3
+# Columns of the table of readings.
+_STEP, _FLOOR, _UNUSABLE = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,26 +104,6 @@ class MemoryForecast:
         if further > 0:
             margin *= self.tail.width / (self.tail.width + EXTRAPOLATION_RATIO * further)
         return self.tail.exceedance(margin)
-
-
-Array = npt.NDArray[np.float64]
-MAX_POINTS, RECENT_POINTS, MAX_ERRORS, MAX_RATIOS = 512, 200, 192, 256
-FITTED_POINTS = 256
-# The first steps are unlike the rest: optimizer states appear, kernels are chosen.
-WARM_UP_POINTS = 3
-# The published risk is the mean over this many steps.
-SMOOTHING_STEPS = 20
-REFIT_AFTER, REFIT_SHARE = 8, 0.1
-# A regime change: this many consecutive readings are off by this many widths, all to one side.
-REGIME_POINTS, REGIME_WIDTHS = 4, 8.0
-# CUDA's allocator reserves in blocks of 2 MiB; RSS fluctuates by as much.
-MIN_WIDTH_BYTES, MIN_WIDTH_RATIO = float(1 << 20), 2e-4
-EXPECTED_WIDTH_RATIO = 0.01
-# Distance of the next record from the largest of N values, in mean excesses of the upper tenth;
-# the three are equally likely.
-_RECORD_EXCESSES = np.array((0.25, 0.75, 1.75))
-_SAME_RATIO = 1e-3
-_STEP, _FLOOR, _UNUSABLE = range(3)
 
 
 class Forecaster:

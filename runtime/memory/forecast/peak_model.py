@@ -1,4 +1,15 @@
-"""Peak memory of a step as a function of its micro-batches and of the memory in use before it."""
+"""Predicts the peak memory of a step from its micro-batches and the memory in use before it.
+
+`read_features` makes regression columns of the readings, `fit_branches` fits them, and `fit_peaks`
+returns the result as a `PeakModel`.
+
+The regression has two branches: a step's rise of memory over its floor (the bytes in use between
+steps) is the larger of a constant, common to all steps, and a sum over columns that describe its
+largest micro-batch. It minimises absolute deviations by reweighting (Huber's weights with a small
+corner), with coefficients not below zero; the Bayesian information criterion (Schwarz 1978) selects
+the columns. Steps on the lower branch carry no information on the upper one and are excluded from
+it, as in Powell's censored least absolute deviations (1984), fitted iteratively (Buchinsky 1994).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,55 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from .series import PeakPoint, Shape
+from .peak_readings import PeakPoint, Shape
 
 Floats = npt.NDArray[np.float64]
 
-# Resolution of a peak: the kernel counts RSS in batches per thread, and allocators round.
+# Resolution of a peak, as a share of it: the kernel counts RSS in batches per thread, and
+# allocators round.
 RESOLUTION_RATIO = 0.002
+# Readings with known shapes below which readings with unknown shapes are used too.
 MIN_KNOWN = 8
 _UNKNOWN = (Shape(0, 0),)
+
+# Number of last rises that are fitted, and the least number for a model.
+MAX_RISES = 256
+MIN_RISES = 4
+# After a change, this many new readings are fitted separately; fewer only shift the old fit.
+MIN_NEW_RISES = 24
+
+# Iterations of the reweighted fit.
+ROUNDS = 6
+# The need has changed if at least this many last rises are off by at least this many spreads, all
+# to one side.
+CHANGED_RISES = 8
+FAR_SPREADS = 4.0
+# A rise this many rises back has half the weight of the last one.
+HALF_LIFE_RISES = 96.0
+# Penalty of each column in the criterion: 1, samples, tokens, token pairs, floor. Of two columns
+# that explain the same, the one with the larger penalty is dropped: tokens for a single shape, and
+# tokens rather than their pairs for two lengths. The floor is free: it is used only if it matters.
+_PENALTIES = np.array([2.1, 2.2, 2.0, 2.5, 0.0])
+# Penalty of a negative constant, which a step that first frees memory has. That is rare. Assumed
+# wrongly it flattens the curve: short lengths alone often look so if needs grow with length^2.
+_NEGATIVE_PENALTY = 8.0
+_RIDGE = 1e-9  # added to the normal equations, for collinear columns
+# Quantiles of the rises that are tried as the level of the lower branch.
+_QUANTILES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
+# A branch with fewer rises is fitted to all of them.
+_MIN_ON_A_BRANCH = 5
+# Freed memory that the allocator keeps shows as steps without a rise; the floor is a column only if
+# at least this share of the steps has none.
+_MIN_SHARE_WITHOUT_RISE = 0.1
+# Recent drift: residuals averaged, weight of each relative to its successor, and the weight of a
+# prior drift of zero.
+_DRIFT_WINDOW = 12
+_DRIFT_DECAY = 0.6
+_DRIFT_PRIOR_WEIGHT = 0.5
+# All subsets of the four columns besides the first or the last one.
+_FOUR_COLUMN_MASKS = list(itertools.product((0.0, 1.0), repeat=4))
+# Readings on either side of a floor that show whether memory given back is allocated again.
+_HEAP_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,24 +180,6 @@ def upper_median(values: Floats) -> float:
     return float(np.partition(values, len(values) // 2)[len(values) // 2])
 
 
-ROUNDS = 6
-CHANGED_RISES, FAR_SPREADS = 8, 4.0
-HALF_LIFE_RISES = 96.0
-# Penalty of each column in the criterion: 1, samples, tokens, token pairs, floor. Of two columns
-# that explain the same, the one with the larger penalty is dropped: tokens for a single shape, and
-# tokens rather than their pairs for two lengths. The floor is free: it is used only if it matters.
-_PENALTIES = np.array([2.1, 2.2, 2.0, 2.5, 0.0])
-# Penalty of a negative constant, which a step that first frees memory has. That is rare. Assumed
-# wrongly it flattens the curve: short lengths alone often look so if needs grow with length^2.
-_NEGATIVE_PENALTY = 8.0
-_RIDGE = 1e-9  # for collinear columns
-_QUANTILES = (0.0, 0.05, 0.15, 0.3, 0.5, 0.7)
-_MIN_ON_A_BRANCH = 5
-# Freed memory that the allocator keeps shows as steps without a rise.
-_MIN_SHARE_WITHOUT_RISE = 0.1
-_DRIFT_WINDOW, _DRIFT_MEMORY, _DRIFT_DOUBT = 12, 0.6, 0.5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
     """Fitted branches: the lower is a constant, the upper a sum over columns plus a recent drift.
@@ -173,10 +207,9 @@ class _Subsets:
         self.penalties = self.masks @ _PENALTIES
 
 
-_FOUR = list(itertools.product((0.0, 1.0), repeat=4))
 # If freed memory is reused, it is subtracted from the constant, which may then be negative.
-_REUSING = _Subsets([(1.0, *rest) for rest in _FOUR])
-_PLAIN = _Subsets([(*rest, 0.0) for rest in _FOUR[1:]])
+_REUSING = _Subsets([(1.0, *rest) for rest in _FOUR_COLUMN_MASKS])
+_PLAIN = _Subsets([(*rest, 0.0) for rest in _FOUR_COLUMN_MASKS[1:]])
 
 
 def fit_branches(features: Features, *, precision: float) -> Branches:
@@ -258,20 +291,12 @@ def _drift(residuals: Floats, spread: float, changed: int) -> float:
     if changed:
         return upper_median(residuals[-changed:])
     recent = np.clip(residuals[-_DRIFT_WINDOW:], -FAR_SPREADS * spread, FAR_SPREADS * spread)
-    weights = _DRIFT_MEMORY ** np.arange(len(recent))[::-1]
-    return float((weights * recent).sum() / (weights.sum() + _DRIFT_DOUBT))
+    weights = _DRIFT_DECAY ** np.arange(len(recent))[::-1]
+    return float((weights * recent).sum() / (weights.sum() + _DRIFT_PRIOR_WEIGHT))
 
 
 def _all_if_few(chosen: np.ndarray) -> np.ndarray:
     return chosen if chosen.sum() >= _MIN_ON_A_BRANCH else np.ones_like(chosen)
-
-
-MAX_RISES = 256
-MIN_RISES = 4
-# After a change, this many new readings are fitted separately; fewer only shift the old fit.
-MIN_NEW_RISES = 24
-# Readings on either side of a floor that show whether memory given back is allocated again.
-_HEAP_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,12 @@
-"""Probability that a peak of the next steps exceeds the memory limit."""
+"""Probability that a peak of the next steps exceeds the memory limit.
+
+`fit_tail` describes the errors of peak prediction, `combine` the growth of memory, and `risk_ahead`
+computes the probability from both.
+
+Up to the 95th percentile, the distribution of errors is that of the errors themselves. Beyond it
+lies a generalised Pareto distribution (Pickands 1975), fitted by probability-weighted moments
+(Hosking and Wallis 1987).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +20,16 @@ import numpy.typing as npt
 from .trend import Trend
 
 Array = npt.NDArray[np.float64]
+
+# Cumulative probability at which the Pareto tail begins.
 BODY = 0.95
-# A dozen excesses do not determine a shape; it is shrunk towards the one typical of RSS noise.
-PRIOR_SHAPE, PRIOR_EXCESSES = 0.15, 20
-MIN_SHAPE, MAX_SHAPE = 0.0, 0.5
+# A dozen errors in the tail do not determine its shape: it is shrunk towards the shape typical of
+# RSS noise, with the weight of this many errors.
+PRIOR_SHAPE = 0.15
+PRIOR_EXCESSES = 20
+# Bounds of the shape: 0 is an exponential tail, 0.5 has infinite variance.
+MIN_SHAPE = 0.0
+MAX_SHAPE = 0.5
 # With fewer errors than this, the width is shrunk towards the expected one.
 PRIOR_ERRORS = 10
 MIN_PROBABILITY = 1e-9
@@ -23,7 +37,32 @@ MIN_PROBABILITY = 1e-9
 _NORMAL_BODY = (-1.96, -1.44, -1.15, -0.84, -0.52, -0.25, 0.0, 0.25, 0.52, 0.84, 1.15, 1.44, 1.645)
 _NORMAL_RANKS = (0.025, 0.075, 0.125, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.875, 0.925, 0.95)
 _MEDIAN = _NORMAL_RANKS.index(0.5)
-_NORMALS, _QUANTILES = np.array(_NORMAL_BODY), np.array(_NORMAL_RANKS)
+_NORMALS = np.array(_NORMAL_BODY)
+_QUANTILES = np.array(_NORMAL_RANKS)
+
+# The published risk is that of this many steps ahead.
+HORIZON_STEPS = 50
+# The horizon is evaluated in this many parts, each at its midpoint.
+_PARTS = 8
+_AHEAD = (np.arange(_PARTS) + 0.5) * HORIZON_STEPS / _PARTS
+# Gauss-Hermite quadrature of a normal distribution by five points.
+_NODES = np.array((-2.857, -1.356, 0.0, 1.356, 2.857))
+_NODE_WEIGHTS = np.array((0.01126, 0.22208, 0.53332, 0.22208, 0.01126))
+# Prior odds against growth.
+NO_GROWTH_ODDS = 10.0
+# Typical growth within the horizon, relative to the need.
+TYPICAL_GROWTH_RATIO = 0.02
+# Upper bound of the probability that one reading exceeds the limit.
+MAX_RISK = 1 - 1e-6
+# Observed frequency of events predicted as certain, on the tuning runs of
+# tests/bench/memory/oom_risk.py: growth may stop, noise may change.
+TRUST = 0.87
+# Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior of
+# this many steps).
+LASTING_STEPS = 24.0
+# Steps needed for full confidence in the largest peaks, and in growth.
+STEPS_FOR_PEAKS = 150.0
+STEPS_FOR_GROWTH = 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,25 +175,6 @@ def _fit_excesses(excesses: Array, expected_scale: float) -> tuple[float, float]
     shape = weight * fitted + (1 - weight) * PRIOR_SHAPE
     shape = min(max(shape, MIN_SHAPE + 0.01, 0.01), MAX_SHAPE)
     return first * (1 - shape), shape
-
-
-HORIZON_STEPS = 50
-# The horizon is evaluated in this many parts, each at its midpoint.
-_PARTS = 8
-_AHEAD = (np.arange(_PARTS) + 0.5) * HORIZON_STEPS / _PARTS
-# Gauss-Hermite quadrature of a normal distribution by five points.
-_NODES = np.array((-2.857, -1.356, 0.0, 1.356, 2.857))
-_NODE_WEIGHTS = np.array((0.01126, 0.22208, 0.53332, 0.22208, 0.01126))
-# Prior odds against growth, and the typical growth within the horizon relative to the need.
-NO_GROWTH_ODDS, TYPICAL_GROWTH_RATIO = 10.0, 0.02
-MAX_RISK = 1 - 1e-6
-# Observed frequency of events predicted as certain, on the tuning runs of
-# tests/bench/memory/oom_risk.py: growth may stop, noise may change.
-TRUST = 0.87
-# Growth is likely to last as long again as it has (Laplace's rule of succession, with a prior).
-LASTING_STEPS = 24.0
-# Steps needed for full confidence in the largest peaks, and in growth.
-STEPS_FOR_PEAKS, STEPS_FOR_GROWTH = 150.0, 40.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,4 @@
-"""Bytes that ZeRO offload moves between device, host and NVMe, and the time it takes."""
+"""Counts bytes and seconds that ZeRO offload moves between device, host and NVMe.
+
+How many bytes offloading would save is computed in `runtime/estimator/`.
+"""

@@ -1,8 +1,13 @@
-"""Bytes moved, and seconds spent, by the ZeRO offload of one DeepSpeed engine, by direction.
+"""Counts the bytes that the ZeRO offload of one engine moves, and the seconds, by direction.
+
+`OffloadTraffic` patches methods of the engine's optimizer. `transfer_sizes.py` computes the bytes
+of each method, and `transfer_timer.py` adds up bytes and seconds. NVMe swapping goes through
+asynchronous I/O handles, objects of a compiled class without attributes: a proxy,
+`NvmeHandleProxy`, replaces each. DeepSpeed 0.19.8 reads and writes only through `async_pread`,
+`async_pwrite` and `wait`; all other methods go to the handle directly.
 
 Counted: gradients copied to the host and back, updated parameters copied to the device, partitions
 fetched for gathers, `engine.offload_states` and `reload_states`, and NVMe reads and writes.
-`transfer_sizes.py` computes the bytes of each method.
 
 Seconds are those of DeepSpeed's code that copies, without what is counted inside it: on CUDA the
 time on its stream, by events, else the host's. For gradients at stage 3 they include their norms,
@@ -33,12 +38,37 @@ from ...collectives.event_pool import EventPool
 from ...common import accelerator
 from ...common.fail_open import FailOpen
 from ...common.patching import AttributePatch
-from ..offload import transfer_sizes
+from . import transfer_sizes
 from .transfer_sizes import NO_TRANSFER, TransferBytes
 from .transfer_timer import DIRECTIONS, OffloadTimer
 
 OPTIMIZER_HANDLES = ("aio_handle", "read_aio_handle", "write_aio_handle")
 PARAMETER_HANDLES = ("aio_read_handle", "aio_write_handle")
+STAGE_1_AND_2 = "DeepSpeedZeroOptimizer"
+STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+SizeFunction = Callable[..., TransferBytes]
+STATE_METHODS: Mapping[str, SizeFunction] = {
+    "offload_states": transfer_sizes.states_offloaded,
+    "reload_states": transfer_sizes.states_reloaded,
+}
+STAGE_1_AND_2_METHODS: Mapping[str, SizeFunction] = {
+    "async_accumulate_grad_in_cpu_via_gpu": transfer_sizes.stage_2_accumulated,
+    "async_inplace_copy_grad_to_fp32_buffer_from_gpu": transfer_sizes.stage_2_finished,
+    "_restore_cpu_offload_grad_to_gpu": transfer_sizes.stage_2_restored,
+}
+COMPACT_METHODS: Mapping[str, SizeFunction] = {  # for 16-bit gradients accumulated in fp32
+    "copy_grads_in_partition": transfer_sizes.stage_2_in_partition,
+}
+STAGE_3_GRADIENT_METHODS: Mapping[str, SizeFunction] = {
+    "partition_grads": transfer_sizes.stage_3_partitioned,
+    "_finalize_offload_gradient_accumulation": transfer_sizes.stage_3_finalized,
+}
+# `step()` at stages 1 and 2 copies updated parameters to the device between these two calls.
+UPDATE, RELEASE = "_optimizer_step", "_release_preflattened_grad_buffers"
+# Of the gradient swapper, and of the optimizer swapper.
+NVME_STAGING = "_swap_out_tensor", transfer_sizes.staged_for_nvme
+NVME_REMAINDERS = "_retrieve_unswapped_grad_partitions", transfer_sizes.kept_off_nvme
+STAGE_3_UPDATE = "_reassign_or_swap_out_partitioned_parameters"
 
 
 class IoObserver(Protocol):
@@ -127,34 +157,6 @@ def _handle_attributes(optimizer: Any) -> Iterator[tuple[Any, str]]:
     for swapper in swappers.values():
         if swapper is not None:
             yield from ((swapper, name) for name in PARAMETER_HANDLES)
-
-
-STAGE_1_AND_2 = "DeepSpeedZeroOptimizer"
-STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
-
-SizeFunction = Callable[..., TransferBytes]
-STATE_METHODS: Mapping[str, SizeFunction] = {
-    "offload_states": transfer_sizes.states_offloaded,
-    "reload_states": transfer_sizes.states_reloaded,
-}
-STAGE_1_AND_2_METHODS: Mapping[str, SizeFunction] = {
-    "async_accumulate_grad_in_cpu_via_gpu": transfer_sizes.stage_2_accumulated,
-    "async_inplace_copy_grad_to_fp32_buffer_from_gpu": transfer_sizes.stage_2_finished,
-    "_restore_cpu_offload_grad_to_gpu": transfer_sizes.stage_2_restored,
-}
-COMPACT_METHODS: Mapping[str, SizeFunction] = {  # for 16-bit gradients accumulated in fp32
-    "copy_grads_in_partition": transfer_sizes.stage_2_in_partition,
-}
-STAGE_3_GRADIENT_METHODS: Mapping[str, SizeFunction] = {
-    "partition_grads": transfer_sizes.stage_3_partitioned,
-    "_finalize_offload_gradient_accumulation": transfer_sizes.stage_3_finalized,
-}
-# `step()` at stages 1 and 2 copies updated parameters to the device between these two calls.
-UPDATE, RELEASE = "_optimizer_step", "_release_preflattened_grad_buffers"
-# Of the gradient swapper, and of the optimizer swapper.
-NVME_STAGING = "_swap_out_tensor", transfer_sizes.staged_for_nvme
-NVME_REMAINDERS = "_retrieve_unswapped_grad_partitions", transfer_sizes.kept_off_nvme
-STAGE_3_UPDATE = "_reassign_or_swap_out_partitioned_parameters"
 
 
 class OffloadTraffic:

@@ -1,4 +1,9 @@
-"""Formatting of values in out-of-memory reports."""
+"""Reports each out-of-memory error that passes through the engine: when, what, and what to do.
+
+`OomReporter` runs on the thread that raised the error, once per error, and does not change the
+error. A report has a headline, the evidence and advice, on one page. Memory is short while it is
+written, so it is built line by line, without large allocations.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,37 @@ from types import TracebackType
 
 from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
-from ..forecast.series import Shape
+from ..forecast.peak_readings import Shape
 from .evidence import OomContext, OomEvidence, TrainingSetup, collect_evidence, complete_device
 from .parse_error import OomError, find_oom_error
 from .would_fit import Remedy, nothing_fits
 
+logger = logging.getLogger(__name__)
+
+# Reports that a rank writes at most in a run.
+MAX_REPORTS = 5
+# Rows of the table of peaks, and micro-batch shapes in one of its cells.
+MAX_PEAKS = 20
 MAX_SHAPES = 3
+# A report takes 0.3 MiB, and Python allocates by 1 MiB. At this size the reserve is a separate
+# mapping, which returns to the kernel at once.
+RESERVE_BYTES = 4 * 2**20
+VIEWER = "https://pytorch.org/memory_viz"
+_FITS = {"yes": "fits", "barely": "fits barely", "perhaps": "may fit", "no": "does not fit"}
+_NEED_PREFIXES = {"forecast": "", "guess": "about ", "bound": ">= "}
+_STATES = (
+    ("allocated", "in use as the error passed"),
+    ("peak_allocated", "peak since the last reading"),
+    ("reserved", "reserved for this process"),
+    ("peak_reserved", "peak reserved since the last reading"),
+)
+_KINDS = {
+    "device allocator": "torch's allocator of the device",
+    "device library": "a library on the device, which bypasses torch's allocator",
+    "host allocator": "torch's allocator of host memory",
+    "python": "Python, numpy or C++ in this process",
+    "operating system": "the operating system",
+}
 
 
 def format_percent(part: float, whole: float) -> str:
@@ -38,26 +68,6 @@ def format_shapes(shapes: Sequence[Shape]) -> str:
     largest = sorted(shapes, key=lambda each: -each.samples * each.length)[:MAX_SHAPES]
     more = f" and {len(shapes) - MAX_SHAPES} more" if len(shapes) > MAX_SHAPES else ""
     return ", ".join(map(format_shape, largest)) + more or "-"
-
-
-MAX_REPORTS = 5
-MAX_PEAKS = 20
-VIEWER = "https://pytorch.org/memory_viz"
-_FITS = {"yes": "fits", "barely": "fits barely", "perhaps": "may fit", "no": "does not fit"}
-_NEED_PREFIXES = {"forecast": "", "guess": "about ", "bound": ">= "}
-_STATES = (
-    ("allocated", "in use as the error passed"),
-    ("peak_allocated", "peak since the last reading"),
-    ("reserved", "reserved for this process"),
-    ("peak_reserved", "peak reserved since the last reading"),
-)
-_KINDS = {
-    "device allocator": "torch's allocator of the device",
-    "device library": "a library on the device, which bypasses torch's allocator",
-    "host allocator": "torch's allocator of host memory",
-    "python": "Python, numpy or C++ in this process",
-    "operating system": "the operating system",
-}
 
 
 def headline(evidence: OomEvidence) -> str:
@@ -332,13 +342,6 @@ def _batch_advice(evidence: OomEvidence) -> Iterator[str]:
             f"The batch had a predicted risk of {format_percent(risk, 1)}: drop or split batches "
             "of this size, for example by a limit on tokens instead of samples."
         )
-
-
-logger = logging.getLogger(__name__)
-
-# A report takes 0.3 MiB, and Python allocates by 1 MiB. At this size the reserve is a separate
-# mapping, which returns to the kernel at once.
-RESERVE_BYTES = 4 * 2**20
 
 
 class OomReporter:

@@ -1,6 +1,8 @@
 """Evidence of an out-of-memory error, as plain data, and the context of the run that it comes from.
 
-Nothing here imports torch or reads an engine; `OomContext` does, in its implementations.
+`collect_evidence` queries an `OomContext` and returns an `OomEvidence`. Nothing here imports torch
+or reads an engine: implementations of `OomContext` do. `host_limit_name` reads files of /proc and
+of cgroups.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from pathlib import Path
 
 from ...common.cgroups import cgroup_folders
 from ...common.format_numbers import format_bytes
-from ..forecast.series import PeakPoint, PeakPrediction, Shape
+from ..forecast.peak_readings import PeakPoint, PeakPrediction, Shape
 from .parse_error import OomError
 from .would_fit import Layout, LayoutBytes, OomCase, Remedy, remedies
+
+Readings = Mapping[str, Mapping[str, float]]
 
 ROOT = Path("/")
 # Readings are taken at slightly different times; limits of different kinds are further apart.
@@ -78,9 +82,6 @@ def _text(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-Readings = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
-from ..forecast.series import Shape
+from ..forecast.peak_readings import Shape
 from .error_report import format_percent, format_shapes
 from .liveness_file import (
     ROOT,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..forecast.series import Shape
+from ..forecast.peak_readings import Shape
 
 Fits = Literal["yes", "barely", "perhaps", "no"]
 Kind = Literal["forecast", "guess", "bound", "unknown"]

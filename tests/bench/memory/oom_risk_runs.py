@@ -28,7 +28,7 @@ from bench.memory.oom_risk_parts import (
     rounded_up,
 )
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 
 Array = npt.NDArray[np.float64]
 GIB = float(1 << 30)

@@ -22,7 +22,7 @@ from scripts.memory.peaks import (
     one_step_misses,
 )
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
 PATTERNS = ("fixed", "sorted", "random")
 STEPS, QUICK_STEPS = 120, 44

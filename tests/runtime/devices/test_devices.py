@@ -86,7 +86,7 @@ def test_a_sleeping_process_reads_as_idle() -> None:
 def test_a_process_bound_to_one_core_may_use_one_core() -> None:
     program = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from zerowatch.runtime.devices.cores import usable_cores; print(usable_cores())"
+        "from zerowatch.runtime.devices.cpu import usable_cores; print(usable_cores())"
     )
 
     assert float(subprocess.check_output([sys.executable, "-c", program])) == 1.0

@@ -13,7 +13,7 @@ from zerowatch.runtime.common.phase_timer import BACKWARD, EVAL, FORWARD, PhaseT
 from zerowatch.runtime.instrumentation import memory_hooks
 from zerowatch.runtime.instrumentation.batch_shape import BatchShape
 from zerowatch.runtime.instrumentation.memory_hooks import MemoryHooks
-from zerowatch.runtime.memory.forecast.series import Shape
+from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.memory_reader import MemoryReader
 
 

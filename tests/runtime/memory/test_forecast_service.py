@@ -13,7 +13,7 @@ from zerowatch.metrics.catalog import memory
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.memory.forecast import forecast_service as module
 from zerowatch.runtime.memory.forecast.forecast_service import MemoryForecasts
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 
 MIB = 2**20
 GIB = 2**30

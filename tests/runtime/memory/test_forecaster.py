@@ -12,7 +12,7 @@ from scripts.memory.peaks import REPLAYS, read_series
 
 from zerowatch.runtime.memory.forecast.forecaster import Forecaster, MemoryForecast
 from zerowatch.runtime.memory.forecast.peak_model import heap_floor
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 
 GIB, MIB = float(1 << 30), float(1 << 20)
 FLOOR, PER_TOKEN = 8 * GIB, 2 * MIB

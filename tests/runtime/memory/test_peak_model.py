@@ -16,7 +16,7 @@ from scripts.memory.peaks import (
 )
 
 from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 
 MIB = float(2**20)
 FLOOR = 500 * MIB

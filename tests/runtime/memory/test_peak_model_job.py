@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripts.memory.peaks import GIVES_BACK, Job, median_and_p95, one_step_misses
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 
 pytestmark = pytest.mark.jobs
 

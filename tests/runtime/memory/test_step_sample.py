@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerowatch.runtime.memory.forecast.series import Shape
+from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.step_sample import StepMemorySample
 
 

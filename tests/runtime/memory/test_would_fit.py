@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes.ooms import CATEGORIES, GIB, MIB
 
-from zerowatch.runtime.memory.forecast.series import Shape
+from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.oom.would_fit import (
     Layout,
     LayoutBytes,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zerowatch.runtime.memory.forecast.series import PeakPoint, PeakPrediction, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, PeakPrediction, Shape
 from zerowatch.runtime.memory.oom.evidence import (
     Limit,
     OomContext,

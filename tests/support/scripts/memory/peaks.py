@@ -15,7 +15,7 @@ from statistics import median, quantiles
 from scripts.launching import SCRIPTS, environment
 
 from zerowatch.runtime.memory.forecast.peak_model import PeakModel, fit_peaks
-from zerowatch.runtime.memory.forecast.series import PeakPoint, Shape
+from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape
 
 # With it glibc returns freed memory, so that RSS shows what is in use; by default it keeps much.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU through NVML: utilisation, power, temperature, clock, energy and link traffic."""
+"""Reads an NVIDIA GPU by NVML: utilisation, power, temperature, clock, energy and traffic."""
 
 from __future__ import annotations
 
