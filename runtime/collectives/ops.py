@@ -91,7 +91,8 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
-# tuner/policy/predict.py repeats `_share` and `_reduce`, as it imports nothing of this package.
+# `share_to_others` and `reduce_factor` of tuner/policy/predict.py repeat `_share` and `_reduce`,
+# because it may not import this package; tests/runtime/tuner/test_predict.py compares them.
 def _share(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""
     return (group_size - 1) / group_size

@@ -10,15 +10,14 @@ from ...metrics.exporters.telemetry_data import Span
 from ...metrics.series import Snapshot
 from ..estimator.engine_plan import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
+from ..tuner.decision_reporter import DecisionReporter
 from ..tuner.job_facts import job_facts
-from ..tuner.policy.decision import Mode
+from ..tuner.policy.controller_interface import WARMUP_STEPS
 from ..tuner.policy.diagnose import COMM_SYMPTOMS, Thresholds, diagnose
-from ..tuner.policy.experiment import Conclusion
 from ..tuner.policy.metrics_delta import MetricsDelta, metrics_between
-from ..tuner.policy.options import WARMUP_STEPS
 from ..tuner.policy.proposals import TunerInput, propose
-from ..tuner.policy.types import JobFacts, Numerics, State, Symptom
-from ..tuner.reporting import TunerReporter
+from ..tuner.policy.trial import Decision
+from ..tuner.policy.types import JobFacts, Mode, Numerics, State, Symptom
 
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
@@ -49,7 +48,7 @@ class Advisor:
         import_knobs = context.fail_open.wrap("advisor", _import_knobs)
         self._knobs_class = import_knobs() if is_enabled else None
         self._is_enabled = self._knobs_class is not None
-        self._reporter: TunerReporter | None = None
+        self._reporter: DecisionReporter | None = None
         self._before: Snapshot | None = None
         self._since, self._first_step = 0.0, 0
         self._facts: JobFacts | None = None
@@ -74,16 +73,16 @@ class Advisor:
         """Stop advising, e.g. where the run ends by an error, which must stay the last output."""
         self._is_enabled = False
 
-    def transfer_reporter(self, mode: Mode) -> TunerReporter:
+    def transfer_reporter(self, mode: Mode) -> DecisionReporter:
         """Stop advising, and return a reporter for the tuner of this run."""
         self.disable()
-        return TunerReporter(self._context, mode=mode, send=self._send)
+        return DecisionReporter(self._context, mode=mode, send=self._send)
 
-    def _start_interval(self, engine: Any, snapshot: Snapshot) -> TunerReporter:
+    def _start_interval(self, engine: Any, snapshot: Snapshot) -> DecisionReporter:
         self._before = snapshot
         self._since, self._first_step = self._now(), engine.global_steps
         if self._reporter is None:
-            self._reporter = TunerReporter(self._context, mode="advise", send=self._send)
+            self._reporter = DecisionReporter(self._context, mode="advise", send=self._send)
             # Published at once, so that a run's series stay the same from its first steps on.
             self._reporter.on_state(State.OBSERVE)
             self._reporter.on_diagnosis(())
@@ -92,7 +91,7 @@ class Advisor:
                 self._reporter.on_configuration(knobs.values())
         return self._reporter
 
-    def _advise(self, reporter: TunerReporter, engine: Any, reading: MetricsDelta) -> None:
+    def _advise(self, reporter: DecisionReporter, engine: Any, reading: MetricsDelta) -> None:
         thresholds = Thresholds.of_settings(self._context.settings)
         symptoms = diagnose(reading, thresholds)
         reporter.on_diagnosis(symptoms)
@@ -108,8 +107,8 @@ class Advisor:
             # Only the best one per group; the next one once it is applied or no longer proposed.
             if group not in seen and advice not in self._advised:
                 self._advised.add(advice)
-                reporter.on_concluded(
-                    Conclusion(
+                reporter.on_decision(
+                    Decision(
                         proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why
                     )
                 )

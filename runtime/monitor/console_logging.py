@@ -27,7 +27,7 @@ def show_own_lines() -> None:
         "zerowatch.runtime.monitor.run_info",
         "zerowatch.runtime.memory.oom.killed_ranks",
         "zerowatch.runtime.trainer.checkpoint.load",
-        "zerowatch.runtime.tuner.reporting",
+        "zerowatch.runtime.tuner.decision_reporter",
     ):
         module_logger = logging.getLogger(name)
         if module_logger.level == logging.NOTSET:

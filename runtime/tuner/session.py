@@ -16,17 +16,17 @@ from ..trainer.engine_holder import EngineHolder
 from ..trainer.window.batch_size_exchange import TunerStatus, no_tuner_status
 from ..trainer.window.step_result import StepResult
 from ..trainer.window_runner import WindowRunner
+from .controller_runner import ControllerRunner, StopFile
 from .history_store import open_history
 from .job_facts import job_facts
 from .knobs.run_knobs import RunKnobs
 from .policy.controller import Controller
+from .policy.controller_interface import TunerOptions
 from .policy.diagnose import Thresholds
 from .policy.metrics_delta import CPU
-from .policy.options import TunerOptions
 from .policy.search_history import SearchHistory
-from .policy.types import Numerics, Order, StepTime
-from .rank0 import RankZeroTuner, StopFile
-from .transaction import exchange_order
+from .policy.types import Numerics, StepTime, SwitchRequest
+from .transaction import switch_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ActiveTunerSession:
     Args:
         engine_holder: Holder of the run's engine, which the knobs change.
         window_runner: Sends this rank's status to all ranks at the start of each window.
-        host_group: Broadcasts rank 0's orders.
+        host_group: Broadcasts rank 0's switch requests.
         data: Training data, whose batch size and load balance are knobs.
         settings: The run's settings, of which `tuner` configures the session.
 
@@ -114,8 +114,8 @@ class ActiveTunerSession:
         self._watch = engine_holder.engine.watch
         self._knobs = RunKnobs(engine_holder, window_runner, host_group, data)
         self._facts = job_facts(engine_holder.engine)
-        self._rank0: RankZeroTuner | None = None  # on other ranks it stays None
-        self._create_rank0 = self._watch.fail_open.wrap("tuner", self._new_rank0)
+        self._runner: ControllerRunner | None = None  # on other ranks it stays None
+        self._create_runner = self._watch.fail_open.wrap("tuner", self._new_runner)
         self._oom_risk = ReportedOomRisk()
         self._last_end: float | None = None
         self._is_in_window = False  # or the last one did not end
@@ -133,12 +133,12 @@ class ActiveTunerSession:
         if self._is_in_window:
             self._on_window_failed()
             if self.is_on_trial:  # it may be the cause, and the next window would fail too
-                self._exchange_order(stop_trial=True)
+                self._switch_all_ranks(stop_trial=True)
             self.exclude_step_time()
         self._is_in_window = True
 
     def on_window_end(self, result: StepResult) -> None:
-        """Handle a committed window, and apply rank 0's order, if there is one."""
+        """Handle a committed window, and apply rank 0's request, if there is one."""
         self._knobs.on_window_end()
         self._is_in_window = False
         opened, now = self._window_runner.opened, perf_counter()
@@ -155,19 +155,19 @@ class ActiveTunerSession:
                 replays=result.replays,
                 loss=result.loss if math.isfinite(result.loss) else None,
             )
-            if self._rank0 is None:  # only now the options of all knobs are known
-                self._rank0 = self._create_rank0()
-            if self._rank0 is not None:
-                self._rank0.on_window_end(step)
+            if self._runner is None:  # only now the options of all knobs are known
+                self._runner = self._create_runner()
+            if self._runner is not None:
+                self._runner.on_window_end(step)
         self._last_end = now
         if opened.tuner_statuses[0].exchanges_order:
-            self._exchange_order(stop_trial=False)
+            self._switch_all_ranks(stop_trial=False)
 
     def stop_trial(self) -> None:
         """Roll back what is on trial, and exclude what follows from step times."""
         if self._is_in_window:
             self._on_window_failed()
-        self._exchange_order(stop_trial=True)
+        self._switch_all_ranks(stop_trial=True)
         self.exclude_step_time()
 
     def exclude_step_time(self) -> None:
@@ -176,45 +176,45 @@ class ActiveTunerSession:
 
     def on_user_change(self) -> None:
         """Take the present configuration as known to be good, as the user set it."""
-        if self._rank0 is not None:
-            self._rank0.on_user_change()
+        if self._runner is not None:
+            self._runner.on_user_change()
         self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
         self.exclude_step_time()
 
     def close(self) -> None:
         """Release the knobs. Safe to call twice."""
-        if self._rank0 is not None and not self._is_in_window:  # else a trial may end the run
-            self._rank0.close()
+        if self._runner is not None and not self._is_in_window:  # else a trial may end the run
+            self._runner.close()
         self._window_runner.tuner_status_source = no_tuner_status
         self._knobs.close()
 
     def _status(self) -> TunerStatus:
         """Return what this rank sends to all ranks at the start of a window."""
-        rank0, step = self._rank0, self._engine_holder.engine.global_steps
+        runner, step = self._runner, self._engine_holder.engine.global_steps
         return TunerStatus(
-            exchanges_order=rank0 is not None and rank0.needs_exchange,
+            exchanges_order=runner is not None and runner.needs_exchange,
             oom_risk=self._oom_risk.current(now=step, seconds=perf_counter()),
-            is_on_trial=rank0 is not None and rank0.is_on_trial,
+            is_on_trial=runner is not None and runner.is_on_trial,
         )
 
-    def _exchange_order(self, *, stop_trial: bool) -> None:
-        order: Order | None = None
-        if self._rank0 is not None:
-            order = self._rank0.next_order(stop_trial=stop_trial)
-        applied = exchange_order(self._host_group, self._knobs, order)
+    def _switch_all_ranks(self, *, stop_trial: bool) -> None:
+        request: SwitchRequest | None = None
+        if self._runner is not None:
+            request = self._runner.next_switch(stop_trial=stop_trial)
+        applied = switch_all_ranks(self._host_group, self._knobs, request)
         if applied is not None:
             self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
-            if self._rank0 is not None:
-                self._rank0.on_outcome(*applied)
+            if self._runner is not None:
+                self._runner.on_switched(*applied)
         self._last_end = perf_counter()
 
     def _on_window_failed(self) -> None:
         """Handle a window that ended by an error, on all ranks, after it was opened."""
         self._is_in_window = False
-        if self._rank0 is not None and self._window_runner.opened is not None:
-            self._rank0.on_window_failed()
+        if self._runner is not None and self._window_runner.opened is not None:
+            self._runner.on_window_failed()
 
-    def _new_rank0(self) -> RankZeroTuner:
+    def _new_runner(self) -> ControllerRunner:
         settings = self._settings.tuner
         history = open_history(self._engine_holder.engine, self._settings, self._facts.world_size)
         controller = Controller(
@@ -242,7 +242,7 @@ class ActiveTunerSession:
             settings.observe_seconds,
         )
         stop_file = StopFile(settings.stop_file, self._watch)
-        return RankZeroTuner(controller, self._watch.fail_open, stop_file)
+        return ControllerRunner(controller, self._watch.fail_open, stop_file)
 
     def _on_record(self, record: StepRecord) -> None:
         """Update this rank's OOM risk, on the watch thread."""

@@ -1,4 +1,4 @@
-"""Applies an order on all ranks or on none; after any failure every rank rolls back.
+"""Applies a switch request on all ranks or on none; after any failure every rank rolls back.
 
 Each phase that a rank may fail at ends in a vote: no rank continues where another one failed.
 """
@@ -15,7 +15,7 @@ from ...errors import ZerowatchError
 from ..common.all_or_none import is_peer_failure
 from ..common.host_group import HostCollectives
 from ..common.undo import FAILURES, Undo
-from .policy.types import Configuration, KnobSetter, Order, Outcome
+from .policy.types import Configuration, KnobSetter, SwitchRequest, SwitchResult
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +32,46 @@ class Fault(IntEnum):
     THIS_RANK = 2
 
 
-def exchange_order(
-    host_group: HostCollectives, knobs: KnobSetter, order: Order | None, clock: Clock = perf_counter
-) -> tuple[Order, Outcome] | None:
-    """Apply rank 0's order on all ranks; each calls this between the same two windows.
+def switch_all_ranks(
+    host_group: HostCollectives,
+    knobs: KnobSetter,
+    request: SwitchRequest | None,
+    clock: Clock = perf_counter,
+) -> tuple[SwitchRequest, SwitchResult] | None:
+    """Apply rank 0's request on all ranks; each calls this between the same two windows.
 
     Args:
         host_group: Connects all ranks.
         knobs: Knobs of this rank.
-        order: Order of rank 0, if it has one; that of other ranks is ignored.
+        request: SwitchRequest of rank 0, if it has one; that of other ranks is ignored.
         clock: Seconds of a monotonic clock.
 
     Returns:
-        The order and its outcome; None if there was no order.
+        The request and its result; None if there was no request.
 
     Raises:
         RuntimeError: Another rank is gone. This rank is as before, unless that took the others.
     """
-    text = host_group.broadcast_text(_to_json(order) if host_group.rank == 0 else "")
+    text = host_group.broadcast_text(_to_json(request) if host_group.rank == 0 else "")
     received = _from_json(text)
     if received is None:
         return None
-    return received, apply_order(received, knobs, host_group, clock)
+    return received, apply_switch(received, knobs, host_group, clock)
 
 
-def apply_order(
-    order: Order, knobs: KnobSetter, host_group: HostCollectives, clock: Clock = perf_counter
-) -> Outcome:
-    """Apply an order on all ranks, or leave all as they were; see `exchange_order`."""
+def apply_switch(
+    request: SwitchRequest,
+    knobs: KnobSetter,
+    host_group: HostCollectives,
+    clock: Clock = perf_counter,
+) -> SwitchResult:
+    """Apply a switch request on all ranks, or leave all as they were; see `switch_all_ranks`."""
     began = clock()
-    transaction = _RankTransaction(order, knobs)
+    transaction = _RankTransaction(request, knobs)
     try:
         reason = _run(transaction, host_group)
         if reason is None:
-            return Outcome(done=True, seconds=clock() - began)
+            return SwitchResult(done=True, seconds=clock() - began)
         transaction.undo()
         undone = not host_group.all_max(int(not transaction.is_as_before))
     except (RuntimeError, ZerowatchError):
@@ -73,7 +79,7 @@ def apply_order(
         raise
     if not undone:
         logger.error("rollback incomplete after: %s", reason)
-    return Outcome(done=False, reason=reason, seconds=clock() - began, undone=undone)
+    return SwitchResult(done=False, reason=reason, seconds=clock() - began, undone=undone)
 
 
 class _RankTransaction:
@@ -84,21 +90,21 @@ class _RankTransaction:
         fault: Whose fault that is.
     """
 
-    def __init__(self, order: Order, knobs: KnobSetter) -> None:
+    def __init__(self, request: SwitchRequest, knobs: KnobSetter) -> None:
         self.problem: str | None = None
         self.fault = Fault.NONE
-        self._order, self._knobs = order, knobs
+        self._request, self._knobs = request, knobs
         self._before: Configuration | None = None
         self._undo: Undo | None = None
         self._undo_failed = False
 
     def check(self) -> None:
-        """Check whether this rank supports the order."""
+        """Check whether this rank supports the request."""
 
         def check() -> None:
             self._before = dict(self._knobs.values())
-            if self._order.checked:
-                self.problem = self._knobs.unsupported_reason(self._order.target)
+            if self._request.checked:
+                self.problem = self._knobs.unsupported_reason(self._request.target)
 
         self._attempt("check", check)
 
@@ -106,7 +112,7 @@ class _RankTransaction:
         """Set the knobs."""
 
         def apply() -> None:
-            self._undo = self._knobs.apply(self._order.target)
+            self._undo = self._knobs.apply(self._request.target)
 
         self._attempt("apply", apply)
 
@@ -114,7 +120,7 @@ class _RankTransaction:
         """Read the knobs back."""
 
         def verify() -> None:
-            if not self._knobs.verify(self._order.target):
+            if not self._knobs.verify(self._request.target):
                 self.problem = "the values read back are not those set"
 
         self._attempt("verify", verify)
@@ -132,7 +138,7 @@ class _RankTransaction:
 
     @property
     def is_as_before(self) -> bool:
-        """Whether this rank has the values that it had before the order."""
+        """Whether this rank has the values that it had before the request."""
         try:
             same = self._before is None or dict(self._knobs.values()) == self._before
         except FAILURES as error:
@@ -148,7 +154,7 @@ class _RankTransaction:
             self.fault = Fault.OTHER_RANK if is_peer_failure(error) else Fault.THIS_RANK
         if self.problem is not None:
             self.fault = self.fault or Fault.THIS_RANK
-            logger.warning("%s: %s failed: %s", self._order.why, phase, self.problem)
+            logger.warning("%s: %s failed: %s", self._request.why, phase, self.problem)
 
 
 def _run(transaction: _RankTransaction, host_group: HostCollectives) -> str | None:
@@ -175,12 +181,14 @@ def _message(error: BaseException) -> str:
     return text if isinstance(error, ZerowatchError) else f"{type(error).__name__}: {text}"
 
 
-def _to_json(order: Order | None) -> str:
-    if order is None:
+def _to_json(request: SwitchRequest | None) -> str:
+    if request is None:
         return json.dumps(None)
-    return json.dumps({"target": dict(order.target), "why": order.why, "checked": order.checked})
+    return json.dumps(
+        {"target": dict(request.target), "why": request.why, "checked": request.checked}
+    )
 
 
-def _from_json(text: str) -> Order | None:
+def _from_json(text: str) -> SwitchRequest | None:
     plain = json.loads(text)
-    return None if plain is None else Order(**plain)
+    return None if plain is None else SwitchRequest(**plain)

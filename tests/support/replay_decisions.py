@@ -8,14 +8,17 @@ from typing import Any
 
 import orjson
 
-from zerowatch.runtime.tuner.policy.decision import Change, Decision, changes_of
-from zerowatch.runtime.tuner.policy.decision_log import SCHEMA_VERSION
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialPlan, TrialResult
+from zerowatch.runtime.tuner.policy.decision_log import (
+    SCHEMA_VERSION,
+    Change,
+    DecisionRecord,
+    changes_of,
+)
+from zerowatch.runtime.tuner.policy.decision_messages import format_changes, format_gain
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, diagnose
-from zerowatch.runtime.tuner.policy.messages import format_changes, format_gain
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
-from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
-from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan
 from zerowatch.runtime.tuner.policy.types import JobFacts, ModelTraits, Numerics, Symptom
 
 # What a damaged line, or one of another version, raises as it is parsed.
@@ -33,7 +36,7 @@ class RecordedDecision:
         times: Seconds per sample of each window of the trial in order; None for unusable ones.
     """
 
-    decision: Decision
+    decision: DecisionRecord
     inputs: TunerInput
     plan: TrialPlan | None
     times: Sequence[float | None]
@@ -75,20 +78,20 @@ def replay(record: RecordedDecision) -> ReplayDifference:
     )
 
 
-def judge_again(plan: TrialPlan, times: Sequence[float | None]) -> Judgement | None:
+def judge_again(plan: TrialPlan, times: Sequence[float | None]) -> TrialResult | None:
     """Run a trial on recorded step times; None where they are too few for a verdict."""
-    trial = Trial(plan)
+    trial = AbComparison(plan)
     for time in times:
         trial.add(time)
-    return trial.verdict
+    return trial.result
 
 
-def _parse_decision(data: Mapping[str, Any]) -> Decision:
-    values = {one.name: data[one.name] for one in fields(Decision)}
+def _parse_decision(data: Mapping[str, Any]) -> DecisionRecord:
+    values = {one.name: data[one.name] for one in fields(DecisionRecord)}
     values["symptom"] = Symptom(**data["symptom"])
     values["changes"] = tuple(Change(**change) for change in data["changes"])
     values["numerics"] = Numerics[data["numerics"].upper()]
-    return Decision(**values)
+    return DecisionRecord(**values)
 
 
 def _parse_inputs(data: Mapping[str, Any]) -> TunerInput:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .experiment import Conclusion
-from .options import TunerListener
+from .controller_interface import TunerListener
 from .search import Search
-from .types import Configuration, KnobSetter, Order, Verdict
+from .trial import Decision
+from .types import Configuration, KnobSetter, SwitchRequest, Verdict
 
 
 class ConfigurationState:
@@ -20,8 +20,8 @@ class ConfigurationState:
     Attributes:
         known_good: Configuration that the job uses without a trial.
         in_use: Configuration that all ranks use now.
-        wanted: Configuration that the next order leads to.
-        why: Half a sentence for people.
+        wanted: Configuration that the next switch leads to.
+        why: What it is wanted for, as half a sentence for messages.
     """
 
     def __init__(self, knobs: KnobSetter, listener: TunerListener) -> None:
@@ -48,14 +48,16 @@ class ConfigurationState:
         return self.in_use != self.known_good
 
     def request(self, wanted: Configuration, why: str) -> None:
-        """Ask for a configuration."""
+        """Set the wanted configuration."""
         self.wanted, self.why = wanted, why
 
-    def pending_order(self) -> Order | None:
-        """Return the order that leads to what is wanted; None if it is in use."""
+    def pending_switch(self) -> SwitchRequest | None:
+        """Return the switch to the wanted configuration; None if it is in use."""
         if self.is_settled:
             return None
-        return Order(target=self.wanted, why=self.why, checked=self.wanted != self.known_good)
+        return SwitchRequest(
+            target=self.wanted, why=self.why, checked=self.wanted != self.known_good
+        )
 
     def on_applied(self, target: Configuration) -> None:
         """Record that the job uses a configuration now."""
@@ -85,53 +87,53 @@ class ConfigurationState:
 
 
 class PendingAccept:
-    """An accepted configuration, from the verdict until all ranks use it. One at a time.
+    """An accepted configuration, from the verdict until all ranks use it; at most one at a time.
 
     Args:
         configuration: Configurations of the job.
         search: Receives the result.
-        listener: Receives the conclusion.
+        listener: Receives the decision.
     """
 
     def __init__(
         self, configuration: ConfigurationState, search: Search, listener: TunerListener
     ) -> None:
         self._configuration, self._search, self._listener = configuration, search, listener
-        self._conclusion: Conclusion | None = None
+        self._decision: Decision | None = None
 
     @property
     def is_pending(self) -> bool:
         """Whether a configuration is accepted and not yet committed."""
-        return self._conclusion is not None
+        return self._decision is not None
 
-    def start(self, conclusion: Conclusion) -> None:
-        """Ask for the accepted configuration."""
-        self._conclusion = conclusion
-        self._configuration.request(conclusion.target, conclusion.proposal.why)
+    def start(self, decision: Decision) -> None:
+        """Request the accepted configuration."""
+        self._decision = decision
+        self._configuration.request(decision.target, decision.proposal.why)
 
     def complete(self) -> bool:
         """Commit the configuration if the job uses it; return whether it does."""
-        conclusion = self._conclusion
-        if conclusion is None or not self._configuration.is_settled:
+        decision = self._decision
+        if decision is None or not self._configuration.is_settled:
             return False
-        self._conclusion = None
+        self._decision = None
         self._configuration.commit()
-        self._search.on_accepted(conclusion, self._configuration.known_good)
-        self._listener.on_concluded(conclusion)
+        self._search.on_accepted(decision, self._configuration.known_good)
+        self._listener.on_decision(decision)
         return True
 
     def fail(self, reason: str) -> None:
-        """Conclude that the configuration could not be set."""
-        if self._conclusion is not None:
-            self._search.on_failed(self._conclusion.proposal.changes)
+        """Reject the configuration, because it could not be set."""
+        if self._decision is not None:
+            self._search.on_failed(self._decision.proposal.changes)
             self._drop("rejected", f"it could not be set: {reason}")
 
     def abandon(self) -> None:
-        """Conclude that something else interrupted the switch."""
+        """Roll the configuration back, because something else interrupted the switch."""
         self._drop("rolled_back", "interrupted before it was in use")
 
     def _drop(self, verdict: Verdict, reason: str) -> None:
-        if self._conclusion is not None:
-            dropped = replace(self._conclusion, verdict=verdict, reason=reason)
-            self._conclusion = None
-            self._listener.on_concluded(dropped)
+        if self._decision is not None:
+            dropped = replace(self._decision, verdict=verdict, reason=reason)
+            self._decision = None
+            self._listener.on_decision(dropped)

@@ -1,8 +1,8 @@
 """The tuner's state machine, run by rank 0: decides what to change, and whether it stays.
 
-It changes nothing itself. After each window it updates its state; `needs_exchange` says whether the
-ranks have to exchange an order after the next one, and `configuration` has the order. Pure but for
-the metrics that it reads.
+It changes no knob itself. After each window it updates its state: `needs_exchange` is true where
+the ranks have to exchange a switch request after the next window, and `configuration` has the
+request. Pure but for the metrics that it reads.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from statistics import median
 
 from ....metrics.thresholds import OOM_RISK_HIGH
 from .configuration_state import ConfigurationState, PendingAccept
+from .controller_interface import WARMUP_STEPS, TunerListener, TunerOptions
 from .diagnose import MEMORY_PRESSURE
-from .experiment import Conclusion, Experiment
 from .metrics_delta import MetricsDelta
-from .options import WARMUP_STEPS, TunerListener, TunerOptions
 from .proposals import TunerInput
 from .search import Search
 from .search_history import SearchHistory
 from .step_time_observer import NORMAL, MetricsSource, StepTimeObserver
+from .trial import Decision, Trial
 from .types import (
     Configuration,
     JobFacts,
     KnobSetter,
     Numerics,
-    Order,
-    Outcome,
     Proposal,
     State,
     StepTime,
+    SwitchRequest,
+    SwitchResult,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Controller:
         self._memory_relief = MemoryRelief(self._search, options)
         self._loss_guard = LossGuard()
         self.configuration = ConfigurationState(knobs, listener)
-        self._experiment: Experiment | None = None
+        self._trial: Trial | None = None
         self._pending_accept = PendingAccept(self.configuration, self._search, listener)
         self._inputs: TunerInput | None = None  # of the last proposals, from which more may follow
         self._num_failures, self._step_seconds = 0, 1.0
@@ -102,34 +102,32 @@ class Controller:
     @property
     def accepts_batches(self) -> bool:
         """Whether windows may be passed later, several at once."""
-        return self._experiment is None and self.configuration.is_settled
+        return self._trial is None and self.configuration.is_settled
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether all ranks have to exchange an order after the next window."""
-        experiment = self._experiment
-        return not self.configuration.is_settled or (
-            experiment is not None and experiment.needs_exchange
-        )
+        """Whether all ranks have to exchange a switch request after the next window."""
+        trial = self._trial
+        return not self.configuration.is_settled or (trial is not None and trial.needs_exchange)
 
-    def on_outcome(self, order: Order, outcome: Outcome) -> None:
-        """Handle the end of an order."""
-        self._search.on_switched(self.configuration.in_use, order.target, outcome.seconds)
-        if self._experiment is not None:
-            self._experiment.cost_seconds += outcome.seconds
-        if outcome.done:
-            self.configuration.on_applied(order.target)
+    def on_switched(self, request: SwitchRequest, result: SwitchResult) -> None:
+        """Handle the end of an request."""
+        self._search.on_switched(self.configuration.in_use, request.target, result.seconds)
+        if self._trial is not None:
+            self._trial.cost_seconds += result.seconds
+        if result.done:
+            self.configuration.on_applied(request.target)
             if self.state is State.PREFLIGHT:
                 self._enter(State.APPLIED)
             self._complete_accept()
             return
         self.configuration.wanted = self.configuration.in_use
-        if self._experiment is not None:
-            self._abort_trial(f"it could not be set: {outcome.reason}", failed=not outcome.refused)
+        if self._trial is not None:
+            self._abort_trial(f"it could not be set: {result.reason}", failed=not result.refused)
         else:
-            self._pending_accept.fail(outcome.reason)
-        if not outcome.undone or not order.checked:
-            self._enter_safe_mode(outcome.reason)
+            self._pending_accept.fail(result.reason)
+        if not result.undone or not request.checked:
+            self._enter_safe_mode(result.reason)
             self.configuration.commit()
 
     def on_window_end(self, step: StepTime) -> None:
@@ -140,8 +138,8 @@ class Controller:
             self.configuration.adopt_external()  # memory savings of the recovery are kept
         if self.state is not State.FROZEN and self._memory_relief.is_due(step):
             self._free_memory(step)
-        elif self._experiment is not None:
-            self._continue_trial(self._experiment, step)
+        elif self._trial is not None:
+            self._continue_trial(self._trial, step)
         elif self.configuration.is_settled:
             self._loss_guard.add(step.loss)
             self._observe(step)
@@ -152,13 +150,13 @@ class Controller:
             self._abort_trial("a window with it ended by an error")
         self.configuration.adopt_external()
 
-    def pause_trial(self) -> Order | None:
-        """Return the order after which nothing is on trial for now, e.g. for a checkpoint."""
-        if self._experiment is not None:
-            self._experiment.pause()
+    def pause_trial(self) -> SwitchRequest | None:
+        """Return the switch that takes a proposal out of use for now, e.g. for a checkpoint."""
+        if self._trial is not None:
+            self._trial.pause()
         if not self._pending_accept.is_pending:  # an accepted configuration is set now
             self.configuration.wanted = self.configuration.known_good
-        return self.configuration.pending_order()
+        return self.configuration.pending_switch()
 
     def on_user_change(self) -> None:
         """Take the present values of the knobs as known to be good, as the user set them."""
@@ -226,10 +224,8 @@ class Controller:
         inputs = self._search.inputs(reading, step, self.configuration.known_good)
         self._listener.on_diagnosis(inputs.symptoms)
         if not self._options.acts:
-            for experiment in self._search.advice(inputs):
-                self._listener.on_concluded(
-                    experiment.concluded("advised", experiment.proposal.why)
-                )
+            for trial in self._search.advice(inputs):
+                self._listener.on_decision(trial.decision("advised", trial.proposal.why))
         elif inputs.symptom(MEMORY_PRESSURE) is None:  # MemoryRelief acts on that
             self._try_next(inputs, step)
 
@@ -239,85 +235,85 @@ class Controller:
         if baseline is None:
             return
         self._enter(State.PROPOSE)
-        for experiment, reason in self._search.experiments(inputs, step, baseline):
+        for trial, reason in self._search.trials(inputs, step, baseline):
             self._enter(State.PROPOSE)  # again, after a refused one
             self._enter(State.PREFLIGHT)
-            self._experiment = experiment
+            self._trial = trial
             if reason is None:
-                self._history.on_trial_start(experiment.proposal.changes)
-                self._listener.on_trial(experiment.proposal, experiment.before)
-                self.configuration.request(experiment.wanted, experiment.proposal.why)
+                self._history.on_trial_start(trial.proposal.changes)
+                self._listener.on_trial(trial.proposal, trial.before)
+                self.configuration.request(trial.wanted, trial.proposal.why)
                 return
             self._abort_trial(reason)
         self._inputs = None
         self._enter(State.OBSERVE)
 
-    def _continue_trial(self, experiment: Experiment, step: StepTime) -> None:
+    def _continue_trial(self, trial: Trial, step: StepTime) -> None:
         """Handle a window of a trial."""
-        if experiment.is_stalled:
+        if trial.is_stalled:
             self._abort_trial("too few consecutive windows could be measured")
-        elif self.configuration.in_use != experiment.wanted:  # it was paused
-            self.configuration.wanted = experiment.wanted
+        elif self.configuration.in_use != trial.wanted:  # it was paused
+            self.configuration.wanted = trial.wanted
         else:
-            self._search.budget.spend(experiment.add(step, self._observer.baseline))
-            self._judge(experiment, step)
+            self._search.budget.spend(trial.add(step, self._observer.baseline))
+            self._judge(trial, step)
 
-    def _judge(self, experiment: Experiment, step: StepTime) -> None:
-        problem = self._loss_guard.check(experiment.proposal, step)
+    def _judge(self, trial: Trial, step: StepTime) -> None:
+        problem = self._loss_guard.check(trial.proposal, step)
         if problem is not None and self.configuration.is_on_trial:
             self._abort_trial(problem, failed=True)
-        elif experiment.is_invalidated:
+        elif trial.is_invalidated:
             self._discard_trial()
             self._on_speed_shift("other")
         else:
             if self.state is State.APPLIED:
                 self._enter(State.TRIAL)
-            self.configuration.wanted, judgement = experiment.wanted, experiment.judgement
-            if judgement is not None:
-                end = self._accept if judgement.verdict == "accepted" else self._reject
-                end(experiment.concluded(judgement.verdict, judgement.reason))
+            self.configuration.wanted, result = trial.wanted, trial.result
+            if result is not None:
+                end = self._accept if result.verdict == "accepted" else self._reject
+                end(trial.decision(result.verdict, result.reason))
 
     def _abort_trial(self, reason: str, *, failed: bool = False) -> None:
         """End a trial that could not be started, or must not continue."""
-        if self._experiment is None:
+        if self._trial is None:
             return
-        conclusion = self._experiment.aborted(reason, in_use=self.configuration.in_use)
+        decision = self._trial.abort_decision(reason, in_use=self.configuration.in_use)
         if failed:
-            self._reject(conclusion)
+            self._reject(decision)
         else:
-            self._history.mark_failed(conclusion.proposal.changes)
-            self._roll_back(conclusion)
+            self._history.mark_failed(decision.proposal.changes)
+            self._roll_back(decision)
         self._num_failures += failed
         if self._num_failures >= MAX_FAILURES:
             self._enter_safe_mode(f"{self._num_failures} changes failed, the last one: {reason}")
 
-    def _reject(self, conclusion: Conclusion) -> None:
+    def _reject(self, decision: Decision) -> None:
         """End a trial by a verdict against the change."""
-        self._history.reject(conclusion.proposal.changes)
-        self._roll_back(conclusion)
+        self._history.reject(decision.proposal.changes)
+        self._roll_back(decision)
 
-    def _roll_back(self, conclusion: Conclusion) -> None:
+    def _roll_back(self, decision: Decision) -> None:
         self._enter(State.ROLLBACK)
-        self._listener.on_concluded(conclusion)
+        self._listener.on_decision(decision)
         self._discard_trial()
-        self._inputs = conclusion.inputs
+        self._inputs = decision.inputs
 
     def _discard_trial(self) -> None:
         """End what is on trial without a verdict; it may be tried again."""
         self._observer.interrupt()
         self._history.on_trial_end()
-        self._search.num_fruitless += self._experiment is not None and self._experiment.has_started
+        self._search.num_fruitless += self._trial is not None and self._trial.has_started
         self._pending_accept.abandon()
-        self._experiment = self._inputs = None
+        self._trial = self._inputs = None
         self.configuration.wanted = self.configuration.known_good
         self._num_settling = SETTLE_STEPS
         if self.state not in _INACTIVE:
             self._enter(State.OBSERVE)
 
-    def _accept(self, conclusion: Conclusion) -> None:
+    def _accept(self, decision: Decision) -> None:
         """Commit a configuration as soon as all ranks use it."""
-        self._experiment = None
-        self._pending_accept.start(conclusion)
+        self._trial = None
+        self._pending_accept.start(decision)
         self._complete_accept()
 
     def _complete_accept(self) -> None:
@@ -331,14 +327,14 @@ class Controller:
 
     def _free_memory(self, step: StepTime) -> None:
         """Act on a risk of running out of memory: first roll back what is on trial."""
-        if self._experiment is not None or self._pending_accept.is_pending:
+        if self._trial is not None or self._pending_accept.is_pending:
             if self.state in (State.APPLIED, State.TRIAL):  # it may be the cause
                 self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             self._discard_trial()
             return
-        conclusion = self._memory_relief.find(step, self.configuration.known_good)
-        if conclusion is not None:
-            self._accept(conclusion)
+        decision = self._memory_relief.find(step, self.configuration.known_good)
+        if decision is not None:
+            self._accept(decision)
 
     def _enter_safe_mode(self, reason: str) -> None:
         """Try nothing more in this run; only act on a risk of running out of memory."""
@@ -369,7 +365,7 @@ class MemoryRelief:
             self._num_waiting = RELIEF_STEPS
         return is_due
 
-    def find(self, step: StepTime, configuration: Configuration) -> Conclusion | None:
+    def find(self, step: StepTime, configuration: Configuration) -> Decision | None:
         """Return the change to make; None if nothing is left.
 
         Args:
@@ -377,15 +373,15 @@ class MemoryRelief:
             configuration: The one that it was run with.
         """
         inputs = self._search.emergency_inputs(step, configuration)
-        experiment = next(self._search.memory_savings(inputs), None)
-        if experiment is None:
+        trial = next(self._search.memory_savings(inputs), None)
+        if trial is None:
             logger.warning(
                 "OOM risk is %.0f %%, and no memory saving is left to apply", 100 * step.oom_risk
             )
             self._num_waiting = self._options.cooldown_steps
             return None
         reason = f"the risk of running out of memory was {step.oom_risk:.0%}"
-        return experiment.concluded("accepted", reason)
+        return trial.decision("accepted", reason)
 
 
 class LossGuard:

@@ -1,24 +1,129 @@
-"""The tuner's decisions on disk: `runs/<run_id>/decisions.jsonl`, one JSON object per line.
+"""The tuner's decisions as flat records, and their file `runs/<run_id>/decisions.jsonl`.
 
-The schema is `decision_line`. Raise SCHEMA_VERSION for a change that an older reader would misread.
+The file has one JSON object per line, whose schema is `decision_line`. Raise SCHEMA_VERSION for a
+change that an older reader would misread.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import orjson
 
-from .decision import Decision
-from .experiment import Conclusion
+from .diagnose import context_of
+from .trial import Decision
+from .types import Configuration, Mode, Numerics, Symptom, Value, Verdict
 
 logger = logging.getLogger(__name__)
 
 DECISIONS_FILE = "decisions.jsonl"
 SCHEMA_VERSION = 1
+SEVERAL = "several"  # stands for the knob's name where several knobs change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Value of one knob before and after."""
+
+    knob: str
+    before: Value
+    after: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """A decision as written to `decisions.jsonl` and to the log, with its place in the run.
+
+    Attributes:
+        number: Number of the decision in this run, from 1.
+        unix_seconds: Time of the decision.
+        step: The last step before it.
+        symptom: The symptom that the proposal was for.
+        changes: The proposed changes.
+        numerics: The strictest numerics that allow it.
+        predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
+        gain: Measured gain, in the same unit; None where nothing was measured.
+        lower: Lower bound of the gain.
+        upper: Upper bound of the gain.
+        pairs: Compared pairs of blocks of steps.
+        steps: Steps of the trial.
+        exploration_seconds: Training time that the trial and its switches cost.
+        verdict: The verdict.
+        reason: Why, as half a sentence.
+        context: Context in which the verdict holds: link, sample length, ranks.
+        world_size: Ranks of the job.
+        mode: Whether the tuner may act.
+    """
+
+    number: int
+    unix_seconds: float
+    step: int
+    symptom: Symptom
+    changes: Sequence[Change]
+    numerics: Numerics
+    predicted_gain: float | None
+    gain: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+    pairs: int = 0
+    steps: int = 0
+    exploration_seconds: float = 0.0
+    verdict: Verdict
+    reason: str
+    context: str
+    world_size: int
+    mode: Mode
+
+    @property
+    def knob(self) -> str:
+        """Name of the changed knob, or "several"."""
+        return self.changes[0].knob if len(self.changes) == 1 else SEVERAL
+
+
+def changes_of(configuration: Configuration, changes: Configuration) -> tuple[Change, ...]:
+    """Return the values that differ from the configuration in use, by knob."""
+    return tuple(
+        Change(knob=knob, before=configuration.get(knob), after=value)
+        for knob, value in changes.items()
+        if knob not in configuration or configuration[knob] != value
+    )
+
+
+def make_record(
+    decision: Decision,
+    *,
+    number: int,
+    unix_seconds: float,
+    step: int,
+    world_size: int,
+    mode: Mode,
+) -> DecisionRecord:
+    """Return the record of a decision."""
+    proposal, inputs, result = decision.proposal, decision.inputs, decision.result
+    return DecisionRecord(
+        number=number,
+        unix_seconds=unix_seconds,
+        step=step,
+        symptom=proposal.symptom,
+        changes=changes_of(inputs.configuration, proposal.changes),
+        numerics=proposal.numerics,
+        predicted_gain=proposal.predicted_gain,
+        gain=None if result is None else result.gain,
+        lower=None if result is None else result.lower,
+        upper=None if result is None else result.upper,
+        pairs=0 if result is None else result.pairs,
+        steps=len(decision.times),
+        exploration_seconds=decision.cost_seconds,
+        verdict=decision.verdict,
+        reason=decision.reason,
+        context=inputs.context or context_of(inputs.reading),
+        world_size=world_size,
+        mode=mode,
+    )
 
 
 class DecisionLog:
@@ -31,18 +136,18 @@ class DecisionLog:
     def __init__(self) -> None:
         self.lost = 0
 
-    def write(self, folder: Path | None, decision: Decision, conclusion: Conclusion) -> None:
-        """Append a decision and its inputs as one line.
+    def write(self, folder: Path | None, record: DecisionRecord, decision: Decision) -> None:
+        """Append a decision as one line.
 
         Args:
             folder: The run folder; None before the run has a name, and where none is written.
-            decision: The decision.
-            conclusion: Conclusion of the experiment, with its inputs.
+            record: The decision's record.
+            decision: The decision, for its inputs and step times.
         """
         if folder is None:
             self.lost += 1
             return
-        line = decision_line(decision, conclusion)
+        line = decision_line(record, decision)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _append(folder / DECISIONS_FILE, line)
@@ -56,17 +161,17 @@ class DecisionLog:
             self.lost += 1
 
 
-def decision_line(decision: Decision, conclusion: Conclusion) -> bytes:
-    """Serialize a decision and its inputs as one JSON line, newline included."""
-    values: dict[str, object] = {one.name: getattr(decision, one.name) for one in fields(decision)}
-    values["numerics"] = decision.numerics.setting
+def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
+    """Serialize a decision with its inputs as one JSON line, newline included."""
+    values: dict[str, object] = {one.name: getattr(record, one.name) for one in fields(record)}
+    values["numerics"] = record.numerics.setting
     line = {
         "schema": SCHEMA_VERSION,
-        "knob": decision.knob,
+        "knob": record.knob,
         **values,
-        "situation": conclusion.inputs,
-        "plan": conclusion.plan,
-        "times": conclusion.times,
+        "situation": decision.inputs,
+        "plan": decision.plan,
+        "times": decision.times,
     }
     return orjson.dumps(line, default=_sorted_set) + b"\n"
 

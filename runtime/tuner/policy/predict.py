@@ -102,8 +102,8 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
-# The two formulas below are those of collectives/ops.py, which policy may not import;
-# test_predict.py compares them.
+# `share_to_others` and `reduce_factor` repeat `_share` and `_reduce` of collectives/ops.py, which
+# this package may not import; tests/runtime/tuner/test_predict.py compares them.
 def share_to_others(ranks: int) -> float:
     """Return the share of a payload that a rank of a ring sends to other ranks."""
     return (ranks - 1) / ranks

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
+from .ab_comparison import TrialPlan, plan_trial
+from .controller_interface import TunerOptions
 from .diagnose import MEMORY_PRESSURE, diagnose
-from .experiment import Conclusion, Experiment
 from .metrics_delta import MetricsDelta
-from .options import TunerOptions
 from .proposals import TunerInput, propose
 from .registry import SPECS
 from .search_history import SearchHistory
 from .step_time_observer import Baseline
-from .trial_plan import TrialPlan, plan_trial
+from .trial import Decision, Trial
 from .types import Configuration, JobFacts, KnobSetter, Proposal, StepTime, Symptom, Value
 
 UNPREDICTED_GAIN = 0.03  # assumed of a change without a prediction
@@ -68,7 +68,7 @@ def pays_back(expected_gain: float, remaining_seconds: float | None, cost_second
 
 
 class Search:
-    """Turns metrics into experiments.
+    """Turns metrics into trials.
 
     Args:
         knobs: Knobs of rank 0, which are read but not set.
@@ -121,26 +121,26 @@ class Search:
         inputs = self._inputs(reading, (symptom,), step, configuration)
         return replace(inputs, denied=frozenset(self._failed))
 
-    def memory_savings(self, inputs: TunerInput) -> Iterator[Experiment]:
+    def memory_savings(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield possible changes that free memory; they are applied without a trial."""
         for proposal in propose(inputs):
-            experiment = Experiment(proposal, inputs, self._plan(proposal, 1.0))
-            if self._knobs.unsupported_reason(experiment.after) is None:
-                yield experiment
+            trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
+            if self._knobs.unsupported_reason(trial.after) is None:
+                yield trial
 
-    def advice(self, inputs: TunerInput) -> Iterator[Experiment]:
+    def advice(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield the first possible proposal, unless it was advised before."""
         for proposal in propose(inputs):
-            experiment = Experiment(proposal, inputs, self._plan(proposal, 1.0))
-            if self._knobs.unsupported_reason(experiment.after) is None:
+            trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
+            if self._knobs.unsupported_reason(trial.after) is None:
                 if proposal.changes not in self._advised:
                     self._advised.append(proposal.changes)
-                    yield experiment
+                    yield trial
                 return
 
-    def experiments(
+    def trials(
         self, inputs: TunerInput, step: StepTime, baseline: Baseline
-    ) -> Iterator[tuple[Experiment, str | None]]:
+    ) -> Iterator[tuple[Trial, str | None]]:
         """Yield what to try, the most promising first, each with why this rank refuses it.
 
         Args:
@@ -153,8 +153,8 @@ class Search:
         for proposal in propose(now):
             plan = self._plan(proposal, step_seconds, baseline)
             if self._is_worth_it(proposal, plan, step_seconds, step.number):
-                experiment = Experiment(proposal, inputs, plan)
-                yield experiment, self._knobs.unsupported_reason(experiment.after)
+                trial = Trial(proposal, inputs, plan)
+                yield trial, self._knobs.unsupported_reason(trial.after)
 
     def on_switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
         """Record the duration of a switch between two configurations."""
@@ -168,11 +168,11 @@ class Search:
         self._history.reject(changes)
         self._failed.add(next(iter(changes.items())))
 
-    def on_accepted(self, conclusion: Conclusion, configuration: Configuration) -> None:
+    def on_accepted(self, decision: Decision, configuration: Configuration) -> None:
         """Record that a proposal was accepted and is a part of this configuration."""
-        before, changes = conclusion.inputs.configuration, conclusion.proposal.changes
+        before, changes = decision.inputs.configuration, decision.proposal.changes
         old = {knob: before[knob] for knob in changes if knob in before}
-        if conclusion.judgement is not None:
+        if decision.result is not None:
             self._history.accept(configuration, instead_of=old)
         else:  # not compared with the configuration before
             self._history.on_memory_relief(old)

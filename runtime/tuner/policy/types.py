@@ -1,4 +1,4 @@
-"""Plain data that the tuner's parts share, and the interfaces between them."""
+"""Plain data that the tuner's parts exchange, and the interface to the knobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ Value = bool | int | str | None
 # Values by knob name. A complete one has every knob of the job.
 Configuration = Mapping[str, Value]
 
+# How a change is applied: to the engine in use, or by rebuilding the engine.
 Tier = Literal["live", "rebuild"]
+# Whether the tuner only logs advice, or changes knobs itself.
+Mode = Literal["advise", "auto"]
+# What becomes of a proposal, as in the label `verdict` of metrics:
+# - accepted: it stays in use.
+# - rolled_back: it was in use, and was undone: slower, out of memory, loss too high, interrupted.
+# - rejected: its gain is too small or not certain, or it was not tried, e.g. for lack of memory.
+# - advised: it is logged as advice, and not applied.
 Verdict = Literal["accepted", "rolled_back", "rejected", "advised"]
 
 
@@ -78,7 +86,7 @@ class JobFacts:
         world_size: Data-parallel ranks.
         backend: Backend of the gradients' process group: "gloo" or "nccl".
         gradient_bytes: Bytes of all gradients, in the type that DeepSpeed sends them in.
-        parameter_bytes: Bytes of all parameters, likewise.
+        parameter_bytes: Bytes of all parameters, in the type that DeepSpeed sends them in.
         gradient_width: Bytes of a gradient element on the wire.
         parameter_width: Bytes of a parameter element on the wire.
         num_tensors: Parameter tensors of the model.
@@ -111,8 +119,8 @@ class Symptom:
 
     Attributes:
         name: One of SYMPTOMS in `metrics/catalog/tuner.py`.
-        ratio: The value that the threshold is about, such as a share of training time.
-        evidence: The figures it was derived from, by short name with unit.
+        ratio: The value that is compared with the threshold, such as a share of training time.
+        evidence: The figures that it was derived from, by a short name that ends in the unit.
     """
 
     name: str
@@ -122,16 +130,16 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """One change that may help.
+    """One change that may help against a symptom.
 
     Attributes:
         changes: Values that differ from the configuration in use. One knob with its partners, or
             several where a whole configuration is restored from the history.
-        symptom: The symptom it is for.
+        symptom: The symptom.
         tier: Whether the engine has to be rebuilt.
         numerics: The strictest numerics that allow it.
         predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
-        why: Half a sentence for people.
+        why: What it is for, as half a sentence for messages.
         relaxes: Whether it undoes a measure that is no longer needed, so that it need not gain.
     """
 
@@ -146,7 +154,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Time and results of one window, the controller's input.
+    """Time and results of one window, which the controller receives.
 
     Attributes:
         number: Number of the step.
@@ -169,12 +177,12 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SwitchRequest:
     """A configuration that all ranks are to switch to between two windows.
 
     Attributes:
         target: The complete configuration.
-        why: Half a sentence for people.
+        why: What it is for, as half a sentence for messages.
         checked: Whether each rank first checks its memory; not when rolling back.
     """
 
@@ -184,12 +192,12 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How an order ended; the same on all ranks.
+class SwitchResult:
+    """Whether all ranks have switched; the same on all ranks.
 
     Attributes:
         done: Whether all ranks use the target; otherwise all use what they used before.
-        reason: Reason for a failure, by the first rank that failed.
+        reason: Reason for a failure, from the first rank that failed.
         seconds: Time for which training was paused.
         refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
         undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing

@@ -10,7 +10,7 @@ from bench.tuner.simulated_rules import before_after, best_of
 from fakes.noisy_steps import noisy_steps, tried
 from fakes.one_knob_job import OneKnobJob
 
-from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import plan_trial
 
 FAMILY_SEED, SESSION_SEED = 71_000_000, 73_000_000
 FAMILY, TRIAL_STEPS = 8, 450
@@ -75,7 +75,7 @@ def _session_rows(
     accepted_after = [job.accepted_after for job in jobs]
     found = sorted(after for after in accepted_after if after is not None)
     share = len(found) / len(jobs)
-    trials = fmean(len(job.conclusions) for job in jobs)
+    trials = fmean(len(job.decisions) for job in jobs)
     when = (
         f", after {fmean(found):.0f}, 95 of 100 in {found[int(0.95 * len(found))]}" if found else ""
     )

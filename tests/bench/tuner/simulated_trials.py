@@ -17,7 +17,7 @@ from bench.tuner.simulated_sessions import families, sessions
 from bench.tuner.simulated_shifts import shifts
 from fakes.noisy_steps import noisy_steps, tried
 
-from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan, plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import TrialPlan, plan_trial
 
 SESSIONS, QUICK_SESSIONS = 1000, 40
 FIRST_SEED = 70_000_000

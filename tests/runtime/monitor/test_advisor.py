@@ -21,9 +21,9 @@ from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.monitor import advisor as advisor_module
 from zerowatch.runtime.monitor.advisor import MIN_SECONDS, MIN_STEPS, Advisor
 from zerowatch.runtime.tuner.knobs import read_only_knobs
+from zerowatch.runtime.tuner.policy.controller_interface import WARMUP_STEPS
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
-from zerowatch.runtime.tuner.policy.options import WARMUP_STEPS
 from zerowatch.runtime.tuner.policy.types import State
 
 

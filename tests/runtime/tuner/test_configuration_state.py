@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fakes.tuned_job import START, Job
-from fakes.tuner_decisions import conclusion
+from fakes.tuner_decisions import decision
 
 from zerowatch.runtime.tuner.policy.configuration_state import ConfigurationState, PendingAccept
 
@@ -15,7 +15,7 @@ class FakeSearch:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def on_accepted(self, conclusion, configuration) -> None:
+    def on_accepted(self, decision, configuration) -> None:
         self.events.append("accepted")
 
     def on_failed(self, changes) -> None:
@@ -30,21 +30,21 @@ def job() -> Job:
 @pytest.fixture
 def pending(job: Job) -> PendingAccept:
     pending = PendingAccept(ConfigurationState(job, job), FakeSearch(), job)
-    pending.start(conclusion())
+    pending.start(decision())
     return pending
 
 
 def test_it_is_pending_until_the_job_uses_it(job, pending):
     assert not pending.complete()
     assert pending.is_pending
-    assert not job.conclusions
+    assert not job.decisions
 
     pending._configuration.in_use = pending._configuration.wanted
 
     assert pending.complete()
     assert not pending.is_pending
     assert pending._search.events == ["accepted"]
-    assert [one.verdict for one in job.conclusions] == ["accepted"]
+    assert [one.verdict for one in job.decisions] == ["accepted"]
 
 
 def test_one_that_cannot_be_set_is_rejected_and_not_tried_again(job, pending):
@@ -52,7 +52,7 @@ def test_one_that_cannot_be_set_is_rejected_and_not_tried_again(job, pending):
     pending.abandon()
 
     assert pending._search.events == ["failed"]
-    assert [(one.verdict, one.reason) for one in job.conclusions] == [
+    assert [(one.verdict, one.reason) for one in job.decisions] == [
         ("rejected", "it could not be set: no room")
     ]
 
@@ -61,6 +61,6 @@ def test_an_interrupted_one_is_rolled_back(job, pending):
     pending.abandon()
     pending.abandon()
 
-    assert [one.verdict for one in job.conclusions] == ["rolled_back"]
+    assert [one.verdict for one in job.decisions] == ["rolled_back"]
     assert not pending.is_pending
     assert pending._configuration.known_good == START

@@ -11,11 +11,11 @@ from fakes.tuned_job import DONE, START, Job
 from zerowatch.metrics.catalog.tuner import TUNER_STATES
 from zerowatch.runtime.tuner.policy.controller import TRANSITIONS
 from zerowatch.runtime.tuner.policy.proposals import HISTORY_REASON
-from zerowatch.runtime.tuner.policy.types import Outcome, State, Value
+from zerowatch.runtime.tuner.policy.types import State, SwitchResult, Value
 
 
 def tried(job: Job) -> list[Mapping[str, Value]]:
-    return [dict(conclusion.proposal.changes) for conclusion in job.conclusions]
+    return [dict(decision.proposal.changes) for decision in job.decisions]
 
 
 def test_a_change_that_helps_is_kept_and_others_are_rolled_back() -> None:
@@ -24,7 +24,7 @@ def test_a_change_that_helps_is_kept_and_others_are_rolled_back() -> None:
     job.run(300)
 
     assert job.now == {**START, "micro_batch_samples": 8}
-    verdicts = {conclusion.verdict for conclusion in job.conclusions}
+    verdicts = {decision.verdict for decision in job.decisions}
     assert verdicts == {"accepted", "rolled_back"}
     assert job.controller.state == "observe"
 
@@ -61,10 +61,10 @@ def test_the_best_configuration_of_the_history_is_tried_first() -> None:
 
     job.kept[context] = replace(kept, configuration=best)
     later = Job(after=job)
-    later.run(100, until=lambda: bool(later.conclusions))
+    later.run(100, until=lambda: bool(later.decisions))
 
     assert tried(later)[0] == {"micro_batch_samples": 8, "activation_checkpointing": True}
-    assert later.conclusions[0].verdict == "accepted"
+    assert later.decisions[0].verdict == "accepted"
 
 
 def test_a_crashed_trial_is_not_tried_by_the_next_job(caplog) -> None:
@@ -108,7 +108,7 @@ def test_no_trial_starts_too_late_for_a_verdict() -> None:
 
     job.run(20)
 
-    assert not job.trials and not job.conclusions
+    assert not job.trials and not job.decisions
 
 
 def test_a_trial_is_rolled_back_after_a_failed_window() -> None:
@@ -116,14 +116,14 @@ def test_a_trial_is_rolled_back_after_a_failed_window() -> None:
     job.until_trial()
 
     job.controller.on_window_failed()
-    order = job.controller.pause_trial()
-    assert order is not None
-    job.carry_out(order)
+    request = job.controller.pause_trial()
+    assert request is not None
+    job.carry_out(request)
     assert job.now == START and not job.trials
     job.run(300)
 
     assert tried(job).count({"micro_batch_samples": 8}) == 1
-    assert job.conclusions[0].reason == "a window with it ended by an error"
+    assert job.decisions[0].reason == "a window with it ended by an error"
     denied = {each for kept in job.kept.values() for each in kept.denied}
     assert ("micro_batch_samples", 8) not in denied, "it may not be to blame"
 
@@ -135,16 +135,16 @@ def test_memory_savings_of_a_failed_window_are_kept() -> None:
 
     job.controller.on_window_failed()
 
-    order = job.controller.pause_trial()
-    assert order is not None
-    assert order.target == {**START, "activation_checkpointing": True}
+    request = job.controller.pause_trial()
+    assert request is not None
+    assert request.target == {**START, "activation_checkpointing": True}
 
 
 def test_a_rejected_change_is_saved() -> None:
     job = Job()
     job.saving = 1.1
 
-    job.run(300, until=lambda: bool(job.conclusions))
+    job.run(300, until=lambda: bool(job.decisions))
 
     (kept,) = job.kept.values()
     assert not kept.configuration and not job.trials
@@ -153,8 +153,10 @@ def test_a_rejected_change_is_saved() -> None:
 
 def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
     job = Job()
-    job.answer = lambda order: (
-        DONE if order.target["micro_batch_samples"] == 4 else Outcome(done=False, refused=True)
+    job.answer = lambda request: (
+        DONE
+        if request.target["micro_batch_samples"] == 4
+        else SwitchResult(done=False, refused=True)
     )
 
     job.run(300)
@@ -166,29 +168,31 @@ def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
 
 def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
     job = Job()
-    job.answer = lambda _: Outcome(done=False, reason="rank 1: no")
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
 
     job.run(300)
 
-    assert len(job.conclusions) == 2
+    assert len(job.decisions) == 2
     assert job.controller.state == "safe_mode"
-    assert job.controller.configuration.pending_order() is None
+    assert job.controller.configuration.pending_switch() is None
 
 
 def test_after_an_incomplete_rollback_nothing_is_changed() -> None:
     job = Job()
-    job.answer = lambda _: Outcome(done=False, reason="rank 1: no", undone=False)
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no", undone=False)
 
     job.run(100)
 
-    assert len(job.conclusions) == 1
+    assert len(job.decisions) == 1
     assert job.controller.state == "safe_mode"
     assert not job.controller.needs_exchange
 
 
 def test_a_failed_rollback_is_not_repeated() -> None:
     job = Job()
-    job.answer = lambda order: DONE if order.checked else Outcome(done=False, reason="stuck")
+    job.answer = lambda request: (
+        DONE if request.checked else SwitchResult(done=False, reason="stuck")
+    )
 
     job.run(200)
 
@@ -203,8 +207,8 @@ def test_a_change_that_runs_out_of_memory_is_rolled_back() -> None:
 
     job.run(3)
 
-    assert job.conclusions[0].reason == "memory ran out"
-    assert job.conclusions[0].verdict == "rolled_back"
+    assert job.decisions[0].reason == "memory ran out"
+    assert job.decisions[0].verdict == "rolled_back"
     assert job.now == START
 
 
@@ -215,17 +219,17 @@ def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
 
     job.run(1)
 
-    assert "the loss went up" in job.conclusions[-1].reason
+    assert "the loss went up" in job.decisions[-1].reason
 
 
 def test_nothing_is_on_trial_at_a_save() -> None:
     job = Job()
     job.until_trial()
 
-    order = job.controller.pause_trial()
+    request = job.controller.pause_trial()
 
-    assert order is not None and order.target == START
-    job.carry_out(order)
+    assert request is not None and request.target == START
+    job.carry_out(request)
     assert job.controller.pause_trial() is None
     job.run(300)
     assert job.now["micro_batch_samples"] == 8, "what was left was tried again"
@@ -251,8 +255,8 @@ def test_a_risk_of_oom_is_acted_on_without_a_trial() -> None:
 
     job.run(3, until=lambda: job.now != START)
 
-    assert job.conclusions[0].judgement is None
-    assert job.conclusions[0].verdict == "accepted"
+    assert job.decisions[0].result is None
+    assert job.decisions[0].verdict == "accepted"
     assert job.now["activation_checkpointing"] or job.now["micro_batch_samples"] != 4
 
 
@@ -273,7 +277,7 @@ def test_advice_is_given_once_and_needs_no_exchange() -> None:
     job.run(200, until=lambda: job.controller.needs_exchange)
 
     assert not job.controller.needs_exchange
-    assert [conclusion.verdict for conclusion in job.conclusions] == ["advised"]
+    assert [decision.verdict for decision in job.decisions] == ["advised"]
 
 
 def test_stale_metrics_start_no_trial() -> None:
@@ -282,7 +286,7 @@ def test_stale_metrics_start_no_trial() -> None:
 
     job.run(200)
 
-    assert not job.conclusions
+    assert not job.decisions
 
 
 def test_low_coverage_starts_no_trial() -> None:
@@ -291,7 +295,7 @@ def test_low_coverage_starts_no_trial() -> None:
 
     job.run(200)
 
-    assert not job.conclusions
+    assert not job.decisions
 
 
 def test_the_users_changes_are_known_to_be_good() -> None:
@@ -312,17 +316,17 @@ def test_the_configuration_of_a_known_context_is_measured_again() -> None:
     job.pace, job.saving = 4.0, 0.5
     job.run(300)
     assert job.now["micro_batch_samples"] == 8
-    num_before, job.pace = len(job.conclusions), 1.0
+    num_before, job.pace = len(job.decisions), 1.0
 
     job.run(300)
 
-    first = job.conclusions[num_before]
+    first = job.decisions[num_before]
     assert first.proposal.changes == {"micro_batch_samples": START["micro_batch_samples"]}
     assert first.proposal.why == HISTORY_REASON
     assert first.verdict == "rolled_back"
     assert job.now["micro_batch_samples"] == 8
     job.run(1500)
-    tries = [one.proposal.changes for one in job.conclusions[num_before:]]
+    tries = [one.proposal.changes for one in job.decisions[num_before:]]
     assert tries.count(first.proposal.changes) == 1
 
 
@@ -341,7 +345,7 @@ def test_memory_savings_of_the_recovery_are_not_rolled_back_by_a_trial() -> None
 
 def test_a_refused_change_is_not_saved_as_rejected() -> None:
     job = Job()
-    job.answer = lambda order: Outcome(done=False, refused=True, reason="no room")
+    job.answer = lambda request: SwitchResult(done=False, refused=True, reason="no room")
     job.run(300)
 
     assert all(not kept.denied for kept in job.kept.values())
@@ -357,5 +361,5 @@ def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:
     job.run(24, until=lambda: len(job.states) > num_before)
 
     assert job.states[num_before:] == ["observe"]
-    assert not job.conclusions, "that was no verdict"
+    assert not job.decisions, "that was no verdict"
     assert not job.controller.configuration.is_on_trial

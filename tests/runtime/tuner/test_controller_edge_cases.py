@@ -12,14 +12,14 @@ from fakes.tuned_job import DONE, START, Job
 
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.tuner import session
+from zerowatch.runtime.tuner.controller_runner import ControllerRunner, StopFile
 from zerowatch.runtime.tuner.knobs.data_knobs import MicroBatchKnob
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
-from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, Order, Outcome
-from zerowatch.runtime.tuner.rank0 import RankZeroTuner, StopFile
+from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, SwitchRequest, SwitchResult
 from zerowatch.runtime.tuner.session import ReportedOomRisk
-from zerowatch.runtime.tuner.transaction import apply_order
+from zerowatch.runtime.tuner.transaction import apply_switch
 
 
 def test_a_memory_saving_right_before_a_save_is_applied_then() -> None:
@@ -28,20 +28,20 @@ def test_a_memory_saving_right_before_a_save_is_applied_then() -> None:
     job.run(1)
     job.oom_risk = 0.0
 
-    order = job.controller.pause_trial()
+    request = job.controller.pause_trial()
 
-    assert order is not None
-    job.carry_out(order)
-    assert job.conclusions[0].verdict == "accepted"
+    assert request is not None
+    job.carry_out(request)
+    assert job.decisions[0].verdict == "accepted"
     job.run(60, until=lambda: job.controller.state == "applied")
-    assert job.controller.configuration.known_good == order.target, (
+    assert job.controller.configuration.known_good == request.target, (
         "what is on trial is not good yet"
     )
 
 
 def test_a_frozen_tuner_saves_no_memory_even_in_safe_mode() -> None:
     job = Job()
-    job.answer = lambda _: Outcome(done=False, reason="rank 1: no")
+    job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
     job.run(300)
     assert job.controller.state == "safe_mode"
     job.answer = lambda _: DONE
@@ -62,7 +62,7 @@ def test_a_failed_rollback_leaves_a_frozen_tuner_frozen() -> None:
     job = Job()
     job.until_trial()
     job.controller.freeze()
-    job.answer = lambda _: Outcome(done=False, reason="stuck")
+    job.answer = lambda _: SwitchResult(done=False, reason="stuck")
 
     job.run(5)
 
@@ -78,7 +78,7 @@ def test_a_change_under_memory_pressure_is_tried_once() -> None:
         job.oom_risk = 0.6 if job.now["micro_batch_samples"] == 8 else 0.0
         job.run(1)
 
-    tries = [one for one in job.conclusions if one.proposal.changes == {"micro_batch_samples": 8}]
+    tries = [one for one in job.decisions if one.proposal.changes == {"micro_batch_samples": 8}]
     assert len(tries) == 1
     assert job.now["micro_batch_samples"] == 4
 
@@ -106,23 +106,23 @@ def test_the_best_configuration_is_not_restored_if_it_takes_too_much_memory() ->
         job.oom_risk = 0.6 if job.now["micro_batch_samples"] == 8 else 0.0
         job.run(1)
 
-    reliefs = [one for one in job.conclusions if "risk of running out" in one.reason]
+    reliefs = [one for one in job.decisions if "risk of running out" in one.reason]
     assert len(reliefs) == 1
     assert job.now["micro_batch_samples"] == 4
 
 
 def test_a_refused_memory_saving_is_ordered_once() -> None:
     job = Job()
-    job.answer = lambda _: Outcome(done=False, refused=True)
+    job.answer = lambda _: SwitchResult(done=False, refused=True)
     job.oom_risk = 0.6
     asked = []
 
     for _ in range(100):
         if job.controller.needs_exchange:
-            asked.append(job.controller.configuration.pending_order())
+            asked.append(job.controller.configuration.pending_switch())
         job.run(1)
 
-    targets = [order.target for order in asked if order is not None]
+    targets = [request.target for request in asked if request is not None]
     assert all(targets.count(each) == 1 for each in targets)
 
 
@@ -133,13 +133,13 @@ def test_a_trial_interrupted_by_frequent_saves_is_given_up() -> None:
         before = job.now
         job.run(3)
         switches += job.now != before
-        order = job.controller.pause_trial()
-        if order is not None:
-            job.carry_out(order)
+        request = job.controller.pause_trial()
+        if request is not None:
+            job.carry_out(request)
 
     assert job.now == START
     assert switches < 20, "each may be a rebuild"
-    assert all(one.verdict != "accepted" for one in job.conclusions)
+    assert all(one.verdict != "accepted" for one in job.decisions)
 
 
 def test_a_trial_without_usable_windows_is_given_up() -> None:
@@ -150,7 +150,7 @@ def test_a_trial_without_usable_windows_is_given_up() -> None:
     job.run(100)
 
     assert job.now == START
-    assert job.conclusions[0].verdict == "rolled_back"
+    assert job.decisions[0].verdict == "rolled_back"
 
 
 def test_the_configuration_state_shows_a_trial() -> None:
@@ -167,12 +167,12 @@ def test_the_configuration_state_shows_a_trial() -> None:
 
 def test_a_stop_file_that_cannot_be_read_does_not_end_training(tmp_path: Path) -> None:
     stop_file = StopFile(tmp_path / ("long" * 100), SimpleNamespace(run_folder=tmp_path))
-    rank0 = RankZeroTuner(Job().controller, FailOpen(), stop_file)
+    runner = ControllerRunner(Job().controller, FailOpen(), stop_file)
 
-    rank0._poll_stop_file()
+    runner._poll_stop_file()
 
     assert stop_file.exists() is None
-    assert not rank0.needs_exchange
+    assert not runner.needs_exchange
 
 
 def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
@@ -206,15 +206,15 @@ def test_bucket_sizes_stay_under_bitwise_with_compression() -> None:
 
 
 def test_a_rank_that_fails_without_a_reason_fails_like_any_other() -> None:
-    def rank(host_group: Any) -> Outcome:
+    def rank(host_group: Any) -> SwitchResult:
         knobs = SimpleNamespace(
             values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
         )
-        return apply_order(Order(target={}, why="test"), cast(Any, knobs), host_group)
+        return apply_switch(SwitchRequest(target={}, why="test"), cast(Any, knobs), host_group)
 
-    for outcome in on_ranks(2, rank):
-        assert not outcome.done
-        assert outcome.reason
+    for result in on_ranks(2, rank):
+        assert not result.done
+        assert result.reason
 
 
 def test_micro_batch_sizes_that_differ_between_ranks_are_no_knob() -> None:

@@ -35,5 +35,5 @@ def test_a_far_slower_value_is_rolled_back_at_once() -> None:
     job.run(noisy_steps(1, 60))
 
     assert not job.uses_new
-    assert job.conclusions[0].judgement is not None
-    assert job.conclusions[0].judgement.steps < 12
+    assert job.decisions[0].result is not None
+    assert job.decisions[0].result.steps < 12

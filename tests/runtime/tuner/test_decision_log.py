@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from fakes.tuner_decisions import conclusion
+from fakes.tuner_decisions import decision
 from replay_decisions import PARSE_ERRORS, parse_line
 
-from zerowatch.runtime.tuner.policy.decision import make_decision
-from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE, DecisionLog
+from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE, DecisionLog, make_record
 from zerowatch.runtime.tuner.policy.history_file import (
     MAX_CONTEXTS,
     HistoryEntry,
@@ -25,14 +24,12 @@ NOTHING = HistoryEntry(configuration={}, denied=frozenset())
 
 
 def decided(found, number=1):
-    return make_decision(
-        found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto"
-    )
+    return make_record(found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto")
 
 
 @pytest.mark.parametrize("seconds_after", [0.03, 0.07, 0.2, None])
 def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_after):
-    found = conclusion(seconds_after)
+    found = decision(seconds_after)
 
     DecisionLog().write(tmp_path, decided(found), found)
 
@@ -48,7 +45,7 @@ def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_
 
 
 def test_decisions_are_lines_one_after_another(tmp_path):
-    log, found = DecisionLog(), conclusion()
+    log, found = DecisionLog(), decision()
 
     for number in (1, 2, 3):
         log.write(tmp_path / "run", decided(found, number), found)
@@ -59,7 +56,7 @@ def test_decisions_are_lines_one_after_another(tmp_path):
 
 
 def test_a_line_has_the_keys_that_users_search_for(tmp_path):
-    found = conclusion()
+    found = decision()
 
     DecisionLog().write(tmp_path, decided(found), found)
 
@@ -75,7 +72,7 @@ def test_a_line_has_the_keys_that_users_search_for(tmp_path):
 
 def test_a_disk_error_is_logged_once_and_not_raised(tmp_path, caplog):
     (tmp_path / "file").touch()
-    log, found = DecisionLog(), conclusion()
+    log, found = DecisionLog(), decision()
 
     log.write(tmp_path / "file", decided(found), found)
     log.write(tmp_path / "file", decided(found), found)
@@ -89,14 +86,14 @@ def test_a_line_that_a_full_disk_cut_short_damages_no_other(tmp_path):
     log = DecisionLog()
     (tmp_path / DECISIONS_FILE).write_bytes(b'{"schema": 1, "kno')
 
-    log.write(tmp_path, decided(conclusion()), conclusion())
+    log.write(tmp_path, decided(decision()), decision())
 
     _, whole = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
-    assert parse_line(whole).decision == decided(conclusion())
+    assert parse_line(whole).decision == decided(decision())
 
 
 def test_without_a_run_folder_nothing_is_written():
-    log, found = DecisionLog(), conclusion()
+    log, found = DecisionLog(), decision()
 
     log.write(None, decided(found), found)
 

@@ -45,7 +45,7 @@ def test_each_knob_of_a_stage_is_set_read_back_and_restored(results, case: str):
         turned = rank[case]["turned"]
         assert turned.keys() == KNOBS[case]
         for name, found in turned.items():
-            assert found["outcome"]["done"], (name, found["outcome"])
+            assert found["result"]["done"], (name, found["result"])
             assert found["reads"] == found["value"], name
             assert found["back"]["done"], (name, found["back"])
             assert found["same"], name
@@ -94,7 +94,7 @@ def test_a_rollback_over_two_rebuilds_ends_at_the_first_configuration(results):
 def test_the_nominal_bucket_of_stage_0_is_not_kept_at_other_stages(results):
     for rank in results:
         found = rank["from stage 0"]
-        assert found["outcome"]["done"], found["outcome"]
+        assert found["result"]["done"], found["result"]
         assert (found["before"], found["after"]) == (500_000_000, 4096)
 
 

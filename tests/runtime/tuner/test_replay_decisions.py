@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes.tuner_decisions import SLOW_LINK, conclusion
+from fakes.tuner_decisions import SLOW_LINK, decision
 from replay_decisions import ReplayDifference, judge_again, parse_line, replay
 
-from zerowatch.runtime.tuner.policy.decision import make_decision
-from zerowatch.runtime.tuner.policy.decision_log import decision_line
+from zerowatch.runtime.tuner.policy.decision_log import decision_line, make_record
 
 
 def decided(found, number=1):
-    return make_decision(
-        found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto"
-    )
+    return make_record(found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto")
 
 
 def record_of(found, **others):
@@ -24,11 +21,11 @@ def record_of(found, **others):
 
 @pytest.mark.parametrize("seconds_after", [0.03, 0.069, 0.07, 0.2, None])
 def test_the_code_that_decided_decides_the_same_again(seconds_after):
-    assert replay(record_of(conclusion(seconds_after))) == ReplayDifference()
+    assert replay(record_of(decision(seconds_after))) == ReplayDifference()
 
 
 def test_a_verdict_that_the_step_times_do_not_support_is_a_difference():
-    found = replay(record_of(conclusion(0.2), verdict="accepted"))
+    found = replay(record_of(decision(0.2), verdict="accepted"))
 
     assert found.diagnosis is found.proposal is None
     assert found.verdict.startswith("rolled_back: ")
@@ -36,7 +33,7 @@ def test_a_verdict_that_the_step_times_do_not_support_is_a_difference():
 
 
 def test_an_unfinished_trial_has_no_verdict():
-    record = record_of(conclusion(0.069))
+    record = record_of(decision(0.069))
 
     found = replay(replace(record, times=record.times[:7]))
 
@@ -44,13 +41,13 @@ def test_an_unfinished_trial_has_no_verdict():
 
 
 def test_a_trial_that_the_run_aborted_is_not_judged():
-    found = replay(record_of(conclusion(0.03), gain=None, verdict="rolled_back"))
+    found = replay(record_of(decision(0.03), gain=None, verdict="rolled_back"))
 
     assert found == ReplayDifference()
 
 
 def test_other_symptoms_are_a_difference():
-    record = record_of(conclusion())
+    record = record_of(decision())
     quiet = replace(SLOW_LINK, exposed_ratio=0.05, cause_ratios={})
 
     found = replay(replace(record, inputs=replace(record.inputs, reading=quiet)))
@@ -61,7 +58,7 @@ def test_other_symptoms_are_a_difference():
 
 
 def test_another_proposal_is_a_difference():
-    record = record_of(conclusion())
+    record = record_of(decision())
     denied = frozenset({("micro_batch_samples", 16)})
 
     found = replay(replace(record, inputs=replace(record.inputs, denied=denied)))
@@ -70,6 +67,6 @@ def test_another_proposal_is_a_difference():
 
 
 def test_unusable_windows_alone_give_no_verdict():
-    found = conclusion()
+    found = decision()
 
     assert judge_again(found.plan, (None,) * 100) is None

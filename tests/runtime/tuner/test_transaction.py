@@ -1,4 +1,4 @@
-"""An order is applied on all ranks or on none; ranks are threads, knobs are fakes."""
+"""A switch request is applied on all ranks or on none; ranks are threads, knobs are fakes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fakes.ranks import FakeHostGroup, on_ranks
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.all_or_none import PeerFailedError
 from zerowatch.runtime.common.undo import UndoStack
-from zerowatch.runtime.tuner.policy.types import Order
-from zerowatch.runtime.tuner.transaction import exchange_order
+from zerowatch.runtime.tuner.policy.types import SwitchRequest
+from zerowatch.runtime.tuner.transaction import switch_all_ranks
 
 BEFORE = {"bucket": 100, "overlap": False, "codec": None}
 TARGET = {"bucket": 200, "overlap": True, "codec": "int8"}
@@ -71,26 +71,26 @@ def raising(error: BaseException) -> Callable[[], Any]:
     return fail
 
 
-def exchange(knobs: list[FakeKnobs], order: Order | None) -> list[Any]:
-    """Exchange an order that only rank 0 has."""
+def exchange(knobs: list[FakeKnobs], request: SwitchRequest | None) -> list[Any]:
+    """Exchange a switch request that only rank 0 has."""
 
     def body(host_group: FakeHostGroup) -> Any:
-        own = order if host_group.rank == 0 else None
-        return exchange_order(
+        own = request if host_group.rank == 0 else None
+        return switch_all_ranks(
             TextHostGroup(host_group), knobs[host_group.rank], own, clock=lambda: 5.0
         )
 
     return on_ranks(len(knobs), body)
 
 
-def order(**changes: Any) -> Order:
-    return Order(target=TARGET, why="a test", **changes)
+def request(**changes: Any) -> SwitchRequest:
+    return SwitchRequest(target=TARGET, why="a test", **changes)
 
 
 def test_an_order_of_rank_0_is_applied_on_all_ranks():
     knobs = [FakeKnobs(), FakeKnobs(), FakeKnobs()]
 
-    ended = exchange(knobs, order())
+    ended = exchange(knobs, request())
 
     assert [each.current for each in knobs] == [TARGET] * 3
     assert {(each[0].target["codec"], each[1].done, each[1].reason) for each in ended} == {
@@ -122,7 +122,7 @@ def test_a_failure_of_one_rank_is_undone_on_all_with_its_reason(world_size, faul
     knobs = [FakeKnobs() for _ in range(world_size)]
     knobs[1] = FakeKnobs(**fault)
 
-    ended = exchange(knobs, order())
+    ended = exchange(knobs, request())
 
     assert [each.current for each in knobs] == [BEFORE] * world_size
     assert {(each[1].done, each[1].reason, each[1].undone) for each in ended} == {
@@ -133,7 +133,7 @@ def test_a_failure_of_one_rank_is_undone_on_all_with_its_reason(world_size, faul
 def test_nothing_is_changed_if_a_rank_refuses():
     knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "no room")]
 
-    exchange(knobs, order())
+    exchange(knobs, request())
 
     assert [each.calls for each in knobs] == [["unsupported_reason"], ["unsupported_reason"]]
 
@@ -141,7 +141,7 @@ def test_nothing_is_changed_if_a_rank_refuses():
 def test_a_rollback_is_not_checked():
     knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "no room")]
 
-    ended = exchange(knobs, order(checked=False))
+    ended = exchange(knobs, request(checked=False))
 
     assert ended[0][1].done
     assert "unsupported_reason" not in knobs[1].calls
@@ -150,7 +150,7 @@ def test_a_rollback_is_not_checked():
 def test_all_ranks_learn_that_one_could_not_undo():
     knobs = [FakeKnobs(undo=raising(RuntimeError("stuck"))), FakeKnobs(verify=lambda: False)]
 
-    ended = exchange(knobs, order())
+    ended = exchange(knobs, request())
 
     assert [each[1].undone for each in ended] == [False, False]
     assert knobs[1].current == BEFORE
@@ -162,7 +162,7 @@ def test_the_reason_is_that_of_a_rank_that_failed_by_itself():
     own = ZerowatchError("no room for it")
     knobs = [FakeKnobs(apply=raising(each)) for each in (echo, own)]
 
-    ended = exchange(knobs, order())
+    ended = exchange(knobs, request())
 
     assert {each[1].reason for each in ended} == {"rank 1: no room for it"}
 
@@ -170,7 +170,7 @@ def test_the_reason_is_that_of_a_rank_that_failed_by_itself():
 def test_a_long_reason_is_cut_at_a_whole_character():
     knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "é" * 1000)]
 
-    ended = exchange(knobs, order())
+    ended = exchange(knobs, request())
 
     assert ended[0][1].reason == f"rank 1: {'é' * 150}"
 
@@ -192,7 +192,7 @@ def test_a_lost_peer_raises_after_this_rank_is_as_before():
             return value
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        exchange_order(Alone(), knobs, order())
+        switch_all_ranks(Alone(), knobs, request())
 
     assert knobs.calls == ["unsupported_reason", "apply", "undo"]
     assert knobs.current == BEFORE

@@ -7,8 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
-from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialPlan, TrialResult
 
 BURN_IN = 500  # so that a run may begin within a shift
 
@@ -58,11 +57,11 @@ def noisy_steps(seed: int, num: int, noise: Noise = USUAL) -> list[float]:
     return steps
 
 
-def tried(plan: TrialPlan, gain: float, steps: Sequence[float]) -> Judgement:
+def tried(plan: TrialPlan, gain: float, steps: Sequence[float]) -> TrialResult:
     """Return what a trial finds of a setting with that gain."""
-    trial = Trial(plan)
+    trial = AbComparison(plan)
     for seconds in steps:
-        trial.add(seconds / (1 + gain) if trial.arm == "B" else seconds)
-        if trial.verdict:
-            return trial.verdict
+        trial.add(seconds / (1 + gain) if trial.variant == "B" else seconds)
+        if trial.result:
+            return trial.result
     raise AssertionError(f"no verdict in {len(steps)} steps")

@@ -8,16 +8,16 @@ from zerowatch.metrics.catalog import overhead, training
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
-from zerowatch.runtime.tuner.policy.experiment import Conclusion
-from zerowatch.runtime.tuner.policy.options import TunerOptions
+from zerowatch.runtime.tuner.policy.controller_interface import TunerOptions
+from zerowatch.runtime.tuner.policy.trial import Decision
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
     JobFacts,
     Numerics,
-    Outcome,
     Proposal,
     State,
     StepTime,
+    SwitchResult,
     Symptom,
     Value,
 )
@@ -37,14 +37,14 @@ class OneKnobJob:
         observe_seconds: Training time before each diagnosis.
 
     Attributes:
-        conclusions: Conclusions of the controller.
+        decisions: Conclusions of the controller.
         seconds: Training time so far, switches included.
         num_steps: Steps so far.
         accepted_after: Steps until the first accept; None without one.
     """
 
     def __init__(self, gain: float, *, step_seconds: float, observe_seconds: float = 2.0) -> None:
-        self.conclusions: list[Conclusion] = []
+        self.decisions: list[Decision] = []
         self.accepted_after: int | None = None
         self.seconds, self.num_steps = 0.0, 0
         self._gain, self._step_seconds = gain, step_seconds
@@ -67,11 +67,13 @@ class OneKnobJob:
             exchanges = self.controller.needs_exchange
             usual = factor * self._step_seconds
             self._train(usual / (1 + self._gain) if self.uses_new else usual)
-            order = self.controller.configuration.pending_order() if exchanges else None
-            if order is not None:
-                self.apply(order.target)
+            request = self.controller.configuration.pending_switch() if exchanges else None
+            if request is not None:
+                self.apply(request.target)
                 self.seconds += SWITCH_SECONDS
-                self.controller.on_outcome(order, Outcome(done=True, seconds=SWITCH_SECONDS))
+                self.controller.on_switched(
+                    request, SwitchResult(done=True, seconds=SWITCH_SECONDS)
+                )
 
     def _train(self, seconds: float) -> None:
         self.seconds += seconds
@@ -111,7 +113,7 @@ class OneKnobJob:
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
-    def on_concluded(self, conclusion: Conclusion) -> None:
-        self.conclusions.append(conclusion)
-        if conclusion.verdict == "accepted" and self.accepted_after is None:
+    def on_decision(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+        if decision.verdict == "accepted" and self.accepted_after is None:
             self.accepted_after = self.num_steps

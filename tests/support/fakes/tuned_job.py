@@ -8,19 +8,19 @@ from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
-from zerowatch.runtime.tuner.policy.experiment import Conclusion
+from zerowatch.runtime.tuner.policy.controller_interface import TunerOptions
 from zerowatch.runtime.tuner.policy.history_file import HistoryEntry
-from zerowatch.runtime.tuner.policy.options import TunerOptions
 from zerowatch.runtime.tuner.policy.search_history import SearchHistory
+from zerowatch.runtime.tuner.policy.trial import Decision
 from zerowatch.runtime.tuner.policy.types import (
     Configuration,
     JobFacts,
     Numerics,
-    Order,
-    Outcome,
     Proposal,
     State,
     StepTime,
+    SwitchRequest,
+    SwitchResult,
     Symptom,
     Value,
 )
@@ -38,7 +38,7 @@ START: Configuration = {
     "gradient_compression": None,
     "activation_checkpointing": False,
 }
-DONE = Outcome(done=True, seconds=0.1)
+DONE = SwitchResult(done=True, seconds=0.1)
 
 
 class Job:
@@ -46,13 +46,13 @@ class Job:
 
     Attributes:
         now: Configuration in use.
-        states, conclusions: Events of the controller.
+        states, decisions: Events of the controller.
         kept, trials: The stored history by context; what is recorded as on trial.
         coverage, oom_risk, replays, loss: Values that the next windows report.
         is_watched: Whether metrics are updated.
         is_usable: Whether step times are usable.
         pace, saving: Factors of the time of all windows, and of those with larger micro-batches.
-        answer: Returns the outcome of an order.
+        answer: Returns the result of a switch request.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Job:
     ) -> None:
         self.now = dict(START)
         self.states: list[State] = []
-        self.conclusions: list[Conclusion] = []
+        self.decisions: list[Decision] = []
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
         self.is_watched = self.is_usable = True
         self.pace, self.saving = 1.0, 0.5
-        self.answer: Callable[[Order], Outcome] = lambda _: DONE
+        self.answer: Callable[[SwitchRequest], SwitchResult] = lambda _: DONE
         self._recorder, self._steps = Recorder(), 0
         self._recorder.set_info(
             training.RUN_INFO, "run", "1", "2.13", "0.19", "gloo", "cpu", "2", "2"
@@ -86,17 +86,17 @@ class Job:
         for _ in range(num_steps):
             exchanges = self.controller.needs_exchange
             self._train()
-            order = self.controller.configuration.pending_order() if exchanges else None
-            if order is not None:
-                self.carry_out(order)
+            request = self.controller.configuration.pending_switch() if exchanges else None
+            if request is not None:
+                self.carry_out(request)
             if until():
                 return
 
-    def carry_out(self, order: Order) -> None:
-        outcome = self.answer(order)
-        if outcome.done:
-            self.now = {**self.now, **order.target}
-        self.controller.on_outcome(order, outcome)
+    def carry_out(self, request: SwitchRequest) -> None:
+        result = self.answer(request)
+        if result.done:
+            self.now = {**self.now, **request.target}
+        self.controller.on_switched(request, result)
 
     def until_trial(self) -> None:
         """Train until something other than START is in use."""
@@ -165,5 +165,5 @@ class Job:
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         pass
 
-    def on_concluded(self, conclusion: Conclusion) -> None:
-        self.conclusions.append(conclusion)
+    def on_decision(self, decision: Decision) -> None:
+        self.decisions.append(decision)

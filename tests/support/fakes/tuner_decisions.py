@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerowatch.runtime.tuner.policy.decision import Change, Decision
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, plan_trial
+from zerowatch.runtime.tuner.policy.decision_log import Change, DecisionRecord
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
-from zerowatch.runtime.tuner.policy.experiment import Conclusion
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.proposals import TunerInput, propose
-from zerowatch.runtime.tuner.policy.trial import Trial
-from zerowatch.runtime.tuner.policy.trial_plan import plan_trial
+from zerowatch.runtime.tuner.policy.trial import Decision
 from zerowatch.runtime.tuner.policy.types import JobFacts, Numerics, Symptom
 
 SLOW_LINK = MetricsDelta(
@@ -62,31 +61,31 @@ def tuner_input(**changes: Any) -> TunerInput:
     return replace(default, **changes)
 
 
-def conclusion(seconds_after: float | None = 0.03, **changes: Any) -> Conclusion:
+def decision(seconds_after: float | None = 0.03, **changes: Any) -> Decision:
     """Try the first proposal, from 0.07 seconds per sample; None: advice without a trial."""
     inputs = tuner_input(**changes)
     proposal = propose(inputs)[0]
     if seconds_after is None:
-        return Conclusion(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why)
+        return Decision(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why)
     plan = plan_trial(2.0, number=1, tier=proposal.tier, settle_steps=2)
-    trial, times = Trial(plan), []
-    while trial.verdict is None:
+    trial, times = AbComparison(plan), []
+    while trial.result is None:
         wobble = 1 + len(times) % 3 / 1000
-        times.append((0.07 if trial.arm == "A" else seconds_after) * wobble)
+        times.append((0.07 if trial.variant == "A" else seconds_after) * wobble)
         trial.add(times[-1])
-    return Conclusion(
+    return Decision(
         proposal=proposal,
         inputs=inputs,
-        verdict=trial.verdict.verdict,
-        reason=trial.verdict.reason,
-        judgement=trial.verdict,
+        verdict=trial.result.verdict,
+        reason=trial.result.reason,
+        result=trial.result,
         plan=plan,
         times=tuple(times),
         cost_seconds=1.5,
     )
 
 
-def decision(changes: Sequence[Change] | None = None, **others: Any) -> Decision:
+def decision_record(changes: Sequence[Change] | None = None, **others: Any) -> DecisionRecord:
     """Return the decision on an accepted micro-batch change, with the given differences."""
     values: dict[str, Any] = {
         "number": 1,
@@ -107,4 +106,4 @@ def decision(changes: Sequence[Change] | None = None, **others: Any) -> Decision
         "world_size": 2,
         "mode": "auto",
     }
-    return Decision(**(values | others))
+    return DecisionRecord(**(values | others))

@@ -109,7 +109,7 @@ def failing(folder: Path, compared: Compared) -> Results:
     trained.until_trial()
     results["on trial"] = trained.now()["values"]
     if dist.get_rank() == 0:
-        trained.run._tuner._rank0._controller._continue_trial = fail
+        trained.run._tuner._runner._controller._continue_trial = fail
     trained.steps(5)
     return compared.end(trained, results | {"failed": trained.now()})
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import zerowatch
 from zerowatch.metrics.catalog import overhead, tuner
 from zerowatch.runtime.monitor import watch_thread
-from zerowatch.runtime.tuner import rank0
+from zerowatch.runtime.tuner import controller_runner
 from zerowatch.runtime.tuner.policy import proposals
 from zerowatch.runtime.tuner.policy.search import Search
 
@@ -47,7 +47,7 @@ Run = zerowatch.TrainingRun
 def be_quick() -> None:
     """Shorten trials, publish metrics often, and exclude the knob without effect on numbers."""
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
-    rank0.POLL_SECONDS = 0.0
+    controller_runner.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
     plan_of, least_gains = Search._plan, cycle((-0.9, 0.01))
 
@@ -133,8 +133,8 @@ class Trained:
 
     def is_on_trial(self) -> bool:
         """Whether the run uses a configuration that is not known to be good, by rank 0."""
-        rank0 = self.run._tuner._rank0
-        return rank0 is not None and rank0._needs_rollback
+        runner = self.run._tuner._runner
+        return runner is not None and runner._needs_rollback
 
     def agreed(self, question: Callable[[], bool]) -> bool:
         return bool(self.run._host_group.all_max(int(question())))
@@ -147,11 +147,11 @@ class Trained:
 
     def now(self) -> Results:
         """Return this rank's configuration, and the state of rank 0's controller."""
-        knobs, rank0 = self.run._tuner._knobs, self.run._tuner._rank0
+        knobs, runner = self.run._tuner._knobs, self.run._tuner._runner
         return {
             "values": dict(knobs.values()),
-            "good": dict(rank0._controller.configuration.known_good) if rank0 else None,
-            "state": rank0._controller.state if rank0 else None,
+            "good": dict(runner._controller.configuration.known_good) if runner else None,
+            "state": runner._controller.state if runner else None,
             "decisions": len(self.decisions()),
         }
 

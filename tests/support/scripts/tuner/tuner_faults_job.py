@@ -27,8 +27,8 @@ from scripts.separate_ranks import meet as join
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
-from zerowatch.runtime.tuner.policy.types import Order
-from zerowatch.runtime.tuner.transaction import exchange_order
+from zerowatch.runtime.tuner.policy.types import SwitchRequest
+from zerowatch.runtime.tuner.transaction import switch_all_ranks
 
 OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1000 bytes."
 
@@ -130,7 +130,7 @@ def target_of(knobs: RunKnobs, *, rebuild: bool) -> dict[str, Any]:
 
 
 def state(run: Any, knobs: RunKnobs) -> Results:
-    """Return what must be as before after an order that failed."""
+    """Return what must be as before after a switch request that failed."""
     planner = run._window_runner.replay.planner
     return {
         "values": dict(knobs.values()),
@@ -149,11 +149,11 @@ def matrix(stage: int) -> Results:
         if dist.get_world_size() > 2 and name not in ON_THREE_RANKS:
             continue
         before = state(run, knobs)
-        order = Order(target=target_of(knobs, rebuild=rebuild), why=name)
+        request = SwitchRequest(target=target_of(knobs, rebuild=rebuild), why=name)
         with ExitStack() as patches:
             if dist.get_rank() == dist.get_world_size() - 1:
                 patches.enter_context(fault(run, knobs))
-            exchanged = exchange_order(run._host_group, knobs, order)
+            exchanged = switch_all_ranks(run._host_group, knobs, request)
         assert exchanged is not None
         results[name] = {
             "done": exchanged[1].done,
@@ -179,9 +179,9 @@ def death(stage: int, when: str) -> Results:
         die_at(knobs, when)
     before = state(run, knobs)
     began = time.monotonic()
-    order = Order(target=target_of(knobs, rebuild=when == "rebuilt"), why="a death")
+    request = SwitchRequest(target=target_of(knobs, rebuild=when == "rebuilt"), why="a death")
     try:
-        exchanged = exchange_order(run._host_group, knobs, order)
+        exchanged = switch_all_ranks(run._host_group, knobs, request)
         raised = f"none: {exchanged}"
     except RuntimeError as error:
         raised = type(error).__name__

@@ -20,12 +20,12 @@ from scripts.separate_ranks import meet as join
 
 from zerowatch.runtime.tuner.knobs.read_only_knobs import ReadOnlyKnobs
 from zerowatch.runtime.tuner.knobs.run_knobs import RunKnobs
-from zerowatch.runtime.tuner.policy.types import Configuration, Order
-from zerowatch.runtime.tuner.transaction import exchange_order
+from zerowatch.runtime.tuner.policy.types import Configuration, SwitchRequest
+from zerowatch.runtime.tuner.transaction import switch_all_ranks
 
 Results = dict[str, Any]
 
-# These change the order of sums or the rounding, so nothing is trained with them here.
+# These change the request of sums or the rounding, so nothing is trained with them here.
 INEXACT = {
     "micro_batch_samples",
     "zero_stage",
@@ -35,14 +35,14 @@ INEXACT = {
 }
 
 
-def order(run: Any, knobs: RunKnobs, target: Configuration, *, checked: bool = True) -> Results:
-    """Exchange an order; return how it ended."""
-    wanted = Order(target=target, why="a test", checked=checked)
+def request(run: Any, knobs: RunKnobs, target: Configuration, *, checked: bool = True) -> Results:
+    """Exchange a switch request; return how it ended."""
+    wanted = SwitchRequest(target=target, why="a test", checked=checked)
     own = wanted if run._host_group.rank == 0 else None
-    exchanged = exchange_order(run._host_group, knobs, own)
+    exchanged = switch_all_ranks(run._host_group, knobs, own)
     assert exchanged is not None
-    _, outcome = exchanged
-    return {"done": outcome.done, "reason": outcome.reason, "undone": outcome.undone}
+    _, result = exchanged
+    return {"done": result.done, "reason": result.reason, "undone": result.undone}
 
 
 def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
@@ -57,15 +57,15 @@ def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
             continue
         before = knobs.values()
         value = next(each for each in values if each != before[name])
-        outcome = order(run, knobs, {**before, name: value})
+        result = request(run, knobs, {**before, name: value})
         after = knobs.values()
         if name not in INEXACT:
             train(run)
-        back = order(run, knobs, before, checked=False)
+        back = request(run, knobs, before, checked=False)
         train(run)
         turned[name] = {
             "value": value,
-            "outcome": outcome,
+            "result": result,
             "reads": after.get(name),
             "back": back,
             "same": knobs.values() == before,
@@ -84,7 +84,7 @@ def every_knob(stage: int, only: str = "", **zero: Any) -> Results:
 
 
 def over_a_rebuild() -> Results:
-    """Set live knobs at stage 2, rebuild to stage 3 by an order and to stage 0 by the run."""
+    """Set live knobs at stage 2, rebuild to stage 3 by a request and to stage 0 by the run."""
     run = make_run(2)
     knobs = knobs_of(run)
     train(run)
@@ -97,16 +97,16 @@ def over_a_rebuild() -> Results:
         "activation_checkpointing": True,
         "gradient_compression": "bf16",
     }
-    results: Results = {"turned": order(run, knobs, changed)}
+    results: Results = {"turned": request(run, knobs, changed)}
     compressor = run._engine_holder.compressor
-    results["to 3"] = order(run, knobs, {**knobs.values(), "zero_stage": 3})
+    results["to 3"] = request(run, knobs, {**knobs.values(), "zero_stage": 3})
     results["at 3"] = knobs.values()
     results["same compressor"] = run._engine_holder.compressor is compressor
     train(run)
     run.rebuild({"zero_optimization": {"stage": 0}})
     results["at 0"] = knobs.values()
     train(run)
-    results["back"] = order(run, knobs, first, checked=False)
+    results["back"] = request(run, knobs, first, checked=False)
     results["same"] = knobs.values() == first
     results["config before"], results["config"] = config, run.config
     train(run)
@@ -121,11 +121,11 @@ def from_stage_0() -> Results:
     knobs = knobs_of(run)
     train(run)
     before = knobs.values()
-    outcome = order(run, knobs, {**before, "zero_stage": 2})
+    result = request(run, knobs, {**before, "zero_stage": 2})
     after = knobs.values()
     end(run)
     name = "reduce_bucket_size"
-    return {"before": before[name], "after": after[name], "outcome": outcome}
+    return {"before": before[name], "after": after[name], "result": result}
 
 
 def alternating() -> Results:
@@ -135,13 +135,13 @@ def alternating() -> Results:
     train(run, 4)
     one = knobs.values()
     other = {**one, "reduce_bucket_size": 512}
-    order(run, knobs, other)
+    request(run, knobs, other)
     train(run, 4)
     armed = []
     for target in [one, other] * 4:
-        order(run, knobs, target)
+        request(run, knobs, target)
         armed.append(run._window_runner.replay.planner.guard_schedule.is_armed)
-    order(run, knobs, one)
+    request(run, knobs, one)
     wrapped = "allreduce_gradients" in vars(run.engine)
     knobs.close()
     end(run)

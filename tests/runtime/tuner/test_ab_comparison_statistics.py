@@ -11,8 +11,7 @@ from statistics import fmean
 import pytest
 from fakes.noisy_steps import Noise, noisy_steps, tried
 
-from zerowatch.runtime.tuner.policy.trial import Judgement
-from zerowatch.runtime.tuner.policy.trial_plan import TrialPlan, plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import TrialPlan, TrialResult, plan_trial
 
 SESSIONS = 150
 FIRST_SEED = 1_000
@@ -29,27 +28,27 @@ def runs() -> tuple[list[float], ...]:
     return tuple(noisy_steps(FIRST_SEED + index, 450) for index in range(SESSIONS))
 
 
-def judgements(plan: TrialPlan, gain: float) -> list[Judgement]:
+def results(plan: TrialPlan, gain: float) -> list[TrialResult]:
     return [tried(plan, gain, run) for run in runs()]
 
 
-def share(found: list[Judgement], verdict: str) -> float:
+def share(found: list[TrialResult], verdict: str) -> float:
     return fmean(one.verdict == verdict for one in found)
 
 
 @PLANS
 def test_a_knob_without_effect_is_rarely_accepted(plan: TrialPlan) -> None:
-    assert share(judgements(plan, 0.0), "accepted") < 0.05
+    assert share(results(plan, 0.0), "accepted") < 0.05
 
 
 @PLANS
 def test_a_knob_that_does_harm_is_never_accepted(plan: TrialPlan) -> None:
-    assert share(judgements(plan, -0.03), "accepted") == 0
+    assert share(results(plan, -0.03), "accepted") == 0
 
 
 @pytest.mark.parametrize("plan", [LIVE, LONG_STEPS], ids=["live", "long"])
 def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> None:
-    found = judgements(plan, 0.03)
+    found = results(plan, 0.03)
 
     in_time = [one for one in found if one.verdict == "accepted" and one.steps <= 300]
 
@@ -59,22 +58,20 @@ def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> N
 
 @PLANS
 def test_large_gains_are_always_found_with_their_size(plan: TrialPlan) -> None:
-    found = judgements(plan, 0.3)
+    found = results(plan, 0.3)
 
     assert share(found, "accepted") == 1
     assert fmean(one.gain for one in found) == pytest.approx(0.3, abs=0.01)
 
 
 def test_the_interval_nearly_always_contains_the_gain() -> None:
-    held = [
-        one.lower <= gain <= one.upper for gain in (0.0, 0.05) for one in judgements(LIVE, gain)
-    ]
+    held = [one.lower <= gain <= one.upper for gain in (0.0, 0.05) for one in results(LIVE, gain)]
 
     assert fmean(held) > 0.95
 
 
 def test_harm_of_five_percent_is_rolled_back_within_the_first_looks() -> None:
-    found = judgements(LIVE, -0.05)
+    found = results(LIVE, -0.05)
 
     assert share(found, "rolled_back") > 0.8
     assert max(one.steps for one in found) < 100

@@ -1,4 +1,4 @@
-"""Limits that the user sets to the tuner, and the listener of its events."""
+"""Interface of the controller: the limits that the user sets, and the listener of its events."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 from ....metrics.settings import TunerSettings
 from .diagnose import Thresholds
-from .experiment import Conclusion
+from .trial import Decision
 from .types import Configuration, Numerics, Proposal, State, Symptom
 
-WARMUP_STEPS = 5  # before the first diagnosis, of a TrainingRun and of any other run
-MIN_COOLDOWN_STEPS = 5
+WARMUP_STEPS = 5  # before the first diagnosis, in a TrainingRun and in any other run
+MIN_COOLDOWN_STEPS = 5  # without a trial after an accepted change, however long a step takes
 _DEFAULTS = TunerSettings()
 
 
@@ -57,7 +57,7 @@ class TunerListener(Protocol):
         """Handle a change of state."""
 
     def on_configuration(self, configuration: Configuration) -> None:
-        """Handle a change of what the job uses."""
+        """Handle a change of the configuration in use."""
 
     def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
         """Handle a diagnosis."""
@@ -65,5 +65,5 @@ class TunerListener(Protocol):
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         """Handle the start of a trial of a proposal against the configuration in use."""
 
-    def on_concluded(self, conclusion: Conclusion) -> None:
-        """Handle the end of a proposal."""
+    def on_decision(self, decision: Decision) -> None:
+        """Handle the decision on a proposal."""

@@ -10,15 +10,18 @@ from ...metrics.catalog import tuner
 from ...metrics.exporters.telemetry_data import AttributeValue, Span
 from ...metrics.series import Recorder
 from ..instrumentation.watch_context import WatchContext
-from .policy.decision import Decision, Mode, make_decision
-from .policy.decision_log import DecisionLog
+from .policy.decision_log import DecisionLog, DecisionRecord, make_record
+from .policy.decision_messages import (
+    format_decision,
+    format_ds_config_diff,
+    format_symptom,
+    format_trial,
+)
 from .policy.diagnose import MEMORY_IDLE
-from .policy.ds_patch import ds_patch
-from .policy.experiment import Conclusion
-from .policy.messages import format_decision, format_symptom, format_trial
 from .policy.predict import num_micro_batches
 from .policy.proposals import TunerInput
-from .policy.types import Configuration, Proposal, State, Symptom, Value
+from .policy.trial import Decision
+from .policy.types import Configuration, Mode, Proposal, State, Symptom, Value
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,13 @@ logger = logging.getLogger(__name__)
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
 
 
-class TunerReporter:
-    """Listener of a controller, or of the advisor; only one of them uses it at a time.
+class DecisionReporter:
+    """The listener that publishes the events of a controller, or the diagnoses of the advisor.
+
+    Only one of the two uses it at a time.
 
     Args:
-        context: The watch of the engine.
+        context: Recorder, engine and run folder of the watch.
         mode: Whether the tuner may act.
         send: Sends a span to a collector; does nothing without one.
         clock: Unix seconds.
@@ -52,15 +57,18 @@ class TunerReporter:
         self._logged = {MEMORY_IDLE}  # by itself no reason to act
 
     def on_state(self, state: State) -> None:
-        """Publish a change of state."""
+        """Publish the controller's state."""
         self._metrics.set_state(state)
 
     def on_configuration(self, configuration: Configuration) -> None:
-        """Publish what the job uses."""
+        """Publish the values of the knobs."""
         self._metrics.set_configuration(configuration)
 
     def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
-        """Publish the symptoms; log the first one when it is new. Advice logs its own symptom."""
+        """Publish the symptoms; log the first one when it is new.
+
+        In mode "advise" nothing is logged here, because the log line of an advice has its symptom.
+        """
         self._metrics.set_symptoms(symptoms)
         if self._mode == "auto" and symptoms and symptoms[0].name not in self._logged:
             self._logged.add(symptoms[0].name)
@@ -72,22 +80,22 @@ class TunerReporter:
         """Log the start of a trial."""
         logger.info("step %d: %s", self._step(), format_trial(proposal, configuration))
 
-    def on_concluded(self, conclusion: Conclusion) -> None:
-        """Report a decision or an advice."""
+    def on_decision(self, decision: Decision) -> None:
+        """Log, record and publish a decision, which may be an advice."""
         self._num_decisions += 1
-        decision = make_decision(
-            conclusion,
+        record = make_record(
+            decision,
             number=self._num_decisions,
             unix_seconds=self._clock(),
             step=self._step(),
             world_size=self._context.identity.world_size,
             mode=self._mode,
         )
-        message = format_decision(decision)
-        logger.info("%s%s", message, _patch_below(decision, conclusion.inputs))
-        self._decision_log.write(self._context.folder(), decision, conclusion)
-        self._metrics.add_decision(decision)
-        self._send(decision_span(decision, message, _trial_seconds(conclusion)))
+        message = format_decision(record)
+        logger.info("%s%s", message, _advice_diff(record, decision.inputs))
+        self._decision_log.write(self._context.folder(), record, decision)
+        self._metrics.add_decision(record)
+        self._send(decision_span(record, message, _trial_seconds(decision)))
 
     def _step(self) -> int:
         return getattr(self._context.engine(), "global_steps", 0)
@@ -122,15 +130,15 @@ class TunerMetrics:
             for name in tuner.SYMPTOMS:
                 self._recorder.set(tuner.TUNER_SYMPTOM, found.get(name, 0.0), name)
 
-    def add_decision(self, decision: Decision) -> None:
-        """Count a decision, its gain and its cost."""
+    def add_decision(self, record: DecisionRecord) -> None:
+        """Count a record, its gain and its cost."""
         with self._recorder.commit():
-            self._recorder.add(tuner.TUNER_DECISIONS, 1, decision.verdict)
-            if decision.gain is not None:
-                self._recorder.set(tuner.TUNER_GAIN, decision.gain, decision.knob)
-            if decision.lower is not None:
-                self._recorder.set(tuner.TUNER_GAIN_LOWER_BOUND, decision.lower, decision.knob)
-            self._recorder.add(tuner.TUNER_EXPLORATION_SECONDS, decision.exploration_seconds)
+            self._recorder.add(tuner.TUNER_DECISIONS, 1, record.verdict)
+            if record.gain is not None:
+                self._recorder.set(tuner.TUNER_GAIN, record.gain, record.knob)
+            if record.lower is not None:
+                self._recorder.set(tuner.TUNER_GAIN_LOWER_BOUND, record.lower, record.knob)
+            self._recorder.add(tuner.TUNER_EXPLORATION_SECONDS, record.exploration_seconds)
 
 
 def to_number(value: Value) -> float:
@@ -140,22 +148,22 @@ def to_number(value: Value) -> float:
     return float(value or 0)
 
 
-def decision_span(decision: Decision, message: str, seconds: float) -> Span:
+def decision_span(record: DecisionRecord, message: str, seconds: float) -> Span:
     """Return a decision as a span that is as long as its trial."""
     attributes: dict[str, AttributeValue | None] = {
-        "zerowatch.tuner.number": decision.number,
-        "zerowatch.tuner.step": decision.step,
-        "zerowatch.tuner.symptom": decision.symptom.name,
-        "zerowatch.tuner.knob": decision.knob,
-        "zerowatch.tuner.numerics": decision.numerics.setting,
-        "zerowatch.tuner.verdict": decision.verdict,
-        "zerowatch.tuner.reason": decision.reason,
-        "zerowatch.tuner.predicted_gain": decision.predicted_gain,
-        "zerowatch.tuner.gain": decision.gain,
-        "zerowatch.tuner.gain_lower_bound": decision.lower,
+        "zerowatch.tuner.number": record.number,
+        "zerowatch.tuner.step": record.step,
+        "zerowatch.tuner.symptom": record.symptom.name,
+        "zerowatch.tuner.knob": record.knob,
+        "zerowatch.tuner.numerics": record.numerics.setting,
+        "zerowatch.tuner.verdict": record.verdict,
+        "zerowatch.tuner.reason": record.reason,
+        "zerowatch.tuner.predicted_gain": record.predicted_gain,
+        "zerowatch.tuner.gain": record.gain,
+        "zerowatch.tuner.gain_lower_bound": record.lower,
         "zerowatch.tuner.sentence": message,
     }
-    end_ns = round(decision.unix_seconds * 1e9)
+    end_ns = round(record.unix_seconds * 1e9)
     return Span(
         name="tuner.decision",
         start_ns=end_ns - round(seconds * 1e9),
@@ -164,18 +172,18 @@ def decision_span(decision: Decision, message: str, seconds: float) -> Span:
     )
 
 
-def _patch_below(decision: Decision, inputs: TunerInput) -> str:
-    """Return the lines below an advice in the log: the diff of the ds config."""
-    if decision.verdict != "advised":
+def _advice_diff(record: DecisionRecord, inputs: TunerInput) -> str:
+    """Return the lines that follow an advice in the log: the diff of the ds config; else ""."""
+    if record.verdict != "advised":
         return ""
     now = inputs.configuration
-    then = {**now, **{change.knob: change.after for change in decision.changes}}
+    then = {**now, **{change.knob: change.after for change in record.changes}}
     before, after = (num_micro_batches(each, inputs.samples_per_rank) for each in (now, then))
-    return f"\n{ds_patch(decision.changes, (before, after))}"
+    return f"\n{format_ds_config_diff(record.changes, (before, after))}"
 
 
-def _trial_seconds(conclusion: Conclusion) -> float:
+def _trial_seconds(decision: Decision) -> float:
     """Return the duration of the usable windows of a trial."""
-    inputs = conclusion.inputs
+    inputs = decision.inputs
     samples = inputs.samples_per_rank * inputs.facts.world_size
-    return samples * sum(filter(None, conclusion.times))
+    return samples * sum(filter(None, decision.times))

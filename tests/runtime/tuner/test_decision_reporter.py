@@ -7,13 +7,13 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from fakes.tuner_decisions import conclusion, tuner_input
+from fakes.tuner_decisions import decision, tuner_input
 
 from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.series import Recorder
+from zerowatch.runtime.tuner.decision_reporter import DecisionReporter, TunerMetrics, to_number
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.types import State, Symptom
-from zerowatch.runtime.tuner.reporting import TunerMetrics, TunerReporter, to_number
 
 
 class Reports:
@@ -28,7 +28,7 @@ class Reports:
             engine=lambda: SimpleNamespace(global_steps=41),
             identity=SimpleNamespace(world_size=2),
         )
-        self.reporter = TunerReporter(
+        self.reporter = DecisionReporter(
             context,
             mode=mode,
             send=self.spans.append,
@@ -96,7 +96,7 @@ def test_a_knobs_value_is_published_as_a_number(reports, value, number):
 
 
 def test_the_start_of_a_trial_is_logged_with_its_reason(reports, caplog):
-    found = conclusion()
+    found = decision()
 
     reports.reporter.on_trial(found.proposal, found.inputs.configuration)
 
@@ -106,30 +106,28 @@ def test_the_start_of_a_trial_is_logged_with_its_reason(reports, caplog):
 
 
 def test_a_decision_is_reported_everywhere(reports, caplog):
-    found = conclusion()
+    found = decision()
 
-    reports.reporter.on_concluded(found)
+    reports.reporter.on_decision(found)
 
     assert reports.value(tuner.TUNER_DECISIONS, "accepted") == 1
-    assert reports.value(tuner.TUNER_GAIN, "micro_batch_samples") == found.judgement.gain
-    assert (
-        reports.value(tuner.TUNER_GAIN_LOWER_BOUND, "micro_batch_samples") == found.judgement.lower
-    )
+    assert reports.value(tuner.TUNER_GAIN, "micro_batch_samples") == found.result.gain
+    assert reports.value(tuner.TUNER_GAIN_LOWER_BOUND, "micro_batch_samples") == found.result.lower
     assert reports.value(tuner.TUNER_EXPLORATION_SECONDS) == 1.5
     (message,) = caplog.messages
     assert message.startswith("step 41: ")
-    assert message.endswith(": kept")
+    assert message.endswith(": accepted")
     (line,) = reports.lines()
     assert (line["number"], line["step"], line["verdict"]) == (1, 41, "accepted")
     (span,) = reports.spans
     assert span.attributes["zerowatch.tuner.sentence"] == message
-    assert span.attributes["zerowatch.tuner.gain"] == found.judgement.gain
+    assert span.attributes["zerowatch.tuner.gain"] == found.result.gain
 
 
 def test_a_span_lasts_as_long_as_its_trial(reports):
-    found = conclusion()
+    found = decision()
 
-    reports.reporter.on_concluded(found)
+    reports.reporter.on_decision(found)
 
     (span,) = reports.spans
     assert span.end_ns == 1.8e18
@@ -138,13 +136,13 @@ def test_a_span_lasts_as_long_as_its_trial(reports):
 
 def test_decisions_are_numbered(reports):
     for _ in range(3):
-        reports.reporter.on_concluded(conclusion())
+        reports.reporter.on_decision(decision())
 
     assert [line["number"] for line in reports.lines()] == [1, 2, 3]
 
 
 def test_an_advice_has_the_diff_of_the_ds_config(reports, caplog):
-    reports.reporter.on_concluded(conclusion(None))
+    reports.reporter.on_decision(decision(None))
 
     assert caplog.messages[0].splitlines()[1:] == [
         '-  "train_micro_batch_size_per_gpu": 4,',
@@ -160,7 +158,7 @@ def test_an_advice_has_the_diff_of_the_ds_config(reports, caplog):
 def test_several_knobs_share_one_gain(reports):
     best = {"micro_batch_samples": 16, "overlap_comm": True}
 
-    reports.reporter.on_concluded(conclusion(remembered=best, symptoms=tuner_input().symptoms))
+    reports.reporter.on_decision(decision(remembered=best, symptoms=tuner_input().symptoms))
 
     assert reports.lines()[0]["knob"] == "several"
     assert reports.value(tuner.TUNER_GAIN, "several") > 1

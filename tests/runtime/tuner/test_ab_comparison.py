@@ -1,4 +1,4 @@
-"""The course of a trial: order of the arms, ignored windows, early ends."""
+"""The course of a trial: order of the variants, ignored windows, early ends."""
 
 from __future__ import annotations
 
@@ -7,61 +7,62 @@ from itertools import islice
 
 import pytest
 
-from zerowatch.runtime.tuner.policy.trial import Judgement, Trial
-from zerowatch.runtime.tuner.policy.trial_plan import (
+from zerowatch.runtime.tuner.policy.ab_comparison import (
     SESSION_ALPHA,
-    arm_sequence,
+    AbComparison,
+    TrialResult,
     plan_trial,
     trial_alpha,
+    variant_sequence,
 )
 
 LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
 REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
 
 
-def run_windows(trial: Trial, num: int, seconds: float = 1.0) -> str:
-    """Run windows of equal time; return their arms, with a bar where a block may end."""
-    arms = ""
+def run_windows(trial: AbComparison, num: int, seconds: float = 1.0) -> str:
+    """Run windows of equal time; return their variants, with a bar where a block may end."""
+    variants = ""
     for _ in range(num):
-        arms += trial.arm + ("|" if trial.may_end_block else "")
+        variants += trial.variant + ("|" if trial.may_end_block else "")
         trial.add(seconds)
-    return arms
+    return variants
 
 
-def end(trial: Trial, a: float, b: float) -> Judgement:
+def end(trial: AbComparison, a: float, b: float) -> TrialResult:
     for _ in range(500):
-        trial.add(b if trial.arm == "B" else a)
-        if trial.verdict:
-            return trial.verdict
+        trial.add(b if trial.variant == "B" else a)
+        if trial.result:
+            return trial.result
     raise AssertionError("no verdict")
 
 
 def test_the_arms_of_a_live_trial_follow_the_thue_morse_sequence() -> None:
-    order = "".join(islice(arm_sequence(starts_with="A", few_switches=False), 16))
+    order = "".join(islice(variant_sequence(starts_with="A", few_switches=False), 16))
 
     assert order == "ABBABAABBAABABBA"
 
 
 def test_with_expensive_switches_there_is_one_per_pair() -> None:
-    order = "".join(islice(arm_sequence(starts_with="B", few_switches=True), 8))
+    order = "".join(islice(variant_sequence(starts_with="B", few_switches=True), 8))
 
     assert order == "BAABBAAB"
 
 
 def test_windows_after_a_switch_are_ignored() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
 
     assert run_windows(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
 
 
 def test_the_first_windows_of_b_are_ignored() -> None:
-    trial = Trial(replace(LIVE, starts_with="B"))
+    trial = AbComparison(replace(LIVE, starts_with="B"))
 
     assert run_windows(trial, 12) == "BBBBBB|AAAAAA|"
 
 
 def test_an_unusable_window_extends_its_block() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
 
     for useless in (None, 0.0, float("nan"), float("inf")):
         trial.add(useless)
@@ -70,14 +71,14 @@ def test_an_unusable_window_extends_its_block() -> None:
 
 
 def test_settle_steps_are_not_measured() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
     for _ in range(4):
         trial.add(1.0)
 
     for seconds in (9.0, 9.0, 1.0, 1.0, 1.0, 1.0):
         trial.add(seconds)
 
-    assert trial.verdict is None and trial.arm == "B"
+    assert trial.result is None and trial.variant == "B"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_the_trials_of_a_session_spend_at_most_its_alpha() -> None:
 
 
 def test_a_steady_gain_is_accepted_at_its_value() -> None:
-    found = end(Trial(LIVE), a=1.0, b=1 / 1.05)
+    found = end(AbComparison(LIVE), a=1.0, b=1 / 1.05)
 
     assert (found.verdict, found.pairs) == ("accepted", 4)
     assert found.gain == pytest.approx(0.05)
@@ -108,13 +109,13 @@ def test_a_steady_gain_is_accepted_at_its_value() -> None:
 
 @pytest.mark.parametrize("b", [1.0, 1 / 1.005])
 def test_a_gain_below_the_minimum_is_rejected(b: float) -> None:
-    found = end(Trial(LIVE), a=1.0, b=b)
+    found = end(AbComparison(LIVE), a=1.0, b=b)
 
     assert (found.verdict, found.pairs) == ("rejected", LIVE.first_look)
 
 
 def test_slight_harm_is_rolled_back_at_the_first_look() -> None:
-    found = end(Trial(LIVE), a=1.0, b=1.03)
+    found = end(AbComparison(LIVE), a=1.0, b=1.03)
 
     assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
     assert found.upper < -0.01
@@ -123,88 +124,88 @@ def test_slight_harm_is_rolled_back_at_the_first_look() -> None:
 def test_an_allowed_loss_is_not_rolled_back() -> None:
     may_cost = replace(LIVE, min_gain=-0.04)
 
-    assert end(Trial(may_cost), a=1.0, b=1.015).verdict == "accepted"
-    assert end(Trial(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
+    assert end(AbComparison(may_cost), a=1.0, b=1.015).verdict == "accepted"
+    assert end(AbComparison(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
 
 
 def test_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
-    found = end(Trial(LIVE), a=1.0, b=1.2)
+    found = end(AbComparison(LIVE), a=1.0, b=1.2)
 
     assert (found.verdict, found.pairs) == ("rolled_back", 2)
 
 
 def test_far_slower_is_rolled_back_within_the_first_block() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
 
-    arms = run_windows(trial, 6) + run_windows(trial, 3, seconds=2.0)
+    variants = run_windows(trial, 6) + run_windows(trial, 3, seconds=2.0)
 
-    assert arms == "AAAA|BBBBB|"
-    assert trial.verdict is not None
-    assert (trial.verdict.verdict, trial.verdict.steps) == ("rolled_back", 9)
-    assert trial.verdict.gain == pytest.approx(-0.5)
+    assert variants == "AAAA|BBBBB|"
+    assert trial.result is not None
+    assert (trial.result.verdict, trial.result.steps) == ("rolled_back", 9)
+    assert trial.result.gain == pytest.approx(-0.5)
 
 
 def test_two_consecutive_slow_steps_do_not_end_a_trial() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
 
     run_windows(trial, 6)
     run_windows(trial, 2, seconds=2.0)
     run_windows(trial, 2)
 
-    assert trial.verdict is None
+    assert trial.result is None
 
 
 def test_a_large_gain_is_accepted_after_two_pairs() -> None:
     long_steps = plan_trial(7.0, number=1, tier="live", settle_steps=2)
 
-    found = end(Trial(long_steps), a=7.0, b=3.5)
+    found = end(AbComparison(long_steps), a=7.0, b=3.5)
 
     assert (found.verdict, found.pairs, found.steps) == ("accepted", 2, 12)
     assert (found.lower, found.gain, found.upper) == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_a_rebuild_that_gains_half_as_much_again_is_accepted_after_one_pair() -> None:
-    found = end(Trial(REBUILD), a=1.0, b=0.6)
+    found = end(AbComparison(REBUILD), a=1.0, b=0.6)
 
     assert (found.verdict, found.pairs, found.steps) == ("accepted", 1, 23)
 
 
 def test_a_single_slow_step_prevents_an_early_accept() -> None:
-    trial = Trial(REBUILD)
+    trial = AbComparison(REBUILD)
 
     run_windows(trial, 22)
     trial.add(1.1)
 
-    assert trial.verdict is None
+    assert trial.result is None
 
 
 def test_a_shift_of_speed_between_blocks_is_not_a_gain() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
 
     run_windows(trial, 4, seconds=1.0)
-    arms = run_windows(trial, 200, seconds=0.7)
+    variants = run_windows(trial, 200, seconds=0.7)
 
-    assert "A" in arms
-    assert trial.verdict is not None and trial.verdict.verdict == "rejected"
+    assert "A" in variants
+    assert trial.result is not None and trial.result.verdict == "rejected"
 
 
 def test_an_inconclusive_trial_is_rejected() -> None:
-    trial = Trial(replace(LIVE, max_pairs=6))
+    trial = AbComparison(replace(LIVE, max_pairs=6))
     blocks = 0
 
-    while trial.verdict is None:
+    while trial.result is None:
         gain = -0.1 if blocks // 2 % 2 else 0.2  # of every other pair
         blocks += trial.may_end_block
-        trial.add(1 / (1 + gain) if trial.arm == "B" else 1.0)
+        trial.add(1 / (1 + gain) if trial.variant == "B" else 1.0)
 
-    assert (trial.verdict.verdict, trial.verdict.pairs) == ("rejected", 6)
-    assert trial.verdict.lower < 0 < trial.verdict.upper
+    assert (trial.result.verdict, trial.result.pairs) == ("rejected", 6)
+    assert trial.result.lower < 0 < trial.result.upper
 
 
 def test_after_the_verdict_windows_are_ignored() -> None:
-    trial = Trial(LIVE)
+    trial = AbComparison(LIVE)
     found = end(trial, a=1.0, b=1.2)
 
     trial.add(0.1)
 
-    assert trial.verdict is found and not trial.may_end_block
+    assert trial.result is found and not trial.may_end_block

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from fakes.tuner_decisions import decision
+from fakes.tuner_decisions import decision_record
 
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
-from zerowatch.runtime.tuner.policy.decision import Change
-from zerowatch.runtime.tuner.policy.ds_patch import ds_patch
-from zerowatch.runtime.tuner.policy.messages import format_decision, format_gain, format_symptom
+from zerowatch.runtime.tuner.policy.decision_log import Change
+from zerowatch.runtime.tuner.policy.decision_messages import (
+    format_decision,
+    format_ds_config_diff,
+    format_gain,
+    format_symptom,
+)
 from zerowatch.runtime.tuner.policy.registry import KNOBS
 from zerowatch.runtime.tuner.policy.types import Symptom
 
 
 def test_an_accepted_change_has_its_gain_and_interval():
-    assert format_decision(decision()) == (
+    assert format_decision(decision_record()) == (
         "step 41: communication takes 68 % of training time, most of it bandwidth: "
         "micro_batch_samples 4 -> 16 made training 2.31 times as fast "
-        "(2.27 to 2.36, 3 pairs, 18 steps): kept"
+        "(2.27 to 2.36, 3 pairs, 18 steps): accepted"
     )
 
 
 def test_a_rolled_back_change_has_its_reason():
     changes = (Change(knob="overlap_comm", before=False, after=True),)
-    found = decision(
+    found = decision_record(
         changes,
         gain=-0.12,
         lower=-0.15,
@@ -38,31 +42,33 @@ def test_a_rolled_back_change_has_its_reason():
     )
 
 
-def test_a_measured_change_without_gain_is_not_kept():
-    found = decision(gain=0.002, lower=-0.01, upper=0.01, verdict="rejected", reason="too little")
+def test_a_measured_change_without_gain_is_rejected_with_its_reason():
+    found = decision_record(
+        gain=0.002, lower=-0.01, upper=0.01, verdict="rejected", reason="too little"
+    )
 
-    assert format_decision(found).endswith(": not kept, too little")
+    assert format_decision(found).endswith(": rejected, too little")
 
 
-def test_a_change_that_was_not_tried_has_its_reason():
-    found = decision(
+def test_a_change_that_was_not_tried_is_rejected_with_its_reason():
+    found = decision_record(
         gain=None, lower=None, upper=None, pairs=0, steps=0, verdict="rejected", reason="no memory"
     )
 
-    assert format_decision(found).endswith("micro_batch_samples 4 -> 16: not tried, no memory")
+    assert format_decision(found).endswith("micro_batch_samples 4 -> 16: rejected, no memory")
 
 
 @pytest.mark.parametrize(
     ("gain", "text"),
     [
-        (1.2, "(fewer reductions) would make training about 2.2 times as fast; not applied"),
-        (0.123, "(fewer reductions) would make training about 12 % faster; not applied"),
-        (0.001, "(fewer reductions) may help; not applied"),
-        (None, "(fewer reductions) may help; not applied"),
+        (1.2, "(fewer reductions) would make training about 2.2 times as fast; advised, not applied"),
+        (0.123, "(fewer reductions) would make training about 12 % faster; advised, not applied"),
+        (0.001, "(fewer reductions) may help; advised, not applied"),
+        (None, "(fewer reductions) may help; advised, not applied"),
     ],
 )
 def test_an_advice_has_its_predicted_gain_if_there_is_one(gain, text):
-    found = decision(
+    found = decision_record(
         gain=None, verdict="advised", reason="fewer reductions", predicted_gain=gain, mode="advise"
     )
 
@@ -75,7 +81,7 @@ def test_all_of_several_knobs_are_named():
         Change(knob="gradient_compression", before=None, after="int8"),
     )
 
-    found = decision(changes)
+    found = decision_record(changes)
 
     assert found.knob == "several"
     assert "zero_stage 2 -> 1, gradient_compression none -> int8 made" in format_decision(found)
@@ -118,7 +124,7 @@ def test_the_diff_of_the_ds_config_keeps_the_global_batch():
         Change(knob="zero_stage", before=2, after=1),
     )
 
-    assert ds_patch(changes, accumulation=(4, 1)).splitlines() == [
+    assert format_ds_config_diff(changes, accumulation=(4, 1)).splitlines() == [
         '-  "train_micro_batch_size_per_gpu": 4,',
         '+  "train_micro_batch_size_per_gpu": 16,',
         '   "zero_optimization": {',
@@ -136,19 +142,19 @@ def test_the_diff_of_the_ds_config_keeps_the_global_batch():
 def test_offloading_is_written_as_a_device():
     changes = (Change(knob="offload_optimizer", before=False, after=True),)
 
-    assert '+      "device": "cpu",' in ds_patch(changes)
+    assert '+      "device": "cpu",' in format_ds_config_diff(changes)
 
 
 def test_a_knob_without_a_ds_key_is_a_call():
     changes = (Change(knob="gradient_compression", before=None, after="int8"),)
 
-    assert ds_patch(changes) == '+ run.compress("int8")'
+    assert format_ds_config_diff(changes) == '+ run.compress("int8")'
 
 
 @pytest.mark.parametrize("spec", KNOBS, ids=lambda spec: spec.name)
 def test_every_knob_can_be_formatted(spec):
     before, after = spec.domain[:2] if isinstance(spec.domain, tuple) else (1, 2)
 
-    patch = ds_patch((Change(knob=spec.name, before=before, after=after),))
+    patch = format_ds_config_diff((Change(knob=spec.name, before=before, after=after),))
 
     assert "+" in patch

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ...metrics.thresholds import OOM_RISK_HIGH
 from ..common.fail_open import FailOpen
 from .policy.controller import Controller
-from .policy.types import Order, Outcome, StepTime
+from .policy.types import StepTime, SwitchRequest, SwitchResult
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StopFile:
             return None
 
 
-class RankZeroTuner:
+class ControllerRunner:
     """Runs the controller; after its first error all ranks roll back to the known good values.
 
     Code that runs once per window finds cold caches, and takes ten times as long. So without a
@@ -59,7 +59,7 @@ class RankZeroTuner:
         stop_file: Pauses the tuner.
 
     Attributes:
-        needs_exchange: Whether all ranks have to exchange an order after the next window.
+        needs_exchange: Whether all ranks have to exchange a switch request after the next window.
         is_on_trial: Whether the ranks use a configuration that is not known to be good.
     """
 
@@ -89,28 +89,28 @@ class RankZeroTuner:
         self._flush()
         self._ask(self._controller.on_window_failed)
 
-    def next_order(self, *, stop_trial: bool = False) -> Order | None:
-        """Return the order for all ranks; with `stop_trial` one that ends what is on trial."""
+    def next_switch(self, *, stop_trial: bool = False) -> SwitchRequest | None:
+        """Return the request for all ranks; with `stop_trial` one that ends what is on trial."""
         self._flush()
         ask = (
             self._controller.pause_trial
             if stop_trial
-            else self._controller.configuration.pending_order
+            else self._controller.configuration.pending_switch
         )
         answer = self._ask(lambda: (ask(),))
         self._sync_state()
         if answer is not None:
-            order: Order | None = answer[0]
-            return order
-        return self._rollback_order if self._needs_rollback else None
+            request: SwitchRequest | None = answer[0]
+            return request
+        return self._rollback_switch if self._needs_rollback else None
 
-    def on_outcome(self, order: Order, outcome: Outcome) -> None:
-        """Handle the end of an order."""
-        if outcome.done:
-            self._in_use = order.target
-        elif not order.checked:  # a failed rollback is not repeated
+    def on_switched(self, request: SwitchRequest, result: SwitchResult) -> None:
+        """Handle the end of a switch request."""
+        if result.done:
+            self._in_use = request.target
+        elif not request.checked:  # a failed rollback is not repeated
             self._in_use = self._controller.configuration.known_good
-        self._ask(lambda: self._controller.on_outcome(order, outcome))
+        self._ask(lambda: self._controller.on_switched(request, result))
         self._sync_state()
 
     def on_user_change(self) -> None:
@@ -145,9 +145,9 @@ class RankZeroTuner:
         return self._in_use != self._controller.configuration.known_good
 
     @property
-    def _rollback_order(self) -> Order:
+    def _rollback_switch(self) -> SwitchRequest:
         known_good = self._controller.configuration.known_good
-        return Order(target=known_good, why="the tuner itself failed", checked=False)
+        return SwitchRequest(target=known_good, why="the tuner itself failed", checked=False)
 
     def _call(self, question: Callable[[], T]) -> T:
         return question()

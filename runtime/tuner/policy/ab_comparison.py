@@ -1,0 +1,374 @@
+"""Sequential A/B test of two configurations: its plan, its statistics, and its result.
+
+Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
+not depend on what the configurations are. A block's time is its lower median, which spikes do not
+move. A pair's difference is the log of A's time over B's, so it is positive where B is faster. The
+bounds are computed again after each pair (an interim analysis; "look" in group-sequential testing).
+
+The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
+other than those it reports). Step times are correlated over about ten steps, so distant blocks
+differ although nothing changed: many short blocks show more than few long ones. In 360 steps,
+blocks of 4 find 97 of 100 gains of 3 % with 3 false accepts in 1,000; blocks of 10 find 94 with 13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import ceil, expm1, inf, log, log1p
+from statistics import fmean, median_low
+from typing import Literal
+
+from .confidence import winsorized_mean
+from .types import Tier, Verdict
+
+# A is the configuration in use, B the proposed one.
+Variant = Literal["A", "B"]
+
+# Probability of one or more false accepts in a session, for any number of trials.
+SESSION_ALPHA = 0.05
+# The first trials, the most promising ones, have equal parts of SESSION_ALPHA; the parts of later
+# ones fall with the square of the trial's number.
+EVEN_TRIALS = 5
+# The sum of all parts, in units of a first trial's. 0.18133 is the sum of 1/k^2 from k = 6 on.
+SUM_OF_PARTS = EVEN_TRIALS + EVEN_TRIALS**2 * 0.18133
+
+# Live changes.
+BLOCK_SECONDS = 2.0  # wanted length of a block
+MIN_BLOCK_STEPS = 2
+MAX_BLOCK_STEPS = 4
+LIVE_PAIRS = 32  # after so many pairs of blocks an inconclusive trial ends
+MIN_MEASURED_LIVE_GAIN = 0.01
+# In simulation, all interim analyses of a trial together falsely accept a knob without effect with
+# twice the level of one. So one has half of the trial's alpha.
+LIVE_LEVEL_RATIO = 0.5
+
+# Changes with a rebuild. It takes seconds, so blocks are longer, and small gains are not searched
+# for.
+REBUILD_BLOCK_SECONDS = 10.0
+MIN_REBUILD_STEPS = 4
+MAX_REBUILD_STEPS = 10
+REBUILD_PAIRS = 8
+MIN_MEASURED_REBUILD_GAIN = 0.03
+# Where a gain of 3 % is required, false accepts are at most a fifth of the level of one analysis.
+REBUILD_LEVEL_RATIO = 4.0
+
+# Harm ends a trial early: two pairs slower by HARM, or RUNAWAY_STEPS consecutive steps of B that
+# are all slower than A's slowest by RUNAWAY. Fewer steps may all be spikes.
+HARM = log(1.15)  # log ratio of step times
+RUNAWAY = log(1.5)  # log ratio of step times
+RUNAWAY_STEPS = 3
+# HARM and RUNAWAY are raised to so many standard deviations of a step before the trial.
+NOISE_DEVIATIONS = 4.0
+HARM_GAIN = -0.01  # an upper bound below it shows harm
+MAX_PAUSES = 3  # pauses within one block, after which a trial is aborted
+MAX_UNUSABLE = 50  # consecutive unusable windows, after which a trial is aborted
+# Level of the upper bound below which a trial ends for futility. A wrong end costs a gain and does
+# no harm. In simulation, a knob without effect takes half the steps of a level of 0.02, and one
+# more of 100 gains of 3 % is missed.
+FUTILITY_LEVEL = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPlan:
+    """Length, order and statistics of one trial; the field names are keys of `decisions.jsonl`.
+
+    Attributes:
+        block_steps: Usable steps in a block.
+        settle_steps: Steps ignored after each switch.
+        min_gain: Least gain of throughput worth a change, 0.01 for 1 %.
+        alpha: Probability of accepting a knob without effect.
+        look_level: Level of one interim analysis, such that all of them together keep to `alpha`.
+        first_look: Pairs before the first interim analysis.
+        max_pairs: Pairs after which an inconclusive trial ends.
+        few_switches: Whether switches are expensive, so that there is only one per pair.
+        starts_with: The variant of the first block, in use when the trial starts.
+        overwhelming: Log ratio of step times that two consecutive pairs must show for an early
+            accept, with each step of B faster than each of A.
+        overwhelming_at_once: The same for the first pair; None where one pair is not enough.
+        noise: Standard deviation of the log of step times before the trial. Only what exceeds it
+            ends a trial early.
+        lead: Seconds per sample of the steps right before the trial, used as the first block of A;
+            empty where something came in between.
+    """
+
+    block_steps: int
+    settle_steps: int
+    min_gain: float
+    alpha: float
+    look_level: float
+    first_look: int
+    max_pairs: int
+    few_switches: bool
+    starts_with: Variant = "A"
+    overwhelming: float = log(1.25)
+    overwhelming_at_once: float | None = None
+    noise: float = 0.0
+    lead: Sequence[float] = ()
+
+
+def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: int) -> TrialPlan:
+    """Return the plan of a trial.
+
+    Args:
+        step_seconds: Usual time of a step, above 0.
+        number: 1 + the session's trials that accepted nothing. A trial that accepts passes its
+            alpha on to the next one (online fallback procedure of Tian and Ramdas).
+        tier: Whether the change needs a rebuild.
+        settle_steps: Steps ignored after each switch.
+    """
+    alpha = trial_alpha(number)
+    if tier == "rebuild":
+        return TrialPlan(
+            block_steps=_steps(
+                REBUILD_BLOCK_SECONDS / step_seconds, MIN_REBUILD_STEPS, MAX_REBUILD_STEPS
+            ),
+            settle_steps=settle_steps,
+            min_gain=MIN_MEASURED_REBUILD_GAIN,
+            alpha=alpha,
+            look_level=REBUILD_LEVEL_RATIO * alpha,
+            first_look=3,
+            max_pairs=REBUILD_PAIRS,
+            few_switches=True,
+            overwhelming_at_once=log(1.5),
+        )
+    return TrialPlan(
+        block_steps=_steps(BLOCK_SECONDS / step_seconds, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS),
+        settle_steps=settle_steps,
+        min_gain=MIN_MEASURED_LIVE_GAIN,
+        alpha=alpha,
+        look_level=LIVE_LEVEL_RATIO * alpha,
+        first_look=4,
+        max_pairs=LIVE_PAIRS,
+        few_switches=False,
+    )
+
+
+def trial_alpha(number: int) -> float:
+    """Return a trial's part of `SESSION_ALPHA`; the parts of all trials sum to less than it."""
+    return SESSION_ALPHA / SUM_OF_PARTS * min(1.0, (EVEN_TRIALS / number) ** 2)
+
+
+def variant_sequence(*, starts_with: Variant, few_switches: bool) -> Iterator[Variant]:
+    """Yield the variant of each block, without end; two consecutive blocks are a pair of both.
+
+    The order within pairs follows the Thue-Morse sequence, so that neither linear nor quadratic
+    drift nor anything periodic favours a variant. With few switches pairs alternate between A B and
+    B A, which cancels linear drift only, but switches once per pair.
+    """
+    other: Variant = "A" if starts_with == "B" else "B"
+    for pair in count():
+        is_reversed = pair % 2 if few_switches else pair.bit_count() % 2
+        yield from (other, starts_with) if is_reversed else (starts_with, other)
+
+
+def _steps(wanted: float, least: int, most: int) -> int:
+    return min(most, max(least, ceil(wanted)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What a trial measured, and the verdict that follows from it.
+
+    Attributes:
+        verdict: "accepted" where B is faster, "rolled_back" where it does harm, else "rejected":
+            its gain is too small or uncertain.
+        gain: Throughput of B over A, minus 1; the mean of all pairs.
+        lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
+            favourable single steps of A and B.
+        upper: Upper bound of the gain.
+        pairs: Compared pairs of blocks.
+        steps: Windows of the trial.
+        reason: Why the trial ended, as half a sentence.
+    """
+
+    verdict: Verdict
+    gain: float
+    lower: float
+    upper: float
+    pairs: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A block of A and a block of B: seconds per sample of their steps."""
+
+    a: Sequence[float]
+    b: Sequence[float]
+
+    @property
+    def difference(self) -> float:
+        """Log of A's time over B's."""
+        return log(median_low(self.a) / median_low(self.b))
+
+    @property
+    def least(self) -> float:
+        """Log gain of B's slowest step over A's fastest."""
+        return log(min(self.a) / max(self.b))
+
+    @property
+    def most(self) -> float:
+        """Log gain of B's fastest step over A's slowest."""
+        return log(max(self.a) / min(self.b))
+
+
+class AbComparison:
+    """Chooses the variant of the next window, and ends the trial as soon as the data allow.
+
+    Attributes:
+        variant: Variant of the next window; once there is a result, of the last one.
+        result: The result; None while the trial runs.
+    """
+
+    def __init__(self, plan: TrialPlan) -> None:
+        self.result: TrialResult | None = None
+        self._plan = plan
+        self._sequence = variant_sequence(
+            starts_with=plan.starts_with, few_switches=plan.few_switches
+        )
+        self.variant: Variant = next(self._sequence)
+        # A is in use already; B has to settle.
+        self._unsettled = plan.settle_steps if self.variant == "B" else 0
+        self._block: list[float] = []  # seconds per sample of the steps of the current block
+        self._last: dict[Variant, Sequence[float]] = {}  # the latest complete block of each variant
+        self._pairs: list[_Pair] = []
+        self._first_of_pair = True
+        self._steps = 0
+        self._pauses = 0
+        self._unusable = 0
+        if plan.lead and self.variant == "A":
+            self._block = list(plan.lead)
+            self._end_block()
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it is interrupted too often to come to a result."""
+        return self._pauses >= MAX_PAUSES or self._unusable >= MAX_UNUSABLE
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the next window is not measured, because it follows a switch."""
+        return self._unsettled > 0
+
+    @property
+    def may_end_block(self) -> bool:
+        """Whether the next window, if usable, ends a block."""
+        if self.result or self._unsettled:
+            return False
+        num = len(self._block) + 1
+        return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
+
+    def pause(self) -> None:
+        """Discard the current block, because something else comes in between."""
+        self._block = []
+        self._unsettled = self._plan.settle_steps
+        self._pauses += 1
+
+    def add(self, seconds_per_sample: float | None) -> None:
+        """Add the next window's time; None and values of 0 or less are unusable."""
+        if self.result:
+            return
+        self._steps += 1
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        if seconds_per_sample is None or not 0 < seconds_per_sample < inf:
+            self._unusable += 1
+            return
+        self._unusable = 0
+        self._block.append(seconds_per_sample)
+        if len(self._block) >= RUNAWAY_STEPS and self._is_runaway():
+            self._stop_runaway()
+        elif len(self._block) >= self._plan.block_steps:
+            self._end_block()
+
+    def _is_runaway(self) -> bool:
+        """Whether all steps of this block of B are far slower than the last block of A."""
+        if self.variant == "A" or "A" not in self._last or not self._block:
+            return False
+        return log(min(self._block) / max(self._last["A"])) > self._noise_margin(RUNAWAY)
+
+    def _noise_margin(self, ratio: float) -> float:
+        """Return the larger one of a log ratio and of what exceeds the noise."""
+        return max(ratio, NOISE_DEVIATIONS * self._plan.noise)
+
+    def _stop_runaway(self) -> None:
+        pair = _Pair(a=self._last["A"], b=self._block)
+        self._pairs.append(pair)
+        self._end_by_steps("rolled_back", [pair], "far slower from its first steps on")
+
+    def _end_block(self) -> None:
+        self._last[self.variant] = self._block
+        self._block = []
+        self._pauses = 0
+        if not self._first_of_pair:
+            self._pairs.append(_Pair(a=self._last["A"], b=self._last["B"]))
+            self._check_pairs()
+        self._first_of_pair = not self._first_of_pair
+        if self.result is None:
+            before, self.variant = self.variant, next(self._sequence)
+            self._unsettled = self._plan.settle_steps if self.variant != before else 0
+
+    def _check_pairs(self) -> None:
+        slower = [pair for pair in self._pairs if pair.difference < -self._noise_margin(HARM)]
+        if len(slower) > 1:
+            self._end_by_steps("rolled_back", slower, "two blocks were far slower")
+        elif convincing := self._early_accept():
+            self._end_by_steps("accepted", convincing, "each step was far faster")
+        elif len(self._pairs) >= self._plan.first_look:
+            self._check_bounds()
+
+    def _early_accept(self) -> Sequence[_Pair]:
+        """Return the latest pairs if they suffice for an accept without statistics; else none."""
+        plan = self._plan
+        if len(self._pairs) > 1:
+            needed, last = plan.overwhelming, self._pairs[-2:]
+        elif plan.overwhelming_at_once is not None:
+            needed, last = plan.overwhelming_at_once, self._pairs
+        else:
+            return ()
+        far = all(pair.least > 0 and pair.difference > self._noise_margin(needed) for pair in last)
+        return last if far else ()
+
+    def _check_bounds(self) -> None:
+        plan = self._plan
+        found = winsorized_mean([pair.difference for pair in self._pairs])
+        lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
+        highest = found.upper(FUTILITY_LEVEL)
+        verdict: Verdict = "rejected"
+        if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
+            verdict, reason = "accepted", "its lower bound is above half the least gain"
+        elif highest < log1p(min(HARM_GAIN, plan.min_gain / 2)):
+            verdict, reason = "rolled_back", "its upper bound shows harm"
+        elif highest < log1p(plan.min_gain):
+            reason = "its upper bound is below the least gain"
+        elif len(self._pairs) >= plan.max_pairs:
+            reason = "inconclusive after the maximum of pairs"
+        else:
+            return
+        self._end(verdict, found.mean, (lower, upper), reason)
+
+    def _end_by_steps(self, verdict: Verdict, pairs: Sequence[_Pair], reason: str) -> None:
+        mean = fmean(pair.difference for pair in self._pairs)
+        bounds = min(pair.least for pair in pairs), max(pair.most for pair in pairs)
+        self._end(verdict, mean, bounds, reason)
+
+    def _end(
+        self,
+        verdict: Verdict,
+        mean: float,
+        bounds: tuple[float, float],
+        reason: str,
+    ) -> None:
+        self.result = TrialResult(
+            verdict=verdict,
+            gain=expm1(mean),
+            lower=expm1(bounds[0]),
+            upper=expm1(bounds[1]),
+            pairs=len(self._pairs),
+            steps=self._steps,
+            reason=reason,
+        )
