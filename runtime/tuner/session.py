@@ -160,7 +160,7 @@ class ActiveTunerSession:
             if self._runner is not None:
                 self._runner.on_window_end(step)
         self._last_end = now
-        if opened.tuner_statuses[0].exchanges_order:
+        if opened.tuner_statuses[0].exchanges_switch_request:
             self._switch_all_ranks(stop_trial=False)
 
     def stop_trial(self) -> None:
@@ -192,7 +192,7 @@ class ActiveTunerSession:
         """Return what this rank sends to all ranks at the start of a window."""
         runner, step = self._runner, self._engine_holder.engine.global_steps
         return TunerStatus(
-            exchanges_order=runner is not None and runner.needs_exchange,
+            exchanges_switch_request=runner is not None and runner.needs_exchange,
             oom_risk=self._oom_risk.current(now=step, seconds=perf_counter()),
             is_on_trial=runner is not None and runner.is_on_trial,
         )

@@ -61,7 +61,10 @@ def test_a_change_that_was_not_tried_is_rejected_with_its_reason():
 @pytest.mark.parametrize(
     ("gain", "text"),
     [
-        (1.2, "(fewer reductions) would make training about 2.2 times as fast; advised, not applied"),
+        (
+            1.2,
+            "(fewer reductions) would make training about 2.2 times as fast; advised, not applied",
+        ),
         (0.123, "(fewer reductions) would make training about 12 % faster; advised, not applied"),
         (0.001, "(fewer reductions) may help; advised, not applied"),
         (None, "(fewer reductions) may help; advised, not applied"),

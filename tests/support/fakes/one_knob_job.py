@@ -37,7 +37,7 @@ class OneKnobJob:
         observe_seconds: Training time before each diagnosis.
 
     Attributes:
-        decisions: Conclusions of the controller.
+        decisions: Decisions of the controller.
         seconds: Training time so far, switches included.
         num_steps: Steps so far.
         accepted_after: Steps until the first accept; None without one.
