@@ -19,8 +19,8 @@ class TunerStatus(NamedTuple):
     """Status that a rank's tuner sends to all ranks at the start of a window.
 
     Attributes:
-        exchanges_switch_request: Whether the ranks exchange the tuner's switch request after this window; the value
-            of rank 0 decides.
+        exchanges_switch_request: Whether the ranks exchange the tuner's switch request after this
+            window; the value of rank 0 decides.
         oom_risk: Probability, from 0 to 1, that this rank runs out of memory soon.
         is_on_trial: Whether the window runs with a configuration on trial; the value of rank 0
             decides.
