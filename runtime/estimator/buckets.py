@@ -1,4 +1,6 @@
-"""Gradient buckets and flat buffers of ZeRO-1 and 2.
+"""Lays out parameters in flat buffers and gradients in buckets, as DeepSpeed's ZeRO does.
+
+Traffic (`stage_*_traffic.py`) and memory (`gradient_memory.py`) are computed from both.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 """
@@ -9,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_shape import BYTES_OF, ModelShape
 
 
@@ -40,7 +42,7 @@ class FlatGroup:
 
 
 def flatten(
-    model: ModelShape, group: Sequence[int], options: Options, num_ranks: int, *, aligned: int = 2
+    model: ModelShape, group: Sequence[int], options: DsOptions, num_ranks: int, *, aligned: int = 2
 ) -> FlatGroup:
     """Lay out a param group as DeepSpeed's flat buffer (stage_1_and_2.py:440-560)."""
     dtype = options.model_dtype or model.parameters[group[0]].dtype

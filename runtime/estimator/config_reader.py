@@ -1,4 +1,4 @@
-"""Reads values of a DeepSpeed configuration; its errors name the file, the key and the value."""
+"""Reads single values of a ds config; an error names the file, the key and the value."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ class ConfigReader:
         return int(stage)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean."""
+        """Return the boolean under a key; the default if it is absent or "auto"."""
         value = self._value(key, default)
         if not isinstance(value, bool | int):
             self._reject_value(key, "give true or false")
         return bool(value)
 
     def number(self, key: str, default: float) -> float:
-        """Return a number of 0 or more."""
+        """Return the number of 0 or more under a key; the default if it is absent or "auto"."""
         value = self._value(key, default)
         try:
             number = float(value)
@@ -139,7 +139,7 @@ class ConfigReader:
         return number
 
     def size(self, key: str, default: int, *aliases: str, minimum: int = 0) -> int:
-        """Return an integer of `minimum` or more; 5e8 counts as one, as in DeepSpeed."""
+        """Return the integer of `minimum` or more under a key; 5e8 is one, as in DeepSpeed."""
         key = next((name for name in (key, *aliases) if name in self.block), key)
         number = self.number(key, default)
         if key not in self.block or self.block[key] in (None, AUTO):

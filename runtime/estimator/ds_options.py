@@ -1,6 +1,6 @@
-"""The options of a DeepSpeed configuration that decide collectives and memory.
+"""Reads the options of a ds config that decide a step's collectives and memory.
 
-Defaults are DeepSpeed's. Features that are not modelled are listed by name.
+Defaults are DeepSpeed's. Features that the estimator does not model are listed by name.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _UNMODELLED: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """One configuration at one ZeRO stage. Sizes are in elements, as in DeepSpeed.
+class DsOptions:
+    """The options of one ds config at one ZeRO stage. Sizes are in elements, as in DeepSpeed.
 
     Attributes:
-        model_dtype: None where neither fp16 nor bf16 is enabled: parameters keep their dtype.
+        model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
+            enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
         unmodelled: Enabled features that the plan does not model.
     """
@@ -93,7 +94,10 @@ class Options:
 
     @property
     def weights_first(self) -> bool:
-        """Whether ZeRO-3's own linear function runs (zero/linear.py): it finishes weights first."""
+        """Whether backward finishes a linear layer's weight first, as ZeRO-3's own function does.
+
+        Source: zero/linear.py.
+        """
         return self.stage == 3 and self.memory_efficient_linear
 
     @property
@@ -103,7 +107,7 @@ class Options:
 
     @property
     def reduces_in_backward_order(self) -> bool:
-        """Whether gradients are reduced in the order of backward, not in that of parameters."""
+        """Whether gradients are reduced in the order of backward, not of the parameters."""
         return self.stage >= 2 or self.overlap_comm
 
     @property
@@ -115,7 +119,7 @@ class Options:
 
 def read_options(
     config: Mapping[str, Any], *, stage: int | None = None, origin: str = "ds config"
-) -> Options:
+) -> DsOptions:
     """Read the options of a configuration, at its own ZeRO stage or at another.
 
     Raises:
@@ -127,13 +131,13 @@ def read_options(
     return options
 
 
-def options_from(reader: ConfigReader, stage: int) -> Options:
+def options_from(reader: ConfigReader, stage: int) -> DsOptions:
     """Read the options of one stage; the reader collects the keys whose value is "auto".
 
     Raises:
         DsConfigError: A value is invalid.
     """
-    return Options(
+    return DsOptions(
         stage=stage,
         **_precision(reader, stage),
         **_optimizer(reader),
@@ -290,7 +294,7 @@ def accumulation_steps(
 
 
 def read_accumulation_auto(reader: ConfigReader) -> None:
-    """Have the reader collect ACCUMULATION if it is "auto" and the other sizes do not give it."""
+    """Record ACCUMULATION as "auto" in the reader if the other batch sizes do not determine it."""
     given = [key for key in (TOTAL_BATCH, MICRO_BATCH) if reader.block.get(key) not in (None, AUTO)]
     if len(given) < 2:
         reader.number(ACCUMULATION, 1)

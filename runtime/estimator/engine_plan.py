@@ -1,4 +1,4 @@
-"""Plans for a live DeepSpeed engine, from its own configuration and model."""
+"""Plans the traffic and memory of a live DeepSpeed engine, from its own ds config and model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NVME_OFFLOADS = (("nvme", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "
 
 
 def plan_of_engine(engine: Any, micro_batches: int | None = None) -> Plan:
-    """Plan a step of this engine.
+    """Return the plan of one step of an engine.
 
     In ZeRO-3 the order of modules is known after two training micro-batches. An earlier plan
     assumes the order of registration, and lists that assumption.
@@ -50,7 +50,7 @@ def plan_of_engine(engine: Any, micro_batches: int | None = None) -> Plan:
 
 
 def planned_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
-    """Plan model states for every ZeRO stage and offload that this engine supports."""
+    """Return the bytes of model states under every ZeRO stage and offload the engine supports."""
     config, shape, topology = engine_config(engine), engine_shape(engine), _topology(engine)
     planned: dict[Layout, LayoutBytes] = {}
     candidates = [*product(STAGES, _OFFLOADS), *product((3,), _NVME_OFFLOADS)]
@@ -68,7 +68,7 @@ def planned_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
 
 
 def engine_shape(engine: Any) -> ModelShape:
-    """Read this rank's model, with its param groups as they were before flattening."""
+    """Return the shape of this rank's model, with its param groups as before flattening."""
     trace = _traced_modules(engine)
     if not trace:
         return read_model_shape(engine.module, _param_groups(engine))
@@ -81,7 +81,7 @@ def engine_shape(engine: Any) -> ModelShape:
 
 
 def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str, Any]:
-    """Return the configuration in force, with the current batch sizes and optimizer."""
+    """Return the engine's ds config with its current batch sizes and optimizer."""
     config = engine._config
     current = {
         "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
@@ -96,7 +96,7 @@ def engine_config(engine: Any, micro_batches: int | None = None) -> Mapping[str,
 
 
 def is_data_parallel(engine: Any) -> bool:
-    """Whether data parallelism is the only parallelism: no pipeline, experts or other groups."""
+    """Return whether the engine is parallel over data only, not over pipelines or experts."""
     splits_model = (
         hasattr(type(engine), "train_batch")
         or getattr(engine, "has_moe_layers", False)

@@ -1,4 +1,6 @@
-"""Memory of gradients: kept ones, buckets, messages, and copies in the optimizer's step.
+"""Computes the memory of gradients: those kept, buckets, messages, and the optimizer's copies.
+
+`model_memory.py` adds parameters and optimizer states to it.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (z12 below), runtime/zero/stage3.py,
 runtime/bf16_optimizer.py and runtime/fp16/. Allocated bytes count, touched or not. Where DeepSpeed
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from .buckets import FlatGroup, fill_buckets, flatten
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_shape import BYTES_OF, ModelShape
 
 _ENGINE_BUCKET = 500_000_000  # elements; a constant of engine.py
@@ -50,7 +52,7 @@ class GradientMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionSizes:
-    """Elements that ZeRO partitions.
+    """Numbers of elements before and after ZeRO's partitioning.
 
     Attributes:
         part: One rank's part, padding included.
@@ -68,19 +70,19 @@ class PartitionSizes:
         return max(1, round(self.whole / self.part)) if self.part else 1
 
 
-def gradient_memory(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
-    """Plan the gradients of one rank, the one with the most if ranks differ."""
+def gradient_memory(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
+    """Return the gradient memory of one rank: the one with the most, if ranks differ."""
     if options.uses_bf16_optimizer:
         return _bf16_optimizer(model, options, sizes)
     return _BY_STAGE[options.stage](model, options, sizes)
 
 
-def master_copy_width(options: Options, width: int) -> int:
+def master_copy_width(options: DsOptions, width: int) -> int:
     """Return the bytes of one element of the optimizer's master copy, if it has one."""
     return width if options.low_precision_master else 4
 
 
-def _stage_0(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
+def _stage_0(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
     width = sizes.width
     in_step = sizes.whole * width
     if options.mixed_precision:
@@ -99,7 +101,7 @@ def _stage_0(model: ModelShape, options: Options, sizes: PartitionSizes) -> Grad
     )
 
 
-def _bf16_optimizer(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
+def _bf16_optimizer(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
     """Plan unpartitioned fp32 gradients in addition to the model's (fp32_groups_gradients_flat)."""
     accumulated, sent = (
         BYTES_OF[dtype] for dtype in (options.accumulation_dtype, options.communication_dtype)
@@ -116,7 +118,7 @@ def _bf16_optimizer(model: ModelShape, options: Options, sizes: PartitionSizes) 
     )
 
 
-def _stages_1_and_2(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
+def _stages_1_and_2(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
     groups = [flatten(model, group, options, sizes.ranks) for group in model.param_groups()]
     reduction = _BucketedReduction.of(model, groups, options, sizes.width)
     width, accumulated = sizes.width, BYTES_OF[options.accumulation_dtype]
@@ -149,7 +151,7 @@ def _stages_1_and_2(model: ModelShape, options: Options, sizes: PartitionSizes) 
 
 
 def _step_of_stages_1_and_2(
-    model: ModelShape, options: Options, sizes: PartitionSizes, kept: int, compact: bool
+    model: ModelShape, options: DsOptions, sizes: PartitionSizes, kept: int, compact: bool
 ) -> int:
     """Return kept gradients, the flat copy for the optimizer, and its fp32 copy (z12:3090)."""
     if options.offloads_optimizer:
@@ -162,7 +164,7 @@ def _step_of_stages_1_and_2(
     return kept + max(sizes.part * flat, norm)
 
 
-def _stage_3(model: ModelShape, options: Options, sizes: PartitionSizes) -> GradientMemory:
+def _stage_3(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
     accumulated, sent = (
         BYTES_OF[dtype] for dtype in (options.accumulation_dtype, options.communication_dtype)
     )
@@ -190,7 +192,7 @@ def _stage_3(model: ModelShape, options: Options, sizes: PartitionSizes) -> Grad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BucketedReduction:
-    """Memory while ZeRO-1 or 2 reduces all gradients, bucket by bucket.
+    """Computes the memory while ZeRO-1 or 2 reduces all gradients, bucket by bucket.
 
     Attributes:
         sizes: Elements of each trained parameter.
@@ -206,11 +208,11 @@ class _BucketedReduction:
     order: Sequence[int]
     part: int
     width: int
-    options: Options
+    options: DsOptions
 
     @classmethod
     def of(
-        cls, model: ModelShape, groups: Sequence[FlatGroup], options: Options, width: int
+        cls, model: ModelShape, groups: Sequence[FlatGroup], options: DsOptions, width: int
     ) -> _BucketedReduction:
         """Derive a reduction from the model and its flat param groups."""
         sizes = {index: model.parameters[index].numel for g in groups for index in g.offsets}
@@ -308,7 +310,7 @@ class _BucketedReduction:
         return max(message, self.offloads * largest * _NORM_BYTES)
 
 
-_BY_STAGE: Mapping[int, Callable[[ModelShape, Options, PartitionSizes], GradientMemory]] = (
+_BY_STAGE: Mapping[int, Callable[[ModelShape, DsOptions, PartitionSizes], GradientMemory]] = (
     MappingProxyType({0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3})
 )
 

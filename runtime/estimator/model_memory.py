@@ -1,4 +1,6 @@
-"""Memory of one rank in training: by category, at the peak, and the micro-batch that fits.
+"""Computes the memory of one rank: by category, at the peak, and the micro-batch that fits.
+
+This is an estimate from shapes. `runtime/memory/engine_memory.py` measures a live engine.
 
 Source: section 5 of the ZeRO paper (arXiv 1910.02054). With P parameters over n ranks, 16-bit
 training with Adam holds 2P bytes of parameters, 2P of gradients and 12P of optimizer (fp32 copy,
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .ds_options import Options
+from .ds_options import DsOptions
 from .gradient_memory import PartitionSizes, gradient_memory, master_copy_width
 from .model_shape import BYTES_OF, ModelShape
 
@@ -38,7 +40,7 @@ Moment = Literal["forward", "backward", "step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank, without activations.
+    """The planned bytes of one rank, without activations.
 
     Attributes:
         device_bytes: Bytes at the end of backward, by category: parameters, gathered (the most that
@@ -78,7 +80,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Activations of one micro-batch, with samples of `tokens` each, at their maximum.
+    """The bytes of one micro-batch's activations at their maximum, for samples of `tokens` each.
 
     Their bytes are linear in the number of samples. The maximum is at the start of backward.
 
@@ -102,7 +104,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Bytes at the peak of a step: when forward or backward ends, or in the optimizer's step."""
+    """The bytes at a step's peak, and when it is: at the end of a pass, or in the step."""
 
     device_bytes: int
     host_bytes: int
@@ -111,7 +113,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPartition:
-    """Elements that one rank holds after ZeRO's partitioning.
+    """Numbers of elements that one rank holds after ZeRO's partitioning.
 
     Attributes:
         part: This rank's share of the trained parameters, padding included.
@@ -171,8 +173,8 @@ def largest_micro_batch(
     return fitting
 
 
-def plan_memory(model: ModelShape, options: Options, partition: ModelPartition) -> MemoryPlan:
-    """Plan the memory of one rank."""
+def plan_memory(model: ModelShape, options: DsOptions, partition: ModelPartition) -> MemoryPlan:
+    """Return the bytes of one rank by category, without activations."""
     widest = max((BYTES_OF[p.dtype] for p in model.parameters), default=4)
     width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
     held = (partition.part if options.stage == 3 else partition.whole) + partition.frozen
@@ -207,14 +209,14 @@ def plan_memory(model: ModelShape, options: Options, partition: ModelPartition) 
     )
 
 
-def optimizer_states(options: Options) -> int | None:
+def optimizer_states(options: DsOptions) -> int | None:
     """Return how many tensors per parameter the optimizer keeps; None if unknown."""
     if options.optimizer == "sgd":
         return int(options.optimizer_momentum)
     return _STATES.get(options.optimizer or "")
 
 
-def _optimizer_bytes(options: Options, partition: ModelPartition, width: int) -> int:
+def _optimizer_bytes(options: DsOptions, partition: ModelPartition, width: int) -> int:
     """Return the bytes of the master copy and the optimizer's states.
 
     ZeRO keeps a flat copy of its partition in fp32 training too (stage_1_and_2.py:530).
@@ -227,7 +229,9 @@ def _optimizer_bytes(options: Options, partition: ModelPartition, width: int) ->
     return partition.part * (master + states * state_width)
 
 
-def _gather_buffer_elements(model: ModelShape, options: Options, partition: ModelPartition) -> int:
+def _gather_buffer_elements(
+    model: ModelShape, options: DsOptions, partition: ModelPartition
+) -> int:
     """Return the elements of the buffer of an all-gather, from which parameters are copied.
 
     Several parameters share one buffer (partition_parameters.py:1343, 795), at most the prefetch
@@ -241,7 +245,7 @@ def _gather_buffer_elements(model: ModelShape, options: Options, partition: Mode
     return min(partition.gathered, options.prefetch_bucket_size + largest)
 
 
-def _persistent_elements(model: ModelShape, options: Options) -> int:
+def _persistent_elements(model: ModelShape, options: DsOptions) -> int:
     """Return the elements that ZeRO-3 keeps gathered between steps (parameter_offload.py)."""
     small = [p.numel for p in model.parameters if p.numel <= options.param_persistence_threshold]
     return min(sum(small), options.model_persistence_threshold) if options.stage == 3 else 0

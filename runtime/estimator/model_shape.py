@@ -1,4 +1,4 @@
-"""Shapes of a model, the layout of the ranks, and sizes of data types; no tensors."""
+"""Describes a model and its ranks without tensors: shapes, module tree, sizes of data types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParameterShape:
 
     @property
     def is_trained(self) -> bool:
-        """Whether DeepSpeed's optimizers update it: trainable, and not empty."""
+        """Whether DeepSpeed's optimizers update it: it is trainable and not empty."""
         return self.requires_grad and self.numel > 0
 
 
@@ -69,7 +69,7 @@ class ModuleShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Parameters and module tree of a model.
+    """The parameters and the module tree of a model.
 
     Attributes:
         parameters: Each parameter once, in the order of `module.parameters()`.
@@ -77,7 +77,7 @@ class ModelShape:
         order_known: Whether forward order was observed; otherwise it is that of registration.
         recomputes: Whether activations are recomputed in backward; None if unknown.
         unplanned: Features of the model that the plan does not model, as sentences.
-        unplanned_in_stage_3: Likewise, in stage 3 only.
+        unplanned_in_stage_3: Features that the plan of stage 3 does not model, as sentences.
         is_synthetic: Whether only the number of parameters is real, and their shapes are typical.
     """
 

@@ -1,4 +1,4 @@
-"""The plan of one step: its collectives and their bytes, the lower bound, memory, and remarks."""
+"""The planned collectives, bytes and memory of one step, and the lower bound of its bytes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCall:
-    """One call of a collective; `elements` is its payload as in nccl-tests."""
+    """One planned call of a collective; `elements` is its payload, counted as in nccl-tests."""
 
     op: str
     elements: int
@@ -135,11 +135,11 @@ def least_wire_bytes(
         micro_batches: Micro-batches of one step on one rank.
         num_ranks: Data-parallel ranks.
     """
-    share = (num_ranks - 1) / num_ranks
+    sent_ratio = (num_ranks - 1) / num_ranks
     if stage == 0:
-        return 2 * share * gradient_bytes
+        return 2 * sent_ratio * gradient_bytes
     if stage == 1:
-        return share * (gradient_bytes + parameter_bytes)
+        return sent_ratio * (gradient_bytes + parameter_bytes)
     if stage == 2:
-        return share * (micro_batches * gradient_bytes + parameter_bytes)
-    return micro_batches * share * (2 * parameter_bytes + gradient_bytes)
+        return sent_ratio * (micro_batches * gradient_bytes + parameter_bytes)
+    return micro_batches * sent_ratio * (2 * parameter_bytes + gradient_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import DsConfigError
 from .config_reader import STAGES, ConfigReader
 from .ds_options import (
-    Options,
+    DsOptions,
     accumulation_steps,
     options_from,
     read_accumulation_auto,
@@ -34,7 +34,7 @@ def plan_step(
     stage: int | None = None,
     origin: str = "ds config",
 ) -> Plan:
-    """Plan one step, after the warm-up.
+    """Return the plan of one optimizer step after the warm-up.
 
     Args:
         model: The whole model.
@@ -85,7 +85,7 @@ def raise_for_auto(config: Mapping[str, Any], stages: Iterable[int], origin: str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SimulatedStep:
-    """Calls and partitioning of one step; `inexact_reasons` are sentences."""
+    """The calls and the partitioning of one step; `inexact_reasons` are sentences."""
 
     calls: Iterable[PlannedCall]
     partition: ModelPartition
@@ -93,7 +93,7 @@ class _SimulatedStep:
 
 
 def _simulate(
-    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+    model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> _SimulatedStep:
     trained, frozen = model.num_trained, model.num_parameters - model.num_trained
     ranks = topology.data_parallel
@@ -112,7 +112,7 @@ def _simulate(
 
 
 def _simulate_stage_3(
-    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+    model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> _SimulatedStep:
     reasons: tuple[str, ...] = ()
     try:
@@ -132,7 +132,7 @@ def _simulate_stage_3(
 
 
 def _lower_bound(
-    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+    model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> float:
     width = BYTES_OF[options.communication_dtype]
     sent = [p for p in model.parameters if p.is_trained or options.stage == 3]
@@ -145,7 +145,7 @@ def _lower_bound(
     )
 
 
-def _check_ranks(options: Options, topology: Topology, origin: str) -> None:
+def _check_ranks(options: DsOptions, topology: Topology, origin: str) -> None:
     if options.stage not in stages_for(topology):
         raise DsConfigError(
             f"{origin}: DeepSpeed does not support ZeRO-{options.stage} with pipeline "

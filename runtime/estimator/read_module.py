@@ -1,4 +1,4 @@
-"""Reads the shape of a torch module: its parameters, its module tree, and its forward order."""
+"""Reads the parameters, module tree and forward order of a torch module, as a `ModelShape`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_model_shape(
     param_groups: Iterable[Mapping[str, Any]] = (),
     order: Sequence[str] | None = None,
 ) -> ModelShape:
-    """Read a module on any device, partitioned by ZeRO-3 or not.
+    """Return the shape of a module on any device, partitioned by ZeRO-3 or not.
 
     Args:
         module: The model as passed to deepspeed.initialize.

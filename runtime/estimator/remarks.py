@@ -1,11 +1,11 @@
-"""Sentences about a plan: what makes it inexact, assumptions, patterns, and ignored keys."""
+"""Writes the sentences of a plan: why it is inexact, what it assumes, and which keys do nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from .buckets import fill_buckets
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_memory import optimizer_states
 from .model_shape import ModelShape, Topology
 from .plan import Plan
@@ -19,7 +19,7 @@ _IGNORED = {
 _NOTABLY_LESS = 0.99
 
 
-def inexact_reasons(model: ModelShape, options: Options, topology: Topology) -> list[str]:
+def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -> list[str]:
     """Return a sentence for each feature that makes the plan inexact."""
     reasons = [f"{feature} is on, which is not planned" for feature in options.unmodelled]
     reasons += model.unplanned + (model.unplanned_in_stage_3 if options.stage == 3 else ())
@@ -40,7 +40,7 @@ def inexact_reasons(model: ModelShape, options: Options, topology: Topology) -> 
     return [f"Not exact: {reason}." for reason in reasons]
 
 
-def assumptions(model: ModelShape, options: Options) -> tuple[str, ...]:
+def assumptions(model: ModelShape, options: DsOptions) -> tuple[str, ...]:
     """Return the assumptions that would change the plan if they did not hold."""
     assumed = []
     if options.stage > 0:
@@ -56,15 +56,15 @@ def assumptions(model: ModelShape, options: Options) -> tuple[str, ...]:
     return tuple(assumed)
 
 
-def _order_matters(model: ModelShape, options: Options) -> bool:
-    """Whether gradients fill several buckets, so that their order decides the buckets."""
+def _order_matters(model: ModelShape, options: DsOptions) -> bool:
+    """Return whether gradients fill several buckets, so that their order matters."""
     if options.stage == 0 or options.uses_bf16_optimizer or not options.reduces_in_backward_order:
         return False
     sizes = {index: parameter.numel for index, parameter in enumerate(model.parameters)}
     return len(fill_buckets(model.gradient_order(), sizes, options.reduce_bucket_size)) > 1
 
 
-def config_remarks(options: Options, topology: Topology, micro_batches: int) -> tuple[str, ...]:
+def config_remarks(options: DsOptions, topology: Topology, micro_batches: int) -> tuple[str, ...]:
     """Return remarks on a configuration at one stage, the gradient pattern first."""
     return (
         gradient_pattern(options),
@@ -75,12 +75,12 @@ def config_remarks(options: Options, topology: Topology, micro_batches: int) -> 
     )
 
 
-def result_remarks(plan: Plan, model: ModelShape, options: Options) -> tuple[str, ...]:
+def result_remarks(plan: Plan, model: ModelShape, options: DsOptions) -> tuple[str, ...]:
     """Return remarks on the figures of a plan."""
     return (*_on_parameter_reuse(plan, options), *_on_bucket_size(plan, model, options))
 
 
-def gradient_pattern(options: Options) -> str:
+def gradient_pattern(options: DsOptions) -> str:
     """Return which collective reduces the gradients, and why."""
     if options.stage == 0:
         return (
@@ -98,7 +98,7 @@ def gradient_pattern(options: Options) -> str:
     return _pattern_of_stages_1_and_2(options)
 
 
-def _pattern_of_stages_1_and_2(options: Options) -> str:
+def _pattern_of_stages_1_and_2(options: DsOptions) -> str:
     if not options.contiguous_gradients and not options.offloads_optimizer:
         return (
             "Gradients: all-reduce, because contiguous_gradients is false: that code path ignores "
@@ -125,7 +125,7 @@ def _pattern_of_stages_1_and_2(options: Options) -> str:
     )
 
 
-def _pattern_of_stage_3(options: Options) -> str:
+def _pattern_of_stage_3(options: DsOptions) -> str:
     if options.reduce_scatter:
         return "Gradients: reduce-scatter of each bucket, as reduce_scatter asks for."
     if not options.contiguous_gradients:
@@ -139,7 +139,7 @@ def _pattern_of_stage_3(options: Options) -> str:
     )
 
 
-def _on_accumulation(options: Options, micro_batches: int) -> Iterator[str]:
+def _on_accumulation(options: DsOptions, micro_batches: int) -> Iterator[str]:
     if micro_batches == 1 or options.stage < 2:
         return
     if options.stage == 2:
@@ -154,7 +154,7 @@ def _on_accumulation(options: Options, micro_batches: int) -> Iterator[str]:
         )
 
 
-def _on_ignored_keys(options: Options) -> Iterator[str]:
+def _on_ignored_keys(options: DsOptions) -> Iterator[str]:
     ignored = dict(_IGNORED)
     if options.stage == 0 or options.uses_bf16_optimizer:
         ignored["reduce_bucket_size"] = "the bucket size is fixed at 5e8 elements"
@@ -165,12 +165,12 @@ def _on_ignored_keys(options: Options) -> Iterator[str]:
         yield f"{key} is set and has no effect: {ignored[key]}."
 
 
-def _on_backend(options: Options, topology: Topology) -> Iterator[str]:
+def _on_backend(options: DsOptions, topology: Topology) -> Iterator[str]:
     if topology.backend == "gloo" and options.stage == 3:
         yield "gloo runs a reduce-scatter as an all-reduce, which sends twice the bytes."
 
 
-def _on_optimizer(options: Options) -> Iterator[str]:
+def _on_optimizer(options: DsOptions) -> Iterator[str]:
     if optimizer_states(options) is None:
         name = f"{options.optimizer!r}" if options.optimizer else "created by the script"
         yield f"The optimizer is {name}; its memory is planned as for Adam."
@@ -181,7 +181,7 @@ def _on_optimizer(options: Options) -> Iterator[str]:
         )
 
 
-def _on_parameter_reuse(plan: Plan, options: Options) -> Iterator[str]:
+def _on_parameter_reuse(plan: Plan, options: DsOptions) -> Iterator[str]:
     gathered = sum(c.payload_bytes for c in plan.collectives if c.purpose == "parameters")
     if options.stage == 3 and gathered and (plan.volume_ratio or 1) < _NOTABLY_LESS:
         yield (
@@ -192,7 +192,7 @@ def _on_parameter_reuse(plan: Plan, options: Options) -> Iterator[str]:
         )
 
 
-def _on_bucket_size(plan: Plan, model: ModelShape, options: Options) -> Iterator[str]:
+def _on_bucket_size(plan: Plan, model: ModelShape, options: DsOptions) -> Iterator[str]:
     reserved = plan.memory.device_bytes["comm_buffers"]
     reads_size = options.stage > 0 and not options.uses_bf16_optimizer
     if reads_size and reserved and options.reduce_bucket_size > model.num_trained:

@@ -1,6 +1,10 @@
-"""Collectives of a step without ZeRO: DeepSpeed's engine all-reduces the gradients.
+"""Plans the collectives of a step without ZeRO, and with ZeRO-1 and 2.
 
-Source: DeepSpeed 0.19.8, runtime/engine.py (buffered_allreduce_fallback, clip_fp32_gradients).
+Without ZeRO, DeepSpeed's engine all-reduces the gradients. ZeRO-1 and 2 reduce gradient buckets,
+check for overflow, and gather the parameters.
+
+Source: DeepSpeed 0.19.8, runtime/engine.py (buffered_allreduce_fallback, clip_fp32_gradients),
+runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py.
 """
 
 from __future__ import annotations
@@ -9,15 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .buckets import FlatGroup, combine_messages, fill_buckets, flatten
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_shape import ModelShape, Topology
 from .plan import PlannedCall
 
 BUCKET_ELEMENTS = 500_000_000  # MEMORY_OPT_ALLREDUCE_SIZE, a constant of DeepSpeed
 
 
-def stage_0_calls(model: ModelShape, options: Options, topology: Topology) -> Iterator[PlannedCall]:
-    """Yield the calls of one step; only its last micro-batch reduces."""
+def stage_0_calls(
+    model: ModelShape, options: DsOptions, topology: Topology
+) -> Iterator[PlannedCall]:
+    """Yield the calls of one step without ZeRO; only its last micro-batch reduces gradients."""
     by_dtype: dict[str, list[int]] = {}
     for parameter in model.parameters:
         if parameter.is_trained:
@@ -50,14 +56,14 @@ def stage_0_calls(model: ModelShape, options: Options, topology: Topology) -> It
         )
 
 
-def _checks_by_norm(options: Options) -> bool:
-    """Whether the legacy fused code checks for overflow, with an all-reduce and a barrier."""
+def _checks_by_norm(options: DsOptions) -> bool:
+    """Return whether the legacy fused code checks for overflow, by an all-reduce and a barrier."""
     fused_adam = options.optimizer in ("adam", "adamw") and options.legacy_fusion
     return fused_adam or options.optimizer == "lamb"
 
 
 def engine_all_reduces(
-    sizes: Sequence[int], options: Options, topology: Topology
+    sizes: Sequence[int], options: DsOptions, topology: Topology
 ) -> Iterator[PlannedCall]:
     """Yield the engine's all-reduces of gradients of these sizes, in elements."""
     for elements in combine_messages(sizes, BUCKET_ELEMENTS):
@@ -71,9 +77,9 @@ def engine_all_reduces(
 
 
 def stage_1_and_2_calls(
-    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+    model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> Iterator[PlannedCall]:
-    """Yield the calls of one step."""
+    """Yield the calls of one step with ZeRO-1 or 2."""
     ranks = topology.data_parallel
     groups = flat_groups(model, options, ranks)
     if options.uses_bf16_optimizer:
@@ -94,12 +100,12 @@ def stage_1_and_2_calls(
             )
 
 
-def flat_groups(model: ModelShape, options: Options, ranks: int) -> list[FlatGroup]:
+def flat_groups(model: ModelShape, options: DsOptions, ranks: int) -> list[FlatGroup]:
     """Return each param group as a flat buffer."""
     return [flatten(model, group, options, ranks) for group in model.param_groups()]
 
 
-def _step_checks(num_groups: int, options: Options, ranks: int) -> Iterator[PlannedCall]:
+def _step_checks(num_groups: int, options: DsOptions, ranks: int) -> Iterator[PlannedCall]:
     """Yield the calls that check for overflow and compute the gradient norm."""
     if options.checks_overflow:
         yield PlannedCall(
@@ -113,7 +119,7 @@ def _step_checks(num_groups: int, options: Options, ranks: int) -> Iterator[Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GradientReduction:
-    """Collectives of one reduction of all gradients.
+    """Plans the collectives of one reduction of all gradients.
 
     Attributes:
         order: Parameters in the order in which they enter buckets.
@@ -126,12 +132,12 @@ class _GradientReduction:
     order: Sequence[int]
     sizes: Mapping[int, int]
     group_of: Mapping[int, FlatGroup]
-    options: Options
+    options: DsOptions
     ranks: int
 
     @classmethod
     def of(
-        cls, model: ModelShape, groups: Sequence[FlatGroup], options: Options, ranks: int
+        cls, model: ModelShape, groups: Sequence[FlatGroup], options: DsOptions, ranks: int
     ) -> _GradientReduction:
         in_groups = [index for group in model.param_groups() for index in group]
         return cls(

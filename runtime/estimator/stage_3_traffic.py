@@ -1,4 +1,6 @@
-"""Collectives of a step with ZeRO-3: parameter gathers by module, and reduced gradients.
+"""Plans the collectives of a step with ZeRO-3: parameter gathers, and gradient reductions.
+
+`zero3_coordinator.py` decides which parameters are gathered together.
 
 Source: DeepSpeed 0.19.8, runtime/zero/stage3.py, partition_parameters.py and
 runtime/comm/coalesced_collectives.py.
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .buckets import fill_buckets
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_shape import ModelShape, ModuleShape, Topology
 from .plan import PlannedCall
 from .zero3_coordinator import Gather, ModuleVisit, Zero3Coordinator
@@ -20,16 +22,16 @@ _WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage3Step:
-    """One step: its calls, and the most elements of parameters that are gathered at once."""
+    """The calls of one step, and the largest number of elements gathered at once."""
 
     calls: tuple[PlannedCall, ...]
     peak_gathered: int
 
 
 def stage_3_step(
-    model: ModelShape, options: Options, topology: Topology, micro_batches: int
+    model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
 ) -> Stage3Step:
-    """Simulate one step.
+    """Simulate one step with ZeRO-3, and the warm-up before it.
 
     Raises:
         TracingError: DeepSpeed itself fails on this model.
@@ -47,8 +49,11 @@ def stage_3_step(
     return Stage3Step(calls=tuple(calls), peak_gathered=peak)
 
 
-def persistent_parameters(model: ModelShape, options: Options) -> list[int]:
-    """Return the parameters small enough to stay gathered (parameter_offload.py)."""
+def persistent_parameters(model: ModelShape, options: DsOptions) -> list[int]:
+    """Return the indices of the parameters that stay gathered, as they are small.
+
+    Source: parameter_offload.py.
+    """
     kept, total = [], 0
     for index, parameter in enumerate(model.parameters):
         if parameter.numel + total > options.model_persistence_threshold:
@@ -99,7 +104,7 @@ class _ModuleWalk:
 
 
 def _gathers_of_a_step(
-    model: ModelShape, options: Options, micro_batches: int
+    model: ModelShape, options: DsOptions, micro_batches: int
 ) -> tuple[list[Gather], int]:
     visits, parameters = module_visits(model)
     numels = [parameter.numel for parameter in model.parameters]
@@ -113,7 +118,7 @@ def _gathers_of_a_step(
 
 
 def _reduction(
-    model: ModelShape, options: Options, partition: _ParameterPartition
+    model: ModelShape, options: DsOptions, partition: _ParameterPartition
 ) -> Iterator[PlannedCall]:
     """Yield the calls that reduce the gradients of one micro-batch."""
     sizes = {index: parameter.numel for index, parameter in enumerate(model.parameters)}
@@ -136,7 +141,7 @@ def _reduction(
 
 
 def _step_checks(
-    model: ModelShape, options: Options, partition: _ParameterPartition
+    model: ModelShape, options: DsOptions, partition: _ParameterPartition
 ) -> Iterator[PlannedCall]:
     """Yield the calls that check for overflow and compute the gradient norm."""
     ranks = partition.ranks
@@ -165,10 +170,10 @@ def _num_sub_groups(parts: Sequence[int], limit: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParameterPartition:
-    """Partitioning of parameters over the ranks, and the calls that gather them."""
+    """The partitioning of parameters over the ranks, and the calls that gather them."""
 
     model: ModelShape
-    options: Options
+    options: DsOptions
     topology: Topology
 
     @property

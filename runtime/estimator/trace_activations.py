@@ -1,6 +1,6 @@
-"""Measures the bytes of a model's activations in a forward and backward pass without computation.
+"""Measures the bytes of a model's activations by a pass on fake tensors, without computation.
 
-The pass runs on fake tensors, which have shapes and storages, but no memory. Attention is torch's
+Fake tensors have shapes and storages, but no memory. Attention is torch's
 on CPU, which keeps as little as flash attention does, unless it has dropout.
 """
 
@@ -43,7 +43,7 @@ class UnknownActivationsError(Exception):
 def trace_activations(
     module: nn.Module, dtype: str | None, *, samples: int, tokens: int
 ) -> Activations:
-    """Trace micro-batches of `samples` and of twice as many samples of token ids.
+    """Return the activation bytes per sample, from passes of `samples` and twice as many samples.
 
     Args:
         module: The model, on any device; it is not changed.

@@ -1,8 +1,8 @@
-"""A typical decoder of a given size, and its activations, for plans before a model exists."""
+"""Makes the shape of a typical decoder of a given size, for plans before a model exists."""
 
 from __future__ import annotations
 
-from .ds_options import Options
+from .ds_options import DsOptions
 from .model_memory import Activations
 from .model_shape import BYTES_OF, ModelShape, ModuleShape, ParameterShape
 
@@ -65,7 +65,7 @@ def _width(num_parameters: int, layers: int) -> int:
     return width
 
 
-def typical_activations(model: ModelShape, options: Options, tokens: int) -> Activations:
+def typical_activations(model: ModelShape, options: DsOptions, tokens: int) -> Activations:
     """Return the activations of a decoder that `typical_transformer` made.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models

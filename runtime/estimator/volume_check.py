@@ -1,4 +1,4 @@
-"""Compares the bytes that steps send with the plan of the engine, and with the lower bound."""
+"""Compares the bytes that a run's steps send with the engine's plan and the lower bound."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WireVolumeCheck:
         return self._ratio
 
     def add(self, record: StepRecord) -> None:
-        """Compare one step."""
+        """Compare one step with its plan, publish both, and log a lasting difference."""
         self._detect_change()
         if self._warm_up_steps:
             self._warm_up_steps -= 1
@@ -170,7 +170,7 @@ class EngineVariant:
     patches: tuple[weakref.ReferenceType[Any], ...]
 
     def equals(self, other: EngineVariant) -> bool:
-        """Whether neither the ds config nor a patch differs; the step may."""
+        """Return whether ds config and patches are the same; the step may differ."""
         return self.config is other.config and self.patches == other.patches
 
 

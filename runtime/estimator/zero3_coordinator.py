@@ -1,4 +1,4 @@
-"""Simulates which parameters ZeRO-3 gathers together, and when.
+"""Simulates ZeRO-3's parameter coordinator: which parameters it gathers together, and when.
 
 Source: DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py and parameter_offload.py.
 Its decisions depend on the trace of the first micro-batch, on what is still gathered, and on
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from .ds_options import Options
+from .ds_options import DsOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleVisit:
-    """One hook of a module: it enters (parameters are fetched) or leaves (they are released)."""
+    """One call of a module's hook: on entry parameters are fetched, on exit they are released."""
 
     module: int
     enters: bool
@@ -27,7 +27,7 @@ class ModuleVisit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """Parameters that are gathered together; `secondary` if from the smaller group of hpZ."""
+    """Parameters that are gathered together; `secondary` means from the smaller group of hpZ."""
 
     parameters: tuple[int, ...]
     secondary: bool
@@ -42,13 +42,13 @@ class _Prefetch:
 
 @dataclass(slots=True)
 class _GatherState:
-    """Parameters by state.
+    """The parameters in each state of gathering.
 
     Attributes:
-        available: Gathered.
-        in_flight: Being gathered.
+        available: Parameters that are gathered.
+        in_flight: Parameters that are being gathered.
         pending: The gather of each parameter that no module has waited for.
-        secondary: Held by the smaller group of hpZ.
+        secondary: Parameters held by the smaller group of hpZ.
         users: Modules that use each parameter at present.
     """
 
@@ -79,9 +79,9 @@ class Zero3Coordinator:
         module_parameters: Sequence[tuple[int, ...]],
         numels: Sequence[int],
         persistent: Iterable[int],
-        options: Options,
+        options: DsOptions,
     ) -> None:
-        """Start with a new engine.
+        """Create the coordinator of a new engine.
 
         Args:
             visits: The visits of one micro-batch, in order.

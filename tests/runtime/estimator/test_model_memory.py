@@ -7,7 +7,7 @@ import torch
 from scripts.estimator.estimate_cases import Decoder
 from scripts.estimator.plan_cases import deep
 
-from zerowatch.runtime.estimator.ds_options import Options
+from zerowatch.runtime.estimator.ds_options import DsOptions
 from zerowatch.runtime.estimator.model_memory import (
     Activations,
     MemoryPlan,
@@ -132,7 +132,7 @@ def test_typical_activations_follow_the_paper_without_dropout_but_with_flash_att
     layers = [p for p in model.parameters if p.name.endswith("qkv")]
     width = layers[0].shape[1]
 
-    taken = typical_activations(model, Options(stage=0, model_dtype="bf16"), 2048).sample_bytes
+    taken = typical_activations(model, DsOptions(stage=0, model_dtype="bf16"), 2048).sample_bytes
 
     stored = len(layers) * 2048 * width * 32
     logits = 2048 * 32_000 * 14
@@ -141,12 +141,14 @@ def test_typical_activations_follow_the_paper_without_dropout_but_with_flash_att
 
 def test_recomputed_layers_keep_one_input_each():
     model = typical_transformer(10**9)
-    options = Options(stage=0, model_dtype="bf16", activation_checkpointing=True)
+    options = DsOptions(stage=0, model_dtype="bf16", activation_checkpointing=True)
 
     taken = typical_activations(model, options, 2048)
 
     assert taken.sample_bytes == taken.recomputed_sample_bytes
-    assert taken.sample_bytes < typical_activations(model, Options(stage=0), 2048).sample_bytes / 2
+    assert (
+        taken.sample_bytes < typical_activations(model, DsOptions(stage=0), 2048).sample_bytes / 2
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -6,7 +6,7 @@ import pytest
 
 from zerowatch.errors import DsConfigError
 from zerowatch.runtime.estimator.buckets import combine_messages, fill_buckets, flatten
-from zerowatch.runtime.estimator.ds_options import Options, accumulation_steps, read_options
+from zerowatch.runtime.estimator.ds_options import DsOptions, accumulation_steps, read_options
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
     ModuleShape,
@@ -108,13 +108,13 @@ def test_a_message_ends_only_above_the_limit():
 
 
 def test_a_flat_buffer_is_padded_so_that_every_part_starts_at_four_bytes():
-    group = flatten(chain(5, 4), [0, 1], Options(stage=2, model_dtype="bf16"), num_ranks=4)
+    group = flatten(chain(5, 4), [0, 1], DsOptions(stage=2, model_dtype="bf16"), num_ranks=4)
 
     assert (group.numel, group.part) == (16, 4)
 
 
 def test_a_parameter_that_spans_parts_has_several_owners():
-    group = flatten(chain(5, 4), [0, 1], Options(stage=2), num_ranks=2)
+    group = flatten(chain(5, 4), [0, 1], DsOptions(stage=2), num_ranks=2)
 
     assert list(group.slices(group.offsets[1], 4)) == [(0, 1), (1, 3)]
 
@@ -136,7 +136,7 @@ def test_a_linear_layer_finishes_its_bias_first_except_in_stage_3():
     assert model.gradient_order(weights_first=True) == [0, 1]
 
 
-def gathers(options: Options, *, micro_batches: int) -> list[tuple[int, ...]]:
+def gathers(options: DsOptions, *, micro_batches: int) -> list[tuple[int, ...]]:
     """Return the gathers of the last micro-batch, for three layers of ten elements."""
     visits, own = module_visits(chain(10, 10, 10))
     coordinator = Zero3Coordinator(visits, own, [10, 10, 10], [], options)
@@ -147,25 +147,25 @@ def gathers(options: Options, *, micro_batches: int) -> list[tuple[int, ...]]:
 
 
 def test_the_first_micro_batch_gathers_layer_by_layer_both_ways():
-    actual = gathers(Options(stage=3), micro_batches=1)
+    actual = gathers(DsOptions(stage=3), micro_batches=1)
 
     assert actual == [(0,), (1,), (2,), (2,), (1,), (0,)]
 
 
 def test_a_traced_micro_batch_prefetches_and_keeps_what_backward_uses():
-    actual = gathers(Options(stage=3), micro_batches=4)
+    actual = gathers(DsOptions(stage=3), micro_batches=4)
 
     assert actual == [(0, 1, 2)]
 
 
 def test_without_prefetch_each_layer_is_gathered_once():
-    actual = gathers(Options(stage=3, prefetch_bucket_size=0), micro_batches=4)
+    actual = gathers(DsOptions(stage=3, prefetch_bucket_size=0), micro_batches=4)
 
     assert actual == [(0,), (1,), (2,)]
 
 
 def test_without_prefetch_and_reuse_each_layer_but_the_last_is_gathered_twice():
-    options = Options(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
+    options = DsOptions(stage=3, prefetch_bucket_size=0, max_reuse_distance=0)
 
     actual = gathers(options, micro_batches=4)
 

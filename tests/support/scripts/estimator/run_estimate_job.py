@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from scripts.launching import SCRIPTS, TORCHRUN, start
 
-from zerowatch.runtime.estimator.ds_options import Options
+from zerowatch.runtime.estimator.ds_options import DsOptions
 from zerowatch.runtime.estimator.model_memory import peak_of
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
@@ -112,5 +112,5 @@ def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:
     )
     shape = ModelShape(parameters=(words, *layers), root=ModuleShape(name=""))
     model_dtype = None if dtype == "fp32" else dtype
-    options = Options(stage=0, model_dtype=model_dtype, activation_checkpointing=module.recompute)
+    options = DsOptions(stage=0, model_dtype=model_dtype, activation_checkpointing=module.recompute)
     return typical_activations(shape, options, tokens).sample_bytes
