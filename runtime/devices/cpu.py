@@ -98,7 +98,7 @@ class CpuDevice:
         return readings
 
     def close(self) -> None:
-        """Do nothing, as no file is open."""
+        """Do nothing: no file is open."""
 
     def _ask(self, name: str) -> list[float]:
         try:

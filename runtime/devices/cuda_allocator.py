@@ -30,7 +30,7 @@ _STATES = (
 
 
 class MemoryStats(Protocol):
-    """The part of `Accelerator` that is needed here."""
+    """The members of `Accelerator` that `CudaMemory` needs."""
 
     kind: str
 
@@ -44,11 +44,11 @@ class MemoryStats(Protocol):
         """Return the free and total bytes of the device, over all processes."""
 
     def memory_fraction(self, index: int, /) -> float:
-        """Return the share of the device's memory that this process may use, 0 to 1."""
+        """Return the fraction of the device's memory that this process may use, 0 to 1."""
 
 
 class CudaMemory:
-    """The allocator's counters of one device. Reading never synchronises.
+    """Reads the allocator's counters of one device, without synchronising with it.
 
     With `peaks`, a peak is that since the last reading. Without, it is that since the start of the
     process or the script's last reset of the peak counters.
@@ -70,7 +70,7 @@ class CudaMemory:
         now: Callable[[], float] = time.monotonic,
         peaks: SharedPeakCounters | None = None,
     ) -> None:
-        """Describe the probe.
+        """Create the probe of one device.
 
         Args:
             device_index: torch's index of the device.
@@ -88,7 +88,7 @@ class CudaMemory:
 
     @property
     def own_peaks(self) -> bool:
-        """Whether the allocator's peaks are reset at each reading."""
+        """Whether each reading resets the allocator's peaks, so that a peak belongs to one step."""
         return self._peaks is not None
 
     def read(self) -> Mapping[str, float]:
@@ -125,7 +125,12 @@ class CudaMemory:
 
 
 def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
-    """Return the probe of the GPU with torch's index; close it if it resets peaks."""
+    """Return the probe of a GPU; the caller closes it, which restores the peak counters.
+
+    Args:
+        device_index: torch's index of the GPU.
+        reset_peak: Whether each reading resets the allocator's peaks.
+    """
     # A build of torch without CUDA has nothing to reset.
     resets = reset_peak and hasattr(torch._C, STATS)
     peaks = SharedPeakCounters(torch._C) if resets else None

@@ -20,7 +20,11 @@ _PROBES = {"cuda": nvml_device}
 
 
 class DeviceProbe(Protocol):
-    """Reads the state of one device."""
+    """Reads utilisation, power and other state of one device.
+
+    Attributes:
+        device: The name of the device, such as "cuda:0" or "cpu".
+    """
 
     device: str
 

@@ -15,7 +15,11 @@ from ..common.cgroups import cgroup_folders
 
 logger = logging.getLogger(__name__)
 
-_RSS, _PEAK_RSS, _VIRTUAL, _DATA = b"\nVmRSS:", b"\nVmHWM:", b"\nVmSize:", b"\nVmData:"
+# Fields of /proc/self/status: RSS, its peak, address space, and data segment with heap.
+_RSS = b"\nVmRSS:"
+_PEAK_RSS = b"\nVmHWM:"
+_VIRTUAL = b"\nVmSize:"
+_DATA = b"\nVmData:"
 _RESET_PEAK_MARK = b"5"  # proc_pid_clear_refs(5): sets VmHWM back to the RSS of this moment
 _RENEWAL_SECONDS = 10.0  # limits rarely change, and reading them costs more than the rest
 _NONE = float("inf")
@@ -24,7 +28,7 @@ _READ_BYTES = 16384
 
 
 class HostMemory:
-    """Reads /proc/self. A reading takes tens of microseconds.
+    """Reads the memory of this process from /proc/self, in tens of microseconds.
 
     With `reset_peak` the kernel's peak mark VmHWM is reset after each reading, so that a peak
     belongs to one step. The process has one such mark: the script's own `getrusage().ru_maxrss`
@@ -42,7 +46,7 @@ class HostMemory:
 
     @property
     def own_peaks(self) -> bool:
-        """Whether the peak mark is reset at each reading."""
+        """Whether each reading resets the peak mark, so that a peak belongs to one step."""
         return self._peak_mark is not None
 
     def read(self) -> Mapping[str, float]:

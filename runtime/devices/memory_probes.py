@@ -35,7 +35,7 @@ class MemoryProbe(Protocol):
 
     @property
     def own_peaks(self) -> bool:
-        """Whether a peak is that since the last reading."""
+        """Whether a peak covers only the time since the last reading."""
 
     def read(self) -> Mapping[str, float]:
         """Return bytes by memory state, and `alloc_retries` where there is such a count.
@@ -71,7 +71,7 @@ def _host_probe(reset_peak: bool) -> MemoryProbe:
 
 
 class PortableMemory:
-    """RSS of this process through psutil, where there is no /proc."""
+    """Reads the RSS of this process by psutil, where there is no /proc."""
 
     device = "cpu"
     own_peaks = False
@@ -91,4 +91,4 @@ class PortableMemory:
             return {}
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, as nothing was wrapped."""

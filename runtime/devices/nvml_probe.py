@@ -69,7 +69,7 @@ def device_uuid(device_index: int) -> str | None:
 
 
 class NvmlDevice:
-    """One GPU. Readings that it does not support are absent. NVML does not touch CUDA's streams."""
+    """Reads one GPU. Readings that it does not support are absent; CUDA's streams are not used."""
 
     def __init__(self, device: str, nvml: Any, handle: Any) -> None:
         self.device = device

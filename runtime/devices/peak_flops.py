@@ -38,7 +38,9 @@ _VENDOR = re.compile(r"(NVIDIA|Tesla) ")
 
 _MEASURING_SECONDS = 0.035  # the first product, which starts the thread pool, comes on top
 _PRODUCT_SECONDS = 0.002  # long enough to be efficient
-_SMALLEST, _LARGEST = 256, 2048  # sides of the square matrices
+# Sides of the smallest and of the largest square matrices that are multiplied.
+_SMALLEST = 256
+_LARGEST = 2048
 # AVX2 reaches 30e9 and more. Threads that share a core with each other or with other processes
 # wait for each other milliseconds at a time, and then seem to reach 1e9 to 5e9.
 _LEAST_PLAUSIBLE_PER_THREAD = 8e9

@@ -17,15 +17,18 @@ import torch
 
 from ..common.patching import PatchSet
 
-STATS, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
-ACCELERATOR_STATS, ACCELERATOR_RESET = "_accelerator_getDeviceStats", "_accelerator_resetPeakStats"
+# Functions of `torch._C` that read and that reset the counters.
+STATS = "_cuda_memoryStats"
+RESET = "_cuda_resetPeakMemoryStats"
+ACCELERATOR_STATS = "_accelerator_getDeviceStats"
+ACCELERATOR_RESET = "_accelerator_resetPeakStats"
 
 Stats = dict[Any, Any]
 _PEAK = "peak"
 
 
 class SharedPeakCounters:
-    """Two views of the peak counters, from construction until `restore`.
+    """Gives the script and zerowatch separate views of the counters until `restore`.
 
     Each view holds, by device, the peaks that the other's resets have cleared. A peak
     in the microseconds between a reading and its reset is lost. After `restore` the script's view

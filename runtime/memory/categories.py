@@ -1,4 +1,4 @@
-"""Categories of memory, and the split of a step's peak into them."""
+"""The categories of memory, and how a step's peak is divided into them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER = "other"
 
 # Categories of tensors that the engine holds; the others are computed as remainders.
 HELD = (PARAMETERS, GRADIENTS, OPTIMIZER, COMM_BUFFERS)
-# Bytes of those, by device and category.
+# Bytes of the held categories, by device and category.
 Held = Mapping[str, Mapping[str, int]]
 # Categories that may be incomplete at the peak, most likely first.
 _REDUCIBLE = (OTHER, COMM_BUFFERS, GRADIENTS)

@@ -1,8 +1,8 @@
-"""Memory held by a DeepSpeed engine, in bytes by device and category.
+"""Sums the tensors that a DeepSpeed engine holds, in bytes by device and category.
 
-Read on the training thread between two phases: it computes, copies, gathers and waits for nothing,
-and keeps no tensor. A storage counts once and in full, however many tensors view it. On CPU a
-buffer counts only its pages that were ever written (`devices/libc_memory.py`).
+This runs on the training thread between two phases. It computes, copies, gathers and waits for
+nothing, and keeps no tensor. A storage counts once and in full, however many tensors view it. On
+CPU a buffer counts only its pages that were ever written (`devices/libc_memory.py`).
 
 A path in the table of tensors consists of attributes, from one of three roots: the module's
 `parameters`, its `buffers`, and the engine's `optimizer`. It visits every element of a list, tuple

@@ -1,4 +1,4 @@
-"""Traces where leaking memory is allocated; only on request, because tracing is slow.
+"""Traces where leaking memory is allocated. It runs only on request, as tracing is slow.
 
 On the host, tracemalloc finds the Python lines whose objects grow, and the garbage collector the
 tensors that grow in number; Python does not account for a tensor's own memory. On CUDA, torch's

@@ -1,4 +1,4 @@
-"""Publishes memory readings as metrics; keeps recent peaks and the last categories."""
+"""Publishes memory readings and categories as metrics; a peak stays visible for a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory sample that the training thread takes at the end of a step, as plain data."""
+"""The memory sample that the training thread takes at the end of a step, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .memory_reader import Reading, Readings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetailedSample:
-    """Memory of one step by phase and category.
+    """The memory of one step by phase and category.
 
     Attributes:
         phase_peaks: Peak bytes by device and phase.
@@ -30,7 +30,7 @@ class DetailedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemorySample:
-    """Readings of all devices at the end of a step.
+    """The readings of all devices at the end of a step.
 
     Attributes:
         readings: Bytes by device and state; peaks are those since the previous sample.

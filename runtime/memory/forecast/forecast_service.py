@@ -1,4 +1,4 @@
-"""Forecasts of each device's memory during a run: kept up to date, published, and warned about."""
+"""Keeps each device's memory forecast up to date during a run, publishes it, and logs warnings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ logger = logging.getLogger(__name__)
 # A forecast takes 1 to 2 ms, and all threads of the watch may take 3 ms a second. It is updated
 # every second only close to the limit, by steps or by bytes.
 FAR_SECONDS = 5.0
-NEAR_STEPS, NEAR_RATIO = 500, 0.3
+# A forecast is near the limit if it is this close in steps, or in bytes relative to the limit.
+NEAR_STEPS = 500
+NEAR_RATIO = 0.3
+# After a warning, the risk must fall below this value before the next one.
 REARM_RISK = 0.3
-# A script may catch the error and continue with such batches.
+# Warnings about single batches are at least this far apart: a script may catch the errors and
+# continue with such batches.
 BATCH_ALARM_SECONDS = 60.0
 # Below this risk a shape is not assessed again with the same forecast.
 HARMLESS_RISK = 0.01

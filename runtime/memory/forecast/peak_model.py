@@ -93,7 +93,7 @@ class Features:
 
     @property
     def floors(self) -> Floats:
-        """The [n] floors before each step."""
+        """The [n] floors in bytes, one before each step."""
         floors: Floats = self.reference_floor - self.columns[:, 4]
         return floors
 

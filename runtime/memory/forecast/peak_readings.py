@@ -1,4 +1,4 @@
-"""Readings of one device's memory, in the order of the steps, and predictions of them."""
+"""One step's memory reading, its micro-batch shapes, and its prediction, as plain data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PeakPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPrediction:
-    """The prediction made before a step: its peak, and the risk of the next 50 steps."""
+    """The prediction made before a step: its peak, and the risk within the next 50 steps."""
 
     step: int
     predicted_bytes: float | None

@@ -240,8 +240,9 @@ def risk_ahead(
         growth: Growth of the need.
         per_reading: Steps between readings.
         survived: Expected number of past readings above the limit, by the same model. None was, so
-            the model is too pessimistic. Let an unknown factor on it be exponentially distributed
-            around 1. Given none of `survived`, its expectation is 1 / (1 + survived).
+            the model is too pessimistic. An unknown factor on it is assumed to be exponentially
+            distributed around 1. Given none of `survived`, its expectation is
+            1 / (1 + survived).
         known: Number of steps that the model is based on.
     """
     factor = HORIZON_STEPS / per_reading / (1 + survived)

@@ -1,4 +1,4 @@
-"""The recent linear trend of a series: a robust slope, its deviation and its extent.
+"""Fits the recent linear trend of a series: a robust slope, its deviation, and its length.
 
 A line is fitted by Theil and Sen's median of slopes, over block medians, so that single outliers
 are not taken for a trend. Of several stretches that end now, the longest that agrees with all
@@ -18,19 +18,26 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int_]
+# A shorter series has no trend, only a level.
 MIN_POINTS = 12
+# Lengths of the stretches that are compared, in readings.
 STRETCHES = (16, 32, 64, 128, 256, 512)
+# A line is fitted to the medians of at most this many blocks of readings.
 BLOCKS = 16
-# Slopes or levels of two stretches disagree if they differ by more than this many deviations, plus
-# the second number divided by the readings of the shorter, whose deviation is itself an estimate.
-DISAGREEMENT, ESTIMATE_SLACK = 3.0, 24.0
+# Slopes or levels of two stretches disagree if they differ by more than DISAGREEMENT deviations,
+# plus ESTIMATE_SLACK divided by the readings of the shorter, whose deviation is itself an estimate.
+DISAGREEMENT = 3.0
+ESTIMATE_SLACK = 24.0
 # Differences are clipped at this many deviations: jumps are rare.
 CLIPPED_AT = 5.0
+# Upper bound of the estimated autocorrelation of the noise.
 MAX_MEMORY = 0.98
 # A stretch of this length has a reliable noise estimate; a longer and noisier one is not a line.
-CERTAIN_POINTS, MAX_NOISE_RATIO = 48, 1.4
+CERTAIN_POINTS = 48
+MAX_NOISE_RATIO = 1.4
 # Minimum slope, in deviations, and maximum odds of a step, of a line that is certain.
-CERTAIN_SCORE, CERTAIN_STEPWISE = 6.0, 0.1
+CERTAIN_SCORE = 6.0
+CERTAIN_STEPWISE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +137,7 @@ def _memory_of_differences(values: Array, least: float) -> float:
 
 
 def _memory_of_residuals(residuals: Array, memory: float) -> float:
-    """Return the same from the residuals of a line, more precise on a long stretch.
+    """Return the autocorrelation from the residuals of a line: more precise on a long stretch.
 
     Fitting a line removes (2 + 4 memory) / n of it (Marriott and Pope 1954).
     """

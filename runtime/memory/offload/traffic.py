@@ -42,6 +42,7 @@ from . import transfer_sizes
 from .transfer_sizes import NO_TRANSFER, TransferBytes
 from .transfer_timer import DIRECTIONS, OffloadTimer
 
+# Attributes of DeepSpeed's swappers that hold asynchronous I/O handles.
 OPTIMIZER_HANDLES = ("aio_handle", "read_aio_handle", "write_aio_handle")
 PARAMETER_HANDLES = ("aio_read_handle", "aio_write_handle")
 STAGE_1_AND_2 = "DeepSpeedZeroOptimizer"
@@ -64,8 +65,9 @@ STAGE_3_GRADIENT_METHODS: Mapping[str, SizeFunction] = {
     "_finalize_offload_gradient_accumulation": transfer_sizes.stage_3_finalized,
 }
 # `step()` at stages 1 and 2 copies updated parameters to the device between these two calls.
-UPDATE, RELEASE = "_optimizer_step", "_release_preflattened_grad_buffers"
-# Of the gradient swapper, and of the optimizer swapper.
+UPDATE = "_optimizer_step"
+RELEASE = "_release_preflattened_grad_buffers"
+# Methods of the gradient swapper and of the optimizer swapper that copy to the host for NVMe.
 NVME_STAGING = "_swap_out_tensor", transfer_sizes.staged_for_nvme
 NVME_REMAINDERS = "_retrieve_unswapped_grad_partitions", transfer_sizes.kept_off_nvme
 STAGE_3_UPDATE = "_reassign_or_swap_out_partitioned_parameters"
@@ -160,7 +162,7 @@ def _handle_attributes(optimizer: Any) -> Iterator[tuple[Any, str]]:
 
 
 class OffloadTraffic:
-    """Patches the methods of one engine's optimizer until `restore`; holds the engine weakly.
+    """Counts the traffic of one engine, by patching its optimizer until `restore`.
 
     Attributes:
         cost_ns: Nanoseconds that the hooks took on the training thread.

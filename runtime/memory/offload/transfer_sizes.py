@@ -1,6 +1,6 @@
-"""Bytes that each offload method of DeepSpeed's ZeRO optimizers is about to move.
+"""Computes the bytes that each offload method of DeepSpeed's ZeRO optimizers is about to move.
 
-Computed from the optimizer's state before the call, following DeepSpeed's `stage_1_and_2.py`,
+The source is the optimizer's state before the call, following DeepSpeed's `stage_1_and_2.py`,
 `stage3.py` and `partition_parameters.py`. If a copy also casts, the bytes transferred are counted:
 those of the destination's type, unless a blocking copy to the host casts there. On the CPU
 accelerator host and device are the same memory; the transfers that DeepSpeed intends are counted.
@@ -56,7 +56,10 @@ def stage_2_finished(optimizer: Any, param: Any) -> TransferBytes:
 def stage_2_in_partition(
     optimizer: Any, param: Any, group_index: int | None = None
 ) -> TransferBytes:
-    """Return the same for gradients accumulated in fp32 on the device, copied once a step."""
+    """Return the bytes of a final gradient that was accumulated in fp32 on the device.
+
+    It is copied once a step; the bytes are 0 before the last micro-batch.
+    """
     if not optimizer.is_gradient_accumulation_boundary():
         return NO_TRANSFER
     if group_index is None:

@@ -1,4 +1,4 @@
-"""Sums of bytes and seconds by direction; transfers are timed without synchronising the device.
+"""Adds up the bytes and seconds of transfers by direction, without synchronising the device.
 
 A transfer inside another interrupts it, so that no time counts twice. The time of a transfer is
 split over its directions in proportion to their bytes.
@@ -27,7 +27,7 @@ class _Transfer(NamedTuple):
 
 
 class OffloadTimer:
-    """Counts on the training thread; `read_events` reads device times on another.
+    """Times the transfers of the training thread; another thread reads the device's events.
 
     Attributes:
         bytes: Bytes moved, by direction in the order of `DIRECTIONS`.

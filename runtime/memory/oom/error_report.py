@@ -126,7 +126,7 @@ def write_report(
     snapshot = path.with_suffix(".pickle")
     with os.fdopen(descriptor, "w") as file:
         file.write(report_text(evidence))
-        file.flush()  # the snapshot may take long, and the process be killed meanwhile
+        file.flush()  # the process may be killed while it writes the snapshot
         if context is not None and context.dump_snapshot(evidence.device, snapshot):
             file.write(f"\nAll memory blocks with stacks: drop {snapshot.name} on {VIEWER}\n")
     return path
@@ -345,7 +345,7 @@ def _batch_advice(evidence: OomEvidence) -> Iterator[str]:
 
 
 class OomReporter:
-    """Writes the reports of one rank. Used on the training thread.
+    """Recognises and reports the out-of-memory errors of one rank, on the training thread.
 
     Lack of memory or disk space raises nothing; other failures are left to `FailOpen`.
     """
@@ -387,7 +387,7 @@ class OomReporter:
     def _is_known(self, error: BaseException, passing: BaseException, *, is_end: bool) -> bool:
         """Return whether an error was seen further down the stack.
 
-        No reference to it is kept meanwhile, as it holds tensors. An error's traceback grows at its
+        No reference to the error is kept, as it holds tensors. An error's traceback grows at its
         head on the way up. Another error may get the same address later, but its traceback does not
         contain the same links.
         """
@@ -403,7 +403,7 @@ class OomReporter:
         return any(id(link) == known_head for link in inner)
 
     def _report_minimal(self, error: OomError) -> OomError:
-        """Report only facts that need no memory; the planner's tables, for one, may not fit."""
+        """Report only facts that need no memory, as the planner's tables may not fit."""
         try:
             return self._report(error, _MinimalContext(self._context))
         except MemoryError:
@@ -436,7 +436,7 @@ class OomReporter:
 
 
 class _MinimalContext(OomContext):
-    """The facts of another context that need no memory."""
+    """Limits another context to the facts that need no memory."""
 
     def __init__(self, context: OomContext) -> None:
         self._context = context

@@ -280,7 +280,7 @@ class OomEvidence:
 
 
 def collect_evidence(rank: int, host: str, error: OomError, context: OomContext) -> OomEvidence:
-    """Collect all facts about an error, on the thread that raised it."""
+    """Return all known facts about an error; runs on the thread that raised it."""
     readings = context.readings() or {}
     device = complete_device(error, readings)
     evidence = OomEvidence(
@@ -310,8 +310,8 @@ def complete_device(error: OomError, readings: Readings) -> str:
     """Return the device of an error, with the index of this rank's device if the error has none."""
     if error.device in readings or error.device == "cpu":
         return error.device
-    ours = (device for device in readings if device.startswith(error.device.partition(":")[0]))
-    return next(ours, error.device) if ":" not in error.device else error.device
+    own = (device for device in readings if device.startswith(error.device.partition(":")[0]))
+    return next(own, error.device) if ":" not in error.device else error.device
 
 
 def _limit_of(

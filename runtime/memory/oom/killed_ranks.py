@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 # Only the newest runs are searched; that takes 0.1 ms a run.
 MAX_RUNS = 100
+# Ending of a liveness file that was moved away, next to its report.
 REPORTED_SUFFIX = ".life.json"
 # Ranks of one launch start within this time of each other.
 LAUNCH_SECONDS = 600.0
 # A last peak this close to its limit makes it likely that the next step exceeded it.
 NEAR_LIMIT_RATIO = 0.9
+# Records of the step log in a report.
 MAX_RECORDS = 20
 # Some hundred lines; a line is about 1 KiB, more with many devices or collectives.
 _TAIL_BYTES = 256 * 1024
@@ -61,7 +63,7 @@ class ExitCause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitFinding:
-    """The cause of an exit, and the reason for that conclusion."""
+    """The likely cause of an exit, and the evidence for it."""
 
     cause: ExitCause
     reason: str
@@ -69,7 +71,7 @@ class ExitFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastRecord:
-    """Host memory in one record of the step log. None for values that it lacks."""
+    """The host memory in one record of the step log; None for values that the record lacks."""
 
     step: int
     ended_at_unix_seconds: float
@@ -81,7 +83,7 @@ class LastRecord:
 
     @property
     def limit_ratio(self) -> float | None:
-        """The peak over the limit."""
+        """The peak as a ratio of the limit."""
         peak = self.resident_bytes if self.peak_bytes is None else self.peak_bytes
         if peak is None or not self.limit_bytes or not math.isfinite(self.limit_bytes):
             return None
@@ -268,8 +270,8 @@ def _report(
 
 def _is_same_launch(process: ProcessMarker, other: ProcessMarker) -> bool:
     apart = abs(process.started_at_unix_seconds - other.started_at_unix_seconds)
-    ours = process.boot_id, process.kills.cgroup_inode
-    return ours == (other.boot_id, other.kills.cgroup_inode) and apart < LAUNCH_SECONDS
+    own = process.boot_id, process.kills.cgroup_inode
+    return own == (other.boot_id, other.kills.cgroup_inode) and apart < LAUNCH_SECONDS
 
 
 def _write(folder: Path, rank: int, text: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Liveness file of a rank: written at its start and removed at a clean exit.
+"""Writes the liveness file of a rank at its start, and removes it at a clean exit.
 
 A process that the kernel kills leaves its file behind. From that, and from the kernel's OOM kill
 counters then and now, the next run finds out what happened.
@@ -43,7 +43,7 @@ class OomKillCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMarker:
-    """Identity of one process of a run; the content of a liveness file.
+    """The identity of one process of a run: the content of its liveness file.
 
     `start_ticks` and `boot_id` distinguish it from a later process with the same id, which is valid
     in `pid_namespace` only.
@@ -60,7 +60,7 @@ class ProcessMarker:
 
 
 class LivenessFile:
-    """`rank-<r>.alive.json` of this process. Never raises on disk errors."""
+    """The file `rank-<r>.alive.json` of this process. Disk errors are logged, not raised."""
 
     def __init__(self, folder: Path, rank: int, host: str, root: Path = ROOT) -> None:
         self._path = folder / f"rank-{rank}{SUFFIX}"

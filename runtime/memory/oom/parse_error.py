@@ -16,6 +16,7 @@ from typing import Literal
 # torch's allocator of the host; Python, numpy or C++; the kernel.
 Kind = Literal["device allocator", "device library", "host allocator", "python", "operating system"]
 
+# Errors examined in a chain of causes, and characters examined and kept of a text.
 MAX_CHAIN = 16
 MAX_TEXT = 100_000
 MAX_MESSAGE = 1000
@@ -53,7 +54,7 @@ _REPORTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomError:
-    """Content of an out-of-memory error.
+    """The content of an out-of-memory error, as read from its type and text.
 
     Attributes:
         kind: The layer that failed to allocate, such as "device allocator".
