@@ -1,8 +1,8 @@
-"""Receives Alertmanager's messages and prints each alert as one line.
+"""A webhook receiver for Alertmanager that prints each alert as one line.
 
     python -m zerowatch.dashboards.alert_log --port 9099
 
-It imports nothing but the standard library: compose runs this very file in a plain Python image.
+It imports only the standard library, because compose runs this file in a plain Python image.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 DEFAULT_PORT = 9099
-COMPOSE_URL = f"http://alert-log:{DEFAULT_PORT}/"  # where compose's Alertmanager finds it
-MOST_BYTES = 8 * 2**20  # of one message; Alertmanager puts a group's alerts together
+COMPOSE_URL = f"http://alert-log:{DEFAULT_PORT}/"  # the address within the compose network
+MAX_MESSAGE_BYTES = 8 * 2**20  # one message contains all alerts of a group
 CLIENT_TIMEOUT_SECONDS = 10.0
 
 
 def alert_line(alert: Mapping[str, Any]) -> str:
-    """Write an alert as one line: when, FIRING or RESOLVED, how bad, which, where, what, what now.
+    """Return an alert as one line: time, status, severity, name, run, rank, texts and runbook.
 
     Args:
-        alert: One of `alerts` in a message. Source: prometheus.io/docs/alerting/latest/
-            configuration, webhook_config.
+        alert: An element of the list `alerts` in a message. The format is documented at
+            prometheus.io/docs/alerting/latest/configuration, webhook_config.
     """
     labels, notes = alert.get("labels", {}), alert.get("annotations", {})
     status = str(alert.get("status", "unknown"))
@@ -43,25 +43,27 @@ def alert_line(alert: Mapping[str, Any]) -> str:
     if "runbook_url" in notes:
         texts.append(f"Runbook: {notes['runbook_url']}")
     parts = [" ".join(head), *(text for text in texts if text)]
-    # Spaces in a row become one, and so do the ends of lines.
+    # Replaces line breaks and repeated spaces by one space.
     return " | ".join(" ".join(_printable(part).split()) for part in parts)
 
 
 def _second(moment: str) -> str:
-    """Cut what is finer than a second off an RFC 3339 time in UTC."""
+    """Return an RFC 3339 time in UTC without fractions of a second."""
     return moment[:19] + "Z" if len(moment) > 19 else moment
 
 
 def _printable(text: str) -> str:
-    """Replace what could move a terminal's cursor: labels are anybody's text."""
+    """Replace unprintable characters, so that a label cannot send control codes to a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class AlertLog(ThreadingHTTPServer):
-    """The server; it listens from its creation on. POST takes a message, GET returns their number.
+    """The HTTP server: POST prints the alerts of a message, GET returns how many were printed.
+
+    It listens as soon as it is created.
 
     Raises:
-        OSError: On creation: the address is not of this machine, or taken.
+        OSError: The constructor cannot listen: the address is not of this machine, or taken.
     """
 
     daemon_threads = True
@@ -72,18 +74,18 @@ class AlertLog(ThreadingHTTPServer):
         self.num_alerts = 0
         super().__init__((host, port), _Handler)
 
-    def take(self, message: bytes) -> None:
+    def print_alerts(self, message: bytes) -> None:
         """Print the alerts of a message.
 
         Raises:
-            ValueError: This is no message of Alertmanager's.
+            ValueError: The message is not one of Alertmanager.
         """
         content = json.loads(message)
         alerts = content.get("alerts") if isinstance(content, dict) else None
         if not isinstance(alerts, list) or not all(isinstance(alert, dict) for alert in alerts):
             raise ValueError("there is no list `alerts`")
         self.num_alerts += len(alerts)
-        # One write, so that messages that come together do not mix.
+        # A single write, so that the lines of simultaneous messages do not mix.
         sys.stdout.write("".join(f"{alert_line(alert)}\n" for alert in alerts))
         sys.stdout.flush()
 
@@ -97,18 +99,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
-            self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"At most {MOST_BYTES} bytes.\n")
+        if not length.isdecimal() or int(length) > MAX_MESSAGE_BYTES:
+            self._answer(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"At most {MAX_MESSAGE_BYTES} bytes.\n"
+            )
             return
         try:
-            self.server.take(self.rfile.read(int(length)))
+            self.server.print_alerts(self.rfile.read(int(length)))
         except ValueError as error:  # json.JSONDecodeError is one
             self._answer(HTTPStatus.BAD_REQUEST, f"No message of Alertmanager's: {error}\n")
             return
         self._answer(HTTPStatus.OK, "")
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of requests: the output is for alerts."""
+        """Log no requests, because the output is for alerts only."""
 
     def _answer(self, status: HTTPStatus, text: str) -> None:
         body = text.encode()
@@ -120,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until the process is ended."""
+    """Run the server until the process is terminated."""
     parser = argparse.ArgumentParser(prog="zerowatch.dashboards.alert_log", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)

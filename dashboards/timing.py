@@ -1,4 +1,4 @@
-"""The PromQL ranges and intervals of rules; tests scale them by one factor."""
+"""The time ranges and intervals of recording rules and alerts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 MINUTE = 60.0
 SHORT_SECONDS = 5 * MINUTE
 LONG_SECONDS = 30 * MINUTE
-_EVALUATION_SECONDS = 15.0
-_LEAST_EVALUATION_SECONDS = 1.0
+_EVALUATION_SECONDS = 15.0  # between two evaluations of the rules
+_LEAST_EVALUATION_SECONDS = 1.0  # the same, however small the scale is
+# Prometheus' units of time in milliseconds, the largest first.
 _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Turns seconds into Prometheus' durations, multiplied by `scale`.
+    """Writes the ranges and intervals of rules as Prometheus durations, multiplied by `scale`.
 
     Args:
-        scale: 1 in what is shipped. A test takes 1/30, say, and waits ten seconds where a user
-            waits five minutes, for the very same rules.
+        scale: 1 in the shipped rules. Tests of the same rules use less: with 1/30, five minutes
+            become ten seconds.
     """
 
     scale: float = 1.0
 
     def duration(self, seconds: float) -> str:
-        """Write a duration in the largest unit that divides it, such as "5m"."""
+        """Return a duration in the largest unit that divides it, such as "5m"."""
         milliseconds = round(seconds * self.scale * 1000)
         return next(
             f"{milliseconds // size}{unit}" for size, unit in _UNITS if not milliseconds % size
@@ -32,16 +33,16 @@ class Timing:
 
     @property
     def short(self) -> str:
-        """The short range, which reacts quickly; rule names call it 5m."""
+        """The range of 5 minutes: short enough to show a change soon."""
         return self.duration(SHORT_SECONDS)
 
     @property
     def long(self) -> str:
-        """The long range, which excludes short disturbances; rule names call it 30m."""
+        """The range of 30 minutes: long enough that a short disturbance has little effect."""
         return self.duration(LONG_SECONDS)
 
     @property
     def evaluation(self) -> str:
-        """The time between two evaluations of the rules."""
+        """The interval between two evaluations of the rules."""
         scaled = _EVALUATION_SECONDS * self.scale
         return Timing().duration(max(_LEAST_EVALUATION_SECONDS, scaled))

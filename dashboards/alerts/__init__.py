@@ -1,7 +1,9 @@
-"""Alerts, as data. To add one, write a function here, a page in runbook.md and test cases.
+"""All alerts, as plain data that the build writes as Prometheus rules.
 
-An alert fires on what a person can act on, and states what to do. It does not fire while a run
-warms up, after it has ended, or while another alert names the cause.
+To add an alert, write a function in the module of its subject, a page in `runbook.md` and test
+cases in `tests/rules/cases/`. An alert fires only if a person can do something about it, and its
+description says what. It does not fire while a run warms up or after it has ended, and it is
+inhibited while another alert names the cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The description of an alert: expression, texts, labels, and the alerts that it inhibits."""
+"""The data of an alert: expression, duration, texts, labels, and the alerts that it inhibits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..promql import IDENTITY
 Severity = Literal["critical", "warning", "info"]
 Component = Literal["communication", "training", "memory", "devices", "watch", "tuner"]
 
-# Filled in by Prometheus when it sends the alert.
+# Template expressions, which Prometheus replaces when it sends the alert.
 RUN = "{{ $labels.run }}"
 RANK = "{{ $labels.rank }}"
 PERCENT = "{{ $value | humanizePercentage }}"
@@ -20,7 +20,7 @@ NUMBER = '{{ $value | printf "%.0f" }}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The addresses of an alert's links: the runbook and Grafana."""
+    """The base addresses of the links in an alert: the runbook and Grafana."""
 
     runbook: str = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
     grafana: str = "http://127.0.0.1:3000"
@@ -28,11 +28,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InhibitRule:
-    """The alerts that an alert inhibits: its consequences.
+    """Which other alerts an alert inhibits while it fires, because they are consequences of it.
 
     Attributes:
-        alerts: Names of the inhibited alerts; empty means all others.
-        same: The labels in which the two must agree.
+        alerts: The names of the inhibited alerts; empty means all others.
+        same: The labels that must be equal in both alerts.
     """
 
     alerts: tuple[str, ...] = ()
@@ -41,16 +41,20 @@ class InhibitRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """One alert.
+    """An alerting rule of Prometheus.
 
     Attributes:
-        expression: PromQL that has a result while something is wrong, one per alert.
-        for_seconds: How long the expression must hold before the alert fires.
-        keep_firing_seconds: How long it stays after the expression ends, against flapping.
-        summary: What is wrong, without figures, so that it is the same in each notification.
-        description: The value, and what to do first.
-        dashboard: The uid of the dashboard that shows it.
-        inhibits: The alerts that it inhibits.
+        name: The name, such as ZerowatchRankDown; also the anchor of its page in the runbook.
+        component: What the alert is about; a label for routing.
+        severity: How urgent the alert is; a label for routing.
+        expression: PromQL. The alert is active once for each series of the result.
+        for_seconds: How long a series must be present before the alert fires.
+        keep_firing_seconds: How long the alert fires after the series is gone, so that it does not
+            flap.
+        summary: What is wrong. It has no figures, so that it is the same in each notification.
+        description: The current value, what it means and what to do first.
+        dashboard: The uid of the dashboard to which the alert links.
+        inhibits: The alerts that this alert inhibits; None if it inhibits none.
     """
 
     name: str
@@ -66,12 +70,12 @@ class Alert:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The labels by which an alert is routed."""
+        """The labels by which Alertmanager routes the alert."""
         return {"component": self.component, "severity": self.severity}
 
     def annotations(self, links: Links) -> dict[str, str]:
-        """The texts and links of an alert."""
-        # Without blanks, so that YAML breaks no address into two lines.
+        """Return the texts and links that a notification shows."""
+        # Without spaces in the templates, because YAML would wrap the address at a space.
         variables = "&".join(f"var-{name}={{{{$labels.{name}|urlquery}}}}" for name in IDENTITY)
         return {
             "summary": self.summary,

@@ -16,7 +16,7 @@ from .alert import NUMBER, PERCENT, RANK, RUN, Alert
 from .guards import after_some_steps, while_training
 
 DASHBOARD = "zerowatch-communication"
-STEADY_SHARE = 0.75  # of the time that a straggler must be slow
+STEADY_SHARE = 0.75  # the share of the last five minutes in which a straggler must be slow
 COMM_BOTTLENECK = "ZerowatchCommBottleneck"
 LINK_SLOW = "ZerowatchLinkSlow"
 STRAGGLER_RANK = "ZerowatchStragglerRank"
@@ -34,7 +34,7 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _comm_bottleneck(timing: Timing) -> Alert:
-    # The long range excludes short disturbances, the short one shows that it is not over yet.
+    # The 30 minutes exclude short disturbances. The 5 minutes end the alert soon after the cause.
     both_ranges = where(
         f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}",
         f"{recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}",
@@ -49,8 +49,8 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         summary=f"Training {RUN} waits for communication",
         description=(
             f"Training spends {PERCENT} of its time only waiting for collectives; up to "
-            f"{COMM_RATIO_HIGH:.0%} is usual. The dashboard shows the largest cause: imbalance, "
-            "latency, redundancy or bandwidth. The runbook lists a remedy for each."
+            f"{COMM_RATIO_HIGH:.0%} is usual. Look up the largest cause on the dashboard: "
+            "imbalance, latency, redundancy or bandwidth. The runbook lists a remedy for each."
         ),
         dashboard=DASHBOARD,
     )
@@ -76,9 +76,9 @@ def _link_slow(timing: Timing) -> Alert:
 
 
 def steady(score: str, timing: Timing) -> str:
-    """Write the level that a rank's score exceeds for most of the short range.
+    """Return the score that a rank exceeds for 75 % of the last five minutes.
 
-    Not the mean: two ranks that are slow in turn would both have a mean above zero.
+    A mean would not do: if two ranks are slow alternately, both means are above zero.
     """
     return f"quantile_over_time({1 - STEADY_SHARE}, {score}[{timing.short}])"
 
@@ -95,9 +95,9 @@ def _straggler_rank(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is slow in {{{{ $labels.phase }}}}",
         description=(
-            f"For {STEADY_SHARE:.0%} of the last five minutes the rank was slower than the median "
-            f"rank by {PERCENT} of a step or more, and all other ranks wait for it. Check its host "
-            "first: other processes, throttled clocks, a slow disk."
+            f"During {STEADY_SHARE:.0%} of the last five minutes this rank was slower than the "
+            f"median rank by at least {PERCENT} of a step, and all other ranks wait for it. Check "
+            "its host first for other processes, throttled clocks and a slow disk."
         ),
         dashboard=DASHBOARD,
     )
@@ -108,14 +108,14 @@ def _collective_mismatch() -> Alert:
         name="ZerowatchCollectiveMismatch",
         component="communication",
         severity="critical",
-        # Not an increase: ranks that differ stay apart until the run ends.
+        # The total and not an increase, because ranks do not match again until the run ends.
         expression=while_training(f"{by('max', select(comm.COLLECTIVE_MISMATCHES))} > 0"),
         for_seconds=0,
         keep_firing_seconds=5 * MINUTE,
         summary=f"The ranks of training {RUN} do not issue the same collectives",
         description=(
             f"Mismatches so far: {NUMBER}. A run with a mismatch hangs or computes wrong results. "
-            "The log names the rank and the call."
+            "The log names the rank and the call. Stop the run and correct the script."
         ),
         dashboard=DASHBOARD,
     )
@@ -132,8 +132,8 @@ def _comm_coverage_low(timing: Timing) -> Alert:
         keep_firing_seconds=15 * MINUTE,
         summary=f"zerowatch misses some collectives of training {RUN}",
         description=(
-            f"zerowatch records only {PERCENT} of the collectives, so the communication times are "
-            "too low. Do not base decisions on them. Training itself is not affected."
+            f"zerowatch records only {PERCENT} of the collectives, so the communication times "
+            "shown are too low. Do not base decisions on them. Training itself is not affected."
         ),
         dashboard="zerowatch-overhead",
     )

@@ -1,4 +1,4 @@
-"""Conditions that prevent false alarms."""
+"""PromQL conditions that prevent false alarms, added to the expressions of several alerts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ from ..timing import Timing
 
 
 def while_training(expression: str, *labels: str) -> str:
-    """Keep the series of runs that are training, or with "rank" of ranks that are.
+    """Return `expression` restricted to runs that are training now.
 
-    A run that has ended leaves samples only within the range of a rate.
+    Otherwise an alert could fire after the end of a run, because a rate still has samples for the
+    length of its range. With the label "rank", restrict it to ranks that are training now.
     """
     return where(expression, f"{select(training.RUN_ACTIVE)} == 1", *labels)
 
 
 def after_some_steps(expression: str, timing: Timing) -> str:
-    """Keep the series of runs that have taken enough steps to judge a share of their time."""
+    """Return `expression` restricted to runs with at least 10 steps in the last 30 minutes.
+
+    During the first steps a run warms up, and shares of its time mean little.
+    """
     steps = by("max", f"increase({select(training.STEPS)}[{timing.long}])")
     return where(expression, f"{steps} >= {STEPS_TO_JUDGE}")
 
 
 def on_gpu(expression: str) -> str:
-    """Keep the ranks that train on a GPU; the expression may be of another device."""
+    """Return `expression` restricted to ranks that train on a GPU.
+
+    The expression itself may be about another device, such as the host.
+    """
     return where(expression, _GPU_MEMORY, "rank")
 
 
 def not_on_gpu(expression: str) -> str:
-    """Leave out the ranks that train on a GPU."""
+    """Return `expression` restricted to ranks that do not train on a GPU."""
     return f"{expression}\nunless on ({', '.join((*IDENTITY, 'rank'))}) {_GPU_MEMORY}"
 
 

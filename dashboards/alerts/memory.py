@@ -1,4 +1,4 @@
-"""Alerts on out-of-memory risks and memory leaks."""
+"""Alerts on out-of-memory risks, memory leaks and replayed accumulation windows."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def memory_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _training_device_risk(limit: float) -> str:
-    """Select the ranks that are likely to run out of the memory they train in.
+    """Return the risk of each rank whose training device runs out of memory with `limit` or more.
 
-    This is the GPU's memory, or without a GPU the host's, whose device is called cpu.
+    The training device is the GPU, or in a run without GPUs the host, whose device label is cpu.
     """
     gpu = f"{recorded.OOM_RISK.select(ON_GPU)} > {limit}"
     host = not_on_gpu(f"{recorded.OOM_RISK.select(ON_HOST)} > {limit}")
@@ -47,7 +47,7 @@ def _oom_risk_high() -> Alert:
         summary=f"Rank {RANK} of training {RUN} is likely to run out of memory on {DEVICE}",
         description=(
             f"The probability of an out-of-memory error within the next 50 steps is {PERCENT}. "
-            "Save a checkpoint if you can, then reduce the micro-batch or shard more."
+            "Save a checkpoint if you can, then reduce the micro-batch or use a higher ZeRO stage."
         ),
         dashboard=DASHBOARD,
     )
@@ -59,7 +59,7 @@ def _oom_risk_critical() -> Alert:
         component="memory",
         severity="critical",
         expression=_training_device_risk(OOM_RISK_CRITICAL),
-        for_seconds=0,  # it may be a matter of seconds
+        for_seconds=0,  # the error may follow within seconds
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} is about to run out of memory on {DEVICE}",
         description=(
@@ -76,7 +76,7 @@ def _host_memory_risk() -> Alert:
     return Alert(
         name="ZerowatchHostMemoryRisk",
         component="memory",
-        severity="critical",  # the kernel kills without an error that anything could catch
+        severity="critical",  # the kernel kills the process, and nothing can catch that
         expression=while_training(host, "rank"),
         for_seconds=MINUTE / 2,
         keep_firing_seconds=5 * MINUTE,
@@ -96,21 +96,21 @@ def _memory_leak() -> Alert:
         name="ZerowatchMemoryLeak",
         component="memory",
         severity="warning",
-        expression=while_training(f"{growth} > 0", "rank"),  # absent while nothing leaks
+        expression=while_training(f"{growth} > 0", "rank"),  # the series exists only during a leak
         for_seconds=2 * MINUTE,
         keep_firing_seconds=5 * MINUTE,
         summary=f"Rank {RANK} of training {RUN} leaks memory on {DEVICE}",
         description=(
             f"Memory of category {{{{ $labels.category }}}} grows by {BYTES} with each step, and "
-            "the batches do not explain it. The dashboard shows how many steps are left. Look for "
-            "tensors that the script keeps."
+            "the batches do not explain it. The dashboard shows how many steps are left until "
+            "memory is full. Look for tensors that the script keeps."
         ),
         dashboard=DASHBOARD,
     )
 
 
 def _oom_replays(timing: Timing) -> Alert:
-    # The long range excludes single bad batches, the short one shows that it is not over yet.
+    # The 30 minutes exclude single bad batches. The 5 minutes end the alert soon after the cause.
     both_ranges = where(
         f"{recorded.REPLAY_RATIO_LONG.select()} > {REPLAY_RATIO_HIGH}",
         f"{recorded.REPLAY_RATIO.select()} > 0",
@@ -124,8 +124,8 @@ def _oom_replays(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Training {RUN} keeps running out of memory and replaying windows",
         description=(
-            f"Replayed accumulation windows took {PERCENT} of the training time of the last half "
-            "hour. No sample is lost. Start with smaller micro-batches, or free memory."
+            f"In the last half hour, replaying accumulation windows took {PERCENT} of the training "
+            "time. No sample is lost. Start the run with smaller micro-batches, or free memory."
         ),
         dashboard=DASHBOARD,
     )

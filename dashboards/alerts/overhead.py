@@ -1,4 +1,4 @@
-"""Alerts on zerowatch itself: the cost of monitoring, and a tuner in safe mode."""
+"""Alerts on zerowatch itself: expensive monitoring, and a tuner in safe mode."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def _watch_overhead(timing: Timing) -> Alert:
         keep_firing_seconds=15 * MINUTE,
         summary=f"Monitoring of training {RUN} costs more than it should",
         description=(
-            f"Monitoring takes {PERCENT} of a rank's time. The dashboard shows which part; the "
-            "runbook lists the settings that make each part cheaper."
+            f"Monitoring takes {PERCENT} of a rank's time; less than {WATCH_RATIO_HIGH:.0%} is "
+            "usual. The dashboard shows which part of it is expensive, and the runbook lists the "
+            "settings that make each part cheaper."
         ),
         dashboard="zerowatch-overhead",
     )
@@ -45,7 +46,7 @@ def _tuner_safe_mode() -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The tuner of training {RUN} is in safe mode",
         description="The tuner has restored the last configuration that worked and starts no new "
-        "trials. It acts only if memory is about to run out. Training continues. The dashboard "
-        "shows the last decisions.",
+        "trials. It changes settings only if memory is about to run out. Training continues. The "
+        "dashboard shows the last decisions.",
         dashboard="zerowatch-tuner",
     )

@@ -1,4 +1,4 @@
-"""Alerts on training: stalls, silent ranks, unsound losses, slow data and idle GPUs."""
+"""Alerts on stalls, unreachable ranks, non-finite losses, slow data, idle GPUs and restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .guards import after_some_steps, while_training
 OVERVIEW, ANATOMY = "zerowatch-overview", "zerowatch-step-anatomy"
 DATA_BOUND = "ZerowatchDataBound"
 LOW_DEVICE_UTILIZATION = "ZerowatchLowDeviceUtilization"
-# A rank that does not answer counts as down if it was training within this time.
+# A rank that does not answer is down if it was training within this time.
 REMEMBERED_SECONDS = 15 * MINUTE
 
 
@@ -38,8 +38,8 @@ def training_alerts(timing: Timing) -> tuple[Alert, ...]:
 
 
 def _training_stalled(timing: Timing) -> Alert:
-    # An evaluation takes no steps either, but its phases go on. Only timestamps
-    # of the same host are subtracted, so that clocks need not agree.
+    # During an evaluation there are no steps either, but the time of the last activity changes.
+    # Only timestamps of the same host are subtracted, so that clocks may differ between hosts.
     steps = by("max", f"changes({select(training.STEPS)}[{timing.short}])")
     moves = by("max", f"delta({select(training.LAST_ACTIVITY_TIMESTAMP)}[{timing.short}])")
     stalled = where(where(by("max", select(training.STEPS)), f"{steps} == 0"), f"{moves} < 1")
@@ -49,7 +49,7 @@ def _training_stalled(timing: Timing) -> Alert:
         severity="critical",
         expression=while_training(stalled),
         for_seconds=5 * MINUTE,
-        keep_firing_seconds=0,  # a step is proof of its end
+        keep_firing_seconds=0,  # a new step proves that the stall is over
         summary=f"Training {RUN} has stalled",
         description=(
             f"No rank has made progress for ten minutes. The run has completed {NUMBER} steps. "
@@ -70,8 +70,8 @@ def _training_stalled(timing: Timing) -> Alert:
 
 
 def _rank_down(timing: Timing) -> Alert:
-    # A rank that ended normally has exported run_active 0. A restarted rank may answer on
-    # another port; its values from the old port no longer count.
+    # A rank that ended normally has exported run_active 0. After a restart a rank may answer on
+    # another port, and the old address is then ignored.
     active = f"last_over_time({select(training.RUN_ACTIVE)}[{timing.duration(REMEMBERED_SECONDS)}])"
     return Alert(
         name="ZerowatchRankDown",
@@ -82,7 +82,7 @@ def _rank_down(timing: Timing) -> Alert:
             "unless on (job, run, rank) up == 1"
         ),
         for_seconds=MINUTE,
-        keep_firing_seconds=0,  # an answer is proof of its end
+        keep_firing_seconds=0,  # an answer proves that the rank is up
         summary=f"Rank {RANK} of training {RUN} does not answer",
         description=(
             "The rank was last seen training on {{ $labels.node }} "
@@ -105,9 +105,9 @@ def _loss_not_finite(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss of training {RUN} is not a finite number",
         description=(
-            f"Steps with such a loss in the last five minutes: {NUMBER}. The dashboard shows "
-            "whether this continues. If it does, stop the run and return to the last good "
-            "checkpoint."
+            f"The loss was NaN or infinite in {NUMBER} steps of the last five minutes. The "
+            "dashboard shows whether this continues. If it does, stop the run and return to the "
+            "last good checkpoint."
         ),
         dashboard=ANATOMY,
     )
@@ -127,9 +127,9 @@ def _loss_scale_collapse(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"The loss scale of training {RUN} has collapsed",
         description=(
-            f"The scale is down to {NUMBER}: gradients overflow at every scale. DeepSpeed ends the "
-            "run when the scale reaches its minimum. Look at the loss and the gradient norm before "
-            "the fall."
+            f"The loss scale has fallen to {NUMBER}, because gradients overflow at every scale. "
+            "DeepSpeed ends the run when the scale reaches its minimum. Look at the loss and the "
+            "gradient norm before the fall."
         ),
         dashboard=ANATOMY,
     )
@@ -146,8 +146,9 @@ def _data_bound(timing: Timing) -> Alert:
         keep_firing_seconds=5 * MINUTE,
         summary=f"Training {RUN} waits for data",
         description=(
-            f"Loading takes {PERCENT} of the training time; a loader that prefetches needs almost "
-            "none. Give the DataLoader more workers, and check whether the disk is fast enough."
+            f"Loading data takes {PERCENT} of the training time; a loader that prefetches needs "
+            "almost none. Give the DataLoader more workers, and check whether the disk is fast "
+            "enough."
         ),
         dashboard=ANATOMY,
         inhibits=InhibitRule(alerts=(LOW_DEVICE_UTILIZATION,)),
@@ -155,8 +156,8 @@ def _data_bound(timing: Timing) -> Alert:
 
 
 def _low_device_utilization(timing: Timing) -> Alert:
-    # Not of the CPU: there it is the process's share of all cores, of which two ranks on one host
-    # can have a half each at best.
+    # GPUs only. On a CPU the utilization is a share of all cores, of which each of two ranks on a
+    # host can have at most half.
     busy = by("avg", recorded.DEVICE_UTILIZATION_BY_RANK.select(ON_GPU))
     return Alert(
         name=LOW_DEVICE_UTILIZATION,
@@ -178,7 +179,7 @@ def _low_device_utilization(timing: Timing) -> Alert:
 
 
 def _restarting(timing: Timing) -> Alert:
-    # changes() of one series does not serve: a restarted rank may answer at another port.
+    # changes() of one series would miss restarts, because a restarted rank may use another port.
     restarts = f"{select(window.RESTARTS)}[{timing.long}]"
     highest = by("max", f"max_over_time({restarts})")
     lowest = by("min", f"min_over_time({restarts})")

@@ -24,7 +24,7 @@ from ..grafana.panels import (
     PLAIN_TEXT,
     RATIO,
     SECONDS,
-    WATCH_OUT,
+    WARNING,
     BarGauge,
     Column,
     Query,
@@ -42,7 +42,7 @@ from .queries import RUN, of_ranks, of_run, rate_of_ranks, worst
 from .shared_panels import PHASE_COLORS, TABLE_ROWS, rank_table, sized, step_seconds
 
 FIRING = f'ALERTS{{{", ".join(RUN)}, alertstate="firing"}}'
-CLOSE_TO_LIMIT = (Step(GOOD), Step(WATCH_OUT, 0.75), Step(BAD, 1))
+CLOSE_TO_LIMIT = (Step(GOOD), Step(WARNING, 0.75), Step(BAD, 1))
 
 HEALTH = sized(
     4,

@@ -1,1 +1,5 @@
-"""The data model of dashboards, and its conversion by grafanalib to JSON for Grafana 11 to 13."""
+"""Dashboards as plain data, and their conversion to JSON for Grafana 11 to 13.
+
+`panels.py` and `dashboard.py` define the data, `panel_json.py` and `dashboard_json.py` convert it
+with grafanalib. This is the only package that imports grafanalib.
+"""

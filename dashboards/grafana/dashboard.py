@@ -1,4 +1,4 @@
-"""A dashboard, as data: rows of panels under headings."""
+"""A dashboard as plain data: rows of panels, each row under a heading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PREFIX = "zerowatch-"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels under a heading, from left to right, that wrap where the dashboard ends."""
+    """A heading and its panels, placed from left to right in lines of 24 columns."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -20,14 +20,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
-    """A page of panels.
+    """One Grafana dashboard.
 
     Attributes:
-        name: Of its file, and with a prefix its uid.
-        description: The question that it answers.
-        rows: What it shows.
-        span: The time it shows at first, until now, such as "1h".
-        traces: TraceQL of the traces it links to.
+        name: The name of its module, from which its uid is derived.
+        title: The title that Grafana shows.
+        description: The question that the dashboard answers.
+        rows: The headings and panels, from top to bottom.
+        span: The length of the time range when the dashboard is opened, such as "1h".
+        traces: TraceQL searches to which the dashboard links.
     """
 
     name: str
@@ -39,15 +40,15 @@ class Dashboard:
 
     @property
     def uid(self) -> str:
-        """What links and provisioning call the dashboard."""
+        """The id by which links and Grafana's provisioning identify the dashboard."""
         return uid_of(self.name)
 
     def panels(self) -> Iterator[Panel]:
-        """Go over all panels in their order."""
+        """Yield all panels, from the first row to the last."""
         for row in self.rows:
             yield from row.panels
 
 
 def uid_of(name: str) -> str:
-    """Return the uid of the dashboard in the file of that name, such as "step_anatomy"."""
+    """Return the uid of a dashboard, given the name of its module, such as "step_anatomy"."""
     return PREFIX + name.replace("_", "-")

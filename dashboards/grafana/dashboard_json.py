@@ -20,19 +20,20 @@ from .grafanalib_cleanup import STALE_IN_DASHBOARD, STALE_OF_VARIABLE, Json, cle
 from .panel_json import PROMETHEUS, Place, panel_json, row_json
 from .panels import Panel
 
-# The newest that Grafana 11 reads without migration; changes in 12 and 13 do not affect it.
-# Below 14 Grafana would remove the shared crosshair.
+# The newest schema that Grafana 11 reads without a migration; Grafana 12 and 13 read it too. When
+# Grafana migrates a dashboard with a schema below 14, it removes the shared crosshair.
 SCHEMA_VERSION = 39
-_SHARED_CROSSHAIR = 1
+_SHARED_CROSSHAIR = 1  # the same time is marked in all graphs while pointing at one
 _REFRESH = "15s"
-COLUMNS = 24
-HEADING_HEIGHT = 1
-TAG = "zerowatch"
+COLUMNS = 24  # width of a dashboard
+HEADING_HEIGHT = 1  # rows that a heading takes
+TAG = "zerowatch"  # carried by all dashboards, which link to each other by it
 _TEMPO = {"type": "tempo", "uid": "tempo"}
 _RUN = ('job=~"$job"', 'run=~"$run"')
 _FIRST_RANK = (*_RUN, 'rank="0"')
-_STEP = "15s"  # between two looks; Grafana takes more where a graph has fewer points
+_STEP = "15s"  # between two points of an annotation query; Grafana increases it on long ranges
 
+# The annotation that Grafana adds to every dashboard by itself.
 BUILT_IN: Json = {
     "builtIn": 1,
     "datasource": {"type": "grafana", "uid": "-- Grafana --"},
@@ -42,22 +43,25 @@ BUILT_IN: Json = {
     "name": "Annotations & Alerts",
     "type": "dashboard",
 }
-# Grafana's numbers.
-_SORTED, _NEWEST_FIRST, _BY_NUMBER = 1, 2, 3
-_ON_TIME_RANGE_CHANGE = 2  # runs and ranks come and go
-_LABEL_VALUES = 1
-# What all ranks are: `.*` keeps queries short where Grafana would name a thousand of them.
+# Grafana's codes for the options of a variable.
+_SORT_ALPHABETICALLY = 1
+_SORT_ALPHABETICALLY_DESCENDING = 2
+_SORT_BY_NUMBER = 3
+_REFRESH_ON_TIME_RANGE_CHANGE = 2  # because runs and ranks start and end
+_LABEL_VALUES_QUERY = 1
+# The value of the rank variable when all ranks are chosen. Without it, Grafana would put the names
+# of all ranks, perhaps a thousand, into each query.
 _ALL_RANKS = ".*"
 
 
 def dashboard_json(dashboard: Dashboard) -> Json:
-    """Return a dashboard's JSON."""
+    """Return the JSON of a dashboard, as a folder of Grafana's provisioning takes it."""
     made = grafanalib.Dashboard(
         title=f"zerowatch / {dashboard.title}",
         uid=dashboard.uid,
         description=dashboard.description,
         tags=[TAG],
-        annotations=grafanalib.Annotations(list=marks()),
+        annotations=grafanalib.Annotations(list=annotations()),
         templating=grafanalib.Templating(list=variables()),
         time=grafanalib.Time(f"now-{dashboard.span}", "now"),
         timezone="browser",
@@ -66,15 +70,15 @@ def dashboard_json(dashboard: Dashboard) -> Json:
         schemaVersion=SCHEMA_VERSION,
         version=1,
     )
-    json = cleaned(made, STALE_IN_DASHBOARD)
-    json["links"] = [links_between_dashboards(), *map(link_to_traces, dashboard.traces)]
-    json["panels"] = list(_panels(dashboard))
-    json["timepicker"] = {"refresh_intervals": ["5s", "15s", "30s", "1m", "5m", "30m", "1h"]}
-    return json
+    result = cleaned(made, STALE_IN_DASHBOARD)
+    result["links"] = [links_between_dashboards(), *map(link_to_traces, dashboard.traces)]
+    result["panels"] = list(_panels(dashboard))
+    result["timepicker"] = {"refresh_intervals": ["5s", "15s", "30s", "1m", "5m", "30m", "1h"]}
+    return result
 
 
 def _panels(dashboard: Dashboard) -> Iterator[Json]:
-    """Yield headings and panels, numbered and placed."""
+    """Yield the JSON of all headings and panels, with their ids and positions."""
     number = top = 0
     for row in dashboard.rows:
         number += 1
@@ -89,7 +93,13 @@ def _panels(dashboard: Dashboard) -> Iterator[Json]:
 
 
 def places(panels: Sequence[Panel], top: int) -> Iterator[Place]:
-    """Yield each panel's place below `top`; a panel that no longer fits begins a new line.
+    """Yield the position of each panel, filling lines of 24 columns from left to right.
+
+    A panel that does not fit into the current line starts the next one.
+
+    Args:
+        panels: The panels of one heading.
+        top: The first row that they may use.
 
     Raises:
         ValueError: A panel is wider than the dashboard.
@@ -108,20 +118,21 @@ def places(panels: Sequence[Panel], top: int) -> Iterator[Place]:
 
 
 def variables() -> list[Json]:
-    """Return the variables in the order in which one depends on the other.
+    """Return the variables chosen at the top of a dashboard: data source, job, run and ranks.
 
-    Runs are named by the time they began, so the last by name is the newest, and the one shown.
+    Each query depends on the variables before it. The name of a run begins with its start time, so
+    in descending order the newest run is first, and Grafana selects the first by default.
     """
     job, run = 'job=~"$job"', 'run=~"$run"'
     return [
         _data_source(),
-        _label("job", "Job", select(RUN_ACTIVE), sort=_SORTED),
-        _label("run", "Run", select(RUN_ACTIVE, job), sort=_NEWEST_FIRST),
+        _label("job", "Job", select(RUN_ACTIVE), sort=_SORT_ALPHABETICALLY),
+        _label("run", "Run", select(RUN_ACTIVE, job), sort=_SORT_ALPHABETICALLY_DESCENDING),
         _label(
             "rank",
             "Rank",
             select(RUN_ACTIVE, job, run),
-            sort=_BY_NUMBER,
+            sort=_SORT_BY_NUMBER,
             multi=True,
             includeAll=True,
             allValue=_ALL_RANKS,
@@ -137,27 +148,30 @@ def _data_source() -> Json:
 
 
 def _label(name: str, title: str, of: str, **more: Any) -> Json:
-    """Offer the values that a label has in a metric's series."""
+    """Return a variable whose choices are the values of the label `name` in the series `of`."""
     query = f"label_values({of}, {name})"
     made = grafanalib.Template(
         name=name,
         label=title,
         query=query,
         dataSource=PROMETHEUS,
-        refresh=_ON_TIME_RANGE_CHANGE,
+        refresh=_REFRESH_ON_TIME_RANGE_CHANGE,
         regex="",
         **more,
     )
-    json = cleaned(made, STALE_OF_VARIABLE)
-    json["definition"] = query
-    json["query"] = {"qryType": _LABEL_VALUES, "query": query, "refId": f"variable-{name}"}
+    result = cleaned(made, STALE_OF_VARIABLE)
+    result["definition"] = query
+    result["query"] = {"qryType": _LABEL_VALUES_QUERY, "query": query, "refId": f"variable-{name}"}
     if more.get("includeAll"):
-        json["current"] = {"selected": True, "text": ["All"], "value": ["$__all"]}
-    return json
+        result["current"] = {"selected": True, "text": ["All"], "value": ["$__all"]}
+    return result
 
 
-def marks() -> list[Json]:
-    """Return what Grafana looks for; each can be switched off at the top of a dashboard."""
+def annotations() -> list[Json]:
+    """Return the annotations of every graph: firing alerts, tuner decisions and starts of runs.
+
+    A user can switch each of them off at the top of a dashboard.
+    """
     first_rank = select(RUN_ACTIVE, *_FIRST_RANK)
     return [
         BUILT_IN,
@@ -206,7 +220,7 @@ def _annotation(
 
 
 def links_between_dashboards() -> Json:
-    """Return links to all dashboards with our tag, that take variables and time along."""
+    """Return the links to all zerowatch dashboards; they keep the variables and the time range."""
     return cleaned(
         grafanalib.DashboardLink(
             type="dashboards", tags=[TAG], includeVars=True, keepTime=True, icon="dashboard"
@@ -215,10 +229,10 @@ def links_between_dashboards() -> Json:
 
 
 def link_to_traces(query: str) -> Json:
-    """Return a link to Tempo's search.
+    """Return a link to a search for traces in Tempo.
 
     Args:
-        query: TraceQL; `$run` in it becomes the run shown.
+        query: The search in TraceQL; Grafana replaces `$run` by the selected run.
     """
     pane = {
         "datasource": _TEMPO["uid"],
@@ -234,7 +248,7 @@ def link_to_traces(query: str) -> Json:
         ],
         "range": {"from": "$__from", "to": "$__to"},
     }
-    # "$" stays as it is, so that Grafana finds its variables.
+    # "$" is not escaped, because Grafana replaces its variables before it decodes the URL.
     panes = quote(json.dumps({"zerowatch": pane}, separators=(",", ":")), safe="$")
     return cleaned(
         grafanalib.DashboardLink(

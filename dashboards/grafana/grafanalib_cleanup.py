@@ -1,7 +1,7 @@
-"""grafanalib's output made into what Grafana reads today.
+"""Removal of obsolete keys from the JSON that grafanalib generates.
 
-grafanalib 0.7.1 was written for older Grafanas. What it leaves behind is not refused but changes a
-dashboard silently: at most 100 points a graph, half the resolution, a reading as of Grafana 6.
+grafanalib 0.7.1 was written for older versions of Grafana. Current versions accept its obsolete
+keys without an error, but the dashboard changes: for example, each graph has at most 100 points.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# Of grafanalib, and no longer Grafana's. maxDataPoints is, but not 100 for every panel.
+# Keys that current Grafana no longer uses, by the object that has them. It still uses
+# maxDataPoints, but grafanalib sets it to 100 for every panel.
 STALE_OF_PANEL = (
     "cacheTimeout",
     "editable",
@@ -26,17 +27,22 @@ STALE_OF_VARIABLE = (
     "auto",
     "auto_count",
     "auto_min",
-    "current",  # what is chosen at first: without, Grafana takes the first it finds
+    "current",  # the initial choice; without the key, Grafana chooses the first value
     "tagsQuery",
     "tagValuesQuery",
     "useTags",
 )
 STALE_IN_DASHBOARD = ("__inputs", "gnetId", "hideControls", "rows", "sharedCrosshair", "style")
-KEPT_WHERE_NULL = "value"  # of the lowest threshold, which Grafana wants to be null
+KEPT_WHERE_NULL = "value"  # Grafana expects null as the value of the lowest threshold
 
 
 def cleaned(grafanalib_object: Any, stale: tuple[str, ...] = ()) -> Json:
-    """Return an object's JSON without nulls, and at the top without the `stale` keys."""
+    """Return a grafanalib object as JSON, without null values and obsolete keys.
+
+    Args:
+        grafanalib_object: An object of grafanalib, or its JSON.
+        stale: The keys to remove at the top level.
+    """
     json: Json = _plain(grafanalib_object)
     return {key: value for key, value in json.items() if key not in stale}
 

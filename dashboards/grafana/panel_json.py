@@ -31,10 +31,13 @@ from .panels import (
     TimeSeries,
 )
 
+# The data source that is chosen at the top of the dashboard.
 PROMETHEUS = {"type": "prometheus", "uid": "${datasource}"}
+# The result format of a query, by the shape of its result.
 _FORMATS = {"series": "time_series", "now": "time_series", "buckets": "heatmap", "table": "table"}
-# Without it Grafana takes a panel for one of version 6 and migrates what needs none.
+# A panel without a version is migrated from Grafana 6, which changes it.
 PLUGIN_VERSION = "11.6.0"
+# Show the latest value of each series.
 LAST = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
 LEGEND = {"calcs": [], "displayMode": "list", "placement": "bottom", "showLegend": True}
 NO_LEGEND = {"calcs": [], "displayMode": "hidden", "placement": "bottom", "showLegend": False}
@@ -42,7 +45,7 @@ NO_LEGEND = {"calcs": [], "displayMode": "hidden", "placement": "bottom", "showL
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rectangle, in columns and rows from the dashboard's upper left corner."""
+    """The position of a panel, in columns and rows from the upper left corner of the dashboard."""
 
     left: int
     top: int
@@ -51,24 +54,30 @@ class Place:
 
 
 def panel_json(panel: Panel, number: int, place: Place) -> Json:
-    """Return a panel's JSON; `number` is its id."""
-    draw = _DRAW[type(panel)]
-    json = cleaned(draw(panel, _shared(panel, number, place)), STALE_OF_PANEL)
-    json["fieldConfig"].setdefault("overrides", [])
-    if not json["fieldConfig"]["defaults"]["thresholds"]["steps"]:
-        del json["fieldConfig"]["defaults"]["thresholds"]
-    return {key: value for key, value in json.items() if value != []}
+    """Return the JSON of a panel.
+
+    Args:
+        panel: The panel.
+        number: Its id, unique on the dashboard.
+        place: Its position.
+    """
+    convert = _CONVERTERS[type(panel)]
+    result = cleaned(convert(panel, _shared(panel, number, place)), STALE_OF_PANEL)
+    result["fieldConfig"].setdefault("overrides", [])
+    if not result["fieldConfig"]["defaults"]["thresholds"]["steps"]:
+        del result["fieldConfig"]["defaults"]["thresholds"]
+    return {key: value for key, value in result.items() if value != []}
 
 
 def row_json(title: str, number: int, place: Place) -> Json:
-    """Return a heading's JSON, the panels under which follow it."""
+    """Return the JSON of a heading; in a dashboard its panels follow it."""
     row = grafanalib.RowPanel(title=title, id=number, gridPos=_position(place))
     wanted = {"collapsed", "gridPos", "id", "panels", "title", "type"}
     return {key: value for key, value in cleaned(row).items() if key in wanted}
 
 
 def _shared(panel: Panel, number: int, place: Place) -> Json:
-    """Return grafanalib's arguments that all panels have."""
+    """Return the arguments that grafanalib takes for every kind of panel."""
     return {
         "id": number,
         "title": panel.title,
@@ -87,7 +96,7 @@ def _position(place: Place) -> Any:
 
 def _time_series(panel: TimeSeries, shared: Json) -> Any:
     scale = {"type": "log", "log": 10} if panel.log_scale else {"type": "linear", "log": None}
-    custom = {"scaleDistribution": scale, "axisSoftMax": _above_limits(panel)}
+    custom = {"scaleDistribution": scale, "axisSoftMax": _soft_maximum(panel)}
     return grafanalib.TimeSeries(
         **shared,
         fillOpacity=70 if panel.stacked else 8,
@@ -105,8 +114,8 @@ def _time_series(panel: TimeSeries, shared: Json) -> Any:
     )
 
 
-def _above_limits(panel: TimeSeries) -> float | None:
-    """Return up to where an axis should go at least, so that limits are in the picture."""
+def _soft_maximum(panel: TimeSeries) -> float | None:
+    """Return the least upper end of the axis, so that the highest threshold is visible."""
     limits = [step.value for step in panel.thresholds if step.value]
     return max(limits) * 1.1 if limits and panel.maximum is None else None
 
@@ -115,7 +124,7 @@ def _stat(panel: Stat, shared: Json) -> Any:
     return grafanalib.Stat(
         **shared,
         reduceCalc="lastNotNull",
-        noValue=None,  # grafanalib's own is the word "none"
+        noValue=None,  # the default of grafanalib is the text "none"
         colorMode=panel.color,
         graphMode="none" if panel.plain else "area",
         textMode=_text_mode(panel),
@@ -139,13 +148,16 @@ def _stat(panel: Stat, shared: Json) -> Any:
 
 
 def _text_mode(panel: Stat) -> str:
-    """Let Grafana name the values, even a lone one if its name is a label's value."""
+    """Show the name of a single value only if the name comes from a label.
+
+    Grafana's "auto" names values only if there are several.
+    """
     is_label = any("{{" in query.legend for query in panel.queries)
     return "value_and_name" if is_label else "auto"
 
 
 def _gauge(panel: Gauge, shared: Json) -> Any:
-    return _other(
+    return _plain_panel(
         "gauge",
         panel,
         shared,
@@ -162,7 +174,7 @@ def _gauge(panel: Gauge, shared: Json) -> Any:
 
 
 def _bar_gauge(panel: BarGauge, shared: Json) -> Any:
-    return _other(
+    return _plain_panel(
         "bargauge",
         panel,
         shared,
@@ -204,7 +216,7 @@ def _heatmap(panel: Heatmap, shared: Json) -> Any:
         "yAxis": {"axisPlacement": "left", "reverse": False, "unit": panel.unit},
     }
     hidden = {"hideFrom": {"legend": False, "tooltip": False, "viz": False}}
-    return _other("heatmap", panel, shared, options, custom=hidden)
+    return _plain_panel("heatmap", panel, shared, options, custom=hidden)
 
 
 def _state_timeline(panel: StateTimeline, shared: Json) -> Any:
@@ -252,8 +264,10 @@ def _text(panel: Text, shared: Json) -> Any:
     )
 
 
-def _other(kind: str, panel: Panel, shared: Json, options: Json, custom: Json | None = None) -> Any:
-    """Write a panel of which grafanalib knows only an old kind, or none."""
+def _plain_panel(
+    kind: str, panel: Panel, shared: Json, options: Json, custom: Json | None = None
+) -> Any:
+    """Return a kind of panel that grafanalib supports only in an old form, or not at all."""
     return grafanalib.Panel(
         **shared,
         extraJson={
@@ -273,7 +287,7 @@ def _other(kind: str, panel: Panel, shared: Json, options: Json, custom: Json | 
 
 
 def _link_to_dashboard(uid: str) -> Json:
-    """Return a panel's link to the dashboard with details; it keeps variables and time."""
+    """Return the link of a panel to another dashboard; it keeps the variables and time range."""
     return cleaned(
         grafanalib.DashboardLink(
             type="link",
@@ -286,7 +300,7 @@ def _link_to_dashboard(uid: str) -> Json:
 
 
 def _defaults(panel: Panel) -> Json:
-    """Return what holds for all of a panel's values."""
+    """Return the options that apply to all values of a panel."""
     return {
         "unit": panel.unit,
         "min": panel.minimum,
@@ -297,7 +311,7 @@ def _defaults(panel: Panel) -> Json:
 
 
 def _color_overrides(panel: Panel) -> list[Json]:
-    """Return the fixed colours of series, by their legend."""
+    """Return the overrides that give series their fixed colours."""
     return [
         _override(legend, {"color": {"mode": "fixed", "fixedColor": color}})
         for legend, color in sorted(panel.colors.items())
@@ -312,7 +326,7 @@ def _override(name: str, properties: Json) -> Json:
 
 
 def _value_mappings(named: Iterable[Named]) -> list[Json]:
-    """Return the mapping of values to texts."""
+    """Return the texts and colours shown in place of values."""
     options = {
         str(name.value): {"text": name.text, "color": name.color, "index": index}
         for index, name in enumerate(named)
@@ -321,7 +335,7 @@ def _value_mappings(named: Iterable[Named]) -> list[Json]:
 
 
 def _query_target(query: Query, index: int) -> Json:
-    """Return a query's JSON; the first of a panel is A, the next B and so on."""
+    """Return the JSON of a query; `index` is its number within the panel, from 0."""
     return _target(
         query.expression,
         index,
@@ -332,12 +346,12 @@ def _query_target(query: Query, index: int) -> Json:
 
 
 def _table_target(expression: str, index: int) -> Json:
-    """Return the JSON of a query whose values now become a table's column."""
+    """Return the JSON of a query whose current values fill a column of a table."""
     return _target(expression, index, shape="table", legendFormat="__auto")
 
 
 def _letter(index: int) -> str:
-    """Name a panel's query."""
+    """Return the name of a query within its panel: A, B and so on."""
     return string.ascii_uppercase[index]
 
 
@@ -351,21 +365,24 @@ def _target(expression: str, index: int, *, shape: str, **more: Any) -> Json:
         legendFormat=more["legendFormat"],
         datasource=PROMETHEUS,
     )
-    of_today = {
+    current_keys = {
         "editorMode": "code",
         "exemplar": more.get("exemplar"),
         "range": not is_instant,
     }
-    return cleaned({**cleaned(made, STALE_OF_TARGET), **of_today})
+    return cleaned({**cleaned(made, STALE_OF_TARGET), **current_keys})
 
 
 def _table_targets(panel: Table) -> list[Json]:
-    """Return a query for each column."""
+    """Return the query of each column."""
     return [_table_target(column.expression, index) for index, column in enumerate(panel.columns)]
 
 
 def _table_transformations(panel: Table) -> list[Json]:
-    """Merge the columns' answers by their labels, name the columns and put them in order."""
+    """Return the steps that join the results of all columns by their labels into one table.
+
+    They also set the headings and the order of the columns, and hide the other fields.
+    """
     values = _names_of_values(panel)
     titles = [column.title for column in panel.columns]
     heads = {**panel.labels, **dict(zip(values, titles, strict=True))}
@@ -383,39 +400,44 @@ def _table_transformations(panel: Table) -> list[Json]:
 
 
 def _table_order(panel: Table) -> list[Json]:
-    """Return by which column the lines are sorted."""
+    """Return the column by which the rows are sorted, and the direction."""
     return [{"displayName": panel.sort_by, "desc": not panel.least_first}] if panel.sort_by else []
 
 
 def _table_overrides(panel: Table) -> list[Json]:
-    """Return each column's unit and colours."""
-    return [_override(column.title, _look(column)) for column in panel.columns if column.title]
+    """Return the unit and colours of each column."""
+    return [
+        _override(column.title, _column_options(column)) for column in panel.columns if column.title
+    ]
 
 
-def _look(column: Column) -> Json:
-    look: Json = {"unit": column.unit}
+def _column_options(column: Column) -> Json:
+    options: Json = {"unit": column.unit}
     if column.decimals is not None:
-        look["decimals"] = column.decimals
+        options["decimals"] = column.decimals
     if column.thresholds:
         steps = [{"color": step.color, "value": step.value} for step in column.thresholds]
-        look["thresholds"] = {"mode": "absolute", "steps": steps}
-        look["custom.cellOptions"] = {"type": "color-text"}
-    return look
+        options["thresholds"] = {"mode": "absolute", "steps": steps}
+        options["custom.cellOptions"] = {"type": "color-text"}
+    return options
 
 
 def _names_of_values(panel: Table) -> list[str]:
-    """Return what Grafana calls the values of each query; a lone one has no letter."""
+    """Return the names that Grafana gives to the value fields of the queries.
+
+    The field of a single query is "Value"; those of several queries are "Value #A" and so on.
+    """
     if len(panel.columns) == 1:
         return ["Value"]
     return [f"Value #{_letter(index)}" for index in range(len(panel.columns))]
 
 
 def _hidden(heads: Mapping[str, str]) -> list[str]:
-    """Return the fields that are no column, such as what is the same in all lines."""
+    """Return the fields that are not shown: the time, job and run, and fields without a heading."""
     return ["Time", *IDENTITY, *(name for name, head in heads.items() if not head)]
 
 
-_DRAW: dict[type[Panel], Callable[[Any, Json], Any]] = {
+_CONVERTERS: dict[type[Panel], Callable[[Any, Json], Any]] = {
     TimeSeries: _time_series,
     Stat: _stat,
     Gauge: _gauge,

@@ -10,49 +10,60 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # Grafana's names of units.
-RATIO = "percentunit"  # 1 is 100 %
+RATIO = "percentunit"  # a ratio; 1 is shown as 100 %
 SECONDS = "s"
-BYTES = "bytes"  # KiB, MiB, ...
+BYTES = "bytes"  # shown as KiB, MiB and so on
 BYTES_PER_SECOND = "binBps"
-COUNT = "short"
+COUNT = "short"  # large numbers are shortened: 12.3 K
 FLOPS_PER_SECOND = "flops"
 WATTS = "watt"
 CELSIUS = "celsius"
 HERTZ = "hertz"
-PLAIN = "none"
+PLAIN = "none"  # numbers are shown as they are
 
-GOOD, WATCH_OUT, BAD, NEUTRAL = "green", "orange", "red", "text"
+# The colours of values.
+GOOD = "green"
+WARNING = "orange"
+BAD = "red"
+NEUTRAL = "text"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A colour, and the value from which on it is used; None is the lowest step, without one."""
+    """A colour and the lowest value that has it; None as the value is minus infinity."""
 
     color: str
     value: float | None = None
 
 
 def above(limit: float, worse: float | None = None) -> tuple[Step, ...]:
-    """Colour values that should stay low: from `limit` on they are bad, or from `worse` on."""
+    """Return the colours of a value that should be low.
+
+    Green below `limit`, red from `limit` on. If `worse` is given: orange from `limit` on, red from
+    `worse` on.
+    """
     if worse is None:
         return (Step(GOOD), Step(BAD, limit))
-    return (Step(GOOD), Step(WATCH_OUT, limit), Step(BAD, worse))
+    return (Step(GOOD), Step(WARNING, limit), Step(BAD, worse))
 
 
 def below(limit: float, worse: float | None = None) -> tuple[Step, ...]:
-    """Colour values that should stay high: under `limit` they are bad, or under `worse`."""
+    """Return the colours of a value that should be high.
+
+    Green from `limit` on, red below. If `worse` is given: orange below `limit`, red below `worse`.
+    """
     if worse is None:
         return (Step(BAD), Step(GOOD, limit))
-    return (Step(BAD), Step(WATCH_OUT, worse), Step(GOOD, limit))
+    return (Step(BAD), Step(WARNING, worse), Step(GOOD, limit))
 
 
-PLAIN_TEXT = (Step(NEUTRAL),)  # a value that is neither good nor bad
-ANY_IS_BAD = above(1)  # of a count
+PLAIN_TEXT = (Step(NEUTRAL),)  # for a value that is neither good nor bad
+ANY_IS_BAD = above(1)  # for a count that should stay 0
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A word shown in place of a value, and its colour."""
+    """A text and a colour that are shown in place of a value."""
 
     value: int
     text: str
@@ -65,9 +76,11 @@ class Query:
 
     Attributes:
         expression: PromQL, with Grafana's variables.
-        legend: The series' name, such as "rank {{rank}}"; with no label in it, of one series only.
-        shape: "series" over time, "now" one value a series, "buckets" a histogram's by `le`.
-        exemplars: Whether the points that lead to traces are drawn too.
+        legend: The name of each series, such as "rank {{rank}}". A name without a label fits an
+            expression with one series only.
+        shape: "series" for values over the time range, "now" for the current value of each
+            series, "buckets" for the buckets of a histogram by their label `le`.
+        exemplars: Whether to draw the exemplars, points that link to traces.
     """
 
     expression: str
@@ -78,20 +91,23 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """What all panels have.
+    """The fields that all kinds of panel have.
 
     Attributes:
-        description: How to read it and what to do, as markdown; shown at the title's (i).
-        unit: One of style.py's.
-        width: In columns, of which a dashboard has 24.
-        height: In rows of about 38 pixels.
-        thresholds: Colours by value, the lowest first; in a time series as lines.
-        minimum: Of the scale; None fits it to the values.
-        maximum: Of the scale; None fits it to the values.
-        decimals: Digits shown after the point; None lets Grafana choose.
-        colors: Fixed colours of series by their legend, so that a word has one colour everywhere.
-        empty: What is shown where there is no data; in a table also in each empty cell.
-        dashboard: The uid of the dashboard with details, linked from the title.
+        title: The title.
+        description: How to read the panel and what to do, in markdown. Grafana shows it at the (i)
+            next to the title.
+        queries: The queries whose results the panel shows.
+        unit: One of the units at the top of this module.
+        width: Width in columns; a dashboard has 24.
+        height: Height in rows of about 38 pixels.
+        thresholds: Colours by value, the lowest first. A time series draws the values as lines.
+        minimum: Lower end of the scale; None fits it to the values.
+        maximum: Upper end of the scale; None fits it to the values.
+        decimals: Digits after the decimal point; None lets Grafana choose.
+        colors: Fixed colours of series, by their legend.
+        empty: The text shown if there is no data; in a table also in each empty cell.
+        dashboard: The uid of a dashboard with details, to which the title links.
     """
 
     title: str
@@ -111,7 +127,12 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSeries(Panel):
-    """Lines over time; `stacked` for parts of a whole. `log_scale` for values orders apart."""
+    """A graph of values over time.
+
+    Attributes:
+        stacked: Whether to stack the series, as parts of a whole.
+        log_scale: Whether the scale is logarithmic, for values that differ by orders of magnitude.
+    """
 
     stacked: bool = False
     log_scale: bool = False
@@ -119,7 +140,13 @@ class TimeSeries(Panel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stat(Panel):
-    """A large figure, with its course behind it unless `plain`."""
+    """A large figure for each series.
+
+    Attributes:
+        plain: Whether to leave out the small graph behind the figure.
+        named: Texts shown in place of values.
+        color: What takes the colour of the threshold: the figure, the background or nothing.
+    """
 
     plain: bool = False
     named: tuple[Named, ...] = ()
@@ -128,29 +155,41 @@ class Stat(Panel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauge(Panel):
-    """A value on a dial, from `minimum` to `maximum`."""
+    """A dial for each series, from `minimum` to `maximum`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarGauge(Panel):
-    """A bar for each series, with its value."""
+    """A horizontal bar for each series, with its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap(Panel):
-    """How many observations fell into each bucket over time; `unit` is the buckets'."""
+    """A heatmap of a histogram over time; `unit` is the unit of the bucket bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTimeline(Panel):
-    """A band for each series, coloured by the `named` value."""
+    """A horizontal band over time for each series, coloured by its value.
+
+    Attributes:
+        named: The text and colour of each value.
+    """
 
     named: tuple[Named, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table: its head, and how its values look."""
+    """A column of values in a table.
+
+    Attributes:
+        title: The heading of the column.
+        expression: PromQL that gives one value for each row.
+        unit: The unit of the values.
+        thresholds: Colours of the values, the lowest first.
+        decimals: Digits after the decimal point; None lets Grafana choose.
+    """
 
     title: str
     expression: str
@@ -161,13 +200,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table(Panel):
-    """A line for each combination of `labels`, which every column's expression aggregates by.
+    """A table with a row for each combination of label values.
 
     Attributes:
-        labels: Head of the column by label, in their order.
-        columns: The values; none are shown where there is one column without a title.
-        sort_by: The head of the column that the lines are sorted by, largest first.
-        least_first: Whether the smallest comes first instead.
+        labels: The heading of each label's column, by label. Every column's expression must be
+            aggregated by job, run and these labels.
+        columns: The columns of values. A single column without a title is not shown.
+        sort_by: The heading of the column by which rows are sorted, largest value first.
+        least_first: Whether the smallest value is first instead.
     """
 
     labels: Mapping[str, str]
@@ -178,6 +218,6 @@ class Table(Panel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Panel):
-    """A few words, as markdown."""
+    """A text in markdown."""
 
     content: str
