@@ -45,10 +45,8 @@ AT_A_GLANCE = sized(
     5,
     Stat(
         title="Exposed communication",
-        description=(
-            f"Share of training time spent only on communication. Below {COMM_RATIO_HIGH:.0%} "
-            "there is little to gain."
-        ),
+        description="Share of training time in which training only waits for communication. Below "
+        f"{COMM_RATIO_HIGH:.0%} there is little to gain. Above, see the causes below.",
         queries=(Query(of_run(recorded.EXPOSED_RATIO), "exposed"),),
         unit=RATIO,
         thresholds=above(COMM_RATIO_HIGH / 2, COMM_RATIO_HIGH),
@@ -56,8 +54,8 @@ AT_A_GLANCE = sized(
     ),
     Stat(
         title="Overlapped communication",
-        description="Share of communication that overlaps with computation, so that training does "
-        "not wait for it. Higher is better; `overlap_comm` and larger buckets raise it.",
+        description="Share of communication time that overlaps with computation, so that training "
+        "does not wait for it. Higher is better; `overlap_comm` and larger buckets increase it.",
         queries=(
             Query(
                 f"clamp_min(1 - {by('sum', of_run(recorded.EXPOSED_RATIO))}"
@@ -71,8 +69,8 @@ AT_A_GLANCE = sized(
     ),
     Stat(
         title="Volume over the minimum",
-        description="Bytes sent in a step over the minimum that this ZeRO stage needs. 1 is ideal; "
-        "`zerowatch estimate` names the setting that causes the excess.",
+        description="Bytes sent in a step, divided by the minimum that this ZeRO stage needs. 1 is "
+        "ideal; if it is higher, `zerowatch estimate` names the setting that causes the excess.",
         queries=(Query(of_run(recorded.VOLUME_RATIO), "ratio"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -81,8 +79,9 @@ AT_A_GLANCE = sized(
     ),
     Stat(
         title="Link bandwidth over its best",
-        description="Current bandwidth of the worst rank over the best that this link sustained. A "
-        "low value means that the network is shared, throttled or failing over.",
+        description="Current bandwidth of the worst rank, divided by the best that this link "
+        "sustained in the run. A low value means that the network is shared, throttled or failing "
+        "over.",
         queries=(Query(by("min", of_ranks(recorded.LINK_BANDWIDTH_RATIO)), "of best"),),
         unit=RATIO,
         thresholds=below(LINK_BANDWIDTH_LOW * 1.5, LINK_BANDWIDTH_LOW),
@@ -93,9 +92,9 @@ AT_A_GLANCE = sized(
 COST = (
     TimeSeries(
         title="Communication share of training time",
-        description="**Exposed** is the part that training waits for. **all** also counts "
-        "communication that overlaps with computation. An alert fires if both exposed means are "
-        "above the line.",
+        description="**exposed** is the share of training time in which training waits for "
+        "communication. **all** also counts communication that overlaps with computation. An alert "
+        "fires if both exposed means are above the line.",
         queries=(
             Query(of_run(recorded.EXPOSED_RATIO), "exposed, 5 minutes"),
             Query(of_run(recorded.EXPOSED_RATIO_LONG), "exposed, 30 minutes"),
@@ -107,10 +106,10 @@ COST = (
     ),
     TimeSeries(
         title="Causes of exposed communication",
-        description="Exposed time by cause. **imbalance**: a rank is slow, see below. **latency**: "
-        "there are too many small calls; enlarge buckets. **redundancy**: more is sent than "
-        "needed; see `zerowatch estimate`. **bandwidth**: the link is the limit; compress, "
-        "accumulate or overlap.",
+        description="Exposed communication as a share of training time, by cause. **imbalance**: a "
+        "rank is slow; see the stragglers below. **latency**: there are too many small calls; "
+        "enlarge the buckets. **redundancy**: more bytes are sent than needed; see `zerowatch "
+        "estimate`. **bandwidth**: the link is the limit; compress, accumulate more or overlap.",
         queries=(Query(of_run(recorded.CAUSE_RATIO), "{{cause}}"),),
         unit=RATIO,
         minimum=0,
@@ -123,7 +122,8 @@ WAITS = (
     TimeSeries(
         title="Ranks that wait least",
         description="Share of training time spent waiting inside collectives, for the ranks that "
-        "wait **least**. The other ranks wait for the rank at the bottom.",
+        "wait **least**, and the longest of all. The other ranks wait for the rank with the lowest "
+        "line.",
         queries=(
             Query(worst(recorded.WAIT_RATIO_BY_RANK, lowest=True), "rank {{rank}}"),
             Query(by("max", of_ranks(recorded.WAIT_RATIO_BY_RANK)), "longest of all"),
@@ -133,8 +133,9 @@ WAITS = (
     ),
     TimeSeries(
         title="Exposed communication of the worst ranks",
-        description="If a few ranks stand out, check their nodes and links. If all ranks are "
-        "alike, they share the cause.",
+        description="Share of training time in which a rank only waits for communication, for the "
+        "worst ranks. If a few ranks stand out, check their nodes and links. If all ranks are "
+        "alike, the cause is common to them.",
         queries=(Query(worst(recorded.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -142,8 +143,9 @@ WAITS = (
     ),
     TimeSeries(
         title="Straggler score of the worst ranks",
-        description="How far a rank is behind the median rank, as a share of a step, without "
-        "blocked communication. The log names a rank that is above the line twice in a row.",
+        description="Time by which a rank is slower than the median rank, as a share of a step, "
+        "without time blocked in communication. A rank above the line twice in a row is named in "
+        "the log; check its host.",
         queries=(Query(worst(recorded.STRAGGLER_SCORE, also="phase"), "rank {{rank}} {{phase}}"),),
         unit=RATIO,
         minimum=0,
@@ -152,8 +154,9 @@ WAITS = (
     ),
     rank_table(
         title="Stragglers now",
-        description="The phase shows where to look. **data**: the loader and the disk. **forward** "
-        "and **backward**: the device, its clock and other processes on it.",
+        description="The ranks that are slowest now, and the phase that shows where to look. "
+        "**data**: the loader and the disk. **forward** and **backward**: the device, its clock "
+        "and other processes on it.",
         labels=("rank", "phase"),
         columns=(
             Column(
@@ -175,16 +178,18 @@ LINK = (
         8,
         TimeSeries(
             title="Bandwidth by operation",
-            description="Wire bytes over transfer time of recent collectives, for the slowest "
-            "rank. Compare it with the link's rated bandwidth: 10 Gbit/s are 1.16 GiB/s.",
+            description="Bytes per second that recent collectives sent while they transferred, for "
+            "the slowest rank. Compare it with the rated bandwidth of the link: 10 Gbit/s are 1.16 "
+            "GiB/s.",
             queries=(Query(of_run(recorded.BUS_BANDWIDTH), "{{op}} {{group}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
         ),
         TimeSeries(
             title="Bandwidth of the link",
-            description="Estimated from collectives of several sizes: the slowest rank now, and "
-            "the best that any rank sustained. A growing gap means that the link became slower.",
+            description="Bytes per second of the link, estimated from collectives of several "
+            "sizes: the slowest rank now, and the best that any rank sustained. A growing gap "
+            "means that the link became slower.",
             queries=(
                 Query(of_run(recorded.LINK_BANDWIDTH), "{{group}} now"),
                 Query(of_run(recorded.LINK_BEST_BANDWIDTH), "{{group}} best"),
@@ -194,8 +199,9 @@ LINK = (
         ),
         TimeSeries(
             title="Latency of the link",
-            description="Cost of a call regardless of its size, for the slowest rank. Multiplied "
-            "by the calls of a step, it is the time that larger buckets can save.",
+            description="Fixed time of a collective regardless of its size, for the slowest rank. "
+            "Multiplied by the number of calls in a step, it is the time that larger buckets can "
+            "save.",
             queries=(Query(of_run(recorded.LINK_LATENCY), "{{group}}"),),
             unit=SECONDS,
             minimum=0,
@@ -203,8 +209,8 @@ LINK = (
     ),
     TimeSeries(
         title="Links furthest below their best",
-        description="Bandwidth over the best of the same rank and group. Below the line, check "
-        "that node's network and who shares it.",
+        description="Bandwidth of a link divided by its best in this run, by rank and group. Below "
+        "the line, check the network of that node and who shares it.",
         queries=(
             Query(
                 worst(recorded.LINK_BANDWIDTH_RATIO, lowest=True, also="group"),
@@ -217,8 +223,9 @@ LINK = (
     ),
     TimeSeries(
         title="Collective duration, 95th percentile",
-        description="From issue to completion, including waiting, over all ranks. The buckets are "
-        "wide: read it as an order of magnitude.",
+        description="Time from issue to completion, including waiting, that 95% of the collectives "
+        "of all ranks do not exceed. The buckets are wide: read it as an order of magnitude. If it "
+        "rises, see which ranks wait.",
         queries=(Query(quantile(0.95, recorded.COLLECTIVE_BUCKETS, "op"), "{{op}}"),),
         unit=SECONDS,
         log_scale=True,
@@ -231,9 +238,9 @@ PATTERN = (
         8,
         BarGauge(
             title="Collectives in a step, by operation",
-            description="Calls of one rank in a step. If there are hundreds of small ones, enlarge "
-            "`reduce_bucket_size`. If you expect reduce_scatter and see all_reduce, `zerowatch "
-            "estimate` explains why.",
+            description="Number of collectives that one rank issues in a step. If there are "
+            "hundreds of small ones, enlarge `reduce_bucket_size`. If you expect reduce_scatter "
+            "and see all_reduce, `zerowatch estimate` explains why.",
             queries=(Query(of_run(recorded.CALLS_PER_STEP), "{{op}}", shape="now"),),
             unit=COUNT,
             minimum=0,
@@ -251,9 +258,9 @@ PATTERN = (
         ),
         TimeSeries(
             title="Bytes of a step on the wire",
-            description="Measured bytes, bytes predicted from the configuration, and the least "
-            "that this ZeRO stage needs. If measured is above predicted, other code communicates "
-            "too.",
+            description="Bytes that a rank sends in a step: measured, predicted from the "
+            "configuration, and the least that this ZeRO stage needs. If measured is above "
+            "predicted, other code communicates too.",
             queries=(Query(of_run(recorded.STEP_WIRE_BYTES), "{{kind}}"),),
             unit=BYTES,
             minimum=0,
@@ -263,16 +270,16 @@ PATTERN = (
     ),
     TimeSeries(
         title="Payload of a step, by operation",
-        description="Bytes that one rank's collectives move, by the convention of nccl-tests. The "
-        "bytes on the wire differ by the algorithm's factor.",
+        description="Bytes that the collectives of one rank move in a step, by the convention of "
+        "nccl-tests. The bytes on the wire differ by a factor that depends on the algorithm.",
         queries=(Query(of_run(recorded.PAYLOAD_BYTES_PER_STEP), "{{op}} {{group}}"),),
         unit=BYTES,
         minimum=0,
     ),
     Heatmap(
         title="Collective durations",
-        description="Brighter means more calls per second. A second band of long durations means "
-        "that calls wait; the rows above show for which rank.",
+        description="Collectives per second by their duration; brighter cells have more. A second "
+        "band of long durations means that calls wait; the rows above show for which rank.",
         queries=(Query(by("sum", of_run(recorded.COLLECTIVE_BUCKETS), "le"), "{{le}}", "buckets"),),
         unit=SECONDS,
     ),
@@ -284,11 +291,9 @@ TRUST = (
         7,
         Stat(
             title="Coverage",
-            description=(
-                f"Recorded collectives over all collectives. Below {COMM_COVERAGE_LOW:.0%} the "
-                "figures on this dashboard are incomplete. zerowatch does not see collectives that "
-                "C++ code issues."
-            ),
+            description="Recorded collectives divided by all collectives. Below "
+            f"{COMM_COVERAGE_LOW:.0%} the figures on this dashboard are incomplete. zerowatch does "
+            "not see collectives that C++ code issues.",
             queries=(Query(of_run(recorded.COVERAGE), "coverage"),),
             unit=RATIO,
             thresholds=below(COMM_COVERAGE_LOW),
@@ -296,23 +301,25 @@ TRUST = (
         ),
         fault_count(
             title="Collective mismatches",
-            description="How often ranks issued different collectives, since the start. A mismatch "
-            "is a bug in the script that ends in a hang. The log names the rank and the call.",
+            description="How often ranks issued different collectives since the start. It should "
+            "be 0: a mismatch is a bug in the script and ends in a hang. The log names the rank "
+            "and the call.",
             expression=total(comm.COLLECTIVE_MISMATCHES),
             legend="mismatches",
         ),
         fault_count(
             title="Hangs",
-            description="How often a rank made no progress, since the start. hang-rank-*.txt in "
-            "the run folder shows where it hung.",
+            description="How often a rank made no progress since the start. It should be 0; "
+            "hang-rank-*.txt in the run folder shows where the rank hung.",
             expression=total(comm.HANGS),
             legend="hangs",
         ),
     ),
     TimeSeries(
         title="Exposed communication by group",
-        description="The kind of parallelism that training waits for: dp data, tp tensor, pp "
-        "pipeline, ep expert, sp sequence.",
+        description="Exposed communication as a share of training time, by the kind of parallelism "
+        "that training waits for: dp is data, tp tensor, pp pipeline, ep expert and sp sequence "
+        "parallelism. Reduce the largest first.",
         queries=(Query(of_run(recorded.EXPOSED_RATIO_BY_GROUP), "{{group}}"),),
         unit=RATIO,
         minimum=0,

@@ -34,11 +34,9 @@ RANK_AND_DEVICE = ("rank", "device")
 USE = (
     Gauge(
         title="GPUs busy",
-        description=(
-            "Share of the last five minutes in which a GPU worked, as a mean over the chosen "
-            f"ranks. Below {DEVICE_UTILIZATION_LOW:.0%} the GPUs wait for communication, for data, "
-            "or for larger batches."
-        ),
+        description="Share of the last five minutes in which a GPU worked, as a mean over the "
+        f"chosen ranks. Below {DEVICE_UTILIZATION_LOW:.0%} the GPUs wait for communication or "
+        "data, or need larger batches.",
         queries=(
             Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK, ON_GPU)), "busy", "now"),
         ),
@@ -52,9 +50,9 @@ USE = (
     ),
     TimeSeries(
         title="Busy: mean, highest and lowest",
-        description="Over the chosen ranks. A wide gap is an imbalance: see the dashboard "
-        "Communication. For a CPU it is the share of all cores, which the ranks of a host divide "
-        "among them. The line applies to GPUs only.",
+        description="Share of time in which a device works, over the chosen ranks. A wide gap is "
+        "an imbalance: see the dashboard Communication. The line applies to GPUs only. For a CPU "
+        "the value is a share of all cores, which the ranks of a host divide among them.",
         queries=(
             Query(by("max", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "busiest"),
             Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "mean"),
@@ -68,8 +66,8 @@ USE = (
     ),
     TimeSeries(
         title="Least busy ranks",
-        description="Ranks that are idle for most of the selected time. Idle ranks wait for "
-        "others; the busy rank may be the straggler.",
+        description="Share of time in which a device works, for the ranks that were idle most in "
+        "the selected time. Idle ranks wait for others; the busy rank may be the straggler.",
         queries=(
             Query(
                 worst(recorded.DEVICE_UTILIZATION_BY_RANK, lowest=True, also="device"),
@@ -87,8 +85,9 @@ USE = (
         8,
         TimeSeries(
             title="Multiprocessors active",
-            description="Mean over ranks, by device. If a device is busy but not active, its "
-            "kernels are too small: raise the micro-batch or compile the model.",
+            description="Share of time in which a multiprocessor of the GPU is active, as a mean "
+            "over ranks. If a device is busy but not active, its kernels are too small: raise the "
+            "micro-batch or compile the model.",
             queries=(Query(of_run(recorded.SM_ACTIVE), "{{device}}"),),
             unit=RATIO,
             minimum=0,
@@ -97,7 +96,8 @@ USE = (
         ),
         TimeSeries(
             title="Model FLOPs utilization",
-            description="FLOPs that the model needs over the device's peak, as a mean over ranks.",
+            description="Floating point operations that the model needs, divided by the peak of "
+            "the device, as a mean over ranks. If it is low, see the dashboard Step anatomy.",
             queries=(Query(of_run(recorded.MFU), "MFU"),),
             unit=RATIO,
             minimum=0,
@@ -106,8 +106,9 @@ USE = (
         ),
         TimeSeries(
             title="Traffic on device links",
-            description="Bytes per second of all ranks, as a mean over five minutes. If PCIe "
-            "traffic is high without offloading, check where batches are copied from.",
+            description="Bytes per second on the links of the devices, for all ranks together, as "
+            "a mean over five minutes. If PCIe traffic is high without offloading, check where "
+            "batches are copied from.",
             queries=(Query(of_run(recorded.LINK_BYTES_RATE), "{{link}} {{direction}}"),),
             unit=BYTES_PER_SECOND,
             minimum=0,
@@ -122,8 +123,8 @@ HEALTH = (
         8,
         TimeSeries(
             title="Highest temperature, by device",
-            description="Maximum over all nodes. GPUs slow down from about 85 degrees on: check "
-            "fans, power limit and room temperature.",
+            description="Core temperature in degrees Celsius, the maximum over all nodes. GPUs "
+            "slow down from about 85 degrees on: check fans, power limit and room temperature.",
             queries=(Query(of_run(recorded.TEMPERATURE), "{{device}}"),),
             unit=CELSIUS,
             thresholds=HOT,
@@ -131,15 +132,16 @@ HEALTH = (
         ),
         TimeSeries(
             title="Slowest clock, by device",
-            description="Minimum over all nodes. A clock that falls while the device is hot or at "
-            "its power limit is throttled, and slows down every rank.",
+            description="Clock frequency, the minimum over all nodes. If it falls while the device "
+            "is hot or at its power limit, the device is throttled and slows down every rank: "
+            "check cooling and power limit.",
             queries=(Query(of_run(recorded.CLOCK), "{{device}}"),),
             unit=HERTZ,
             minimum=0,
         ),
         TimeSeries(
             title="Power",
-            description="Sum over all devices. It falls when they wait.",
+            description="Power draw of all devices together, in watts. It falls when devices wait.",
             queries=(Query(of_run(recorded.POWER), "power"),),
             unit=WATTS,
             minimum=0,
@@ -148,7 +150,8 @@ HEALTH = (
     ),
     Stat(
         title="Energy used",
-        description="Energy that the devices of the chosen ranks have used since monitoring began.",
+        description="Energy in joules that the devices of the chosen ranks have used since "
+        "monitoring began.",
         queries=(Query(total(catalog.DEVICE_ENERGY), "energy", shape="now"),),
         unit=JOULES,
         thresholds=PLAIN_TEXT,
@@ -158,8 +161,8 @@ HEALTH = (
     ),
     rank_table(
         title="Least busy devices now",
-        description="Utilization next to clock and temperature shows whether a device is idle, "
-        "throttled or hot.",
+        description="Share of time in which a device works, with its clock and temperature, which "
+        "show whether it is idle, throttled or hot.",
         labels=RANK_AND_DEVICE,
         columns=(
             Column(

@@ -69,11 +69,9 @@ WILL_IT_BE_ENOUGH = (
         7,
         Gauge(
             title="Risk of running out of memory",
-            description=(
-                "Probability that a peak within the next 50 steps exceeds the limit, for the rank "
-                f"most at risk. From {OOM_RISK_HIGH:.0%} on, use a smaller micro-batch, a higher "
-                "ZeRO stage or offload. `zerowatch estimate` shows what each would save."
-            ),
+            description="Probability that a peak within the next 50 steps exceeds the limit, for "
+            f"the rank most at risk. From {OOM_RISK_HIGH:.0%} on, use a smaller micro-batch, a "
+            "higher ZeRO stage or offload. `zerowatch estimate` shows what each would save.",
             queries=(Query(by("max", of_ranks(recorded.OOM_RISK)), "risk", shape="now"),),
             unit=RATIO,
             minimum=0,
@@ -83,8 +81,8 @@ WILL_IT_BE_ENOUGH = (
         ),
         Gauge(
             title="Peak over limit",
-            description="Highest peak of the last minute over the limit, for the fullest rank. A "
-            "high value is good use of memory as long as the risk is low.",
+            description="Highest peak of the last minute divided by the limit, for the fullest "
+            "rank. A high value is good use of memory as long as the risk is low.",
             queries=(Query(by("max", of_ranks(recorded.PEAK_RATIO)), "peak", shape="now"),),
             unit=RATIO,
             minimum=0,
@@ -94,8 +92,9 @@ WILL_IT_BE_ENOUGH = (
         ),
         Stat(
             title="Headroom",
-            description="Limit minus the predicted next peak, for the rank with the least. If it "
-            "is negative, the next such batch does not fit.",
+            description="Limit minus the predicted next peak, in bytes, for the rank with the "
+            "least. If it is negative, the next batch of that size does not fit: use a smaller "
+            "micro-batch.",
             queries=(Query(by("min", of_ranks(catalog.MEMORY_HEADROOM)), "headroom", shape="now"),),
             unit=BYTES,
             thresholds=below(0),
@@ -104,7 +103,8 @@ WILL_IT_BE_ENOUGH = (
         Stat(
             title="Steps until out of memory",
             description="Steps until the predicted peak exceeds the limit at the current growth, "
-            "for the first rank that reaches it.",
+            "for the first rank that reaches it. If it is shown, save a checkpoint and look for "
+            "the leak below.",
             queries=(
                 Query(by("min", f"{of_ranks(catalog.OOM_ETA_STEPS)} < Inf"), "steps", shape="now"),
             ),
@@ -116,8 +116,9 @@ WILL_IT_BE_ENOUGH = (
     ),
     TimeSeries(
         title="Risk of the ranks most at risk",
-        description="The lines are the thresholds of the two alerts. If only one rank is at risk, "
-        "it has longer batches or shares its device.",
+        description="Probability of an out-of-memory error within the next 50 steps. The lines are "
+        "the thresholds of the two alerts. If only one rank is at risk, it has longer batches or "
+        "shares its device.",
         queries=(Query(worst(recorded.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -126,8 +127,10 @@ WILL_IT_BE_ENOUGH = (
     ),
     TimeSeries(
         title="Peak against limit",
-        description="Largest of all ranks. The predicted peak should follow the peaks; memory runs "
-        "out where it reaches the limit. The limit appears once peaks pass half of it.",
+        description="Bytes on the fullest rank: the limit, the peak of the last minute, the "
+        "predicted next peak and the memory allocated now. The predicted peak should follow the "
+        "peaks; memory runs out where it reaches the limit. The limit is shown once peaks exceed "
+        "half of it.",
         queries=(
             Query(f"({LIMIT}) < 2 * ({PEAK})", "limit"),
             Query(PEAK, "peak"),
@@ -143,9 +146,9 @@ WILL_IT_BE_ENOUGH = (
 WHAT_FILLS_IT = (
     TimeSeries(
         title="Device memory at a step's peak",
-        description="Largest of all ranks, by category. Much **optimizer**: use a higher ZeRO "
-        "stage or offload. Much **activations**: use a smaller micro-batch or activation "
-        "checkpointing.",
+        description="Bytes by category at the peak of a step, for the fullest rank. If "
+        "**optimizer** is large, use a higher ZeRO stage or offload. If **activations** is large, "
+        "use a smaller micro-batch or activation checkpointing.",
         queries=(Query(of_devices(recorded.MEMORY_CATEGORIES, label="category"), "{{category}}"),),
         unit=BYTES,
         minimum=0,
@@ -156,8 +159,9 @@ WHAT_FILLS_IT = (
     ),
     TimeSeries(
         title="Host memory",
-        description="Largest of all ranks; without GPUs it equals the panel next to it. Here "
-        "**activations** includes what the C library keeps of earlier batches.",
+        description="Bytes of host memory by category at the peak of a step, for the fullest rank. "
+        "Without GPUs it equals the panel next to it. Here **activations** includes memory of "
+        "earlier batches that the C library keeps.",
         queries=(
             Query(
                 by("max", of_run(recorded.MEMORY_CATEGORIES, 'device="cpu"'), "category"),
@@ -174,8 +178,9 @@ WHAT_FILLS_IT = (
     ),
     BarGauge(
         title="Peak of each phase",
-        description="Peaks in the last examined step, for the fullest rank. The phase with the "
-        "highest peak decides what fits: backward for activations, optimizer for its states.",
+        description="Peak bytes in each phase of the last step sampled in detail, for the fullest "
+        "rank. The phase with the highest peak decides what fits: backward depends on activations, "
+        "optimizer on the optimizer states.",
         queries=(Query(of_devices(recorded.PHASE_PEAK, label="phase"), "{{phase}}", shape="now"),),
         unit=BYTES,
         minimum=0,
@@ -186,8 +191,8 @@ WHAT_FILLS_IT = (
     ),
     TimeSeries(
         title="Reserved, allocated and fragmented",
-        description="Largest of all ranks. If reserved is far above allocated, or much is "
-        "fragmented, set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On the host, reserved "
+        description="Bytes on the fullest rank. If reserved is far above allocated, or fragmented "
+        "is large, set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. On the host, reserved "
         "is address space and harmless.",
         queries=(
             Query(RESERVED, "reserved"),
@@ -201,9 +206,9 @@ WHAT_FILLS_IT = (
     ),
     TimeSeries(
         title="Leaks per step",
-        description="Growth that batches do not explain, by category. The panel is empty while "
-        "nothing leaks. With `memory.leak_sites` the run folder names the lines of code whose "
-        "memory grows.",
+        description="Bytes per step by which memory grows although the batches do not explain it, "
+        "by category. The panel is empty while nothing leaks. With `memory.leak_sites` set, the "
+        "run folder names the lines of code whose memory grows.",
         queries=(Query(of_run(recorded.LEAK), "{{device}} {{category}}"),),
         unit=BYTES,
         minimum=0,
@@ -214,8 +219,8 @@ WHAT_FILLS_IT = (
 RANKS_APART = (
     TimeSeries(
         title="Fullest ranks",
-        description="Peak over limit. If a few ranks stand out, balance the batches. If all are "
-        "alike, the model itself is large.",
+        description="Peak of the last minute divided by the limit, for the fullest ranks. If a few "
+        "ranks stand out, balance the batches. If all are alike, the model itself is large.",
         queries=(Query(worst(recorded.PEAK_RATIO, also="device"), "rank {{rank}} {{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -225,7 +230,9 @@ RANKS_APART = (
     ),
     rank_table(
         title="Ranks with the least headroom now",
-        description="Headroom over each rank's own limit, and the risk of running out.",
+        description="Limit minus the predicted next peak, as a share of the limit, and the "
+        "probability of an out-of-memory error within 50 steps. Reduce the micro-batch if the "
+        "headroom is negative.",
         labels=RANK_AND_DEVICE,
         columns=(
             Column(
@@ -250,8 +257,8 @@ RANKS_APART = (
     ),
     TimeSeries(
         title="Prediction error of peaks",
-        description="Median of recent errors over the actual peaks, for the worst rank. Within a "
-        "few percent the risk is reliable.",
+        description="Median of recent prediction errors divided by the actual peaks, for the worst "
+        "rank. If it is within a few percent, the risk is reliable; otherwise judge by the peaks.",
         queries=(Query(of_run(recorded.PREDICTION_ERROR), "{{device}}"),),
         unit=RATIO,
         minimum=0,
@@ -264,8 +271,8 @@ TROUBLE = sized(
     6,
     fault_count(
         title="Out-of-memory errors",
-        description="Errors since the start, by outcome. For each error a report in `oom/` in the "
-        "run folder shows what would have fitted.",
+        description="Out-of-memory errors since the start, by outcome. For each error, a report in "
+        "`oom/` in the run folder shows which configurations would have fitted.",
         expression=total(catalog.OOMS, "outcome"),
         legend="{{outcome}}",
         empty="none",
@@ -273,14 +280,16 @@ TROUBLE = sized(
     fault_count(
         title="Allocator retries",
         description="How often the allocator emptied its cache and tried again, since the start. "
-        "Each retry costs time, and is the last sign before an out-of-memory error.",
+        "Each retry costs time and is the last sign before an out-of-memory error: use a smaller "
+        "micro-batch.",
         expression=total(catalog.ALLOC_RETRIES),
         legend="retries",
         empty="none",
     ),
     TimeSeries(
         title="Offloaded bytes per step",
-        description="Bytes that one rank moves in a step, by direction.",
+        description="Bytes that offloading moves on one rank in a step, by direction. If it is "
+        "large and the time next to it too, offload less.",
         queries=(Query(of_run(recorded.OFFLOAD_BYTES_PER_STEP), "{{direction}}"),),
         unit=BYTES,
         minimum=0,
@@ -288,7 +297,8 @@ TROUBLE = sized(
     ),
     TimeSeries(
         title="Offloading time",
-        description="Share of training time. If it is large, offload less or use pinned memory.",
+        description="Share of training time spent on offloading, by direction. If it is large, "
+        "offload less or use pinned memory.",
         queries=(Query(of_run(recorded.OFFLOAD_RATIO), "{{direction}}"),),
         unit=RATIO,
         minimum=0,
@@ -301,9 +311,9 @@ REPLAYS_AND_RESTARTS = sized(
     6,
     Stat(
         title="Replayed windows",
-        description="Accumulation windows replayed since the start, because memory ran out. "
-        "**committed**: the replay succeeded in smaller pieces. **gave_up**: the run ended. No "
-        "sample is lost or trained on twice.",
+        description="Accumulation windows that were repeated since the start because memory ran "
+        "out. **committed**: the replay succeeded with smaller micro-batches. **gave_up**: the run "
+        "ended. No sample is lost or trained on twice.",
         queries=(Query(of_first_rank(window.WINDOW_REPLAYS), "{{outcome}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -312,8 +322,8 @@ REPLAYS_AND_RESTARTS = sized(
     ),
     TimeSeries(
         title="Time lost to replayed windows",
-        description="Share of training time. Above the line, start with smaller micro-batches, or "
-        "use activation checkpointing.",
+        description="Share of training time lost to replayed windows. Above the line, start with "
+        "smaller micro-batches, or use activation checkpointing.",
         queries=(
             Query(of_run(recorded.REPLAY_RATIO), "5 minutes"),
             Query(of_run(recorded.REPLAY_RATIO_LONG), "30 minutes"),
@@ -325,9 +335,9 @@ REPLAYS_AND_RESTARTS = sized(
     ),
     Stat(
         title="Engine rebuilds",
-        description="Rebuilds within the run, for another ZeRO stage or offload. **undone**: it "
-        "failed. **refused**: it would not have worked. In both cases training continued "
-        "unchanged, and the log has the reason.",
+        description="Rebuilds of the engine since the start, for another ZeRO stage or offload, by "
+        "outcome. **undone**: the rebuild failed. **refused**: it would not have worked. In both "
+        "cases training continued unchanged, and the log has the reason.",
         queries=(Query(of_first_rank(window.ENGINE_REBUILDS), "{{outcome}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -336,8 +346,8 @@ REPLAYS_AND_RESTARTS = sized(
     ),
     fault_count(
         title="Restarts",
-        description="How often the run restarted from its last save after a failure. See the log "
-        "of the rank that ended first, or `oom/` in the run folder.",
+        description="How often the run restarted from its last save after a failure. If it is not "
+        "0, see the log of the rank that ended first, or `oom/` in the run folder.",
         expression=of_first_rank(window.RESTARTS),
         legend="restarts",
         empty=NOT_A_TRAINING_RUN,

@@ -41,11 +41,9 @@ PART_COLORS = {
 COST = (
     Stat(
         title="Cost of monitoring",
-        description=(
-            "Seconds per second, for the most expensive of the chosen ranks. Below 0.5% is usual. "
-            f"An alert fires if the mean of all ranks is above {WATCH_RATIO_HIGH:.0%}: see the "
-            "runbook."
-        ),
+        description="Seconds of monitoring per second of the run, for the most expensive of the "
+        "chosen ranks. Below 0.5% is usual. An alert fires if the mean of all ranks is above "
+        f"{WATCH_RATIO_HIGH:.0%}: see the runbook.",
         queries=(Query(by("max", of_ranks(recorded.WATCH_RATIO_BY_RANK)), "cost"),),
         unit=RATIO,
         thresholds=above(WATCH_RATIO_HIGH / 2, WATCH_RATIO_HIGH),
@@ -54,9 +52,10 @@ COST = (
     ),
     TimeSeries(
         title="Cost by part",
-        description="Seconds per second, as a mean over ranks. **hooks** and **collectives** run "
-        "on the training thread, the rest on threads of zerowatch. Much **collectives** means very "
-        "many calls. The mean covers five minutes, so it rises for that long after a start.",
+        description="Seconds of monitoring per second of the run, as a mean over ranks and five "
+        "minutes. **hooks** and **collectives** run on the training thread, the rest on threads of "
+        "zerowatch. If **collectives** is large, there are very many calls. After a start the "
+        "value rises for five minutes.",
         queries=(Query(of_run(recorded.WATCH_RATIO_BY_PART), "{{part}}"),),
         unit=RATIO,
         minimum=0,
@@ -66,8 +65,9 @@ COST = (
     ),
     TimeSeries(
         title="Cost on the worst ranks",
-        description="The line is the alert's threshold for the mean of all ranks. Rank 0 does a "
-        "little more work than the others.",
+        description="Seconds of monitoring per second of the run, for the most expensive ranks. "
+        "The line is the threshold of the alert, which applies to the mean of all ranks. Rank 0 "
+        "does a little more work than the others.",
         queries=(Query(worst(recorded.WATCH_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -79,8 +79,8 @@ COST = (
 TRUST = (
     Stat(
         title="Ranks that answer",
-        description="Targets of the chosen ranks that Prometheus reached at its last scrape. It is "
-        "0 after the run ends.",
+        description="Number of chosen ranks that Prometheus reached at its last scrape; 0 after "
+        "the run ends. If ranks are missing during training, see the alert ZerowatchRankDown.",
         queries=(Query(f"sum({UP})", "up", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -90,10 +90,8 @@ TRUST = (
     ),
     Stat(
         title="Coverage of collectives",
-        description=(
-            "Recorded collectives over all collectives, for the worst rank. Below "
-            f"{COMM_COVERAGE_LOW:.0%} do not trust figures on communication."
-        ),
+        description="Recorded collectives divided by all collectives, for the worst rank. Below "
+        f"{COMM_COVERAGE_LOW:.0%} do not trust figures on communication.",
         queries=(Query(of_run(recorded.COVERAGE), "coverage"),),
         unit=RATIO,
         thresholds=below(COMM_COVERAGE_LOW),
@@ -120,7 +118,7 @@ TRUST = (
     ),
     fault_count(
         title="Failed hooks",
-        description="Failures since the start, by hook. zerowatch removes a failed hook and "
+        description="Failures of hooks since the start. zerowatch removes a failed hook, and "
         "training continues. The log has its traceback once. Please report it.",
         expression=total(overhead.HOOK_FAILURES, "hook"),
         legend="{{hook}}",
@@ -130,7 +128,8 @@ TRUST = (
     ),
     fault_count(
         title="Failed exports",
-        description="Failures since the start, by exporter. The log has the reason.",
+        description="Failures to answer a scrape or to send to a collector since the start, by "
+        "exporter. The log has the reason.",
         expression=total(overhead.EXPORTER_FAILURES, "exporter"),
         legend="{{exporter}}",
         empty="none",
@@ -142,9 +141,9 @@ TRUST = (
         8,
         BarGauge(
             title="Dropped records",
-            description="Records dropped since the start, by part; training always has priority. "
-            "run_log: check whether the disk is full. steps or collectives: steps are shorter than "
-            "records take.",
+            description="Records lost since the start, by the part that lost them; training always "
+            "has priority. run_log: check whether the disk is full. steps or collectives: a step "
+            "takes less time than the processing of its records.",
             queries=(Query(total(overhead.DROPPED_RECORDS, "part"), "{{part}}", shape="now"),),
             unit=PLAIN,
             minimum=0,
@@ -152,17 +151,17 @@ TRUST = (
         ),
         TimeSeries(
             title="Failed exchanges per second",
-            description="Exchanges between ranks. **store**: the c10d store did not answer. "
-            "**peer**: a rank sent no report. **unmatched**: collectives did not match. A few "
-            "failures are harmless.",
+            description="Failed exchanges of reports between ranks, per second, by reason. "
+            "**store**: the c10d store did not answer. **peer**: a rank sent no report. "
+            "**unmatched**: collectives could not be matched. A few failures are harmless.",
             queries=(Query(of_run(recorded.EXCHANGE_FAILURES_RATE), "{{reason}}"),),
             unit=PLAIN,
             minimum=0,
         ),
         TimeSeries(
             title="Longest time since a rank's report",
-            description="Up to about seven seconds is normal. If it only grows, a rank is stuck or "
-            "gone.",
+            description="Time since the last report of the rank that has been silent longest. Up "
+            "to about seven seconds is normal. If it only grows, that rank is stuck or gone.",
             queries=(Query(of_run(recorded.HEARTBEAT_AGE), "silence"),),
             unit=SECONDS,
             minimum=0,
@@ -175,7 +174,8 @@ SCRAPES = sized(
     8,
     TimeSeries(
         title="Scrape duration",
-        description="Slowest and mean of the chosen ranks.",
+        description="Seconds that Prometheus takes to scrape a rank: the slowest and the mean of "
+        "the chosen ranks. If it is near the scrape timeout, check the load of the host.",
         queries=(
             Query(f"max({SCRAPE_SECONDS})", "slowest"),
             Query(f"avg({SCRAPE_SECONDS})", "mean"),
@@ -185,15 +185,16 @@ SCRAPES = sized(
     ),
     TimeSeries(
         title="Series per rank",
-        description="Maximum of all ranks. The budget is 300 series; it is 400 on rank 0 or with "
-        "more than two groups of ranks.",
+        description="Number of time series that a rank exports, the maximum of the chosen ranks. "
+        "Up to 300 is usual; up to 400 on rank 0 or with more than two groups of ranks.",
         queries=(Query(f"max({SERIES})", "series"),),
         unit=COUNT,
         minimum=0,
     ),
     rank_table(
         title="Most expensive ranks now",
-        description="Seconds of monitoring per second of the run.",
+        description="Seconds of monitoring per second of the run, for the most expensive ranks. "
+        "See the panel Cost by part for the reason.",
         columns=(
             Column(
                 title="Cost",

@@ -49,8 +49,8 @@ HEALTH = sized(
     5,
     Stat(
         title="Ranks training",
-        description="Number of ranks that train; 0 after the run ends. If ranks are missing, see "
-        "the alerts below, then the log of the missing rank.",
+        description="Number of ranks that are training; 0 after the run ends. If it is lower than "
+        "the number of ranks of the run, see the alerts below, then the log of the missing rank.",
         # A killed run exports nothing any more, and its last value is not current.
         queries=(Query(f"sum({of_run(recorded.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
@@ -58,8 +58,8 @@ HEALTH = sized(
     ),
     Stat(
         title="Alerts firing",
-        description="Should be 0. The table of alerts below names them, and each alert links to "
-        "its page in the runbook.",
+        description="Number of alerts of this run that fire now. It should be 0. The table of "
+        "alerts below names them, and each alert links to its page in the runbook.",
         queries=(Query(f"count({FIRING}) or vector(0)", "alerts", shape="now"),),
         unit=PLAIN,
         thresholds=ANY_IS_BAD,
@@ -68,9 +68,9 @@ HEALTH = sized(
     ),
     Stat(
         title="Time since the last step",
-        description="Time since any rank completed a step. During training it is about one step's "
-        "time. If it grows, read hang-rank-*.txt in the run folder: it shows which rank waits for "
-        "which.",
+        description="Time since any rank completed a step. During training it is at most about the "
+        "time of one step. If it grows, read hang-rank-*.txt in the run folder: it shows which "
+        "rank waits for which.",
         queries=(
             Query(f"time() - {by('max', of_ranks(steps.LAST_STEP_TIMESTAMP))}", "age", shape="now"),
         ),
@@ -80,7 +80,9 @@ HEALTH = sized(
     ),
     Stat(
         title="Step time",
-        description="Mean over the last five minutes, without evaluation and checkpoints.",
+        description="Mean time of a step over the last five minutes, without evaluation and "
+        "checkpoints. If it rises, the panel Step time by phase below shows which phase takes "
+        "longer.",
         queries=(Query(of_run(recorded.STEP_SECONDS), "step"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
@@ -88,7 +90,8 @@ HEALTH = sized(
     ),
     Stat(
         title="Samples per second",
-        description="Sum over all ranks. Compare this figure when you change something.",
+        description="Samples per second of the chosen ranks together. Compare this figure before "
+        "and after you change something.",
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         thresholds=PLAIN_TEXT,
@@ -96,7 +99,8 @@ HEALTH = sized(
     ),
     Stat(
         title="Loss",
-        description="Mean over ranks. If it is NaN or Inf, see the alert ZerowatchLossNotFinite.",
+        description="Mean loss over ranks in the last step. If it is NaN or Inf, see the alert "
+        "ZerowatchLossNotFinite.",
         queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
         decimals=3,
@@ -113,10 +117,10 @@ def against_limit(rule: str, limit: float) -> str:
 HELD_BACK = (
     BarGauge(
         title="Bottlenecks: share of each threshold",
-        description="Each bar is a measurement over the threshold of its alert; at 100% it is a "
-        "problem. Begin with the longest bar. See the dashboard Communication for "
+        description="Each bar is a measurement divided by the threshold of its alert; from 100% on "
+        "it is a problem. Begin with the longest bar. See the dashboard Communication for "
         "**communication** and **straggler**, Step anatomy for **waiting for data**, Devices for "
-        "**idle device** (GPUs only), Memory for **out of memory** and **replayed windows**.",
+        "**idle device** (GPUs only), and Memory for **out of memory** and **replayed windows**.",
         queries=(
             Query(
                 against_limit(of_run(recorded.EXPOSED_RATIO), COMM_RATIO_HIGH),
@@ -162,8 +166,8 @@ HELD_BACK = (
     ),
     TimeSeries(
         title="Step time by phase",
-        description="Seconds of a step by phase, as a mean over ranks. Begin with the widest band. "
-        "Communication is inside the phases, mostly in backward and optimizer.",
+        description="Seconds of a step in each phase, as a mean over ranks. Begin with the widest "
+        "band. Communication is part of the phases, mostly of backward and optimizer.",
         queries=(Query(of_run(recorded.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
@@ -177,8 +181,8 @@ HELD_BACK = (
         8,
         TimeSeries(
             title="Exposed communication",
-            description="Share of training time spent only on communication. Above the line it is "
-            "worth tuning: the dashboard Communication shows the cause.",
+            description="Share of training time in which training only waits for communication. If "
+            "it is above the line, reduce it first: the dashboard Communication shows the cause.",
             queries=(
                 Query(of_run(recorded.EXPOSED_RATIO), "5 minutes"),
                 Query(of_run(recorded.EXPOSED_RATIO_LONG), "30 minutes"),
@@ -190,9 +194,10 @@ HELD_BACK = (
         ),
         TimeSeries(
             title="Devices busy",
-            description="Mean over ranks, and the least busy rank. Below the line a device waits "
-            "for communication, for data, or for larger batches. The line applies to GPUs only: on "
-            "a CPU it is the share of all cores, which the ranks of a host share.",
+            description="Share of time in which the devices work: the mean over ranks and the "
+            "least busy rank. Below the line a GPU waits for communication or data, or needs "
+            "larger batches. The line does not apply to CPUs, whose value is a share of all cores; "
+            "the ranks of a host divide the cores among them.",
             queries=(
                 Query(by("avg", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "mean"),
                 Query(by("min", of_ranks(recorded.DEVICE_UTILIZATION_BY_RANK)), "least busy"),
@@ -205,11 +210,9 @@ HELD_BACK = (
         ),
         TimeSeries(
             title="Risk of running out of memory",
-            description=(
-                "Probability within the next 50 steps, for the ranks most at risk. From "
-                f"{OOM_RISK_HIGH:.0%} on, lower the micro-batch or shard more. The dashboard "
-                "Memory shows what fills memory."
-            ),
+            description="Probability of an out-of-memory error within the next 50 steps, for the "
+            f"ranks most at risk. From {OOM_RISK_HIGH:.0%} on, lower the micro-batch or use a "
+            "higher ZeRO stage. The dashboard Memory shows what fills memory.",
             queries=(Query(worst(recorded.OOM_RISK, also="device"), "rank {{rank}} {{device}}"),),
             unit=RATIO,
             minimum=0,
@@ -225,16 +228,16 @@ PROGRESS = sized(
     8,
     TimeSeries(
         title="Loss",
-        description="Mean over ranks. Marks show when the tuner changed something or an alert "
-        "fired.",
+        description="Mean loss over ranks. Marks below the graph show when the tuner changed "
+        "something or an alert fired.",
         queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
     ),
     step_seconds(),
     TimeSeries(
         title="Throughput",
-        description="Samples per second of all ranks together. If it falls while the work stays "
-        "the same, the panels above show why.",
+        description="Samples per second of the chosen ranks together. If it falls although the "
+        "work is the same, the panels above show the reason.",
         queries=(Query(rate_of_ranks(steps.SAMPLES), "samples/s"),),
         unit=COUNT,
         minimum=0,
@@ -244,8 +247,8 @@ PROGRESS = sized(
 DETAILS = (
     Table(
         title="Alerts firing",
-        description="Should be empty. The runbook's page on an alert explains what it means, how "
-        "to confirm it and what to do first.",
+        description="The alerts of this run that fire now; the table should be empty. The page of "
+        "an alert in the runbook explains what it means, how to confirm it and what to do first.",
         labels={"alertname": "Alert", "severity": "Severity", "rank": "Rank"},
         columns=(Column(title="", expression=f"max by (alertname, severity, rank) ({FIRING})"),),
         empty="no alert is firing",
@@ -253,8 +256,9 @@ DETAILS = (
     ),
     rank_table(
         title=f"The {TABLE_ROWS} slowest ranks",
-        description="**Behind** is how far a rank is behind the median rank, as a share of a step. "
-        "One slow rank delays all others: check its node, its device and its data.",
+        description="**Behind** is the time by which a rank is slower than the median rank, as a "
+        "share of a step. One slow rank delays all others: check its node, its device and its "
+        "data.",
         columns=(
             Column(
                 title="Behind",
@@ -294,12 +298,12 @@ DETAILS = (
     ),
     Text(
         title="How to read these dashboards",
-        description="What all dashboards have in common.",
-        content="Figures over a run are means of the last five minutes. A graph of many ranks "
-        "shows those that were worst in the selected time; choose ranks at the top to see others. "
-        "Each panel's **(i)** explains how to read it and what to do. Lines across a graph are "
-        "thresholds of alerts. Marks below a graph are alerts, the tuner's decisions and starts of "
-        "runs. Links at the top lead to the other dashboards and keep your choice.",
+        description="Hints that apply to all dashboards.",
+        content="Figures about a whole run are means of the last five minutes. A graph of many "
+        "ranks shows those that were worst in the selected time; choose ranks at the top to see "
+        "others. Each panel's **(i)** explains how to read it and what to do. Lines across a graph "
+        "are thresholds of alerts. Marks below a graph are alerts, decisions of the tuner and "
+        "starts of runs. Links at the top lead to the other dashboards and keep the run and ranks.",
         width=24,
         height=3,
     ),

@@ -104,8 +104,9 @@ def step_seconds() -> TimeSeries:
     of_first_rank = rate(STEP_SECONDS, WINDOW, *FIRST_RANK, part="_bucket")
     return TimeSeries(
         title="Step time",
-        description="Median and slow steps, over all ranks. If p99 is far above the median, single "
-        "steps stall: point at a diamond and follow it to the trace of that step.",
+        description="Median, 95th and 99th percentile of the step time, over all ranks. If p99 is "
+        "far above the median, single steps stall: point at a diamond in the graph and follow its "
+        "link to the trace of that step.",
         queries=(
             Query(quantile(0.5, recorded.STEP_BUCKETS), "median"),
             Query(quantile(0.95, recorded.STEP_BUCKETS), "p95"),

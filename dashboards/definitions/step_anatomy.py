@@ -29,8 +29,9 @@ from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, sized,
 A_STEP = (
     TimeSeries(
         title="A step by phase",
-        description="Seconds of a step, as a mean over ranks. A step is one optimizer update with "
-        "all its micro-batches. `other` is the time between the phases: your own code.",
+        description="Seconds of a step in each phase, as a mean over ranks. A step is one "
+        "optimizer update with all its micro-batches. `other` is the time between the phases, "
+        "spent in your own code. Begin with the widest band.",
         queries=(Query(of_run(recorded.PHASE_SECONDS_PER_STEP), "{{phase}}"),),
         unit=SECONDS,
         minimum=0,
@@ -41,9 +42,9 @@ A_STEP = (
     ),
     BarGauge(
         title="Share of each phase",
-        description="Share of training time in the last five minutes. Backward usually takes about "
-        "twice as long as forward. Much `data`: use more loader workers or prefetching. Much "
-        "`optimizer`: check offloading on the dashboard Memory.",
+        description="Share of training time in each phase, over the last five minutes. Backward "
+        "usually takes about twice as long as forward. If `data` is large, use more loader workers "
+        "or prefetching. If `optimizer` is large, check offloading on the dashboard Memory.",
         queries=(Query(of_run(recorded.PHASE_RATIO), "{{phase}}", shape="now"),),
         unit=RATIO,
         minimum=0,
@@ -57,8 +58,9 @@ A_STEP = (
     step_seconds(),
     Heatmap(
         title="Step durations",
-        description="Brighter means more steps. Two bands mean two kinds of step, such as short "
-        "and long batches. Single cells far above the bands are stalls.",
+        description="Number of steps by their duration; brighter cells have more steps. Two bands "
+        "mean that there are two kinds of step, such as short and long batches. Single cells far "
+        "above the bands are stalls.",
         queries=(Query(of_run(recorded.STEP_BUCKETS), "{{le}}", shape="buckets"),),
         unit=SECONDS,
     ),
@@ -67,8 +69,9 @@ A_STEP = (
 RANKS_APART = (
     TimeSeries(
         title="Step time of the slowest ranks",
-        description="All ranks wait for each other, so these lines stay close together even if one "
-        "rank is the cause. The straggler score on the dashboard Communication shows which one.",
+        description="Mean time of a step over five minutes, for the slowest ranks. All ranks wait "
+        "for each other, so these lines stay close together even if a single rank is the cause. "
+        "The straggler score on the dashboard Communication shows which one.",
         queries=(Query(worst(recorded.STEP_SECONDS_BY_RANK), "rank {{rank}}"),),
         unit=SECONDS,
         minimum=0,
@@ -76,8 +79,8 @@ RANKS_APART = (
     ),
     TimeSeries(
         title="Waiting for data: the worst ranks",
-        description="Share of training time in the data loader. Above the line, use more workers, "
-        "`pin_memory`, prefetching, or a faster disk.",
+        description="Share of training time spent in the data loader, for the worst ranks. Above "
+        "the line, use more workers, `pin_memory`, prefetching, or a faster disk.",
         queries=(Query(worst(recorded.DATA_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
@@ -90,15 +93,16 @@ THROUGHPUT = sized(
     7,
     TimeSeries(
         title="Steps per second",
-        description="Rate of the fastest rank; all ranks take the same steps.",
+        description="Optimizer steps per second of the fastest rank; all ranks take the same "
+        "steps. If it falls, the panels above show which phase takes longer.",
         queries=(Query(by("max", rate(steps.STEPS, WINDOW, *RANKS)), "steps/s"),),
         unit=PLAIN,
         minimum=0,
     ),
     TimeSeries(
         title="Samples and tokens per second",
-        description="Sum over all ranks; tokens appear if the batch shows them. The scale is "
-        "logarithmic, because tokens are many.",
+        description="Samples and tokens per second of the chosen ranks together, on a logarithmic "
+        "scale. Tokens appear only if the batches show how many there are.",
         queries=(
             Query(rate_of_ranks(steps.SAMPLES), "samples/s"),
             Query(rate_of_ranks(steps.TOKENS), "tokens/s"),
@@ -108,8 +112,8 @@ THROUGHPUT = sized(
     ),
     TimeSeries(
         title="FLOPs per second",
-        description="FLOPs that the model needs, for all ranks together, without recomputed "
-        "activations.",
+        description="Floating point operations per second that the model needs, for the chosen "
+        "ranks together. Recomputed activations are not counted.",
         queries=(Query(rate_of_ranks(steps.FLOPS), "FLOP/s"),),
         unit=FLOPS_PER_SECOND,
         minimum=0,
@@ -117,8 +121,9 @@ THROUGHPUT = sized(
     ),
     TimeSeries(
         title="Model FLOPs utilization",
-        description="FLOPs that the model needs over the device's peak. 0.3 to 0.5 is usual for "
-        "large transformers on GPUs. Compare it with your own runs rather than with others.",
+        description="Floating point operations that the model needs, divided by the peak of the "
+        "device. 0.3 to 0.5 is usual for large transformers on GPUs. If it is lower, look for "
+        "waiting time in the phases above. Compare it with your own runs rather than with others.",
         queries=(Query(of_run(recorded.MFU), "MFU"),),
         unit=RATIO,
         minimum=0,
@@ -130,15 +135,17 @@ THROUGHPUT = sized(
 NUMBERS = (
     TimeSeries(
         title="Loss",
-        description="Mean over the step's micro-batches and over ranks.",
+        description="Mean loss over the micro-batches of a step and over ranks. If it is NaN or "
+        "Inf, see the alert ZerowatchLossNotFinite.",
         queries=(Query(of_run(recorded.LOSS), "loss"),),
         unit=PLAIN,
         width=8,
     ),
     TimeSeries(
         title="Gradient norm",
-        description="Largest of all ranks, before clipping. A sudden rise often precedes a loss "
-        "that is not finite: lower the learning rate or clip.",
+        description="Norm of the gradients before clipping, the largest of all ranks. A sudden "
+        "rise often precedes a loss that is not finite: lower the learning rate or clip the "
+        "gradients.",
         queries=(Query(of_run(recorded.GRADIENT_NORM), "norm"),),
         unit=PLAIN,
         minimum=0,
@@ -146,7 +153,8 @@ NUMBERS = (
     ),
     TimeSeries(
         title="Learning rate",
-        description="Learning rate of the first parameter group, on rank 0.",
+        description="Learning rate of the first parameter group, on rank 0. It should follow your "
+        "schedule.",
         queries=(Query(of_first_rank(steps.LEARNING_RATE), "learning rate"),),
         unit=PLAIN,
         minimum=0,
@@ -154,8 +162,8 @@ NUMBERS = (
     ),
     fault_count(
         title="Non-finite losses",
-        description="Steps since each rank's start, over the chosen ranks. One is too many: see "
-        "the alert ZerowatchLossNotFinite.",
+        description="Steps with a loss of NaN or Inf since the start, over the chosen ranks. It "
+        "should be 0: see the alert ZerowatchLossNotFinite.",
         expression=total(steps.NONFINITE_LOSSES),
         legend="steps",
         width=6,
@@ -163,8 +171,9 @@ NUMBERS = (
     ),
     Stat(
         title="Skipped updates",
-        description="Share of steps of the last five minutes whose gradients overflowed. A few at "
-        "the start of fp16 training are normal.",
+        description="Share of the steps of the last five minutes whose update was skipped because "
+        "gradients overflowed. A few at the start of fp16 training are normal. If it stays high, "
+        "lower the learning rate or train in bf16.",
         queries=(Query(of_run(recorded.SKIPPED_RATIO), "skipped"),),
         unit=RATIO,
         thresholds=above(0.05, 0.5),
@@ -173,8 +182,9 @@ NUMBERS = (
     ),
     TimeSeries(
         title="Loss scale",
-        description="Loss scale of fp16 training. It halves at each overflow, and doubles after "
-        "many steps without one. If it keeps falling, gradients overflow at any scale.",
+        description="Loss scale of fp16 training. It is halved at each overflow and doubled after "
+        "many steps without one. If it keeps falling, gradients overflow at every scale: see the "
+        "alert ZerowatchLossScaleCollapse.",
         queries=(Query(of_first_rank(steps.LOSS_SCALE), "scale"),),
         unit=COUNT,
         log_scale=True,
@@ -189,9 +199,9 @@ PROFILED = sized(
     6,
     TimeSeries(
         title="The last profiled step",
-        description="Shares of computation only, communication only, both at once and neither, "
-        "measured by the profiler on rank 0. More overlap is better. It is off unless "
-        "`profile.every_steps` is set.",
+        description="Shares of the last profiled step on rank 0: computation only, communication "
+        "only, both at once and neither, measured by the profiler. More overlap is better. "
+        "Profiling is off unless `profile.every_steps` is set.",
         queries=(Query(of_first_rank(comm.STEP_TIME_RATIO), "{{part}}"),),
         unit=RATIO,
         minimum=0,
@@ -201,8 +211,9 @@ PROFILED = sized(
     ),
     TimeSeries(
         title="Exposed time: zerowatch against the profiler",
-        description="Difference between the two, over the profiled step's time, for the worst of "
-        "the chosen ranks. Above 5%, do not rely on small differences in exposed time.",
+        description="Difference between the exposed communication time of zerowatch and of the "
+        "profiler, divided by the time of the profiled step, for the worst of the chosen ranks. "
+        "Above 5%, do not rely on small differences in exposed time.",
         queries=(Query(by("max", of_ranks(comm.COMM_EXPOSED_ERROR_RATIO)), "difference"),),
         unit=RATIO,
         minimum=0,
@@ -215,9 +226,9 @@ MICRO_BATCHES_AND_SHARES = sized(
     7,
     TimeSeries(
         title="Micro-batches of a step",
-        description="Samples of the largest micro-batch, and micro-batches per step. They change "
-        "after an out-of-memory error, when memory is free again, and by your own call. The update "
-        "stays that of the whole batch.",
+        description="Samples in the largest micro-batch, and number of micro-batches per step. "
+        "They change after an out-of-memory error, when memory is free again, and when your script "
+        "changes them. The update remains that of the whole batch.",
         queries=(
             Query(of_run(recorded.MICRO_BATCH_SAMPLES), "samples of a micro-batch"),
             Query(by("max", of_first_rank(window.ACCUMULATION_STEPS)), "micro-batches"),
@@ -228,8 +239,9 @@ MICRO_BATCHES_AND_SHARES = sized(
     ),
     TimeSeries(
         title="Shares of the batch",
-        description="Share of a batch that the ranks get. With `balance`, slow ranks get less. If "
-        "the lines diverge, the dashboard Communication shows which rank is slow, and why.",
+        description="Largest, mean and smallest share of the global batch that a rank trains on. "
+        "With `balance`, slow ranks get less. If the lines diverge, the dashboard Communication "
+        "shows which rank is slow, and why.",
         queries=(
             Query(of_run(recorded.LARGEST_SHARE), "largest"),
             Query(of_run(recorded.EVEN_SHARE), "even"),
@@ -241,9 +253,9 @@ MICRO_BATCHES_AND_SHARES = sized(
     ),
     TimeSeries(
         title="Compression error",
-        description="Error of the compressed gradients over their norm, for the worst rank. With 8 "
-        "bits a few percent are usual, and error feedback compensates for them. If it grows, or "
-        "the loss stalls, use bf16 or none.",
+        description="Error of the compressed gradients divided by their norm, for the worst rank. "
+        "With 8 bits a few percent are usual, and error feedback compensates for them. If it "
+        "grows, or the loss stalls, use bf16 or no compression.",
         queries=(Query(of_run(recorded.COMPRESSION_ERROR), "{{codec}}"),),
         unit=RATIO,
         minimum=0,

@@ -36,9 +36,10 @@ VERDICTS = {"accepted": "green", "rolled_back": "orange", "rejected": "text", "a
 NOW = (
     Table(
         title="State now",
-        description="**observe** is the usual state. **safe_mode**: two changes failed, or one "
-        "could not be undone. The tuner then starts no trials and acts only before memory runs "
-        "out: see the alert ZerowatchTunerSafeMode.",
+        description="The current state of the tuner. **observe** is the usual state. "
+        "**safe_mode**: two changes failed, or one could not be undone. The tuner then starts no "
+        "trials and changes settings only if memory is about to run out: see the alert "
+        "ZerowatchTunerSafeMode.",
         labels={"state": "State"},
         columns=(
             Column(
@@ -51,8 +52,8 @@ NOW = (
     ),
     Stat(
         title="Decisions",
-        description="Decisions since the start, by verdict. Many rejected: the run is too noisy, "
-        "or already as fast as it can be. Many rolled back: the trials did harm.",
+        description="Number of decisions since the start, by verdict. Many rejected: the run is "
+        "too noisy, or already as fast as it can be. Many rolled back: the trials did harm.",
         queries=(Query(of_first_rank(tuner.TUNER_DECISIONS), "{{verdict}}", shape="now"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -65,7 +66,7 @@ NOW = (
     Stat(
         title="Time spent on trials",
         description="Seconds since the start that trials and changes took beyond the usual "
-        "training time.",
+        "training time. The setting `tuner.exploration_ratio` limits it.",
         queries=(Query(of_first_rank(tuner.TUNER_EXPLORATION_SECONDS), "trials", shape="now"),),
         unit=SECONDS,
         thresholds=PLAIN_TEXT,
@@ -79,8 +80,8 @@ NOW = (
 COURSE = (
     StateTimeline(
         title="States over time",
-        description="A trial goes from propose through applied to accept or rollback. Compare it "
-        "with the step time below.",
+        description="The state of the tuner at each time. A trial goes from propose through "
+        "applied to accept or rollback. Compare it with the step time below.",
         queries=(Query(of_first_rank(tuner.TUNER_STATE), "{{state}}"),),
         unit=PLAIN,
         thresholds=(Step("transparent"), Step("blue", 1)),
@@ -94,8 +95,8 @@ COURSE = (
         8,
         TimeSeries(
             title="Symptoms",
-            description="Each symptom above its threshold, as a share of training time, of a "
-            "device or of memory.",
+            description="Strength of each symptom above its threshold, as a share of training "
+            "time, of a device or of memory. The tuner proposes changes that reduce them.",
             queries=(Query(f"{of_first_rank(tuner.TUNER_SYMPTOM)} > 0", "{{symptom}}"),),
             unit=RATIO,
             minimum=0,
@@ -104,7 +105,8 @@ COURSE = (
         step_seconds(),
         TimeSeries(
             title="Exposed communication",
-            description="Share of training time. Most changes are meant to lower it.",
+            description="Share of training time in which training only waits for communication. "
+            "Most changes of the tuner are meant to lower it.",
             queries=(Query(of_run(recorded.EXPOSED_RATIO), "exposed"),),
             unit=RATIO,
             minimum=0,
@@ -118,8 +120,9 @@ KNOBS = (
         8,
         Table(
             title="Knobs now",
-            description="Value of each knob, measured gain of its last change, and lower bound of "
-            "that gain. Yes is 1, no is 0, a number format is its bits.",
+            description="Value of each knob, the measured gain of its last change, and the lower "
+            "bound of that gain. Yes is 1 and no is 0; a number format is shown as its number of "
+            "bits.",
             labels={"knob": "Knob"},
             columns=(
                 Column(
@@ -145,8 +148,9 @@ KNOBS = (
         ),
         TimeSeries(
             title="Knobs over time",
-            description="Each step of a line is a change; marks name the verdict. The scale is "
-            "logarithmic, because bucket sizes and small counts share the axis.",
+            description="Value of each knob. Each step of a line is a change, and the mark below "
+            "names its verdict. The scale is logarithmic, because bucket sizes and small counts "
+            "share the axis.",
             queries=(Query(of_first_rank(tuner.TUNER_KNOB_VALUE), "{{knob}}"),),
             unit=COUNT,
             log_scale=True,
@@ -154,8 +158,9 @@ KNOBS = (
         ),
         TimeSeries(
             title="Measured gains",
-            description="Gain of each knob's last change against the run before it, and the lower "
-            "bound of its interval. A change below the line did harm and is rolled back.",
+            description="Gain in throughput of the last change of each knob, compared with the "
+            "configuration before, and the lower confidence bound. A change below zero did harm "
+            "and is rolled back.",
             queries=(
                 Query(of_first_rank(tuner.TUNER_GAIN), "{{knob}}"),
                 Query(of_first_rank(tuner.TUNER_GAIN_LOWER_BOUND), "{{knob}} at least"),
@@ -167,14 +172,15 @@ KNOBS = (
     ),
     TimeSeries(
         title="Throughput",
-        description="Samples per second of all ranks: the effect of all changes together.",
+        description="Samples per second of the chosen ranks together, which shows the effect of "
+        "all changes.",
         queries=(Query(rate_of_ranks(SAMPLES), "samples/s"),),
         minimum=0,
         width=16,
     ),
     Text(
         title="How to read a decision",
-        description="The tuner's verdicts.",
+        description="Explains the verdicts of the tuner.",
         content="**accepted**: it measured better, or memory was running out; the change is kept. "
         "**rolled_back**: the trial did harm (slower, out of memory, loss up), or was interrupted; "
         "the change is undone. **rejected**: the gain was too small, or the tuner did not try it, "

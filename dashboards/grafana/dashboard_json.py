@@ -61,7 +61,7 @@ def dashboard_json(dashboard: Dashboard) -> Json:
         uid=dashboard.uid,
         description=dashboard.description,
         tags=[TAG],
-        annotations=grafanalib.Annotations(list=annotations()),
+        annotations=grafanalib.Annotations(list=graph_annotations()),
         templating=grafanalib.Templating(list=variables()),
         time=grafanalib.Time(f"now-{dashboard.span}", "now"),
         timezone="browser",
@@ -167,7 +167,7 @@ def _label(name: str, title: str, of: str, **more: Any) -> Json:
     return result
 
 
-def annotations() -> list[Json]:
+def graph_annotations() -> list[Json]:
     """Return the annotations of every graph: firing alerts, tuner decisions and starts of runs.
 
     A user can switch each of them off at the top of a dashboard.
