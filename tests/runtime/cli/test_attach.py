@@ -101,7 +101,7 @@ def test_a_link_to_a_script_imports_from_the_scripts_own_folder(tmp_path):
     assert result_of(monitored("linked.py", cwd=tmp_path)) == result_of(expected)
 
 
-def test_a_missing_script_is_one_line_and_exit_code_2(tmp_path):
+def test_a_missing_script_prints_one_line_and_exits_with_code_2(tmp_path):
     finished = monitored("nofile.py", cwd=tmp_path)
 
     path = tmp_path / "nofile.py"
@@ -109,7 +109,7 @@ def test_a_missing_script_is_one_line_and_exit_code_2(tmp_path):
     assert result_of(finished) == (2, "", line)
 
 
-def test_a_module_without_a_name_is_one_line_and_exit_code_2():
+def test_a_module_without_a_name_prints_one_line_and_exits_with_code_2():
     assert result_of(monitored("-m")) == (2, "", "zerowatch: -m needs the name of a module\n")
 
 
@@ -120,7 +120,7 @@ def test_a_command_instead_of_a_script_names_the_right_program(tmp_path):
     assert finished.stderr.endswith("; the command is `zerowatch run`\n")
 
 
-def test_an_invalid_setting_is_one_line_before_the_script_starts(tmp_path):
+def test_an_invalid_setting_prints_one_line_before_the_script_starts(tmp_path):
     finished = monitored(
         SCRIPTS / "cli" / "list_modules.py", cwd=tmp_path, ZEROWATCH_SERVE_PROT="1"
     )
@@ -226,7 +226,7 @@ def test_concurrent_imports_call_back_once(waiting_for, module_file):
     assert len(imported) == 1
 
 
-def test_a_module_in_a_zip_file_calls_back(waiting_for, tmp_path, monkeypatch):
+def test_importing_a_module_from_a_zip_file_calls_back(waiting_for, tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
         archive.writestr("zipped_one.py", "import zipped_two\n")
         archive.writestr("zipped_two.py", "")

@@ -1,4 +1,4 @@
-"""The demo: its text, its model, and a short run."""
+"""The demo: its training data, its model, and a short run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerowatch.runtime.cli.demo.model import ByteGpt, GptConfig
 from zerowatch.runtime.instrumentation.flops import flops_terms
 
 
-def test_the_text_is_this_pythons_source_and_the_same_each_time():
+def test_the_text_is_the_source_of_this_python_and_the_same_each_time():
     sources = Path(sysconfig.get_path("stdlib"))
 
     text = standard_library_text()
@@ -38,7 +38,7 @@ def test_the_text_is_of_sorted_files_without_tests_and_installed_packages(tmp_pa
     assert bytes(text.tolist()) == b"# a.py\n# b.py\n# json/c.py\n"
 
 
-def test_a_python_without_source_text_raises(tmp_path):
+def test_a_python_without_source_files_raises_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python source text in"):
         standard_library_text(tmp_path)
 
@@ -102,7 +102,7 @@ def test_the_flops_counter_supports_the_model():
     assert flops == 6 * multiplied + 12 * 4 * 256 * 128
 
 
-def test_more_processes_than_gpus_raise(monkeypatch):
+def test_more_processes_than_gpus_raise_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     with pytest.raises(CommandLineError, match=r"--nproc 2, but this machine has 1 GPU"):

@@ -1,4 +1,4 @@
-"""The demo's console: sums over steps, lines on terminals and in files, and advice."""
+"""Console output of the demo: summary of steps, lines on terminals and in files, and advice."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
     ("stage", "remedy"),
     [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],
 )
-def test_a_high_communication_ratio_comes_with_a_remedy(stage, remedy):
+def test_advice_for_a_high_communication_ratio_suggests_a_change(stage, remedy):
     too_much = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH + 0.01, busy=1.0, device="cuda:0")]
     enough = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH, busy=1.0, device="cuda:0")]
 
@@ -124,7 +124,7 @@ def test_a_high_communication_ratio_comes_with_a_remedy(stage, remedy):
     assert first_lines[1].startswith("All figures are within usual limits.")
 
 
-def test_a_low_device_utilization_comes_with_its_likely_cause():
+def test_advice_for_a_low_device_utilization_has_its_likely_cause():
     idle = DEVICE_UTILIZATION_LOW - 0.1
     waiting = step(1, phases={"data": 0.5, "forward": 0.5}, busy=idle, device="cuda:0")
     small = step(1, phases={"data": 0.01, "forward": 0.99}, busy=idle, device="cuda:0")
@@ -255,7 +255,7 @@ def test_the_address_of_a_very_late_rank_comes_between_the_lines(watch):
     assert firsts[-3:] == ["11/12", "curl", "12/12"]
 
 
-def test_without_a_run_log_only_the_own_address_is_printed():
+def test_without_a_run_log_only_the_address_of_this_rank_is_printed():
     watch = fake_watch(run_folder=None)
 
     text = console_output(watch, io.StringIO(), step(1))

@@ -152,7 +152,7 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
         (("--world", 8, "--params", "7B", "--pp", 2, "--stage", 3), "pipeline parallelism"),
     ],
 )
-def test_invalid_options_are_one_line_and_exit_code_2(estimate, ds_json, arguments, words):
+def test_invalid_options_print_one_line_and_exit_with_code_2(estimate, ds_json, arguments, words):
     assert_error(estimate(ds_json, *arguments), words)
 
 
@@ -177,14 +177,16 @@ def test_invalid_options_are_one_line_and_exit_code_2(estimate, ds_json, argumen
         ),
     ],
 )
-def test_an_invalid_configuration_is_one_line_and_exit_code_2(estimate, tmp_path, content, words):
+def test_an_invalid_configuration_prints_one_line_and_exits_with_code_2(
+    estimate, tmp_path, content, words
+):
     file = tmp_path / "bad.json"
     file.write_text(content)
 
     assert_error(estimate(file, *SIZE), f"{file}", words)
 
 
-def test_a_missing_file_is_one_line_and_exit_code_2(estimate, tmp_path):
+def test_a_missing_file_prints_one_line_and_exits_with_code_2(estimate, tmp_path):
     assert_error(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
 

@@ -155,7 +155,7 @@ def test_the_widest_table_fits_in_98_columns(estimate, config):
         (("--sequence", 8, "--memory", "-1GB"), "--memory -1GB is not a size"),
     ],
 )
-def test_invalid_memory_options_are_one_line_and_exit_code_2(estimate, arguments, fault):
+def test_invalid_memory_options_print_one_line_and_exit_with_code_2(estimate, arguments, fault):
     code, out, err = estimate(*SIZE, *arguments)
 
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch.distributed.run
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, own_lines, start
+
+from zerowatch.runtime.cli.run_command import launch
 
 RUN = (ZEROWATCH, "run")
 COUNT = SCRIPTS / "cli" / "count_to_two.py"
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,7 @@ COUNT = SCRIPTS / "cli" / "count_to_two.py"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_an_invalid_command_is_one_line_and_exit_code_2(tmp_path, arguments, line):
+def test_an_invalid_command_prints_one_line_and_exits_with_code_2(tmp_path, arguments, line):
     finished = start(*RUN, *arguments, cwd=tmp_path)
 
     assert (finished.returncode, finished.stdout) == (2, "")
@@ -43,6 +49,56 @@ def test_help_shows_both_forms_without_importing_torch(tmp_path):
     assert re.search(r"run +Run a script under torchrun", finished.stdout)
     assert "python -m zerowatch SCRIPT [ARGS]..." in finished.stdout
     assert finished.stdout.endswith("False\n")
+
+
+@pytest.fixture
+def fake_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
+    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: None)
+    monkeypatch.setenv("ZEROWATCH_RUN_ID", "night")
+    monkeypatch.setenv(OWN_STORES, "")  # so that monkeypatch removes it afterwards
+    monkeypatch.delenv(OWN_STORES)
+    yield
+    os.environ.pop(OWN_STORES, None)
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+def test_with_restarts_torchrun_makes_a_new_store_for_each() -> None:
+    launch(["--max-restarts", "3", __file__])
+
+    assert os.environ[OWN_STORES] == "1"
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+def test_without_restarts_or_with_the_users_own_value_the_variable_is_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch([__file__])
+    assert OWN_STORES not in os.environ
+
+    monkeypatch.setenv(OWN_STORES, "0")
+    launch(["--max-restarts", "3", __file__])
+
+    assert os.environ[OWN_STORES] == "0"
+
+
+@pytest.mark.usefixtures("fake_torchrun")
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        (["--max-restarts", "3", "--master-port", "29501"], True),
+        (["--master-port", "29501"], False),
+        (["--max-restarts", "3", "--standalone"], False),
+        (["--max-restarts", "3"], False),
+        (["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_restarts_with_a_fixed_port_log_a_warning(
+    options: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch([*options, __file__])
+
+    assert ("restarted ranks share a store" in capsys.readouterr().err) is is_warned
 
 
 @pytest.mark.jobs

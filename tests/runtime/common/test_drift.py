@@ -1,4 +1,4 @@
-"""Every private name of DeepSpeed and torch that zerowatch uses is still there.
+"""Every private name of DeepSpeed and torch that zerowatch uses exists in the installed version.
 
 A name that is gone fails here, with the file that uses it, before a user meets it. The packages
 that change an engine have their names in `deepspeed_internals.py`; the rest is listed here.
@@ -170,7 +170,7 @@ def is_there(owner: Any, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("place", "user", "name"), CASES)
-def test_the_name_is_still_there(place: str, user: str, name: str) -> None:
+def test_each_private_name_still_exists(place: str, user: str, name: str) -> None:
     assert is_there(resolve(place), name), (
         f"{place} has no {name!r} in this version; {user} uses it. Find what replaced it, and "
         "change that file and this table together."

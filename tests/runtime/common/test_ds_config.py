@@ -42,7 +42,7 @@ def ds_json(tmp_path, monkeypatch):
     return write
 
 
-def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(tmp_path, monkeypatch):
+def test_a_missing_file_is_named_with_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     line = explain("ds.json")

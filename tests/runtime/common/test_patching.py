@@ -36,7 +36,7 @@ def test_an_instance_attribute_is_restored_to_the_very_same_object() -> None:
     assert vars(engine)["step"] is own
 
 
-def test_a_class_gets_its_function_back() -> None:
+def test_restoring_a_class_attribute_restores_its_function() -> None:
     original = vars(Engine)["step"]
 
     wrap = AttributePatch(Engine, "step", lambda function: lambda self: function(self).upper())
@@ -47,7 +47,7 @@ def test_a_class_gets_its_function_back() -> None:
     assert vars(Engine)["step"] is original
 
 
-def test_a_wrapper_put_over_ours_stays() -> None:
+def test_a_wrapper_around_ours_stays_after_a_restore() -> None:
     engine = Engine()
     wrap = AttributePatch(engine, "step", doubled)
     ours = engine.step

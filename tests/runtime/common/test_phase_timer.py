@@ -31,7 +31,7 @@ def test_the_constants_are_the_indices_of_the_labels() -> None:
     assert tuple(PHASES[place] for place in places) == names
 
 
-def test_the_innermost_phase_gets_the_time() -> None:
+def test_time_is_attributed_to_the_innermost_phase() -> None:
     time = HandTurned()
     timer = PhaseTimer(time)
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other in a store that earlier attempts of the job have used."""
+"""Exchange of run id and targets in a store that earlier attempts of the job have used."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_ranks_share_the_run_id_and_rank_zero_finds_the_targets(store, monke
     ]
 
 
-def test_what_was_written_before_rank_zero_started_reaches_it(store, monkeypatch, clock):
+def test_texts_written_before_rank_zero_started_are_read_by_it(store, monkeypatch, clock):
     attempt = Attempt(store, monkeypatch, 0, 0)
     early = attempt.rank_store(1, clock)
     TargetDiscovery(early, process(1), clock).announce("host-1:9464")
@@ -154,7 +154,7 @@ def test_an_earlier_attempt_is_not_read_whichever_node_counted_the_restart(
     assert (before, rank_1.get("run_id")) == (None, "this")
 
 
-def test_after_a_restart_an_earlier_run_id_is_not_taken_before_rank_zero_writes_its_own(
+def test_after_a_restart_an_earlier_run_id_is_not_used_before_rank_zero_writes_its_own(
     store, monkeypatch, clock
 ):
     Attempt(store, monkeypatch, 0, 0).rank_store(0, clock).put("run_id", "earlier")
@@ -166,7 +166,7 @@ def test_after_a_restart_an_earlier_run_id_is_not_taken_before_rank_zero_writes_
     assert (before, rank_1.get("run_id")) == (None, "this")
 
 
-def test_what_a_rank_wrote_with_an_earlier_token_is_written_again_with_the_new_one(
+def test_texts_written_with_an_earlier_token_are_written_again_with_the_new_one(
     store, monkeypatch, clock
 ):
     earlier = Attempt(store, monkeypatch, 0, 0)

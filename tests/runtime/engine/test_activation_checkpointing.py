@@ -149,7 +149,7 @@ def test_undo_restores_an_instances_own_forward():
     assert "forward" not in vars(model.layers[0])
 
 
-def test_a_wrapper_over_ours_stays_and_ours_becomes_inert():
+def test_after_undo_a_wrapper_around_ours_stays_and_ours_does_nothing():
     layer = Layer()
     undo = checkpoint_forward(layer)
     ours = layer.forward

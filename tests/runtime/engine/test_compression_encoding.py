@@ -1,4 +1,4 @@
-"""Encoding and decoding of values, against float64."""
+"""Wire formats of gradient compression: encoding and decoding, compared with float64."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_on_four_ranks_asynchronous_sums_are_bitwise_equal_too(four: list[dict],
         assert rank[name]["asynchronous"] == {"plain": True, "int8": True}
 
 
-def test_residuals_hold_what_is_missing_from_the_sums(two: list[dict], four: list[dict]) -> None:
+def test_residuals_equal_the_error_of_the_sums(two: list[dict], four: list[dict]) -> None:
     for rank in (*two, *four):
         assert all(away < 1e-6 for away in rank["conserved"].values())
 

@@ -1,4 +1,4 @@
-"""Each live setting, set at window 3 and undone at window 6, on two and four ranks."""
+"""Live settings: each is set at window 3 and undone at window 6, on two and four ranks."""
 
 from __future__ import annotations
 

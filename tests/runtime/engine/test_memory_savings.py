@@ -1,4 +1,4 @@
-"""Activation checkpointing, optimizer state offload and all memory savings, on and off again."""
+"""Memory savings on a running engine: activation checkpointing, optimizer offload, all at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTED, *OFFLOADED])
-def test_weights_are_bitwise_unchanged(ranks, name: str):
+def test_each_memory_saving_leaves_weights_bitwise_unchanged(ranks, name: str):
     assert [rank[name]["bitwise"] for rank in ranks] == [True, True]
 
 

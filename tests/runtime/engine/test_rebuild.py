@@ -1,4 +1,4 @@
-"""Engines rebuilt in the middle of training, against training without a rebuild."""
+"""Rebuilds in the middle of training, compared with training without a rebuild."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_training_continues_as_without_a_rebuild(results: Results, ranks: int, n
 
 
 @pytest.mark.parametrize(("ranks", "name"), ON_ANY)
-def test_nothing_holds_the_old_engine(results: Results, ranks: int, name: str) -> None:
+def test_the_old_engine_is_freed_after_a_rebuild(results: Results, ranks: int, name: str) -> None:
     assert [rank[name]["alive"] for rank in results[ranks]] == [[]] * ranks
 
 
@@ -92,7 +92,7 @@ def test_a_rebuild_that_fails_on_one_rank_leaves_training_bitwise_unchanged(
         assert "previous ds config" in found["text"]
 
 
-def test_what_cannot_be_rebuilt_is_refused_before_anything_changes(results: Results) -> None:
+def test_an_unsupported_rebuild_is_refused_before_anything_changes(results: Results) -> None:
     for rank in results[2]:
         refused = rank[FAULTS]["refused"]
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_rebuilt_is_refused_before_anything_changes(results: Resu
         assert refused["equal"]
 
 
-def test_a_rank_that_refuses_alone_refuses_for_all(results: Results) -> None:
+def test_a_rebuild_that_one_rank_refuses_is_refused_on_all_ranks(results: Results) -> None:
     first, second = (rank[FAULTS]["refused"]["alone"] for rank in results[2])
 
     assert "another rank refused" in first

@@ -1,4 +1,4 @@
-"""A training script without torch: fails, hangs or exits by rank, as its arguments ask."""
+"""Training script without torch, whose ranks fail, hang or exit as its arguments say."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Works on in a thread and in an exit handler after its last line."""
+"""Script that keeps running in a thread and in an exit handler after its last line."""
 
 import atexit
 import pickle

@@ -1,4 +1,4 @@
-"""Fails in a function, while it handles another error."""
+"""Script that raises an error in a function while it handles another error."""
 
 
 def outer():

@@ -1,4 +1,4 @@
-"""Forks a child, which leaves by the same way as its parent."""
+"""Script that forks a child process, which exits in the same way as its parent."""
 
 import os
 import sys

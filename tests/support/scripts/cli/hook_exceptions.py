@@ -1,4 +1,4 @@
-"""Prints its errors by its own `sys.excepthook`."""
+"""Script that prints its uncaught errors with its own `sys.excepthook`."""
 
 import sys
 import traceback

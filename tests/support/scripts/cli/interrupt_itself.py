@@ -1,4 +1,4 @@
-"""Interrupts itself, as Ctrl-C does."""
+"""Script that sends itself SIGINT, as Ctrl-C does."""
 
 import os
 import signal

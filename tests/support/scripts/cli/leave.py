@@ -1,4 +1,4 @@
-"""Leaves with the code, or the message, in its arguments."""
+"""Script that exits with the code or the message that is its argument."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Shows whether torch was imported before its first line, and which signals are handled."""
+"""Script that prints whether torch was imported before it, and which signals have handlers."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Pickles an object of a class defined here."""
+"""Script that pickles an object of a class that it defines."""
 
 import inspect
 import pickle

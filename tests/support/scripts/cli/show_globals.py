@@ -1,4 +1,4 @@
-"""Shows what a script can see of how it was started."""
+"""Script that prints its global variables and arguments, which depend on how it was started."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Gives work to spawned processes, which import this script again."""
+"""Script that uses spawned worker processes, which import it again."""
 
 import multiprocessing
 

@@ -1,4 +1,4 @@
-"""Trains a tiny model by Accelerate with gradient accumulation."""
+"""Trains a tiny model with Hugging Face Accelerate and gradient accumulation."""
 
 import os
 

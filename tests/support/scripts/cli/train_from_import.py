@@ -1,4 +1,4 @@
-"""Trains a tiny model; takes `initialize` out of deepspeed by name, and accumulates."""
+"""Trains a tiny model with gradient accumulation; uses `from deepspeed import initialize`."""
 
 import deepspeed
 import torch

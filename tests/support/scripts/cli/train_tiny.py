@@ -1,4 +1,4 @@
-"""Trains a tiny model, as most DeepSpeed scripts do: `deepspeed.initialize` by its full name."""
+"""Trains a tiny model, and calls `deepspeed.initialize` by its full name, as most scripts do."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Trains a tiny GPT-2 by Hugging Face's Trainer; `--deepspeed ds.json` is the Trainer's own."""
+"""Trains a tiny GPT-2 with Hugging Face's Trainer, which parses `--deepspeed ds.json` itself."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Cases of a live setting: configuration, change, and the calls that should show it."""
+"""Test cases of live settings: ds config, new value, and the collectives that should change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small engines without managed gradient accumulation, whose weights show any difference."""
+"""Small engines for tests of live settings; a difference in training changes their weights."""
 
 from __future__ import annotations
 

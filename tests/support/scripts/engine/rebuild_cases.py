@@ -1,4 +1,4 @@
-"""Cases of rebuilds: pairs of ds configs, optimizers and precisions."""
+"""Test cases of rebuilds: pairs of ds configs, optimizers and precisions."""
 
 from __future__ import annotations
 

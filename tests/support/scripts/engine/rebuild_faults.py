@@ -1,4 +1,4 @@
-"""Rebuilds that fail or are refused, on one rank or on all, and one with monitoring."""
+"""Checks rebuilds that fail or are refused, on one rank or on all, and one with monitoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with all kinds of state that a rebuild must keep, its engines, and some training."""
+"""Model with all kinds of state that a rebuild must keep, its engines, and their training."""
 
 from __future__ import annotations
 

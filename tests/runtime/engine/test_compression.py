@@ -1,4 +1,4 @@
-"""Division of buckets, lookup of gradients by address, residuals by window, steps in flight."""
+"""Parts of gradient compression on one process: sizes, index, residuals, overlapped exchanges."""
 
 from __future__ import annotations
 
