@@ -1,1 +1,1 @@
-"""The data of a TrainingRun: loaders that resume, and shares for ranks of unequal speed."""
+"""Data of a TrainingRun: resumable loaders, and load balancing for ranks of unequal speed."""

@@ -1,4 +1,4 @@
-"""Load balancing: shares that follow the measured speeds of the ranks."""
+"""Load balancing: a split of the global batch that follows the measured speeds of the ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from statistics import median
 from typing import Any
 
 from ...common.host_group import HostCollectives
-from .batch_split import Shares, ShareSchedule, even_shares, fitting_shares, gain
+from .batch_split import BatchSplit, SplitSchedule, even_split, fastest_split, gain
 
-EVERY_WINDOWS = 8  # between exchanges of four numbers; the median of fewer windows is too noisy
-MIN_GAIN = 0.05  # the speed of hosts varies by a few per cent from one minute to the next
-NEW_WEIGHT = 0.5  # of the last measurement, against all before
-WARM_UP_WINDOWS = 3  # memory is allocated, traces are recorded, code is compiled
-_MAX_WINDOWS = 256
-_RECENT_WINDOWS = 32  # older ones may be outdated if nothing was read for long
-_MIN_TRIAL_GAIN = 0.02  # of a window's wall time; less is within its noise
-_FIRST_PAUSE = 16  # exchanges without a change after one that did not help; doubled each time
-_LONGEST_PAUSE = 1024
+EVERY_WINDOWS = 8  # windows between exchanges; the median of fewer windows is too noisy
+MIN_GAIN = 0.05  # least speedup; hosts vary by a few per cent from one minute to the next
+NEW_WEIGHT = 0.5  # weight of the newest measurement in the moving average
+WARM_UP_WINDOWS = 3  # not measured: memory is allocated, traces recorded, code compiled
+_MAX_WINDOWS = 256  # measurements to keep
+_RECENT_WINDOWS = 32  # used for the median; older ones may be outdated
+_MIN_TRIAL_GAIN = 0.02  # least reduction of a window's wall time; less is noise
+_FIRST_PAUSE = 16  # exchanges without a change after a reverted one; doubled each time
+_LONGEST_PAUSE = 1024  # exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedWindow:
-    """A window that was committed.
+    """Measurements of a committed accumulation window.
 
     Attributes:
         index: Index of the window's batch in the order of the data.
@@ -34,7 +34,7 @@ class EndedWindow:
         passes_seconds: Wall time of its forward and backward passes on this rank; None if not
             representative, as after a replay.
         seconds: Wall time since the previous window.
-        max_samples: Largest share of a batch for this rank.
+        max_samples: Largest local batch of this rank.
     """
 
     index: int
@@ -46,17 +46,18 @@ class EndedWindow:
 
 
 class Balancer:
-    """Measures this rank and, together with all others, changes the share schedule.
+    """Measures the speed of this rank and, together with all others, changes the split schedule.
 
     Every rank calls `on_window_end` after each window, so that all exchange measurements at the
-    same window and compute equal shares. Shares that do not make windows faster, for example
-    because more micro-batches need more communication, are reverted.
+    same window and compute the same split. A split that does not make windows faster, for
+    example because more micro-batches need more communication, is reverted.
 
-    While shares stay even `measure` is called instead; `start` and `stop` switch between the two.
+    While the split stays even, `measure` is called instead; `start` and `stop` switch between the
+    two.
     """
 
     def __init__(
-        self, schedule: ShareSchedule, host_group: HostCollectives, busy_time: BusyTime
+        self, schedule: SplitSchedule, host_group: HostCollectives, busy_time: BusyTime
     ) -> None:
         self.schedule = schedule
         self.busy_time = busy_time
@@ -65,18 +66,18 @@ class Balancer:
         self._seconds: list[float] = []
         self._measured = math.nan  # until a newer value is known
         self._sample_seconds: tuple[float, ...] = ()
-        self._trial = ShareTrial()
+        self._trial = SplitTrial()
 
     def measure(self, window: EndedWindow) -> None:
-        """Add a window's time without changing shares."""
+        """Add a window's time without changing the split."""
         self._num_windows += 1
         if self._num_windows > WARM_UP_WINDOWS and window.passes_seconds is not None:
             self.busy_time.add(window.step, window.num_samples, window.passes_seconds)
 
-    def start(self) -> Shares | None:
-        """Change shares by the measurements so far; return the new ones, None if they stay even.
+    def start(self) -> BatchSplit | None:
+        """Change the split by the measurements so far; return the new one, None if it stays even.
 
-        The caller evaluates whether they help.
+        The caller evaluates whether it helps.
         """
         self.reset_times()
         gathered = self._host_group.all_gather([self._newest(), self.schedule.next_index]).tolist()
@@ -85,15 +86,15 @@ class Balancer:
             return None
         self._sample_seconds = smoothed(self._sample_seconds, measured)
         no_limits = [math.inf] * len(measured)
-        shares = better_shares(self.schedule.latest, self._sample_seconds, no_limits)
-        if shares is not None:
-            self.schedule.change(int(max(next_indices)), shares)
-        return shares
+        split = better_split(self.schedule.latest, self._sample_seconds, no_limits)
+        if split is not None:
+            self.schedule.change(int(max(next_indices)), split)
+        return split
 
-    def stop(self) -> Shares | None:
-        """Return to even shares, from the first batch that no rank has started to load."""
+    def stop(self) -> BatchSplit | None:
+        """Return to an even split, from the first batch that no rank has started to load."""
         self.reset_times()
-        even = even_shares(self.schedule.num_samples, self.schedule.num_ranks)
+        even = even_split(self.schedule.num_samples, self.schedule.num_ranks)
         if self.schedule.latest == even:  # the same on all ranks
             return None
         self.schedule.change(
@@ -102,11 +103,11 @@ class Balancer:
         return even
 
     def reset_times(self) -> None:
-        """Drop window times: windows are not comparable with earlier ones any more."""
-        self._seconds, self._trial = [], ShareTrial()
+        """Drop window times, as later windows are not comparable with earlier ones."""
+        self._seconds, self._trial = [], SplitTrial()
 
-    def on_window_end(self, window: EndedWindow) -> Shares | None:
-        """Add a window; return the new shares if they change."""
+    def on_window_end(self, window: EndedWindow) -> BatchSplit | None:
+        """Add a window; return the new split if it changes."""
         self.measure(window)
         self._seconds.append(window.seconds)
         if len(self._seconds) < EVERY_WINDOWS:
@@ -116,13 +117,13 @@ class Balancer:
             [self._newest(), self.schedule.next_index, window.max_samples, typical]
         ).tolist()
         measured, next_indices, max_samples, seconds = zip(*gathered, strict=True)
-        shares = self._decide(window.index, measured, max_samples, max(seconds))
-        if shares is not None:
+        split = self._decide(window.index, measured, max_samples, max(seconds))
+        if split is not None:
             # The first batch that no rank has started to load.
             from_index = int(max(next_indices))
             self._trial.on_change(self.schedule.latest, from_index, max(seconds))
-            self.schedule.change(from_index, shares)
-        return shares
+            self.schedule.change(from_index, split)
+        return split
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule and the measurements."""
@@ -130,7 +131,7 @@ class Balancer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved schedule; that of other ranks or batch sizes is ignored."""
-        self._trial = ShareTrial()
+        self._trial = SplitTrial()
         if self.schedule.load_state_dict(state):
             self._sample_seconds = tuple(state["sample_seconds"])
 
@@ -142,7 +143,7 @@ class Balancer:
 
     def _decide(
         self, index: int, measured: Sequence[float], max_samples: Sequence[float], seconds: float
-    ) -> Shares | None:
+    ) -> BatchSplit | None:
         if not _all_known(measured):
             return None
         self._sample_seconds = smoothed(self._sample_seconds, measured)
@@ -150,28 +151,28 @@ class Balancer:
             return self._trial.revert_to(index + 1 - EVERY_WINDOWS, seconds)
         if self._trial.is_paused():
             return None
-        return better_shares(self.schedule.latest, self._sample_seconds, max_samples)
+        return better_split(self.schedule.latest, self._sample_seconds, max_samples)
 
 
-def better_shares(
-    now: Shares,
+def better_split(
+    now: BatchSplit,
     sample_seconds: Sequence[float],
     max_samples: Sequence[float],
     min_gain: float = MIN_GAIN,
-) -> Shares | None:
-    """Return shares that are worth a change; None if the gain is below `min_gain`.
+) -> BatchSplit | None:
+    """Return a split that is worth a change; None if the gain is below `min_gain`.
 
-    Shares above a rank's limit are always replaced.
+    A split that exceeds a rank's limit is always replaced.
     """
     if sum(max_samples) < sum(now):
         return None
-    best = fitting_shares(sum(now), sample_seconds, max_samples)
+    best = fastest_split(sum(now), sample_seconds, max_samples)
     exceeds_limit = any(share > limit for share, limit in zip(now, max_samples, strict=True))
     return best if exceeds_limit or gain(now, best, sample_seconds) >= min_gain else None
 
 
 def _all_known(measured: Sequence[float]) -> bool:
-    """Whether every rank has measured something."""
+    """Return whether every rank has a measurement."""
     return all(each > 0 for each in measured)  # nan is not
 
 
@@ -234,8 +235,8 @@ class BusyTime:
         return known
 
 
-class ShareTrial:
-    """Trial of one change of shares at a time; equal on all ranks.
+class SplitTrial:
+    """Trial of one change of the split at a time; in the same state on all ranks.
 
     Attributes:
         is_running: Whether a change is being evaluated.
@@ -243,23 +244,29 @@ class ShareTrial:
 
     def __init__(self) -> None:
         self.is_running = False
-        self._before: Shares = ()
+        self._before: BatchSplit = ()
         self._seconds_before = 0.0
         self._from_index = 0
         self._pause = 0
         self._next_pause = _FIRST_PAUSE
         self._is_reverting = False
 
-    def on_change(self, before: Shares, from_index: int, seconds: float) -> None:
-        """Start, as shares change from a batch on; `seconds` is the time of a window so far."""
+    def on_change(self, before: BatchSplit, from_index: int, seconds: float) -> None:
+        """Start the trial of a split that applies from a batch on.
+
+        Args:
+            before: The split in use until then.
+            from_index: First batch of the new split.
+            seconds: Time of a window with the split in use until then.
+        """
         if self._is_reverting:
             self._is_reverting = False
             return
         self.is_running = True
         self._before, self._from_index, self._seconds_before = before, from_index, seconds
 
-    def revert_to(self, first_index: int, seconds: float) -> Shares | None:
-        """Evaluate windows from a batch on; return the shares to go back to, None to keep them.
+    def revert_to(self, first_index: int, seconds: float) -> BatchSplit | None:
+        """Evaluate windows from a batch on; return the split to go back to, None to keep this one.
 
         Windows that started before the change are not evaluated.
         """
@@ -274,6 +281,6 @@ class ShareTrial:
         return self._before
 
     def is_paused(self) -> bool:
-        """Whether this exchange must not change shares; called once per exchange."""
+        """Return whether this exchange must not change the split; called once per exchange."""
         self._pause = max(0, self._pause - 1)
         return self._pause > 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Size changes to keep: more than there are between a saved batch and one that is loaded ahead.
+# Size changes to keep: more than can lie between the batch of a checkpoint and one loaded ahead.
 MAX_RESIZES = 64
 
 
@@ -34,8 +34,8 @@ class GlobalBatchSampler:
     """Samples of each global batch, by its index over all epochs.
 
     The batch size can change: the next batch starts after the last sample of the previous one. The
-    order does not depend on ranks, shares or workers, so that a run resumed with others of them
-    trains on the same batches.
+    order does not depend on the number of ranks, the split or the workers, so that a run resumed
+    with others of them trains on the same batches.
 
     Args:
         num_samples: Samples of the dataset.

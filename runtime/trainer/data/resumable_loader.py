@@ -1,4 +1,4 @@
-"""Resumable data loader of this rank's share of each global batch."""
+"""Resumable data loaders of this rank's local batches, from a dataset with a length or a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ....errors import CheckpointError
 from .batch_sampler import GlobalBatchSampler
-from .batch_split import ShareSchedule, ShareSource, even_shares, resized
+from .batch_split import SplitSchedule, SplitSource, even_split, resized_split
 
 _TORCH_OPTIONS = (
     "collate_fn",
@@ -41,10 +41,10 @@ def resumable_loader(
     seed: int = 0,
     shuffle: bool | None = None,
     drop_last: bool = True,
-    shares: ShareSource | None = None,
+    splits: SplitSource | None = None,
     **options: Any,
 ) -> ResumableLoader | StreamLoader:
-    """Return a loader of this rank's share of each global batch, based on torchdata's loader.
+    """Return a loader of this rank's part of each global batch, based on torchdata's loader.
 
     Args:
         dataset: Dataset with `__len__` and `__getitem__`, or an IterableDataset (`StreamLoader`).
@@ -55,7 +55,7 @@ def resumable_loader(
         shuffle: Whether each epoch is shuffled; by default yes.
         drop_last: Whether an incomplete batch at the end of an epoch is dropped; otherwise it is
             smaller, with at least one sample per rank.
-        shares: Samples of each rank by batch; by default even.
+        splits: Source of each batch's split over the ranks; by default even.
         options: Further options of torch's DataLoader, such as collate_fn and num_workers.
 
     Raises:
@@ -64,18 +64,18 @@ def resumable_loader(
     _check(options, batch_samples, world_size)
     factory = _TorchdataLoaders(dataset, options)
     if isinstance(dataset, IterableDataset):
-        _check_stream(shuffle, shares, drop_last=drop_last)
+        _check_stream(shuffle, splits, drop_last=drop_last)
         num_workers = options.get("num_workers", 0)
         return StreamLoader(
             factory,
-            samples=even_shares(batch_samples, world_size)[rank],
+            samples=even_split(batch_samples, world_size)[rank],
             seed=seed,
             identity={"rank": rank, "world_size": world_size, "num_workers": num_workers},
         )
     sampler = _sampler(dataset, batch_samples, seed, shuffle is not False, drop_last)
     _check_batches(sampler, world_size)
     return ResumableLoader(
-        factory, sampler, shares or ShareSchedule(batch_samples, world_size), rank
+        factory, sampler, splits or SplitSchedule(batch_samples, world_size), rank
     )
 
 
@@ -87,7 +87,7 @@ class LoaderFactory(Protocol):
 
 
 class ResumableLoader:
-    """Loads this rank's share of each global batch, in an order that is the same on every rank.
+    """Loads this rank's part of each global batch, in an order that is the same on every rank.
 
     `for batch in loader` yields the rest of an epoch, the next loop the next epoch; `forever()`
     continues over epochs. Random transforms in workers are not reproduced after a restart.
@@ -100,13 +100,13 @@ class ResumableLoader:
         self,
         factory: LoaderFactory,
         sampler: GlobalBatchSampler,
-        shares: ShareSource,
+        splits: SplitSource,
         rank: int,
     ) -> None:
         self.position = 0
         self._factory = factory
         self._sampler = sampler
-        self._shares = shares
+        self._splits = splits
         self._rank = rank
         self._batches: Iterator[Any] | None = None
 
@@ -213,7 +213,7 @@ class ResumableLoader:
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
         # No reference to this object: workers stop when the last reference to their iterator is
         # dropped. In a cycle that would happen at a garbage collection, perhaps in a fork.
-        samples = _samples_of_rank(self._rank, self._sampler, self._shares, self.position)
+        samples = _samples_of_rank(self._rank, self._sampler, self._splits, self.position)
         loader = self._factory.create(batch_sampler=samples, generator=generator)
         batches: Iterator[Any] = iter(loader)
         return batches
@@ -246,7 +246,14 @@ class StreamLoader:
         seed: int,
         identity: Mapping[str, int],
     ) -> None:
-        """`samples`: of a batch on this rank; `identity`: on which the saved state depends."""
+        """Create the loader; it opens the stream at the first batch.
+
+        Args:
+            factory: Factory of torch data loaders over the dataset.
+            samples: Samples of this rank's batches.
+            seed: Seed of the workers.
+            identity: Values that must be unchanged where a saved position is loaded.
+        """
         self.position = self.epoch = 0
         self._factory = factory
         # A separate generator: the script's, which dropout draws from, is not advanced.
@@ -325,12 +332,12 @@ class StreamLoader:
 
 
 def _samples_of_rank(
-    rank: int, sampler: GlobalBatchSampler, shares: ShareSource, first_index: int
+    rank: int, sampler: GlobalBatchSampler, splits: SplitSource, first_index: int
 ) -> Iterator[list[int]]:
     """Yield the dataset indices of a rank's samples, batch by batch."""
     for index in count(first_index):
         samples = sampler.samples(index)
-        ends = list(accumulate(resized(shares.shares_at(index), len(samples)), initial=0))
+        ends = list(accumulate(resized_split(splits.split_at(index), len(samples)), initial=0))
         yield samples[ends[rank] : ends[rank + 1]]
 
 
@@ -361,8 +368,8 @@ def _check(options: Mapping[str, Any], batch_samples: int, world_size: int) -> N
         )
 
 
-def _check_stream(shuffle: bool | None, shares: ShareSource | None, *, drop_last: bool) -> None:
-    if shuffle or shares is not None or not drop_last:
+def _check_stream(shuffle: bool | None, splits: SplitSource | None, *, drop_last: bool) -> None:
+    if shuffle or splits is not None or not drop_last:
         raise ValueError(
             "shuffle, shares and drop_last=False are for datasets with a length; an "
             "IterableDataset brings its own order, and each rank reads its own stream"

@@ -1,4 +1,10 @@
-"""Data of a TrainingRun: its loader, batch size and shares."""
+"""Data of a TrainingRun: its loader, batch size, split over the ranks, and learning-rate scaling.
+
+The learning rate is scaled with the batch size, during each update only. For SGD the rule is
+linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". For Adam and its variants it is the
+square root: Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms";
+its changes of betas and epsilon are left out. Schedulers and checkpoints see the unscaled rate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from ...common.undo import Undo
 from ..engine_holder import EngineHolder
 from ..oom_recovery.escalation import EngineChange
 from .balancer import Balancer, BusyTime, EndedWindow
-from .batch_split import Shares, ShareSchedule
+from .batch_split import BatchSplit, SplitSchedule
 from .resumable_loader import ResumableLoader, StreamLoader, resumable_loader
 
 logger = logging.getLogger(__name__)
@@ -26,15 +32,16 @@ _SQUARE_ROOT = ("adam", "lamb", "rmsprop", "adagrad")
 
 
 class TrainingData:
-    """Loader of a run, with balanced shares, and the position of both.
+    """Loader of a run, with its load balancing, batch size and position.
 
     Args:
         host_group: Group of all ranks.
         engine_holder: Holder of the engine, whose watch reports how long collectives blocked.
-        balance: Whether shares follow the speeds of the ranks at first; otherwise they are even.
+        balance: Whether the split of batches follows the speeds of the ranks at first; otherwise it
+            is even.
 
     Attributes:
-        balances: Whether shares follow the speeds of the ranks.
+        balances: Whether the split of batches follows the speeds of the ranks.
         batch_samples: Samples of a batch over all ranks; 0 without a loader.
 
     All ranks may set both between two windows, to the same values. At the end of the next window
@@ -63,7 +70,7 @@ class TrainingData:
             )
 
     def unsupported_balance_reason(self) -> str | None:
-        """Return why shares cannot follow the speeds of the ranks; None if they can."""
+        """Return why the split cannot follow the speeds of the ranks; None if it can."""
         if self._host_group.world_size == 1:
             return "there is only one rank"
         return None if self._balancer is not None else self._no_sampler_reason()
@@ -88,15 +95,15 @@ class TrainingData:
         It replaces an earlier one. Options are those of `resumable_loader`.
         """
         rank, world_size = self._host_group.rank, self._host_group.world_size
-        has_shares = world_size > 1 and not isinstance(dataset, IterableDataset)
-        # A stream has none in any case; if balancing is requested, the loader raises.
-        balancer = self._new_balancer(batch_samples) if has_shares or self.balances else None
+        can_split = world_size > 1 and not isinstance(dataset, IterableDataset)
+        # A stream cannot be split; if balancing is requested for one, the loader raises.
+        balancer = self._new_balancer(batch_samples) if can_split or self.balances else None
         self._loader = resumable_loader(
             dataset,
             batch_samples=batch_samples,
             rank=rank,
             world_size=world_size,
-            shares=balancer.schedule if balancer else None,
+            splits=balancer.schedule if balancer else None,
             **options,
         )
         self._balancer, self._is_balancing = balancer, self.balances
@@ -131,16 +138,16 @@ class TrainingData:
             passes_seconds=seconds,
             seconds=now - before,
         )
-        shares = self._new_shares(self._balancer, window)
-        if shares is not None and self._host_group.rank == 0:
-            logger.info("shares change within the next batches: %s samples by rank", list(shares))
+        split = self._new_split(self._balancer, window)
+        if split is not None and self._host_group.rank == 0:
+            logger.info("shares change within the next batches: %s samples by rank", list(split))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the data and the shares; empty without a loader."""
+        """Return the position of the data and the state of the split; empty without a loader."""
         if self._loader is None:
             return {}
-        shares = self._balancer.state_dict() if self._balancer else None
-        return {"data": self._loader.state_dict(), "shares": shares}
+        balancer = self._balancer.state_dict() if self._balancer else None
+        return {"data": self._loader.state_dict(), "shares": balancer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the loader to a saved position, now or when it is made.
@@ -157,7 +164,7 @@ class TrainingData:
             if isinstance(self._loader, ResumableLoader):
                 self._scale_learning_rate(self._loader)
                 self.batch_samples = self._loader.batch_samples
-            # Otherwise all ranks continue with even shares from that batch.
+            # Otherwise all ranks continue with an even split from that batch.
             if self._balancer is not None and self.balances and state["shares"] is not None:
                 self._balancer.load_state_dict(state["shares"])
 
@@ -174,7 +181,7 @@ class TrainingData:
     def _resize(self, loader: ResumableLoader) -> None:
         """Apply a requested batch size, from the first batch that no rank has made.
 
-        The shares keep their proportions.
+        The split keeps its proportions.
         """
         if loader.batch_samples == self.batch_samples:
             return
@@ -198,8 +205,8 @@ class TrainingData:
         """Present batch size over the initial one."""
         return self._loader.batch_ratio if isinstance(self._loader, ResumableLoader) else 1.0
 
-    def _new_shares(self, balancer: Balancer, window: EndedWindow) -> Shares | None:
-        """Add a window; return the shares of a later batch on if they change."""
+    def _new_split(self, balancer: Balancer, window: EndedWindow) -> BatchSplit | None:
+        """Add a window; return the new split of later batches if it changes."""
         if self._is_balancing and self.balances:
             return balancer.on_window_end(window)
         balancer.measure(window)
@@ -209,7 +216,7 @@ class TrainingData:
         return balancer.start() if self.balances else balancer.stop()
 
     def _new_balancer(self, batch_samples: int) -> Balancer:
-        schedule = ShareSchedule(batch_samples, self._host_group.world_size)
+        schedule = SplitSchedule(batch_samples, self._host_group.world_size)
         return Balancer(schedule, self._host_group, BusyTime())
 
     def _add_record(self, record: StepRecord) -> None:

@@ -1,4 +1,4 @@
-"""Load balancing: shares by speed, agreed by all ranks, changed only for a worthwhile gain."""
+"""Load balancing: the split follows speed, is the same on all ranks, and changes only for a gain."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from zerowatch.runtime.trainer.data.balancer import (
     Balancer,
     BusyTime,
     EndedWindow,
-    better_shares,
+    better_split,
 )
 from zerowatch.runtime.trainer.data.batch_split import (
     MAX_CHANGES,
-    ShareSchedule,
+    SplitSchedule,
     busy_seconds,
-    even_shares,
-    fitting_shares,
+    even_split,
+    fastest_split,
     gain,
-    resized,
+    resized_split,
 )
 from zerowatch.runtime.trainer.data.training_data import BatchLearningRate, scaling_exponent
 
@@ -35,7 +35,7 @@ NO_LIMITS = (math.inf, math.inf)
 
 
 def exhaustive_best(total: int, seconds: Sequence[float], limits: Sequence[float]) -> float:
-    """Return the shortest time over all possible shares."""
+    """Return the shortest time over all possible splits."""
     ways = itertools.product(range(1, total + 1), repeat=len(seconds))
     return min(
         busy_seconds(way, seconds)
@@ -45,7 +45,7 @@ def exhaustive_best(total: int, seconds: Sequence[float], limits: Sequence[float
 
 
 @pytest.mark.parametrize(
-    ("total", "seconds", "shares"),
+    ("total", "seconds", "split"),
     [
         (12, (1, 1), (6, 6)),
         (12, (1, 2), (8, 4)),
@@ -54,11 +54,11 @@ def exhaustive_best(total: int, seconds: Sequence[float], limits: Sequence[float
         (4, (1, 100), (3, 1)),
     ],
 )
-def test_shares_follow_the_speeds(total, seconds, shares):
-    assert fitting_shares(total, seconds) == shares
+def test_a_faster_rank_gets_more_samples(total, seconds, split):
+    assert fastest_split(total, seconds) == split
 
 
-def test_shares_are_optimal():
+def test_the_fastest_split_equals_an_exhaustive_search():
     numbers = random.Random(0)
     for _ in range(60):
         ranks = numbers.choice((2, 3))
@@ -66,111 +66,111 @@ def test_shares_are_optimal():
         seconds = [numbers.uniform(0.1, 1) for _ in range(ranks)]
         limits = [numbers.choice((math.inf, numbers.randint(total // ranks + 1, total)))] * ranks
 
-        shares = fitting_shares(total, seconds, limits)
+        split = fastest_split(total, seconds, limits)
 
-        assert sum(shares) == total
-        assert busy_seconds(shares, seconds) == exhaustive_best(total, seconds, limits)
+        assert sum(split) == total
+        assert busy_seconds(split, seconds) == exhaustive_best(total, seconds, limits)
 
 
 def test_samples_above_a_ranks_limit_go_to_the_others():
-    assert fitting_shares(12, (1, 2), (7, math.inf)) == (7, 5)
+    assert fastest_split(12, (1, 2), (7, math.inf)) == (7, 5)
 
 
 @pytest.mark.parametrize("limits", [(1, 1), (5, 0)])
-def test_a_batch_above_the_limits_is_refused(limits):
+def test_a_batch_above_the_sum_of_limits_raises(limits):
     with pytest.raises(ValueError, match="3 samples cannot be divided over 2 ranks"):
-        fitting_shares(3, (1, 1), limits)
+        fastest_split(3, (1, 1), limits)
 
 
-def test_every_rank_has_a_sample():
+def test_a_batch_with_fewer_samples_than_ranks_raises():
     with pytest.raises(ValueError, match="2 samples cannot be divided over 3 ranks"):
-        fitting_shares(2, (1, 1, 1))
+        fastest_split(2, (1, 1, 1))
 
 
 def test_gain_is_the_speedup_minus_1():
     assert gain((6, 6), (8, 4), (1, 2)) == pytest.approx(0.5)
 
 
-def test_shares_of_a_smaller_batch_are_in_proportion():
-    assert resized((8, 4), 6) == (4, 2)
-    assert resized((8, 4), 12) == (8, 4)
-    assert resized((8, 4), 2) == (1, 1)
+def test_the_split_of_a_smaller_batch_keeps_its_proportions():
+    assert resized_split((8, 4), 6) == (4, 2)
+    assert resized_split((8, 4), 12) == (8, 4)
+    assert resized_split((8, 4), 2) == (1, 1)
 
 
-def test_a_small_gain_does_not_change_shares():
-    assert better_shares((50, 50), (1, 1.04), NO_LIMITS) is None
-    assert better_shares((50, 50), (1, 1.2), NO_LIMITS) == (55, 45)
+def test_a_small_gain_does_not_change_the_split():
+    assert better_split((50, 50), (1, 1.04), NO_LIMITS) is None
+    assert better_split((50, 50), (1, 1.2), NO_LIMITS) == (55, 45)
 
 
-def test_shares_above_a_limit_change_at_once():
-    assert better_shares((6, 6), (1, 1), (5, math.inf)) == (5, 7)
+def test_a_split_above_a_ranks_limit_changes_without_a_gain():
+    assert better_split((6, 6), (1, 1), (5, math.inf)) == (5, 7)
 
 
-def test_limits_below_the_batch_change_nothing():
-    assert better_shares((6, 6), (1, 9), (5, 5)) is None
+def test_limits_below_the_batch_do_not_change_the_split():
+    assert better_split((6, 6), (1, 9), (5, 5)) is None
 
 
-def test_a_schedule_starts_with_even_shares_and_changes_at_an_index():
-    schedule = ShareSchedule(12, 2)
+def test_a_schedule_starts_even_and_changes_at_an_index():
+    schedule = SplitSchedule(12, 2)
 
     schedule.change(3, (8, 4))
     schedule.change(5, (7, 5))
 
-    assert [schedule.shares_at(index)[0] for index in range(7)] == [6, 6, 6, 8, 8, 7, 7]
+    assert [schedule.split_at(index)[0] for index in range(7)] == [6, 6, 6, 8, 8, 7, 7]
     assert schedule.latest == (7, 5)
 
 
-def test_shares_that_were_read_do_not_change():
-    schedule = ShareSchedule(12, 2)
-    schedule.shares_at(4)
+def test_a_split_that_was_read_cannot_be_changed():
+    schedule = SplitSchedule(12, 2)
+    schedule.split_at(4)
 
     with pytest.raises(ValueError, match="shares can change from batch 5 on"):
         schedule.change(4, (8, 4))
 
 
 def test_a_later_change_replaces_one_that_is_not_in_effect_yet():
-    schedule = ShareSchedule(12, 2)
+    schedule = SplitSchedule(12, 2)
 
     schedule.change(9, (8, 4))
     schedule.change(7, (7, 5))
 
-    assert [schedule.shares_at(index)[0] for index in (6, 7, 9)] == [6, 7, 7]
+    assert [schedule.split_at(index)[0] for index in (6, 7, 9)] == [6, 7, 7]
 
 
-@pytest.mark.parametrize("shares", [(8, 5), (12, 0), (4, 4, 4)])
-def test_invalid_shares_are_refused(shares):
+@pytest.mark.parametrize("split", [(8, 5), (12, 0), (4, 4, 4)])
+def test_an_invalid_split_raises(split):
     with pytest.raises(ValueError, match="no shares of 12 samples for 2 ranks"):
-        ShareSchedule(12, 2).change(1, shares)
+        SplitSchedule(12, 2).change(1, split)
 
 
 def test_a_loaded_schedule_equals_the_saved_one():
-    saved = ShareSchedule(12, 2)
+    saved = SplitSchedule(12, 2)
     saved.change(3, (8, 4))
     saved.change(6, (7, 5))
-    restored = ShareSchedule(12, 2)
+    restored = SplitSchedule(12, 2)
 
     assert restored.load_state_dict(saved.state_dict())
 
-    assert [restored.shares_at(i) for i in range(9)] == [saved.shares_at(i) for i in range(9)]
+    assert [restored.split_at(i) for i in range(9)] == [saved.split_at(i) for i in range(9)]
 
 
 @pytest.mark.parametrize("other", [(12, 3), (16, 2)])
 def test_a_schedule_of_other_ranks_or_batches_is_ignored(other):
-    saved = ShareSchedule(*other)
-    schedule = ShareSchedule(12, 2)
+    saved = SplitSchedule(*other)
+    schedule = SplitSchedule(12, 2)
 
     assert not schedule.load_state_dict(saved.state_dict())
-    assert schedule.shares_at(0) == (6, 6)
+    assert schedule.split_at(0) == (6, 6)
 
 
 def test_a_schedule_keeps_a_bounded_number_of_changes():
-    schedule = ShareSchedule(12, 2)
+    schedule = SplitSchedule(12, 2)
 
     for index in range(1000):
         schedule.change(index, (5 + index % 2, 7 - index % 2))
 
     assert len(schedule.state_dict()["changes"]) == MAX_CHANGES
-    assert schedule.shares_at(999) == (6, 6)
+    assert schedule.split_at(999) == (6, 6)
 
 
 def test_busy_time_is_the_median_per_sample():
@@ -237,19 +237,19 @@ def balanced(
     batch: int = 12,
     ahead: Sequence[int] = (0, 0),
     limits: Sequence[float] = NO_LIMITS,
-    overhead: Callable[[tuple[int, ...]], float] = lambda shares: 0.0,
+    overhead: Callable[[tuple[int, ...]], float] = lambda split: 0.0,
 ) -> list[tuple[int, ...]]:
-    """Run windows with the seconds per sample of `speeds`; return the shares of each window."""
+    """Run windows with the seconds per sample of `speeds`; return the split of each window."""
     ranks = ThreadRanks(len(ahead))
 
     def run(rank: int) -> list[tuple[int, ...]]:
-        schedule = ShareSchedule(batch, len(ahead))
+        schedule = SplitSchedule(batch, len(ahead))
         host_group = ThreadHostGroup(ranks, rank)
         balancer = Balancer(schedule, host_group, BusyTime(collectives_inside=False))
         seen = []
         for index in range(windows):
-            schedule.shares_at(index + ahead[rank])
-            seen.append(schedule.shares_at(index))
+            schedule.split_at(index + ahead[rank])
+            seen.append(schedule.split_at(index))
             busy = [share * each for share, each in zip(seen[-1], speeds(index), strict=True)]
             balancer.on_window_end(
                 EndedWindow(
@@ -270,56 +270,56 @@ def balanced(
 
 
 def test_ranks_of_different_speed_end_windows_together():
-    shares = balanced(lambda index: (0.1, 0.2), windows=20)
+    split = balanced(lambda index: (0.1, 0.2), windows=20)
 
-    assert shares[:8] == [(6, 6)] * 8
-    assert shares[8:] == [(8, 4)] * 12
+    assert split[:8] == [(6, 6)] * 8
+    assert split[8:] == [(8, 4)] * 12
 
 
-def test_equal_ranks_keep_even_shares():
-    shares = balanced(lambda index: (0.1, 0.103), windows=40, batch=64)
+def test_equal_ranks_keep_an_even_split():
+    split = balanced(lambda index: (0.1, 0.103), windows=40, batch=64)
 
-    assert set(shares) == {(32, 32)}
+    assert set(split) == {(32, 32)}
 
 
 def test_a_change_applies_after_what_any_rank_has_loaded_ahead():
-    shares = balanced(lambda index: (0.1, 0.2), windows=24, ahead=(0, 5))
+    split = balanced(lambda index: (0.1, 0.2), windows=24, ahead=(0, 5))
 
-    assert shares[:13] == [(6, 6)] * 13  # decided after batch 7, when rank 1 had loaded batch 12
-    assert shares[13:] == [(8, 4)] * 11
-
-
-def test_shares_follow_a_rank_that_becomes_faster():
-    shares = balanced(lambda index: (0.1, 0.2 if index < 20 else 0.1), windows=60)
-
-    assert (shares[19], shares[-1]) == ((8, 4), (6, 6))
+    assert split[:13] == [(6, 6)] * 13  # decided after batch 7, when rank 1 had loaded batch 12
+    assert split[13:] == [(8, 4)] * 11
 
 
-def test_a_share_does_not_exceed_the_ranks_limit():
-    shares = balanced(lambda index: (0.1, 0.2), windows=20, limits=(7, math.inf))
+def test_the_split_follows_a_rank_that_becomes_faster():
+    split = balanced(lambda index: (0.1, 0.2 if index < 20 else 0.1), windows=60)
 
-    assert shares[-1] == (7, 5)
+    assert (split[19], split[-1]) == ((8, 4), (6, 6))
 
 
-def test_shares_that_do_not_make_windows_faster_are_reverted():
-    """As when larger shares need one more micro-batch, with its communication."""
-    shares = balanced(
+def test_a_local_batch_does_not_exceed_its_ranks_limit():
+    split = balanced(lambda index: (0.1, 0.2), windows=20, limits=(7, math.inf))
+
+    assert split[-1] == (7, 5)
+
+
+def test_a_split_that_does_not_make_windows_faster_is_reverted():
+    """For example, when a larger local batch needs one more micro-batch, with its communication."""
+    split = balanced(
         lambda index: (0.1, 0.2),
         windows=200,
-        overhead=lambda shares: 0.0 if shares[0] == 6 else 0.6,
+        overhead=lambda split: 0.0 if split[0] == 6 else 0.6,
     )
 
-    assert shares[8:24] == [(8, 4)] * 8 + [(6, 6)] * 8
-    assert shares[24:136] == [(6, 6)] * 112  # paused before the next trial
-    assert (8, 4) in shares[136:]
+    assert split[8:24] == [(8, 4)] * 8 + [(6, 6)] * 8
+    assert split[24:136] == [(6, 6)] * 112  # paused before the next trial
+    assert (8, 4) in split[136:]
 
 
-def test_shares_that_help_stay_despite_an_overhead():
-    shares = balanced(
-        lambda index: (0.1, 0.2), windows=80, overhead=lambda shares: 0.0 if shares[0] == 6 else 0.2
+def test_a_split_that_makes_windows_faster_stays_despite_an_overhead():
+    split = balanced(
+        lambda index: (0.1, 0.2), windows=80, overhead=lambda split: 0.0 if split[0] == 6 else 0.2
     )
 
-    assert set(shares[8:]) == {(8, 4)}
+    assert set(split[8:]) == {(8, 4)}
 
 
 def window(step: int, num_samples: int, passes_seconds: float) -> EndedWindow:
@@ -332,8 +332,8 @@ def window(step: int, num_samples: int, passes_seconds: float) -> EndedWindow:
     )
 
 
-def test_shares_stay_while_a_rank_has_measured_nothing():
-    schedule = ShareSchedule(12, 2)
+def test_the_split_stays_while_a_rank_has_no_measurement():
+    schedule = SplitSchedule(12, 2)
     gathered = np.array([[0.1, 8, math.inf, 1], [math.nan, 8, math.inf, 1]])
     host_group = FixedHostGroup(lambda values: gathered)
     balancer = Balancer(schedule, host_group, BusyTime(collectives_inside=True))
@@ -344,21 +344,21 @@ def test_shares_stay_while_a_rank_has_measured_nothing():
     assert schedule.latest == (6, 6)
 
 
-def test_the_first_windows_are_not_measured():
+def test_warm_up_windows_are_not_measured():
     host_group = FixedHostGroup(lambda values: np.array([values]))
-    balancer = Balancer(ShareSchedule(4, 1), host_group, BusyTime(collectives_inside=False))
+    balancer = Balancer(SplitSchedule(4, 1), host_group, BusyTime(collectives_inside=False))
     for step in range(8):
         balancer.on_window_end(window(step, 4, 99.0 if step < WARM_UP_WINDOWS else 1.0))
 
     assert [values[0] for values in host_group.sent] == [0.25]
 
 
-def test_a_loaded_balancer_continues():
+def test_a_loaded_balancer_has_the_saved_split():
     gathered = np.array([[0.1, 8, math.inf, 1], [0.2, 8, math.inf, 1]])
 
     def new_balancer() -> Balancer:
         host_group = FixedHostGroup(lambda values: gathered)
-        return Balancer(ShareSchedule(12, 2), host_group, BusyTime(collectives_inside=False))
+        return Balancer(SplitSchedule(12, 2), host_group, BusyTime(collectives_inside=False))
 
     saved = new_balancer()
     for step in range(8):
@@ -366,46 +366,46 @@ def test_a_loaded_balancer_continues():
     restored = new_balancer()
     restored.load_state_dict(saved.state_dict())
 
-    assert restored.schedule.shares_at(8) == (8, 4)
+    assert restored.schedule.split_at(8) == (8, 4)
     assert restored.state_dict() == saved.state_dict()
 
 
-def test_even_shares_add_up():
-    assert even_shares(8, 3) == (3, 3, 2)
+def test_an_even_split_adds_up():
+    assert even_split(8, 3) == (3, 3, 2)
 
 
 def two_ranks(of_peer: Sequence[float]) -> tuple[Balancer, list[list[float]]]:
     """Return a balancer whose peer sends the given values, and the list of what it sends."""
     host_group = FixedHostGroup(lambda values: np.array([values, of_peer[-len(values) :]]))
-    balancer = Balancer(ShareSchedule(12, 2), host_group, BusyTime(collectives_inside=False))
+    balancer = Balancer(SplitSchedule(12, 2), host_group, BusyTime(collectives_inside=False))
     return balancer, host_group.sent
 
 
-def test_starting_to_balance_uses_earlier_measurements_after_what_is_loaded():
+def test_starting_to_balance_uses_earlier_measurements_from_the_next_batch_on():
     balancer, sent = two_ranks([0.2, 5])
     for step in range(20):
         balancer.measure(window(step, 6, 0.6))
     assert not sent
 
     assert balancer.start() == (8, 4)
-    assert [balancer.schedule.shares_at(index)[0] for index in (4, 5)] == [6, 8]
+    assert [balancer.schedule.split_at(index)[0] for index in (4, 5)] == [6, 8]
 
 
-def test_stopping_to_balance_returns_to_even_shares_once():
+def test_stopping_to_balance_returns_to_an_even_split_once():
     balancer, sent = two_ranks([0.2, 5])
     for step in range(20):
         balancer.measure(window(step, 6, 0.6))
     balancer.start()
-    balancer.schedule.shares_at(8)
+    balancer.schedule.split_at(8)
 
     assert balancer.stop() == (6, 6)
-    assert [balancer.schedule.shares_at(index)[0] for index in (8, 9)] == [8, 6]
+    assert [balancer.schedule.split_at(index)[0] for index in (8, 9)] == [8, 6]
     num_sent = len(sent)
     assert balancer.stop() is None
     assert len(sent) == num_sent
 
 
-def test_starting_without_measurements_keeps_even_shares():
+def test_starting_without_measurements_keeps_an_even_split():
     balancer, _ = two_ranks([math.nan, 0])
 
     assert balancer.start() is None

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.data.batch_split import ShareSchedule
+from zerowatch.runtime.trainer.data.batch_split import SplitSchedule
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader
 
 SAMPLES, BATCH = 22, 6  # four samples are left over
@@ -60,22 +60,22 @@ def global_batches(count: int, **options) -> list[list[int]]:
     return batches(loader(**options), count)
 
 
-def together(shares: Sequence[list[list[int]]]) -> list[list[int]]:
-    """Concatenate the ranks' shares of each batch."""
-    return [[*chain(*parts)] for parts in zip(*shares, strict=True)]
+def together(splits: Sequence[list[list[int]]]) -> list[list[int]]:
+    """Concatenate the ranks' parts of each batch."""
+    return [[*chain(*parts)] for parts in zip(*splits, strict=True)]
 
 
-class ChangingShares:
-    """Shares that repeat in a cycle."""
+class ChangingSplits:
+    """Source of splits that repeat in a cycle."""
 
-    def __init__(self, *shares: tuple[int, ...]) -> None:
-        self.shares = shares
+    def __init__(self, *splits: tuple[int, ...]) -> None:
+        self.splits = splits
 
-    def shares_at(self, index: int) -> tuple[int, ...]:
-        return self.shares[index % len(self.shares)]
+    def split_at(self, index: int) -> tuple[int, ...]:
+        return self.splits[index % len(self.splits)]
 
 
-CHANGING = ChangingShares((2, 2, 2), (4, 1, 1), (1, 2, 3))
+CHANGING = ChangingSplits((2, 2, 2), (4, 1, 1), (1, 2, 3))
 
 
 def test_an_epoch_has_each_sample_once_except_the_incomplete_batch():
@@ -114,11 +114,11 @@ def test_a_loop_continues_after_an_early_exit():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("shares", [None, CHANGING], ids=["even", "changing"])
-def test_the_ranks_together_have_each_global_batch_exactly(num_workers, shares):
+@pytest.mark.parametrize("splits", [None, CHANGING], ids=["even", "changing"])
+def test_the_ranks_together_have_each_global_batch_exactly(num_workers, splits):
     ranks = [
         batches(
-            loader(rank=rank, world_size=3, num_workers=num_workers, shares=shares),
+            loader(rank=rank, world_size=3, num_workers=num_workers, splits=splits),
             2 * BATCHES,
         )
         for rank in range(3)
@@ -145,7 +145,7 @@ def test_resuming_at_every_position_loses_and_repeats_nothing(num_workers):
 
 
 def test_resuming_works_with_other_ranks_workers_and_shares():
-    saved = loader(rank=1, world_size=3, num_workers=2, shares=CHANGING)
+    saved = loader(rank=1, world_size=3, num_workers=2, splits=CHANGING)
     batches(saved, 4)
 
     resumed = [loader(rank=rank, world_size=2) for rank in range(2)]
@@ -167,8 +167,8 @@ def test_a_loader_can_be_reset_while_workers_have_loaded_ahead():
 
 
 def test_a_schedule_counts_what_workers_load_ahead():
-    schedule = ShareSchedule(BATCH, 2)
-    of = loader(rank=0, world_size=2, num_workers=2, shares=schedule)
+    schedule = SplitSchedule(BATCH, 2)
+    of = loader(rank=0, world_size=2, num_workers=2, splits=schedule)
 
     batches(of, 1)
 
@@ -239,11 +239,11 @@ def test_batch_sizes_are_multiples_within_an_epoch():
 
 
 def test_without_drop_last_an_incomplete_batch_is_divided_in_proportion():
-    options = {"drop_last": False, "shares": ChangingShares((4, 2))}
+    options = {"drop_last": False, "splits": ChangingSplits((4, 2))}
 
     ranks = [batches(loader(rank=rank, world_size=2, **options), BATCHES + 1) for rank in range(2)]
 
-    assert [len(shares[-1]) for shares in ranks] == [3, 1]
+    assert [len(splits[-1]) for splits in ranks] == [3, 1]
     assert sorted(chain(*together(ranks))) == list(range(SAMPLES))
 
 
@@ -375,7 +375,7 @@ def test_a_stream_without_a_batch_raises():
         batches(loader(Stream(2)), 1)
 
 
-@pytest.mark.parametrize("options", [{"shuffle": True}, {"shares": CHANGING}, {"drop_last": False}])
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"splits": CHANGING}, {"drop_last": False}])
 def test_a_stream_takes_no_order_and_no_shares(options):
     with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
         loader(Stream(), **options)
