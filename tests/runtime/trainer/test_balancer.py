@@ -1,4 +1,4 @@
-"""Load balancing: the split follows speed, is the same on all ranks, and changes only for a gain."""
+"""Load balancing: the split follows speed, agrees on all ranks, and changes only for a gain."""
 
 from __future__ import annotations
 
