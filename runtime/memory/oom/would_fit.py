@@ -145,7 +145,12 @@ class OomCase:
 
 
 def remedies(case: OomCase) -> list[Remedy]:
-    """Return the remedies, those that cost training the least first."""
+    """Return the remedies, those that cost training the least first.
+
+    They are advice for the user's next start. What a TrainingRun applies by itself to the live
+    engine is another, shorter list: `trainer.oom_recovery.escalation.ESCALATION_ORDER`. Its
+    module docstring has the differences.
+    """
     found = [
         *_without_fragmentation(case),
         *_smaller_buckets(case),

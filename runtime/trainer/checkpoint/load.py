@@ -67,7 +67,9 @@ def load_checkpoint(
 
 
 def saved_config(folder: str | Path, host_group: HostCollectives) -> Mapping[str, Any] | None:
-    """Return the ds config that `load_checkpoint` needs, if the engine was rebuilt before the save.
+    """Return the ds config that `load_checkpoint` needs, if that is not the caller's.
+
+    That is so if the engine was rebuilt before the checkpoint was written.
 
     Args:
         folder: Folder that was passed to `save_checkpoint`.

@@ -1,4 +1,11 @@
-"""Memory savings, and the order in which they are applied when not even one sample fits."""
+"""Memory savings, and the order in which they are applied when not even one sample fits.
+
+`memory.oom.would_fit.remedies` is another list, for the report of an out-of-memory error. It
+advises the user: it names changes that only a restart makes (allocator settings, shorter samples,
+offload to NVMe), with the predicted bytes of each. This list holds only what can be applied to a
+live engine without a change of the result, in order of cost. A memory saving that is added to one
+may belong in the other too.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,10 @@ from ...common.ds_config import zero_stage
 
 
 class EngineChange(Enum):
-    """Kind of a change to a running engine; the value is its name in log lines.
+    """Kind of a change to a live engine; the value is its name in log lines.
 
-    The members in `ESCALATION_ORDER` are memory savings. The others never escalate. They are here
-    because `EngineHolder` keeps all attachments of an engine by this key.
+    The members in `ESCALATION_ORDER` are memory savings. The others are not part of the escalation;
+    they are here because `EngineHolder` keeps all attachments of an engine by this key.
     """
 
     ACTIVATION_CHECKPOINTING = "activation checkpointing on"
@@ -24,8 +31,8 @@ class EngineChange(Enum):
     LEARNING_RATE = "learning rate scaled with the batch size"
 
 
-# Memory savings, cheapest first: each costs more speed than the one before. The order of the
-# rebuilds within the last one is that of `rebuild_changes`.
+# Memory savings, cheapest first: each reduces throughput more than the one before. The order of
+# the rebuilds within the last one is that of `rebuild_changes`.
 ESCALATION_ORDER = (
     EngineChange.ACTIVATION_CHECKPOINTING,
     EngineChange.MINIMAL_BUCKETS,
@@ -69,7 +76,7 @@ class EscalationStep(Protocol):
 
 
 class EscalationPolicy:
-    """Order of the memory savings; each step is applied once in a run.
+    """Applies the memory savings in order, each once in a run.
 
     Attributes:
         applied: Kinds of the memory savings that had an effect, in order.

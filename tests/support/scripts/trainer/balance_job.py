@@ -106,7 +106,7 @@ def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
 
 
 def by_turns(stage: int, folder: Path) -> dict[str, Any]:
-    """Turn it on, change one's mind, turn it off, and go on in another run from a save."""
+    """Turn it on, change one's mind, turn it off, and go on in another run from a checkpoint."""
     run = make(stage, slow=True, balance=False)
     knobs = run._tuner._knobs
     found = {"without loader": "balance" in knobs.options()}
@@ -119,7 +119,7 @@ def by_turns(stage: int, folder: Path) -> dict[str, Any]:
     seen += go_on(run, batches, TURNED_OFF - TURNED_ON)
     knobs.apply({"balance": False})
     seen += go_on(run, batches, 1)
-    run.save(folder / "saves")  # while workers hold batches that are shared out unevenly
+    run.save(folder / "saves")  # while workers hold batches that are split unevenly
     end(run, seen)
     again = make(stage, slow=True, balance=False)
     again.load(folder / "saves")
@@ -137,7 +137,7 @@ def gathered(model: torch.nn.Module) -> list[float]:
 
 
 def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
-    """Double the batch and go back, with a save between; then do the same by hand."""
+    """Double the batch and go back, with a checkpoint between; then do the same by hand."""
     run = make(stage, slow=False, balance=False)
     knobs = run._tuner._knobs
     batches = batches_of(run, num_workers=1)

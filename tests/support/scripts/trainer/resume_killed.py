@@ -1,4 +1,4 @@
-"""Kills a process at each file operation of a save, and loads the remaining files.
+"""Kills a process at each file operation of `save_checkpoint`, and loads the remaining files.
 
 `resume_killed.py FOLDER` writes FOLDER/found.json: for each kill what was being done, and the step,
 the weights' step and the checkpoints found afterwards. The folder holds steps 1 and 2 before.
