@@ -147,7 +147,7 @@ def test_a_clock_is_read_in_hertz(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CpuDevice().read()["clock_hertz"] == 2.4e9
 
 
-def test_all_nvml_readings_arrive_in_base_units(install_nvml: Install) -> None:
+def test_nvml_readings_are_in_base_units(install_nvml: Install) -> None:
     gpu = FakeGpu(
         uuid="GPU-a", sm_active_percent=75.0, link_counters={138: 10, 139: 20, 197: 30, 198: 40}
     )
@@ -173,7 +173,7 @@ def test_all_nvml_readings_arrive_in_base_units(install_nvml: Install) -> None:
     }
 
 
-def test_what_a_gpu_does_not_support_is_absent(install_nvml: Install) -> None:
+def test_readings_that_a_gpu_does_not_support_are_absent(install_nvml: Install) -> None:
     install_nvml(FakeGpu(uuid="GPU-a", energy_millijoules=None, power_milliwatts=None))
     (probe,) = device_probes(device_index=0)
 
@@ -224,7 +224,7 @@ def test_close_frees_all_of_nvml_and_may_be_called_twice(install_nvml: Install) 
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, [30, 80]), ("1,0", [80, 30])])
-def test_cuda_visible_devices_renumbers(
+def test_cuda_visible_devices_selects_and_renumbers_gpus(
     visible: str | None, expected: list[float], install_nvml: Install
 ) -> None:
     install_nvml(*cool_and_hot(), visible=visible)

@@ -83,7 +83,7 @@ def test_a_peak_that_is_freed_again_shows_in_one_reading_only() -> None:
     assert after["peak_allocated"] - before < 4 * MIB
 
 
-def test_without_reset_the_peak_stays() -> None:
+def test_without_reset_a_peak_stays_in_later_readings() -> None:
     probe = HostMemory(reset_peak=False)
     before = probe.read()["allocated"]
 
@@ -132,14 +132,14 @@ def test_a_collected_probe_closes_its_files() -> None:
 
 LIMITED_CHILD = """
 import mmap, resource, sys
-from zerowatch.runtime.devices.memory.host import HostMemory
+from zerowatch.runtime.devices.host_memory import HostMemory
 
-kind, room = getattr(resource, sys.argv[1]), 300 * 2**20
+kind, margin = getattr(resource, sys.argv[1]), 300 * 2**20
 untouched = mmap.mmap(-1, 200 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 in_use = {line.split(":")[0]: int(line.split()[1]) * 1024
           for line in open("/proc/self/status") if line.startswith("Vm")}
 used = in_use["VmSize" if sys.argv[1] == "RLIMIT_AS" else "VmData"]
-resource.setrlimit(kind, (used + room, resource.RLIM_INFINITY))
+resource.setrlimit(kind, (used + margin, resource.RLIM_INFINITY))
 probe = HostMemory(reset_peak=True)
 limit = probe.read()["limit"]
 blocks = []
@@ -175,7 +175,7 @@ def test_the_real_machine_s_limit_is_no_more_than_its_memory() -> None:
     assert 0 < HostMemory(reset_peak=False).read()["limit"] <= total
 
 
-def test_a_version_2_cgroup_limits(tmp_path: Path) -> None:
+def test_the_limit_of_a_version_2_cgroup_is_read(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/job.slice/rank0\n")
     cgroup_limit(root, "job.slice/rank0", "memory.max", 2 * 2**30)
     cgroup_limit(root, "job.slice", "memory.max", "max")
@@ -183,7 +183,7 @@ def test_a_version_2_cgroup_limits(tmp_path: Path) -> None:
     assert limit_of(root) == 2 * 2**30
 
 
-def test_a_parent_s_smaller_limit_counts(tmp_path: Path) -> None:
+def test_a_smaller_limit_of_a_parent_cgroup_is_read(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/job.slice/rank0\n")
     cgroup_limit(root, "job.slice/rank0", "memory.max", "max")
     cgroup_limit(root, "job.slice", "memory.max", 3 * 2**30)
@@ -191,7 +191,7 @@ def test_a_parent_s_smaller_limit_counts(tmp_path: Path) -> None:
     assert limit_of(root) == 3 * 2**30
 
 
-def test_a_neighbour_s_limit_does_not_count(tmp_path: Path) -> None:
+def test_the_limit_of_a_sibling_cgroup_is_ignored(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/job\n")
     cgroup_limit(root, "job", "memory.max", "max")
     cgroup_limit(root, "neighbour", "memory.max", 2**30)
@@ -199,7 +199,7 @@ def test_a_neighbour_s_limit_does_not_count(tmp_path: Path) -> None:
     assert limit_of(root) == 16 * 2**30
 
 
-def test_a_version_1_cgroup_limits_and_its_huge_number_means_none(tmp_path: Path) -> None:
+def test_the_limit_of_a_version_1_cgroup_is_read_and_its_maximum_means_none(tmp_path: Path) -> None:
     root = machine(tmp_path, "5:cpuset,memory:/job/rank0\n1:cpu:/other\n")
     cgroup_limit(root, "memory/job/rank0", "memory.limit_in_bytes", 9223372036854771712)
     assert limit_of(root) == 16 * 2**30
@@ -216,7 +216,7 @@ def test_inside_a_container_the_mount_itself_is_the_cgroup(tmp_path: Path) -> No
     assert limit_of(root) == 2**30
 
 
-def test_a_container_that_is_resized_shows_within_ten_seconds(tmp_path: Path) -> None:
+def test_the_new_limit_of_a_resized_container_is_read_within_ten_seconds(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/\n")
     cgroup_limit(root, "", "memory.max", 2 * 2**30)
     seconds = [0.0]
@@ -250,13 +250,13 @@ def test_cuda_readings_are_those_of_the_allocator() -> None:
     assert set(readings) - {"alloc_retries", "unusable"} == set(MEMORY_STATES)
 
 
-def test_the_process_s_share_of_the_gpu_is_the_limit_if_it_is_smaller() -> None:
+def test_a_smaller_memory_fraction_of_the_process_is_the_limit() -> None:
     cuda = FakeCudaMemory(free=70, total=80, share=0.5)
 
     assert CudaMemory(0, cuda).read()["limit"] == 40
 
 
-def test_the_driver_is_asked_for_the_limit_every_ten_seconds_only() -> None:
+def test_the_limit_is_read_from_the_driver_every_ten_seconds_only() -> None:
     cuda = FakeCudaMemory(free=30, total=80)
     seconds = [0.0]
     probe = CudaMemory(0, cuda, now=lambda: seconds[0])

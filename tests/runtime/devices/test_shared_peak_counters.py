@@ -1,4 +1,4 @@
-"""Setting back the allocator's peaks shows neither the script nor the watch a wrong one."""
+"""The script and zerowatch both read correct peaks, although both reset the counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def peak_for_script(allocator: FakeAllocator) -> int:
     return allocator._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"]
 
 
-def peak_for_us(peaks: SharedPeakCounters) -> int:
+def peak_for_zerowatch(peaks: SharedPeakCounters) -> int:
     return peaks.take(0)["allocated_bytes"]["all"]["peak"]
 
 
@@ -35,7 +35,7 @@ def allocator() -> FakeAllocator:
 
 @pytest.fixture
 def torch_on(allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
-    """Let torch's own functions meet the fake."""
+    """Make torch's own functions call the fake allocator."""
     for name in NAMES:
         function = getattr(allocator, name)
         monkeypatch.setattr(torch._C, name, function, raising=False)
@@ -51,9 +51,9 @@ def test_a_peak_is_read_once_and_stays_visible_to_the_script(allocator: FakeAllo
     allocator.use(900)
     allocator.use(100)
 
-    ours = [peak_for_us(peaks), peak_for_us(peaks)]
+    own = [peak_for_zerowatch(peaks), peak_for_zerowatch(peaks)]
 
-    assert ours == [900, 100]
+    assert own == [900, 100]
     assert peak_for_script(allocator) == 900
 
 
@@ -68,7 +68,7 @@ def test_a_new_higher_peak_is_visible_at_once(allocator: FakeAllocator) -> None:
     assert peak_for_script(allocator) == 1000
 
 
-def test_a_reset_by_the_script_takes_no_peak_from_us(allocator: FakeAllocator) -> None:
+def test_a_reset_by_the_script_loses_no_peak_of_zerowatch(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     allocator.use(100)
@@ -77,8 +77,8 @@ def test_a_reset_by_the_script_takes_no_peak_from_us(allocator: FakeAllocator) -
     allocator.use(200)
 
     assert peak_for_script(allocator) == 200
-    assert peak_for_us(peaks) == 900
-    assert peak_for_us(peaks) == 200
+    assert peak_for_zerowatch(peaks) == 900
+    assert peak_for_zerowatch(peaks) == 200
     assert peak_for_script(allocator) == 200
 
 
@@ -102,7 +102,7 @@ def test_a_freed_pool_has_no_entry(allocator: FakeAllocator) -> None:
     assert allocator._cuda_memoryStats(0)["reserved_bytes_by_private_pools"] == {}
 
 
-def test_devices_are_kept_apart(allocator: FakeAllocator) -> None:
+def test_peaks_of_different_devices_are_separate(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
     peaks.take(0)
@@ -121,7 +121,7 @@ def test_the_original_functions_are_restored(allocator: FakeAllocator) -> None:
     peaks.restore()
     peaks.restore()
 
-    assert all(ours is not theirs for ours, theirs in zip(wrapped, before, strict=True))
+    assert all(own is not theirs for own, theirs in zip(wrapped, before, strict=True))
     assert [getattr(allocator, name) for name in NAMES] == before
 
 
@@ -140,7 +140,7 @@ def test_a_kept_wrapper_passes_through_after_restore(
     assert imported_by_value(0)["allocated_bytes"]["all"]["peak"] == 100
 
 
-def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> None:
+def test_functions_that_torch_lacks_are_skipped(allocator: FakeAllocator) -> None:
     del allocator._accelerator_getDeviceStats, allocator._accelerator_resetPeakStats
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
@@ -151,7 +151,7 @@ def test_a_torch_without_the_newer_names_is_fine(allocator: FakeAllocator) -> No
     assert not hasattr(allocator, ACCELERATOR_STATS)
 
 
-def test_all_of_torch_s_peak_functions_return_what_they_did(torch_on: FakeAllocator) -> None:
+def test_torch_s_peak_functions_return_the_same_as_unwrapped(torch_on: FakeAllocator) -> None:
     peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
     readers = [
@@ -189,7 +189,7 @@ def test_torch_s_own_reset_clears_the_script_s_view(torch_on: FakeAllocator, mod
         peaks.restore()
 
 
-def test_torch_goes_through_the_names_that_are_wrapped() -> None:
+def test_torch_calls_the_functions_that_are_wrapped() -> None:
     sources = {
         STATS: torch.cuda.memory.memory_stats_as_nested_dict,
         RESET: torch.cuda.memory.reset_peak_memory_stats,

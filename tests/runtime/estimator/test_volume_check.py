@@ -35,7 +35,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_the_volume_ratio_is_that_of_the_stage(ranks, case):
+def test_the_volume_ratio_is_the_one_of_the_zero_stage(ranks, case):
     for rank in ranks:
         assert rank[case]["ratio"] == pytest.approx(EXPECTED[case], rel=0.02)
 

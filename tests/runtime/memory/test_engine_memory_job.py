@@ -72,7 +72,7 @@ def test_with_nvme_too_every_byte_is_in_its_category(
         ("fp32 stage 3, optimizer on cpu", 4, 4),
     ],
 )
-def test_gradients_exist_before_the_update(
+def test_gradients_are_counted_before_the_update(
     samples: dict[str, Samples], name: str, before: float, after: float
 ) -> None:
     num_parameters = samples[name][0][0]["num_parameters"]

@@ -40,7 +40,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_limit_with_this_value_is_named(limit: int, root: Path) -> None:
+def test_the_limit_that_a_reading_was_computed_from_is_named(limit: int, root: Path) -> None:
     states = {**STATES, "limit": float(limit * MIB)}
 
     assert host_limit_name(states, root) == LIMITS[limit]

@@ -181,7 +181,7 @@ def test_without_a_limit_there_is_no_risk() -> None:
     assert forecast.batch_risk(Shape(1000, 100_000)) == 0.0
 
 
-def test_the_last_limit_counts() -> None:
+def test_the_limit_of_the_last_reading_is_used() -> None:
     before = [point(step) for step in range(150)]
     after = [point(step, limit=9.01 * GIB) for step in range(150, 170)]
 

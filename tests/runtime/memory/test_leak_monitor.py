@@ -108,7 +108,7 @@ def test_autocorrelated_noise_is_rarely_taken_for_a_leak() -> None:
     assert sum(leak is not None for leak in taken) <= 1
 
 
-def test_few_readings_are_not_a_leak() -> None:
+def test_too_few_readings_give_no_leak() -> None:
     assert find_leak((), ()) is None
     assert leak_in(4 * GIB + 50 * MIB * np.arange(40)) is None
 
@@ -144,7 +144,7 @@ def test_growing_temporary_memory_is_not_a_leak() -> None:
 
 
 class Run:
-    """Steps after each of which more memory is in use."""
+    """A run whose memory in use grows with each step."""
 
     def __init__(self, clock: FakeClock, folder: Path, *, trace_sites: bool = False) -> None:
         self.clock = clock

@@ -73,7 +73,7 @@ def parts_own(rank: int) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_that_an_oracle_of_copies_saw(ranks: Ranks, name: str):
+def test_bytes_equal_those_of_replaced_copy_functions(ranks: Ranks, name: str):
     for rank in ranks:
         assert min(rank[name]["oracle"].values()) > 0
         assert moved(rank[name]) == rank[name]["oracle"]
@@ -197,7 +197,7 @@ def test_each_step_writes_every_file_to_nvme_once(nvme: Ranks, name: str):
 
 
 @pytest.mark.parametrize("name", NVME_CASES)
-def test_with_nvme_too_the_copies_are_the_oracle_s_and_nothing_changes(nvme: Ranks, name: str):
+def test_with_nvme_bytes_equal_those_of_replaced_copy_functions(nvme: Ranks, name: str):
     for rank in nvme:
         last = rank[name]["per_step"][-1]
 

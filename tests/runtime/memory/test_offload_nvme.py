@@ -18,7 +18,7 @@ from zerowatch.runtime.memory.offload.traffic import OffloadTraffic
 
 
 class Handle:
-    """Like DeepSpeed's compiled handle: it takes no attributes."""
+    """A handle whose attributes cannot be set, as with DeepSpeed's compiled one."""
 
     __slots__ = ("calls",)
 
@@ -41,7 +41,7 @@ class Handle:
 
 
 class Owner(SimpleNamespace):
-    """Takes attributes and weak references."""
+    """An object that accepts attributes and weak references."""
 
     def __hash__(self) -> int:
         return id(self)

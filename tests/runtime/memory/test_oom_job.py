@@ -86,7 +86,7 @@ def ended(folder: Path, finished: Finished) -> Ended:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Both jobs, side by side: they mostly wait."""
+    """Run both jobs at the same time, as they mostly wait."""
     folder = tmp_path_factory.mktemp("ooms")
     with ThreadPoolExecutor() as pool:
         ends = {kind: pool.submit(train, folder / kind, kind) for kind in ("leak", "long")}

@@ -139,7 +139,7 @@ def little_room() -> Iterator[None]:
 
 
 class Growing(torch.autograd.Function):
-    """Requests too much in its backward."""
+    """A function that requests too much memory in its backward pass."""
 
     @staticmethod
     def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:

@@ -179,7 +179,7 @@ def test_higher_stages_save_the_difference_of_the_plans() -> None:
     assert found(sharded(), "ZeRO stage 3 (1.5").fits == "yes"
 
 
-def test_one_rank_cannot_shard() -> None:
+def test_one_rank_has_no_remedy_by_sharding() -> None:
     alone = replace(sharded(), world_size=1)
 
     assert not [each for each in remedies(alone) if each.description.startswith("ZeRO stage 2")]
@@ -203,7 +203,7 @@ def test_on_cpu_offloading_to_the_same_memory_is_no_remedy() -> None:
     assert found(on_cpu, "ZeRO stage 3 (1.5").need_bytes == 700 * MIB
 
 
-def test_a_host_filled_by_offloads_has_room_after_sharding_or_nvme() -> None:
+def test_sharding_or_nvme_fits_if_offloads_fill_the_host() -> None:
     now, sharing = Layout(2, "cpu"), Layout(3, "nvme")
     host = sharded(
         device="cpu",
@@ -225,7 +225,7 @@ def test_a_host_filled_by_offloads_has_room_after_sharding_or_nvme() -> None:
     assert found(case, "ZeRO stage 3 (1.5").need_bytes == pytest.approx(need - 0.1 * GIB)
 
 
-def test_the_cheapest_for_training_comes_first() -> None:
+def test_the_remedy_that_costs_training_least_comes_first() -> None:
     case = sharded(unusable_bytes=200.0 * MIB, categories=BIG_BUFFERS)
 
     texts = [each.description.partition(" (")[0] for each in remedies(case)]
