@@ -18,7 +18,7 @@ from .ds_options import (
 from .model_memory import ModelPartition, plan_memory
 from .model_shape import BYTES_OF, ModelShape, Topology
 from .plan import Plan, PlannedCall, least_wire_bytes, sum_calls
-from .remarks import assumptions, config_remarks, inexact_reasons, result_remarks
+from .plan_remarks import assumptions, config_remarks, inexact_reasons, result_remarks
 from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
 from .stage_3_traffic import stage_3_step
 from .zero3_coordinator import TracingError

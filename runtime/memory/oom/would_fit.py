@@ -1,4 +1,8 @@
-"""Remedies for a step that ran out of memory, with the memory it would have needed."""
+"""Computes which changes would have let a step fit that ran out of memory, and what it would need.
+
+All functions are pure: `evidence.py` gives them an `OomCase`, and `error_report.py` prints the
+`Remedy` list.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ TRUSTED_RATIO = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placement of model states: ZeRO stage, and offload targets "none", "cpu" or "nvme"."""
+    """The placement of model states: ZeRO stage, and offload targets "none", "cpu" or "nvme"."""
 
     stage: int
     optimizer: str = "none"
@@ -33,7 +37,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutBytes:
-    """Planned bytes of one rank's model states under a layout."""
+    """The planned bytes of one rank's model states under a layout."""
 
     device_bytes: float
     host_bytes: float
@@ -41,7 +45,7 @@ class LayoutBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """One change, and the memory that the fatal step would have needed with it.
+    """One change, and the memory that the failed step would have needed with it.
 
     Attributes:
         description: The change.
@@ -60,7 +64,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomCase:
-    """A step that did not fit.
+    """A step that ran out of memory, as input of `remedies`.
 
     Attributes:
         device: The name of the device, such as "cuda:0" or "cpu".
@@ -102,7 +106,7 @@ class OomCase:
 
     @property
     def need_bytes(self) -> float:
-        """Least memory that the step needed; later requests may have needed more.
+        """The least bytes that the step needed; later requests may have needed more.
 
         It exceeds the limit, even if less is in use by the time of the reading.
         """
@@ -130,7 +134,7 @@ class OomCase:
 
     @property
     def activations_bytes(self) -> float:
-        """Bytes that the batch accounts for in that step, as far as known."""
+        """The bytes of activations in that step, as far as known."""
         if self.floor_bytes is not None:
             return max(0.0, self.need_bytes - self.floor_bytes)
         return (self.categories or {}).get("activations", 0.0)

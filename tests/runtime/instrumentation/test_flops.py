@@ -168,7 +168,7 @@ def test_a_gpu_s_peak_is_looked_up_by_its_whole_name(name: str) -> None:
 
 PEAK_ON_ONE_THREAD = """
 import time, torch
-from zerowatch.runtime.devices.choose import peak_flops_per_second
+from zerowatch.runtime.devices.device_probes import peak_flops_per_second
 torch.set_num_threads(1)
 state = torch.random.get_rng_state()
 peak = peak_flops_per_second(device_index=None)
