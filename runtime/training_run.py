@@ -1,4 +1,7 @@
-"""Training loop that owns the engine: each global batch becomes exactly one update."""
+"""Training loop that owns the engine: each global batch becomes exactly one update.
+
+Terms such as window, local batch, replay and checkpoint are defined in docs/concepts.md.
+"""
 
 from __future__ import annotations
 
@@ -167,9 +170,10 @@ class TrainingRun:
         return handle
 
     def train_batch(self, batch: Any) -> StepResult:
-        """Make one update from a global batch, of which each rank passes its share.
+        """Make one update from a global batch, of which each rank passes its local batch.
 
-        The update is that of the whole batch in one piece, however it is split and shared out.
+        The update is that of the whole batch in one piece, however it is split over the ranks and
+        into micro-batches.
 
         Args:
             batch: Mappings and sequences of tensors or numpy arrays of shape `[local_batch, ...]`,
@@ -181,8 +185,8 @@ class TrainingRun:
             The step's number, mean loss, micro-batches and time; see `StepResult`.
 
         Raises:
-            BatchError: A rank's share cannot be trained on, or all weights are 0; raised on all
-                ranks. The run is in its state before the call.
+            BatchError: A rank's local batch cannot be trained on, or all weights are 0; raised on
+                all ranks. The run is in its state before the call.
             NonFiniteLossError: The loss is nan or inf; raised on all ranks. The run is in its state
                 before the call. Not raised under fp16's dynamic loss scale, where the step is
                 skipped.
@@ -204,7 +208,9 @@ class TrainingRun:
             seconds=None if result.replays else self._window_runner.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        if not self._tuner.is_on_trial:  # else a restart of the run would begin with it
+        if (
+            not self._tuner.is_on_trial
+        ):  # else a restart would begin with the configuration on trial
             self._checkpoints.on_window_end()
         self._tuner.on_window_end(result)
         return result
@@ -213,21 +219,22 @@ class TrainingRun:
         """Return the mean loss of a batch over all ranks, without gradients, in evaluation mode.
 
         Args:
-            batch: This rank's share of the batch, in the form that `train_batch` takes.
+            batch: This rank's local batch, in the form that `train_batch` takes.
 
         Returns:
             The weighted mean loss, the same on all ranks; nan or inf where the loss is. Modules are
             back in the mode that they were in.
 
         Raises:
-            BatchError: A rank's share cannot be used, or all weights are 0; raised on all ranks.
+            BatchError: A rank's local batch cannot be used, or all weights are 0; raised on all
+                ranks.
             RuntimeError: Memory ran out; nothing is run again in smaller micro-batches.
         """
         self._tuner.exclude_step_time()
         return self._window_runner.evaluate(batch)
 
     def loader(self, dataset: Any, *, batch_samples: int, **options: Any) -> Any:
-        """Return a loader of this rank's share of each global batch; `save` keeps its position.
+        """Return a loader of this rank's part of each global batch; checkpoints keep its position.
 
         Args:
             dataset: With `__len__` and `__getitem__`, or an IterableDataset.
@@ -300,7 +307,7 @@ class TrainingRun:
             self._engine_holder.rebuild(changes)
 
     def save(self, folder: str | Path, *, client: Any = None, keep: int = 2) -> Path:
-        """Save a checkpoint between two windows, completely or not at all.
+        """Write a checkpoint between two accumulation windows, completely or not at all.
 
         Besides the engine it holds the micro-batch plan, the random generators, the position in
         `loader`'s data, the residuals of compression, and the counts of steps and samples.
@@ -321,15 +328,15 @@ class TrainingRun:
         return self._checkpoints.save(folder, client, keep)
 
     def load(self, folder: str | Path) -> Any:
-        """Load the last checkpoint; call it before the first window, in new and restarted runs.
+        """Load the last checkpoint; call it before the first batch, in new and restarted runs.
 
-        A run restarted after a failure also loads what it had learned about memory before it.
+        A run that was restarted after a failure also loads the micro-batch sizes that failed.
 
         Args:
             folder: Folder that was passed to `save`.
 
         Returns:
-            What `save` was given as `client`; None also where no checkpoint was saved yet.
+            The `client` of that checkpoint; None also where there is no checkpoint yet.
 
         Raises:
             CheckpointError: The checkpoint is damaged, or of another model or number of ranks.

@@ -1,1 +1,1 @@
-"""TrainingRun's loop: windows, data, checkpoints, and recovery from out-of-memory errors."""
+"""TrainingRun's loop: accumulation windows, data, checkpoints, out-of-memory recovery."""

@@ -1,4 +1,4 @@
-"""Metrics of windows, replays, rebuilds and compression."""
+"""Metrics of a TrainingRun: windows, replays, rebuilds and compression."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RebuildOutcome = Literal["committed", "undone", "refused"]
 class RunMetrics:
     """Publishes the metrics of a TrainingRun; every rank makes the same calls.
 
-    What all ranks do together is published by rank 0 alone.
+    Events of all ranks together, such as a replay, are published by rank 0 only.
 
     Args:
-        recorder: The watch's.
+        recorder: Recorder of the watch.
         rank: Global rank.
         num_restarts: Restarts of the job by its launcher so far.
     """
@@ -26,8 +26,10 @@ class RunMetrics:
     def __init__(self, recorder: Recorder, rank: int, *, num_restarts: int = 0) -> None:
         self._num_errors = 0
         self._recorder = recorder
-        self._shared_recorder = recorder if rank == 0 else Recorder()  # one that nobody reads
-        with recorder.commit():  # at 0, so that the first one counts as an increase
+        self._shared_recorder = recorder if rank == 0 else Recorder()  # its values are not read
+        with (
+            recorder.commit()
+        ):  # counters start at 0, so that the first event is seen as an increase
             for outcome in window.REPLAY_OUTCOMES:
                 self._shared_recorder.add(window.WINDOW_REPLAYS, 0, outcome)
             for outcome in window.REBUILD_OUTCOMES:
@@ -72,7 +74,7 @@ class RunMetrics:
             self._shared_recorder.set(window.ACCUMULATION_STEPS, accumulation_steps)
 
     def shared(self, own_samples: int, global_samples: int) -> None:
-        """Publish this rank's share of the batch."""
+        """Publish the ratio of this rank's local batch to the global batch."""
         self._recorder.set(window.BATCH_SHARE, own_samples / global_samples)
 
     def aborted(self, seconds: float) -> None:

@@ -1,4 +1,8 @@
-"""Execution of a run's windows: all ranks open one, replay it until it fits, and commit it once."""
+"""Execution of a run's accumulation windows, each of which makes one update.
+
+All ranks open a window, replay it until it fits in memory, and commit it once. This lies outside
+`trainer.window`, which oom_recovery imports, because it imports both.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +94,7 @@ class WindowRunner:
         engine = engine_holder.engine
         self.peak_history = PeakHistory(engine.watch, str(engine.device))
         self._guard = CollectiveGuard(host_group)
-        self._guard.open(deepspeed_comm.cdb)  # around what watches the collectives
+        self._guard.open(deepspeed_comm.cdb)  # wraps over the instrumentation of collectives
         self.replay = OomReplay(
             engine_source=engine_holder,
             host_group=host_group,
@@ -116,7 +120,7 @@ class WindowRunner:
                 local_batches, attempt, guard_requested=opened.guard_requested
             )
             sums = self._sums_of_all_ranks(replayed.outcome)
-        except BaseException as error:  # an interrupt too: the run may be saved after it
+        except BaseException as error:  # an interrupt too: a checkpoint may be written after it
             self._abort(local_batches, error)
             rng.restore()
             raise
@@ -147,7 +151,7 @@ class WindowRunner:
         opened = open_window(self._host_group, batch, micro_batch_samples=self.micro_batch_samples)
         micro_batches = self.replay.planner.micro_batches(opened.local_batches)
         sizes = split_sizes(opened.window.num_samples, micro_batches)
-        with ExitStack() as undo:  # after an interrupt too: training may go on
+        with ExitStack() as undo:  # also after an interrupt, as training may continue
             undo.callback(self._discard_passes)
             sums = evaluate_micro_batches(self._engine_holder.engine, self._loss, batch, sizes)
             undo.pop_all()
@@ -172,7 +176,7 @@ class WindowRunner:
         sizes = split_sizes(window.num_samples, num_micro_batches)
         sums = train_micro_batches(self._engine_holder.engine, self._loss, window, sizes)
         self.passes_seconds = perf_counter() - self._guard.vote_seconds - began
-        # Here an out-of-memory error can still be undone; within the update it cannot.
+        # Before the update, because an out-of-memory error within the update cannot be undone.
         self._engine_holder.reload_optimizer_states()
         return sums
 

@@ -167,7 +167,7 @@ def better_split(
     if sum(max_samples) < sum(now):
         return None
     best = fastest_split(sum(now), sample_seconds, max_samples)
-    exceeds_limit = any(share > limit for share, limit in zip(now, max_samples, strict=True))
+    exceeds_limit = any(samples > limit for samples, limit in zip(now, max_samples, strict=True))
     return best if exceeds_limit or gain(now, best, sample_seconds) >= min_gain else None
 
 

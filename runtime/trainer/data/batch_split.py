@@ -61,7 +61,7 @@ def fastest_split(
 
 def busy_seconds(split: Sequence[int], sample_seconds: Sequence[float]) -> float:
     """Return the time that the slowest rank takes for a split."""
-    return max(share * each for share, each in zip(split, sample_seconds, strict=True))
+    return max(samples * each for samples, each in zip(split, sample_seconds, strict=True))
 
 
 def gain(now: Sequence[int], other: Sequence[int], sample_seconds: Sequence[float]) -> float:
@@ -77,7 +77,7 @@ def resized_split(split: Sequence[int], num_samples: int) -> BatchSplit:
     """
     if sum(split) == num_samples:
         return tuple(split)
-    return fastest_split(num_samples, [1 / share for share in split])
+    return fastest_split(num_samples, [1 / samples for samples in split])
 
 
 class SplitSource(Protocol):

@@ -1,1 +1,1 @@
-"""Recovery from out-of-memory errors: a window is aborted, planned again, and replayed."""
+"""Recovery from out-of-memory errors: the window is aborted, split again, and replayed."""

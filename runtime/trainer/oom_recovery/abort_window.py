@@ -1,4 +1,4 @@
-"""Abort of an accumulation window: its forward and backward passes leave no trace in the engine.
+"""Abort of an accumulation window: removal of its gradients and other state from the engine.
 
 Weights, optimizer state, loss scale and random generators are not touched. Call it between calls of
 the engine, on all ranks, after the exception that ended the window has been released.
@@ -28,7 +28,7 @@ _INTERNALS = INTERNALS["trainer/oom_recovery"]
 
 
 def abort_window(engine: Any) -> None:
-    """Drop every trace of the micro-batches since the last `engine.step()`.
+    """Drop the gradients and all other state of the micro-batches since the last `engine.step()`.
 
     Waits for the device, and for collectives in flight, which all ranks have issued.
 

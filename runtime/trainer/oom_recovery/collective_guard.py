@@ -24,7 +24,7 @@ from ...memory.oom.parse_error import is_caused_by_oom
 
 _OK, _OUT_OF_MEMORY = 0, 1
 _ABORTED = "this window is aborted, as a rank ran out of memory"
-_WORKSPACE_COPIES = 2  # a copy of the tensor, and the segments of gloo's ring
+_WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of gloo's ring
 
 
 class PeerOutOfMemory(RuntimeError):
@@ -38,7 +38,7 @@ class _GuardedCall(threading.local):
 
 
 class CollectiveGuard:
-    """Wrapper of the collectives of DeepSpeed's backend; `close` restores them.
+    """Wraps the collectives of DeepSpeed's backend so that ranks vote first; `close` restores them.
 
     Attributes:
         armed: Whether each collective within a window is voted on. Change it between windows only,

@@ -1,7 +1,8 @@
 """Sizes of micro-batches after out-of-memory errors, and when collectives are guarded.
 
-Pure functions and data. The ranks agree on sizes and lengths first, so their plans are equal. Only
-the memory measurements differ: each rank suggests a size by its own, and the smallest is used.
+Plain data and pure functions, except `PeakHistory`, which records this rank's memory peaks. The
+ranks exchange sizes and lengths first, so their plans are equal. Only the memory measurements
+differ: each rank suggests a size by its own, and the smallest is used.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import MEMORY_HEADROOM_LOW
 from ..window.batch_size_exchange import LocalBatches
 
-SAFETY_RATIO = 0.95  # of the limit: a prediction is never exact
-GROW_AFTER = 20  # clean windows of a length at its bound, before a larger one is tried
-UNBOUND = 2**62
-CLEAN_WINDOWS = 3
-MAX_PEAKS = 200
+SAFETY_RATIO = 0.95  # part of the limit that is used, as a prediction is never exact
+GROW_AFTER = 20  # successful windows at the bound before a larger size is tried
+UNBOUND = 2**62  # samples; stands for no bound
+CLEAN_WINDOWS = 3  # successful windows before the guard is disarmed
+MAX_PEAKS = 200  # steps whose peaks are kept
 
 ByBucket = Mapping[int, int]
 
 
 class MicroBatchPlanner:
-    """Number of micro-batches per window, and whether its collectives are guarded.
+    """Decides the number of micro-batches of each window, and whether its collectives are guarded.
 
     Attributes:
         limits: Sizes known to fit or to fail, by length.
@@ -38,12 +39,12 @@ class MicroBatchPlanner:
     def __init__(self) -> None:
         self.limits = MicroBatchLimits()
         self.guard_schedule = GuardSchedule()
-        self._wanted = 0
+        self._largest_requested = 0
 
     def begin_window(self, local_batches: LocalBatches, *, guard_requested: bool) -> bool:
         """Return whether the window is guarded; `guard_requested` if any rank requests it."""
-        wants_more, self._wanted = (
-            max(local_batches.micro_batch_samples) > self._wanted,
+        wants_more, self._largest_requested = (
+            max(local_batches.micro_batch_samples) > self._largest_requested,
             max(local_batches.micro_batch_samples),
         )
         # Lengths of one bucket differ in memory: where a size ever ran out, another may.
@@ -56,7 +57,7 @@ class MicroBatchPlanner:
         return self.guard_schedule.is_armed
 
     def micro_batches(self, local_batches: LocalBatches) -> int:
-        """Return into how many micro-batches every rank splits its share."""
+        """Return into how many micro-batches every rank splits its local batch."""
         bound = self.limits.bound(local_batches.length)
         pairs = zip(local_batches.samples, local_batches.micro_batch_samples, strict=True)
         return max(-(-samples // min(wanted, bound)) for samples, wanted in pairs)
@@ -124,7 +125,7 @@ class MicroBatchLimits:
         )
 
     def after_success(self, length: int, largest: int) -> MicroBatchLimits:
-        """Return the limits after a window succeeded; now and then with a larger bound.
+        """Return the limits after a window succeeded; after `GROW_AFTER` of them the bound grows.
 
         Args:
             length: The longest sequence of all ranks.
@@ -133,7 +134,7 @@ class MicroBatchLimits:
         bucket, bound = length_bucket(length), self.bound(length)
         proven = max(largest, self.proven.get(bucket, 0))
         known = replace(self, proven={**self.proven, bucket: proven})
-        if largest < bound:  # the batch kept it small, not the bound
+        if largest < bound:  # the batch was small, so it is no evidence about the bound
             return known
         count = min(GROW_AFTER, self.clean.get(bucket, 0) + 1)
         larger = self._larger(length) if count == GROW_AFTER else bound
@@ -157,12 +158,13 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSchedule:
-    """When ranks vote before each collective: while an out-of-memory error is to be expected.
+    """Decides in which windows the ranks vote before each collective.
 
-    A new schedule, as after a start or restart, is armed: no size is known to fit yet.
+    They do while an out-of-memory error is likely. A new schedule, as after a start or restart, is
+    armed, because no size is known to fit yet.
 
     Attributes:
-        windows_left: Clean windows until the guard is disarmed; 0 while it is.
+        windows_left: Successful windows until the guard is disarmed; 0 while it is.
         longest: The longest sequence of any successful window; 0 before the first.
     """
 
@@ -230,14 +232,14 @@ class PeakSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMeasurements:
-    """A rank's recent peaks, and its limit in bytes, None without a limit."""
+    """Memory peaks of a rank's last steps, and its limit in bytes; None without a limit."""
 
     peaks: Sequence[PeakSample]
     limit_bytes: float | None
 
 
 class PeakHistory:
-    """Peaks of the last steps, recorded on the watch thread; empty where nothing is watched.
+    """Memory peaks of the last steps, recorded on the watch thread; empty without monitoring.
 
     Args:
         watch: The watch on the engine.
@@ -278,7 +280,7 @@ class PeakHistory:
 def suggest_size(
     local_batches: LocalBatches, failing: int, measured: MemoryMeasurements
 ) -> int | None:
-    """Return the size that a rank suggests after running out; None after a single sample."""
+    """Return the size that a rank suggests after it ran out; None after a single sample."""
     bucket = length_bucket(local_batches.length)
     alike = [peak for peak in measured.peaks if length_bucket(peak.length) == bucket]
     return smaller_size(failing, alike, measured.limit_bytes)
@@ -287,15 +289,15 @@ def suggest_size(
 def smaller_size(
     failing: int, peaks: Sequence[PeakSample], limit_bytes: float | None
 ) -> int | None:
-    """Return the size to try after one that ran out; None if that was a single sample.
+    """Return the size to try after one that ran out of memory; None if that was a single sample.
 
-    Peaks of two sizes or more give a line, and the largest size under the limit; else the half,
-    rounded up. The result is at least one sample less than what failed.
+    It is the largest that fits by a line through the peaks, if there are peaks of two sizes or
+    more; otherwise half the failing size, rounded up. It is always below the failing size.
     """
     if failing <= 1:
         return None
     fitting = None if limit_bytes is None else largest_fitting(peaks, limit_bytes)
-    if fitting is None or fitting >= failing:  # the line was wrong, as this failure shows
+    if fitting is None or fitting >= failing:  # this failure contradicts the line
         return -(-failing // 2)
     return max(1, fitting)
 

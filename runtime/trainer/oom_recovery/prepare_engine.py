@@ -1,6 +1,8 @@
-"""Optimizer state created before the first step, so that an out-of-memory error comes at the start.
+"""Preparation of a new engine for recovery from out-of-memory errors.
 
-Adam and similar optimizers create theirs in their first step. An error there comes after some
+Optimizer state is created before the first step, so that an error occurs at the start.
+
+Adam and similar optimizers create theirs in their first step. An error there occurs after some
 weights were updated, and such a step cannot be repeated.
 """
 

@@ -1,7 +1,8 @@
-"""Replay of a window after an out-of-memory error, with less memory each time.
+"""Replay of a window after an out-of-memory error, with smaller micro-batches or memory savings.
 
-All ranks make the same calls. An attempt is a callable: it splits the window into a given number of
-micro-batches, and runs forward and backward without the update.
+"Window" and "replay" are defined in docs/concepts.md. All ranks make the same calls. An attempt is
+a callable: it splits the window into a given number of micro-batches, and runs forward and backward
+without the update.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class MemorySource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult(Generic[T]):
-    """A window that succeeded.
+    """Result of a window that succeeded.
 
     Attributes:
         outcome: Return value of the successful attempt.
@@ -64,7 +65,7 @@ class ReplayResult(Generic[T]):
 
 
 class _AttemptReport(NamedTuple):
-    """What each rank sends to the others after a failed attempt."""
+    """Report that each rank sends to the others after a failed attempt."""
 
     ran_out: bool
     largest: int  # samples of its largest micro-batch
@@ -116,7 +117,7 @@ class OomReplay:
         """Run a window's attempts until one succeeds on all ranks.
 
         Args:
-            local_batches: Each rank's share of the window.
+            local_batches: Sizes of the local batches of all ranks.
             attempt: Runs the window, split into that many micro-batches, without the update.
             guard_requested: Whether any rank's memory is changed or low.
 
@@ -153,7 +154,7 @@ class OomReplay:
             lost_seconds += perf_counter() - began
 
     def update(self, step: Callable[[], T]) -> T:
-        """Make the update of a successful window; if it fails, the other ranks are notified.
+        """Make the update of a successful window; the other ranks are notified if it fails.
 
         Raises:
             RuntimeError: Memory ran out; some weights may be updated and others not. This rank's
@@ -200,9 +201,9 @@ class OomReplay:
             reason = self._notify_peers(engine) or reason
         if reason is not None:
             _give_up(capture.error, f"this window cannot be run again: {reason}")
-        gc.collect()  # what only reference cycles hold
+        gc.collect()  # frees what only reference cycles keep alive
         abort_window(engine)
-        accelerator.current.empty_cache()  # pieces of other sizes will be asked for
+        accelerator.current.empty_cache()  # the next attempt needs blocks of other sizes
 
     def _notify_peers(self, engine: Any) -> str | None:
         """Make sure that no rank waits for this one, which ran out; return the reason if one may.
@@ -308,7 +309,7 @@ def oom_origin(error: BaseException) -> tuple[OomOrigin | None, BaseException | 
     """Return whose memory ran out and the error that shows it; (None, None) for other errors.
 
     While a window is aborted, one more collective may be called, and raises PeerOutOfMemory over
-    this rank's own error. Likewise any error may be raised over a PeerOutOfMemory.
+    this rank's own error. Other errors may be raised over a PeerOutOfMemory too.
     """
     if not isinstance(error, Exception):  # an interrupt propagates
         return None, None
@@ -328,7 +329,7 @@ def all_ranks_oom(
 
     Each rank that ran out writes a key to the c10d store and waits for the keys of all others.
     Ranks that did not run out wait in a collective that this rank will not enter, and cannot be
-    notified. If all ran out, as with equal shares and sizes, none is in one.
+    notified. If all ran out, as with equal local batches and micro-batches, none is in one.
 
     Args:
         store: The store of the default process group.

@@ -20,10 +20,10 @@ Loss = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """This rank's part of one window.
+    """This rank's part of one accumulation window; the term is defined in docs/concepts.md.
 
     Attributes:
-        batch: This rank's share, as the caller passed it.
+        batch: This rank's local batch, as the caller passed it.
         num_samples: Samples in it.
         total_samples: Samples of all ranks.
         world_size: Number of ranks.
@@ -57,7 +57,7 @@ class LossSums(NamedTuple):
 
     @property
     def mean_loss(self) -> float:
-        """The weighted mean."""
+        """Weighted mean of the losses."""
         return self.weighted_loss / self.weight
 
     def over_ranks(self, host_group: HostGroup) -> LossSums:
@@ -121,10 +121,10 @@ def train_micro_batches(engine: Any, loss: Loss, window: Window, sizes: Sequence
         micro_batch = _micro_batch(engine, window.batch, start, size)
         mean, weight = loss_and_weight(loss(engine, micro_batch), size)
         weight = weight if size else 0.0
-        share = weight * (window.world_size / window.divisor)
-        if isinstance(share, torch.Tensor):  # else the product would take the weight's dtype
-            share = share.to(mean.dtype)
-        engine.backward(mean * share, scale_wrt_gas=False)
+        scale = weight * (window.world_size / window.divisor)
+        if isinstance(scale, torch.Tensor):  # else the product would take the weight's dtype
+            scale = scale.to(mean.dtype)
+        engine.backward(mean * scale, scale_wrt_gas=False)
         losses.add(mean.detach(), weight)
         start += size
     return losses.read()
@@ -196,7 +196,7 @@ def weight_exponent(weight: float, num_samples: float) -> int:
 
 
 class _LossAccumulator:
-    """Weights and losses as tensors on their device, read at the end in one transfer."""
+    """Sums of weights and losses, kept on their device and read at the end in one transfer."""
 
     def __init__(self) -> None:
         self._pairs: list[torch.Tensor] = []

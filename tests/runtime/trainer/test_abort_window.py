@@ -1,4 +1,4 @@
-"""Engines whose windows can be aborted, the DeepSpeed internals it needs, and optimizer states."""
+"""Which engines support the abort of a window, and the DeepSpeed internals that it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from zerowatch.runtime.trainer.oom_recovery.abort_window import (
     abort_unsupported_reason,
     abort_window,
 )
-from zerowatch.runtime.trainer.oom_recovery.prepare_engine import materialise_optimizer_states
 
 NAMES = [
     (place, name) for place, names in INTERNALS["trainer/oom_recovery"].items() for name in names
@@ -43,7 +42,7 @@ def test_deepspeed_still_has_the_internals_that_aborting_a_window_needs(
 
 
 class Engine:
-    """Has what `abort_unsupported_reason` reads of DeepSpeed's engine."""
+    """Fake engine with the attributes that `abort_unsupported_reason` reads."""
 
     __module__, __qualname__ = "deepspeed.runtime.engine", "DeepSpeedEngine"
 
@@ -76,14 +75,14 @@ def named(name: str) -> Any:
         (Engine(named("SuperOffloadOptimizer_Stage3")), "SuperOffloadOptimizer_Stage3 is not"),
     ],
 )
-def test_an_unsupported_engine_is_rejected_with_the_reason(engine: Any, reason: str) -> None:
+def test_an_unsupported_engine_raises_with_the_reason(engine: Any, reason: str) -> None:
     assert reason in (abort_unsupported_reason(engine) or "")
 
     with pytest.raises(ZerowatchError, match="cannot be aborted"):
         abort_window(engine)
 
 
-def test_an_engine_that_lacks_a_private_name_is_rejected() -> None:
+def test_an_engine_without_a_private_name_is_unsupported() -> None:
     engine = Engine()
     del engine._manual_backward_expected
 
@@ -95,62 +94,3 @@ def test_a_torch_optimizer_is_supported() -> None:
         abort_unsupported_reason(Engine(torch.optim.SGD([torch.zeros(2, requires_grad=True)])))
         is None
     )
-
-
-def trained(kind: Any, options: dict[str, Any], *, materialised: bool) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    parameters = [torch.randn(3, 2, requires_grad=True), torch.randn(4, requires_grad=True)]
-    optimizer = kind(parameters, **options)
-    if materialised:
-        engine = SimpleNamespace(optimizer=optimizer, basic_optimizer=optimizer)
-        assert materialise_optimizer_states(engine) is None
-        assert all(optimizer.state[parameter] for parameter in parameters)
-        assert all(parameter.grad is None for parameter in parameters)
-    for _ in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape)
-        optimizer.step()
-    return parameters, optimizer.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.Adam, {}),
-        (torch.optim.AdamW, {"amsgrad": True}),
-        (torch.optim.AdamW, {"foreach": True}),
-        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.Adamax, {}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.RAdam, {}),
-    ],
-)
-def test_states_created_beforehand_change_no_bit(kind: Any, options: dict[str, Any]) -> None:
-    expected, expected_state = trained(kind, options, materialised=False)
-
-    parameters, state = trained(kind, options, materialised=True)
-
-    assert all(map(torch.equal, parameters, expected))
-    assert str(state) == str(expected_state)
-
-
-def test_an_optimizer_that_creates_state_while_it_updates_is_reported_and_unchanged() -> None:
-    parameter = torch.zeros(2, requires_grad=True)
-    sgd = torch.optim.SGD([parameter], momentum=0.9)
-
-    reason = materialise_optimizer_states(SimpleNamespace(optimizer=sgd, basic_optimizer=sgd))
-
-    assert reason is not None
-    assert reason.startswith("SGD ")
-    assert len(sgd.state) == 0
-
-
-def test_an_unsupported_optimizer_is_reported() -> None:
-    unknown = SimpleNamespace(
-        param_groups=[{"params": [torch.zeros(1)]}], state={}, swap_optimizer=False
-    )
-
-    engine = SimpleNamespace(optimizer=unknown, basic_optimizer=unknown)
-
-    assert materialise_optimizer_states(engine) == "SimpleNamespace is not supported"

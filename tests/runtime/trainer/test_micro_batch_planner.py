@@ -1,11 +1,9 @@
-"""Sizes of micro-batches after out-of-memory errors, and when the guard is armed."""
+"""Sizes of micro-batches after out-of-memory errors, and when collectives are guarded."""
 
 from __future__ import annotations
 
 import pytest
-from fakes.escalation import FakeEscalationStep
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     CLEAN_WINDOWS,
     GROW_AFTER,
@@ -34,7 +32,7 @@ def line(sizes: list[int], base: float = 10.0, each: float = 2.0) -> list[PeakSa
     ]
 
 
-def test_peaks_of_two_sizes_give_the_largest_that_fits() -> None:
+def test_peaks_of_two_sizes_predict_the_largest_size_that_fits() -> None:
     assert smaller_size(12, line([2, 4]), limit_bytes=30 / 0.95) == 10
 
 
@@ -47,15 +45,15 @@ def test_without_peaks_of_two_sizes_the_size_is_halved_rounded_up() -> None:
     ]
 
 
-def test_a_line_by_which_the_failing_size_fits_is_ignored() -> None:
+def test_a_fitted_line_that_contradicts_the_failure_is_ignored() -> None:
     assert smaller_size(6, line([2, 4]), limit_bytes=10 * GIB) == 3
 
 
-def test_a_falling_line_gives_no_size() -> None:
+def test_a_fitted_line_with_a_negative_slope_gives_no_size() -> None:
     assert largest_fitting(line([2, 4], each=-1.0), limit_bytes=100) is None
 
 
-def test_the_line_lies_above_every_peak() -> None:
+def test_the_fitted_line_lies_above_every_peak() -> None:
     peaks = [*line([2, 4, 8]), PeakSample(samples=4, length=LENGTH, peak_bytes=28.0)]
 
     fitting = largest_fitting(peaks, limit_bytes=40 / 0.95)
@@ -64,7 +62,7 @@ def test_the_line_lies_above_every_peak() -> None:
     assert fitting < 11
 
 
-def test_a_single_sample_cannot_be_halved() -> None:
+def test_a_single_sample_that_fails_gives_no_smaller_size() -> None:
     assert smaller_size(1, line([2, 4]), limit_bytes=30) is None
 
 
@@ -72,7 +70,7 @@ def test_where_not_even_one_sample_is_predicted_to_fit_one_is_tried() -> None:
     assert smaller_size(4, line([2, 3]), limit_bytes=5) == 1
 
 
-def test_only_peaks_of_the_same_length_bucket_count() -> None:
+def test_only_peaks_of_the_same_length_bucket_are_used() -> None:
     local_batches = LocalBatches(samples=[12], micro_batch_samples=[12], length=LENGTH)
     elsewhere = [PeakSample(samples=n, length=2 * LENGTH, peak_bytes=10 + 2 * n) for n in (2, 4)]
 
@@ -106,11 +104,11 @@ def test_a_size_that_fitted_once_and_fails_now_is_no_longer_proven() -> None:
     limits = limits.after_out_of_memory(LENGTH, failing=6, suggested=3)
     limits = limits.after_out_of_memory(LENGTH, failing=5, suggested=3)
 
-    assert limits.bound(LENGTH) == 4  # of 6, one less may still fit, and then one less again
+    assert limits.bound(LENGTH) == 4  # each failure lowers the proven size of 6 by one
 
 
 def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatchLimits, list[int]]:
-    """Train for many windows; return the limits, and the sizes that ran out."""
+    """Run windows; return the limits, and the sizes that ran out of memory."""
     failed = []
     for _ in range(windows):
         size = limits.bound(LENGTH)
@@ -122,7 +120,7 @@ def grown(limits: MicroBatchLimits, fits: int, windows: int) -> tuple[MicroBatch
     return limits, failed
 
 
-def test_sizes_grow_back_to_what_fits_and_no_failing_size_is_tried_twice() -> None:
+def test_sizes_grow_to_the_largest_that_fits_and_no_failing_size_is_tried_twice() -> None:
     limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=32, suggested=4)
 
     limits, failed = grown(limits, fits=11, windows=20 * GROW_AFTER)
@@ -142,7 +140,7 @@ def test_after_a_change_failing_sizes_are_tried_again() -> None:
     assert limits.bound(LENGTH) == 8
 
 
-def test_windows_below_the_bound_do_not_raise_it() -> None:
+def test_micro_batches_below_the_bound_do_not_raise_it() -> None:
     limits = MicroBatchLimits().after_out_of_memory(LENGTH, failing=8, suggested=4)
 
     for _ in range(3 * GROW_AFTER):
@@ -178,7 +176,7 @@ def disarmed() -> GuardSchedule:
     return GuardSchedule(windows_left=0, longest=LENGTH)
 
 
-def test_a_longer_batch_a_request_or_a_change_arm_the_guard_again() -> None:
+def test_a_longer_batch_a_request_or_a_change_arms_the_guard_again() -> None:
     assert not disarmed().next_window(longest=LENGTH, requested=False).is_armed
     assert disarmed().next_window(longest=LENGTH + 1, requested=False).is_armed
     assert disarmed().next_window(longest=LENGTH, requested=True).is_armed
@@ -209,31 +207,3 @@ def test_a_rank_requests_the_guard_where_its_headroom_is_low(
     changed: bool, headroom: float | None, limit: float | None, expected: bool
 ) -> None:
     assert needs_guard(is_changed=changed, headroom_bytes=headroom, limit_bytes=limit) == expected
-
-
-def test_escalations_are_applied_in_order_and_skipped_if_they_change_nothing() -> None:
-    checkpointing, buckets, rebuild = (
-        EngineChange.ACTIVATION_CHECKPOINTING,
-        EngineChange.MINIMAL_BUCKETS,
-        EngineChange.REBUILD,
-    )
-    called = []
-
-    def escalation(change: EngineChange, has_effect: bool) -> FakeEscalationStep:
-        return FakeEscalationStep(change, lambda: called.append(change) or has_effect)
-
-    policy = EscalationPolicy(
-        [escalation(rebuild, True), escalation(checkpointing, True), escalation(buckets, False)]
-    )
-
-    applied = [policy.apply_next(lambda value: value) for _ in range(3)]
-
-    assert applied == [checkpointing, rebuild, None]
-    assert called == [checkpointing, buckets, rebuild]
-    assert policy.applied == [checkpointing, rebuild]
-
-
-def test_an_escalation_counts_as_applied_on_all_ranks_if_it_changed_one() -> None:
-    policy = EscalationPolicy([FakeEscalationStep(EngineChange.MINIMAL_BUCKETS, lambda: False)])
-
-    assert policy.apply_next(lambda _: 1) is EngineChange.MINIMAL_BUCKETS

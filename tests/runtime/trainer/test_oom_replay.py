@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.escalation import FakeEscalationStep
+from fakes.escalation_step import FakeEscalationStep
 from fakes.ranks import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
