@@ -22,7 +22,10 @@ _READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, V
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores; a fraction under a cgroup quota."""
+    """Return the number of cores this process may use, by affinity and by its cgroup's quota.
+
+    It is a fraction under a quota.
+    """
     quotas = map(_quota, cgroup_folders("cpu", root))
     return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
 
@@ -41,7 +44,7 @@ def _affine_cores() -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """Read one cgroup's quota: version 2's cpu.max, or version 1's pair of files."""
+    """Return the cores of one cgroup's quota, of version 2 or 1; None without a quota."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             words = " ".join((folder / name).read_text() for name in names).split()
@@ -70,7 +73,7 @@ _OPTIONAL: Mapping[str, Callable[[], float | None]] = {
 
 
 class CpuDevice:
-    """The use of this process's cores, and the machine's clock and temperature.
+    """Reads the use of this process's cores, and the machine's clock and temperature.
 
     Utilization is the CPU time of all threads of this process, data loader workers not included,
     over wall time and cores, since the last reading.

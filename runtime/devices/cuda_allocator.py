@@ -138,7 +138,9 @@ def cuda_memory(device_index: int, *, reset_peak: bool) -> CudaMemory:
 
 
 def dump_snapshot(device: str, path: Path) -> bool:
-    """Write all blocks of the allocator to a file that only its owner can read. Never raises.
+    """Write all blocks of the allocator to a file for torch's memory viewer. Never raises.
+
+    Only the file's owner can read it.
 
     Stacks and history are included where `_record_memory_history` is on.
 

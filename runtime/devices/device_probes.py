@@ -41,7 +41,7 @@ class DeviceProbe(Protocol):
 
 
 def device_probes(*, device_index: int | None) -> list[DeviceProbe]:
-    """Return the probe of this rank's device; none if its accelerator cannot be read.
+    """Return the probe of this rank's device, or no probe if the accelerator cannot be read.
 
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.

@@ -50,7 +50,7 @@ class HostMemory:
         return self._peak_mark is not None
 
     def read(self) -> Mapping[str, float]:
-        """Return allocated, peak_allocated, reserved and limit in bytes."""
+        """Return the states allocated, peak_allocated, reserved and limit, in bytes."""
         status = self._status.read()
         self._reset_peak()
         resident = _bytes(status, _RSS)
@@ -74,7 +74,7 @@ class HostMemory:
 
 
 class HostLimit:
-    """The RSS at which this process reaches the first of its limits.
+    """Computes the RSS at which this process reaches the first of its limits.
 
     Cgroup limits and physical memory are compared with RSS as they are, without what
     others use of them. RLIMIT_AS bounds VmSize and RLIMIT_DATA bounds VmData: such a limit is
@@ -106,7 +106,7 @@ class HostLimit:
 
 
 class _KernelFile:
-    """A file of /proc that stays open, so that reading it is one system call.
+    """Keeps a file of /proc open, so that reading it is one system call.
 
     It is closed only with its last reference: a late reader or writer could
     otherwise use a descriptor that by then belongs to another file.

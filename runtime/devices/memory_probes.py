@@ -23,7 +23,7 @@ _PROBES = {"cuda": cuda_memory}
 
 
 class MemoryProbe(Protocol):
-    """Reads the memory of one device.
+    """Reads the bytes of one device's memory, by state.
 
     Attributes:
         device: The name of the device, such as "cuda:0" or "cpu".
@@ -81,7 +81,7 @@ class PortableMemory:
         self._failed = False
 
     def read(self) -> Mapping[str, float]:
-        """Return allocated in bytes."""
+        """Return the state allocated, in bytes; empty if the process cannot be read."""
         try:
             return {"allocated": float(self._process.memory_info().rss)}
         except psutil.Error as error:

@@ -189,7 +189,7 @@ def _supported_sources(
 
 
 class _RunningTotal:
-    """The growth of a driver's counter since the first reading.
+    """Adds up the growth of a driver's counter since the first reading.
 
     Where the counter wraps, the growth between the last reading and the wrap is lost: a guess of
     its width could invent bytes.
@@ -207,13 +207,13 @@ class _RunningTotal:
 
 
 def _gauge(name: str, ask: Callable[[], float]) -> Source:
-    """Read a current value."""
+    """Return the source of a current value."""
     ask()
     return lambda: {name: ask()}
 
 
 def _energy(nvml: Any, handle: Any) -> Source:
-    """Read the joules used from now on; the driver counts millijoules since it was loaded."""
+    """Return the source of the joules used from now on; the driver counts since it was loaded."""
 
     def ask() -> float:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
@@ -223,7 +223,7 @@ def _energy(nvml: Any, handle: Any) -> Source:
 
 
 def _link_bytes(nvml: Any, handle: Any) -> Source:
-    """Read the bytes over NVLink and PCIe from now on, as far as the device counts them."""
+    """Return the source of the bytes over NVLink and PCIe from now on, where they are counted."""
     # An older nvidia-ml-py lacks the newer fields.
     known = [field for field in _LINK_FIELDS if hasattr(nvml, field[1])]
     first = _link_counters(nvml, handle, known)
@@ -259,7 +259,7 @@ def _whole_number(nvml: Any, answer: Any) -> int:
 
 
 def _sm_active(nvml: Any, handle: Any, cleanup: ExitStack) -> Source:
-    """Read the share of time in which multiprocessors were active since the last reading.
+    """Return the source of the ratio of time in which multiprocessors were active.
 
     GPM has this from Hopper on, and may reserve it to administrators.
 

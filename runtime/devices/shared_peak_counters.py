@@ -107,7 +107,7 @@ def peaks_in(stats: Mapping[Any, Any]) -> Stats:
 
 
 def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
-    """Return the peaks of both; where both have one, the larger."""
+    """Merge two nested dictionaries of peaks; of a peak that is in both, the larger is kept."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if name == _PEAK:
@@ -118,7 +118,9 @@ def larger_peaks(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> Stats:
 
 
 def with_peaks(stats: Mapping[Any, Any], peaks: Mapping[Any, Any]) -> Stats:
-    """Return `stats` with the larger peaks; those of a pool that is gone are left out.
+    """Return `stats` with each peak raised to the one in `peaks`, if that is larger.
+
+    Peaks of a pool that no longer exists are left out.
 
     Args:
         stats: Nested statistics, as `Accelerator.memory_stats` returns them.

@@ -44,7 +44,7 @@ class FlatGroup:
 def flatten(
     model: ModelShape, group: Sequence[int], options: DsOptions, num_ranks: int, *, aligned: int = 2
 ) -> FlatGroup:
-    """Lay out a param group as DeepSpeed's flat buffer (stage_1_and_2.py:440-560)."""
+    """Return the layout of a param group in DeepSpeed's flat buffer (stage_1_and_2.py:440-560)."""
     dtype = options.model_dtype or model.parameters[group[0]].dtype
     order = list(group)
     if options.round_robin_gradients:
@@ -77,7 +77,7 @@ def fill_buckets(order: Sequence[int], sizes: Mapping[int, int], limit: int) -> 
 
 
 def combine_messages(sizes: Sequence[int], limit: int) -> list[int]:
-    """Combine tensors into messages; a message ends once it has more than `limit` elements."""
+    """Return the elements of each message; one ends once it has more than `limit` elements."""
     messages, filled = [], 0
     for size in sizes:
         filled += size

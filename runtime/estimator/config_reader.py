@@ -68,7 +68,7 @@ _KNOWN_KEYS = _ZERO_KEYS | _STAGE_3_KEYS | {f"stage3_{key}" for key in _STAGE_3_
 
 
 class ConfigReader:
-    """Reads one JSON object of a configuration.
+    """Reads one JSON object of a ds config.
 
     Its sections share one list of the keys whose value is "auto".
     """
@@ -149,7 +149,7 @@ class ConfigReader:
         return int(number)
 
     def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """Return the value of `choices` that the key selects."""
+        """Return the value of `choices` that the key's value selects; `default` if it is absent."""
         value = self._value(key, default)
         if not isinstance(value, str) or value.lower() not in choices:
             allowed = ", ".join(sorted(set(choices.values())))

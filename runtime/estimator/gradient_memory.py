@@ -25,7 +25,7 @@ _FUSED = frozenset(("adam", "adamw", "fusedadam"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMemory:
-    """Bytes of gradients on the device, and on the host (`host`, `host_accumulated`).
+    """The bytes of one rank's gradients, on the device and on the host.
 
     Attributes:
         kept: Gradients at the end of backward.
@@ -66,7 +66,7 @@ class PartitionSizes:
 
     @property
     def ranks(self) -> int:
-        """Ranks over which ZeRO partitions."""
+        """The number of ranks over which ZeRO partitions."""
         return max(1, round(self.whole / self.part)) if self.part else 1
 
 
@@ -102,7 +102,7 @@ def _stage_0(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> Gr
 
 
 def _bf16_optimizer(model: ModelShape, options: DsOptions, sizes: PartitionSizes) -> GradientMemory:
-    """Plan unpartitioned fp32 gradients in addition to the model's (fp32_groups_gradients_flat)."""
+    """Return the memory with unpartitioned fp32 gradients (fp32_groups_gradients_flat)."""
     accumulated, sent = (
         BYTES_OF[dtype] for dtype in (options.accumulation_dtype, options.communication_dtype)
     )
@@ -153,7 +153,7 @@ def _stages_1_and_2(model: ModelShape, options: DsOptions, sizes: PartitionSizes
 def _step_of_stages_1_and_2(
     model: ModelShape, options: DsOptions, sizes: PartitionSizes, kept: int, compact: bool
 ) -> int:
-    """Return kept gradients, the flat copy for the optimizer, and its fp32 copy (z12:3090)."""
+    """Return the bytes of kept gradients and of the optimizer's flat and fp32 copies (z12:3090)."""
     if options.offloads_optimizer:
         return kept + _largest(model) * sizes.width
     norm = min(_largest(model), sizes.part) * _NORM_BYTES
@@ -246,13 +246,13 @@ class _BucketedReduction:
 
     @property
     def staged_width(self) -> int:
-        """Bytes of one element in a bucket; ZeRO-1 puts its accumulators there."""
+        """The bytes of one element in a bucket; ZeRO-1 puts its accumulated gradients there."""
         is_stage_1 = self.options.stage == 1
         return BYTES_OF[self.options.accumulation_dtype] if is_stage_1 else self.width
 
     @property
     def owned(self) -> int:
-        """Elements of the parameters of which a rank owns a slice, for the rank with the most."""
+        """The elements of all parameters of which a rank owns a slice; the maximum over ranks."""
         return max(self._owned_by_rank().values(), default=0)
 
     def peak(self) -> int:

@@ -69,12 +69,12 @@ class MemoryPlan:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes at the end of backward, without parameters and optimizer."""
+        """The bytes on the device at the end of backward, without parameters and optimizer."""
         return sum(self.device_bytes[category] for category in _BACKWARD_ONLY)
 
     @property
     def permanent_bytes(self) -> int:
-        """Bytes on the device at all times: parameters and optimizer."""
+        """The bytes on the device at all times: parameters and optimizer states."""
         return sum(self.device_bytes.values()) - self.backward_bytes
 
 
@@ -129,7 +129,7 @@ class ModelPartition:
 
 
 def peak_of(memory: MemoryPlan, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
-    """Return the peak of a step.
+    """Return the bytes and the moment of a step's peak.
 
     Backward frees activations while it fills gradients, so the larger of its two ends counts.
 

@@ -26,7 +26,7 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -37,7 +37,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShape:
-    """One module of the module tree.
+    """One module of the module tree, with its own parameters and its submodules.
 
     Attributes:
         parameters: Its own parameters, as indices into `ModelShape.parameters`.
@@ -91,16 +91,16 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def num_trained(self) -> int:
-        """Elements of the trained parameters."""
+        """The number of elements of the trained parameters."""
         return sum(parameter.numel for parameter in self.parameters if parameter.is_trained)
 
     def param_groups(self) -> list[list[int]]:
-        """Return the indices of the trained parameters by param group."""
+        """Return a list of the trained parameters' indices for each param group."""
         by_group: dict[int, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             if parameter.is_trained:
@@ -136,5 +136,5 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that hold the same part of the model, over which ZeRO partitions."""
+        """The number of ranks that hold the same part of the model: ZeRO partitions over them."""
         return self.world_size // (self.tensor_parallel * self.pipeline_parallel)

@@ -13,7 +13,7 @@ from .model_shape import BYTES_OF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """All calls of one operation on one group for one purpose, in one step of one rank.
+    """All calls in one step of one rank of one operation on one group for one purpose.
 
     Payload bytes follow nccl-tests, as the recorded ones do. Wire bytes are those that this rank
     sends; for rooted operations, which differ by rank, the average over the ranks.
@@ -31,7 +31,7 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Communication and memory of one rank in one optimizer step, from step 4 on.
+    """The communication and memory of one rank in one optimizer step, from step 4 on.
 
     Attributes:
         stage: ZeRO stage.
@@ -54,16 +54,16 @@ class Plan:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that this rank sends in a step."""
+        """The bytes that this rank sends in a step."""
         return sum(collective.wire_bytes for collective in self.collectives)
 
     @property
     def volume_ratio(self) -> float | None:
-        """Wire bytes over the lower bound; None if nothing has to be sent."""
+        """The wire bytes as a ratio of the lower bound; None if nothing has to be sent."""
         return self.wire_bytes / self.least_wire_bytes if self.least_wire_bytes else None
 
     def totals(self) -> Mapping[str, CollectiveTotals]:
-        """Return the totals by operation, as a `StepRecord` has them."""
+        """Return the planned totals by operation, in the form of a `StepRecord`."""
         totals: dict[str, CollectiveTotals] = {}
         for collective in self.collectives:
             sums = totals.get(collective.op, _NOTHING)

@@ -165,7 +165,7 @@ def _check_ranks(options: DsOptions, topology: Topology, origin: str) -> None:
 
 
 def _shard_of_rank(model: ModelShape, topology: Topology) -> ModelShape:
-    """Return one rank's share of the model under tensor and pipeline parallelism."""
+    """Return one rank's part of the model under tensor and pipeline parallelism."""
     parts = topology.tensor_parallel * topology.pipeline_parallel
     if parts == 1:
         return model

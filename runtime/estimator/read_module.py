@@ -97,7 +97,7 @@ class _TreeReader:
     def _children(
         self, name: str, module: nn.Module, *, called: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the nearest descendants that are called, or those between that are not."""
+        """Yield the nearest descendants that are called, or the uncalled ones between them."""
         for child_name, child in module.named_children():
             full_name = f"{name}.{child_name}".lstrip(".")
             if self._is_called(full_name, child):

@@ -77,7 +77,7 @@ def module_visits(model: ModelShape) -> tuple[list[ModuleVisit], list[tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ModuleWalk:
-    """Collects the visits of a walk over the module tree."""
+    """Walks the module tree and collects the visits of forward and backward."""
 
     model: ModelShape
     forward: list[ModuleVisit]

@@ -186,7 +186,7 @@ def engine_variant(engine: Any) -> EngineVariant:
 
 
 def _differences(measured: Totals, planned: Totals) -> list[str]:
-    """Return the operations whose calls or payload bytes differ, with both."""
+    """Return a description of each operation whose calls or payload bytes differ from the plan."""
     return [
         f"{op} {_describe(measured.get(op))}, planned {_describe(planned.get(op))}"
         for op in sorted(measured.keys() | planned.keys())

@@ -76,7 +76,7 @@ def baseline(device: str, in_use_bytes: float, held: Mapping[str, int]) -> float
 
 
 def larger_of(one: Held, other: Held) -> dict[str, dict[str, int]]:
-    """Return the larger of two samples of an engine, by device and category.
+    """Return the larger bytes of two samples of an engine, for each device and category.
 
     Under ZeRO-1 and 2 the reduction buckets exist only until the backward pass ends: a sample taken
     as `_backward_epilogue` begins has them, one taken before the optimizer step does not.

@@ -100,7 +100,7 @@ _CPU = torch.device("cpu")
 
 
 def bytes_by_category(engine: Any) -> Held:
-    """Return bytes by device ("cpu", "cuda:0") and category, of every device with any.
+    """Return the bytes an engine holds, by device ("cpu", "cuda:0") and category.
 
     Args:
         engine: A DeepSpeed engine of any ZeRO stage, with or without an optimizer.

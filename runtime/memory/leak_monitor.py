@@ -62,7 +62,7 @@ MIN_NOISE_BYTES = float(256 << 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """Steady growth of a series; `since_step` is the first step of the straight part."""
+    """The steady growth of a series; `since_step` is the first step of the linear part."""
 
     bytes_per_step: float
     since_step: int
@@ -121,7 +121,7 @@ def _is_sustained(values: Array, first: int, growth: float) -> bool:
 
 @dataclass(slots=True)
 class _DeviceState:
-    """Recent readings of one device, and its current leak."""
+    """The recent readings of one device, and its current leak."""
 
     points: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     categories: CategorySamples = field(default_factory=lambda: deque(maxlen=MAX_CATEGORY_SAMPLES))
@@ -131,7 +131,7 @@ class _DeviceState:
 
 
 class LeakMonitor:
-    """Checks for leaks on the watch thread."""
+    """Checks each device's memory for leaks, publishes and logs them; used on the watch thread."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class LeakMonitor:
             state.categories.clear()
 
     def check(self) -> None:
-        """Check for leaks, if due."""
+        """Check all devices for leaks, if CHECK_SECONDS have passed since the last check."""
         now = time.monotonic()
         if self._tracer is not None:
             self._tracer.write_when_due()

@@ -16,14 +16,14 @@ PEAK_SECONDS = 60.0  # at least as long as typical scrape intervals
 
 
 class MemoryMetrics:
-    """Publishes memory readings. Used on the watch thread only.
+    """Publishes memory readings and categories as metrics, on the watch thread.
 
     Attributes:
         categories: Bytes by device and category at the peak of the last detailed sample.
     """
 
     def __init__(self, recorder: Recorder, baseline_bytes: Mapping[str, float]) -> None:
-        """Publish the baseline.
+        """Create the metrics and publish the baseline.
 
         Args:
             recorder: Receives the metric values.
@@ -45,7 +45,7 @@ class MemoryMetrics:
                     self._publish_detail(device, states, sample)
 
     def publish_readings(self, readings: Readings) -> None:
-        """Publish readings taken at any time."""
+        """Publish readings that were not taken at the end of a step."""
         recorder = self._recorder
         for device, states in readings.items():
             for state, value in states.items():
@@ -82,7 +82,7 @@ class MemoryMetrics:
 
 
 class SlidingMax:
-    """Maximum of the values of the last minute, so that no scrape misses a peak.
+    """Keeps the maximum of the values of the last minute, so that no scrape misses a peak.
 
     Keeps, in descending order, the values that may still become the maximum.
     """

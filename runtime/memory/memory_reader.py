@@ -42,7 +42,7 @@ class MemoryReader:
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the last reading."""
+        """The seconds since the last reading."""
         return time.monotonic() - self._read_at
 
     def read(self) -> Readings:

@@ -45,7 +45,7 @@ class StepMemorySample:
     detail: DetailedSample | None = None
 
     def points(self, step: int) -> Mapping[str, PeakPoint]:
-        """Return the input of the forecasts, by device."""
+        """Return the readings as input of the forecasts, by device."""
         shapes = largest_shapes(self.shapes)
         return {
             device: _point(step, states, shapes)
@@ -55,7 +55,7 @@ class StepMemorySample:
 
 
 def largest_shapes(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Drop each micro-batch for which another has at least as many samples and as much length."""
+    """Return the micro-batches that no other one equals or exceeds in both samples and length."""
     if len(shapes) < 2:
         return shapes
     ordered = sorted(shapes, key=lambda shape: (shape.samples, shape.length), reverse=True)

@@ -34,7 +34,7 @@ LAST_PEAKS = 20
 
 
 class MemoryForecasts:
-    """One forecaster per device.
+    """Keeps one forecaster per device, publishes its forecasts, and warns of high risks.
 
     `assess_batch` runs on the training thread, everything else on the watch thread.
 
@@ -106,7 +106,7 @@ class MemoryForecasts:
             harmless[shape] = risks
 
     def update(self) -> None:
-        """Compute and publish new forecasts, if due."""
+        """Compute and publish new forecasts, if there are new readings and the time has come."""
         now = time.monotonic()
         if not self._stale or now < self._update_due:
             return
@@ -126,7 +126,7 @@ class MemoryForecasts:
             self._warn(device, forecast)
 
     def _prediction_of(self, device: str, point: PeakPoint) -> PeakPrediction:
-        """Return what the forecast before a reading predicted for it."""
+        """Return the prediction that the forecast before a reading made for it."""
         predictions = [self.predict_peak(device, shape) for shape in point.shapes]
         known = [predicted for predicted in predictions if predicted is not None]
         return PeakPrediction(
@@ -150,7 +150,7 @@ class MemoryForecasts:
             recorder.set(memory.MEMORY_HEADROOM, forecast.headroom_bytes, device)
 
     def _warn(self, device: str, forecast: MemoryForecast) -> None:
-        """Log once that memory is likely to run out; again only after the risk was low."""
+        """Log that memory is likely to run out; not again until the risk was low in between."""
         risk = self.risks[device]
         if risk < REARM_RISK:
             self.alarm_steps[device] = None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .peak_model import PeakModel, fit_peaks
 from .peak_readings import PeakPoint, Shape
-from .risk import ErrorTail, Growth, combine, fit_tail, growing_weight, risk_ahead
+from .risk import ErrorTail, Growth, combine_trends, fit_tail, growing_weight, risk_ahead
 from .trend import Trend, fit_trend
 
 Array = npt.NDArray[np.float64]
@@ -59,7 +59,9 @@ _STEP, _FLOOR, _UNUSABLE = range(3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryForecast:
-    """A forecast. Its methods are cheap enough for the training thread and use no device.
+    """The forecast of one device's memory after a given step.
+
+    Its methods are cheap enough for the training thread and use no device.
 
     Attributes:
         step: The last step that it is based on.
@@ -107,7 +109,7 @@ class MemoryForecast:
 
 
 class Forecaster:
-    """Keeps the last readings of one device and a model of its peaks.
+    """Forecasts the memory of one device from its last readings and a model of its peaks.
 
     Examples:
         >>> forecaster = Forecaster()
@@ -220,7 +222,7 @@ class Forecaster:
         limit = min(last.limit_bytes, self._reservable)
         headroom = limit - predicted - last.unusable_bytes
         per_reading = max(float(steps[-1] - steps[0]) / max(len(steps) - 1, 1), 1.0)
-        growth = combine((self._floor, self._unusable, shapes), need, per_reading)
+        growth = combine_trends((self._floor, self._unusable, shapes), need, per_reading)
         peaks = found.peaks
         if growing_weight(shapes, need, per_reading) > 0.5:  # such as texts sorted by length
             peaks = extrapolate(steps, peaks, shapes)
@@ -277,7 +279,7 @@ class Forecaster:
 
 
 class PredictionErrors:
-    """Errors of one model on the last readings, those it was fitted to and those that came later.
+    """Records the prediction errors of one model, on the readings it was fitted to and later ones.
 
     Attributes:
         errors: Observed minus predicted peak, in bytes, unusable memory included. Memory that
@@ -308,7 +310,7 @@ class PredictionErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentPeaks:
-    """Peaks that recent micro-batches would have if they ran now, in bytes.
+    """The peaks that recent micro-batches would have if they ran now, in bytes.
 
     Attributes:
         peaks: The peak of each reading.
@@ -334,7 +336,7 @@ def predict_recent(
 
 
 def extrapolate(steps: Array, peaks: Array, trend: Trend) -> Array:
-    """Move the peaks that a trend covers along it, to the last step."""
+    """Return the peaks that a trend covers, each moved along the trend to the last step."""
     stretch = slice(-trend.points, None)
     grown: Array = peaks[stretch] + trend.slope * (steps[-1] - steps[stretch])
     return grown

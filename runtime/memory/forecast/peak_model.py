@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .peak_readings import PeakPoint, Shape
+from .trend import upper_median
 
 Floats = npt.NDArray[np.float64]
 
@@ -73,7 +74,7 @@ _HEAP_WINDOW = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """Rises of memory over the floor before each step, and the five columns that may explain them.
+    """The regression's input: rises over the floor of each step, and five columns to explain them.
 
     Attributes:
         rises: [n] rises in bytes.
@@ -121,7 +122,7 @@ class Features:
 
 
 def read_features(points: Sequence[PeakPoint]) -> Features:
-    """Build features of the readings with known shapes; of all readings, if these are too few."""
+    """Return the features of readings with known shapes; of all readings if these are too few."""
     pairs = list(itertools.pairwise(points))
     known = [pair for pair in pairs if pair[1].shapes]
     if len(known) >= min(MIN_KNOWN, len(pairs)):
@@ -175,14 +176,9 @@ def _largest(
     return np.stack(chosen, axis=1)
 
 
-def upper_median(values: Floats) -> float:
-    """Return the upper median; numpy.median takes ten times as long on short arrays."""
-    return float(np.partition(values, len(values) // 2)[len(values) // 2])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """Fitted branches: the lower is a constant, the upper a sum over columns plus a recent drift.
+    """The fitted branches: the lower is a constant, the upper a sum over columns plus a drift.
 
     Attributes:
         typical_need: Median of the upper branch, without its floor term.
@@ -213,7 +209,7 @@ _PLAIN = _Subsets([(*rest, 0.0) for rest in _FOUR_COLUMN_MASKS[1:]])
 
 
 def fit_branches(features: Features, *, precision: float) -> Branches:
-    """Fit both branches; differences below `precision` bytes count as noise."""
+    """Fit both branches of the regression; differences below `precision` bytes count as noise."""
     rises = features.rises
     columns, scale = _scaled(features, precision)
     levels = np.sort(rises)[[int(q * (len(rises) - 1)) for q in _QUANTILES]]
@@ -301,7 +297,7 @@ def _all_if_few(chosen: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakModel:
-    """Peak = floor + rise, where the rise is the larger of two terms. All in bytes.
+    """Predicts a peak as floor plus rise, where the rise is the larger of two terms. All in bytes.
 
     One term is common to all steps, such as the optimizer's buffers. The other is the activations
     of the largest micro-batch: per sample, per token, and per pair of tokens where attention keeps
@@ -368,7 +364,7 @@ def fit_peaks(points: Sequence[PeakPoint]) -> PeakModel | None:
 
 
 def heap_floor(floors: Floats, peaks: Floats) -> float:
-    """Return the largest height of the peaks on both sides of a floor above that floor, in bytes.
+    """Return the largest height, in bytes, of the peaks on both sides of a floor above it.
 
     A heap that keeps freed memory can only return what a step has freed, so this is a lower bound
     of what a step allocates. Memory freed for good, or leaked, has no such peak on one side.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Size of one micro-batch: number of samples, and tokens per sample, padding included.
+    """The size of one micro-batch: number of samples, and tokens per sample, padding included.
 
     `length` is the token count of the longest sample; for data without tokens, elements per sample.
     """

@@ -1,7 +1,7 @@
 """Probability that a peak of the next steps exceeds the memory limit.
 
-`fit_tail` describes the errors of peak prediction, `combine` the growth of memory, and `risk_ahead`
-computes the probability from both.
+`fit_tail` describes the errors of peak prediction, `combine_trends` the growth of memory, and
+`risk_ahead` computes the probability from both.
 
 Up to the 95th percentile, the distribution of errors is that of the errors themselves. Beyond it
 lies a generalised Pareto distribution (Pickands 1975), fitted by probability-weighted moments
@@ -67,7 +67,7 @@ STEPS_FOR_GROWTH = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorTail:
-    """Distribution of prediction errors (observed minus predicted peak), in bytes.
+    """The distribution of prediction errors (observed minus predicted peak), in bytes.
 
     Attributes:
         errors: Errors at the quantiles `ranks`, both ascending; the last is the tail's threshold.
@@ -125,7 +125,7 @@ class ErrorTail:
 
 
 def fit_tail(errors: Sequence[float] | Array, *, expected: float, least: float) -> ErrorTail:
-    """Fit the distribution of errors.
+    """Return the distribution fitted to errors of prediction.
 
     Args:
         errors: Errors of prediction, in bytes.
@@ -179,7 +179,7 @@ def _fit_excesses(excesses: Array, expected_scale: float) -> tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Growth of the need per step, in bytes, with its standard deviation.
+    """The growth of the needed memory per step, in bytes, with its standard deviation.
 
     `weight` is the probability that it grows at all.
     """
@@ -209,8 +209,8 @@ def growing_weight(trend: Trend, need: float, per_reading: float) -> float:
     return float(lasts * odds / (1 + odds) / (1 + trend.stepwise))
 
 
-def combine(trends: Sequence[Trend], need: float, per_reading: float) -> Growth:
-    """Return the total growth of all parts of the need."""
+def combine_trends(trends: Sequence[Trend], need: float, per_reading: float) -> Growth:
+    """Return the total growth of the needed memory from the trends of its parts."""
     weights = [growing_weight(trend, need, per_reading) for trend in trends]
     weight = 1 - float(np.prod([1 - each for each in weights]))
     if weight < 1e-3:

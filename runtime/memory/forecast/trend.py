@@ -63,7 +63,7 @@ class Trend:
 
 
 def fit_trend(steps: Array, values: Array, least_noise: float) -> Trend:
-    """Fit the end of a series.
+    """Return the trend at the end of a series.
 
     Args:
         steps: [n] step numbers, ascending.
@@ -72,7 +72,7 @@ def fit_trend(steps: Array, values: Array, least_noise: float) -> Trend:
     """
     count = len(values)
     if count < MIN_POINTS:
-        return Trend(level=_median(values[-5:]), noise=least_noise, points=count)
+        return Trend(level=upper_median(values[-5:]), noise=least_noise, points=count)
     lengths = [*(one for one in STRETCHES if 1.3 * one < count), count]
     memory = _memory_of_differences(values, least_noise)
     chosen = _longest(steps, values, lengths, least_noise, memory)
@@ -85,7 +85,7 @@ def fit_trend(steps: Array, values: Array, least_noise: float) -> Trend:
 
 
 def fit_line(steps: Array, values: Array, least_noise: float) -> Trend:
-    """Fit one line to all of a series of at least `MIN_POINTS`."""
+    """Return the line fitted to all of a series, which has at least `MIN_POINTS` readings."""
     return _line(steps, values, least_noise, _memory_of_differences(values, least_noise))
 
 
@@ -104,7 +104,7 @@ def _longest(
 
 def _is_certain(trend: Trend, values: Array) -> bool:
     """Return whether a line is certain, and the last readings still lie on it."""
-    off = abs(_median(values[-9:]) - trend.level)
+    off = abs(upper_median(values[-9:]) - trend.level)
     return (
         trend.slope > CERTAIN_SCORE * trend.slope_deviation
         and trend.stepwise < CERTAIN_STEPWISE
@@ -126,8 +126,8 @@ def _agree(longer: Trend, shorter: Trend) -> bool:
 def _memory_of_differences(values: Array, least: float) -> float:
     """Return the autocorrelation of a series' noise per reading; a steady slope has no effect."""
     differences = np.diff(values)
-    differences -= _median(differences)
-    typical = max(1.4826 * _median(np.abs(differences)), least)
+    differences -= upper_median(differences)
+    typical = max(1.4826 * upper_median(np.abs(differences)), least)
     clipped = np.clip(differences, -CLIPPED_AT * typical, CLIPPED_AT * typical)
     squares = float(clipped @ clipped)
     if squares < len(clipped) * least**2:  # all below the resolution
@@ -157,11 +157,11 @@ def _line(steps: Array, values: Array, least_noise: float, memory: float) -> Tre
     medians = np.partition(parts, size // 2, axis=1)[:, size // 2]
     centres = steps[-blocks * size :].reshape(blocks, size).sum(axis=1) / size
     first, second = _pairs(blocks)
-    slope = _median((medians[second] - medians[first]) / (centres[second] - centres[first]))
+    slope = upper_median((medians[second] - medians[first]) / (centres[second] - centres[first]))
     offsets = centres - steps[-1]
-    level = _median(medians - slope * offsets)
+    level = upper_median(medians - slope * offsets)
     residuals = values - level - slope * (steps - steps[-1])
-    noise = max(1.4826 * _median(np.abs(residuals)), least_noise)
+    noise = max(1.4826 * upper_median(np.abs(residuals)), least_noise)
     residuals = np.clip(residuals, -CLIPPED_AT * noise, CLIPPED_AT * noise)
     memory = _memory_of_residuals(residuals, memory)
     width = max((float(residuals @ residuals) / count) ** 0.5, noise)
@@ -207,7 +207,7 @@ def _step_odds(
     return float(ratio ** (independent * count / 2) / count)
 
 
-def _median(values: Array) -> float:
+def upper_median(values: Array) -> float:
     """Return the upper median; np.median takes five times as long on short series."""
     return float(np.partition(values, len(values) // 2)[len(values) // 2])
 

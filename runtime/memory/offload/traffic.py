@@ -74,7 +74,7 @@ STAGE_3_UPDATE = "_reassign_or_swap_out_partitioned_parameters"
 
 
 class IoObserver(Protocol):
-    """Observes the calls to a handle."""
+    """Receives the start and end of each call to an I/O handle."""
 
     def on_io_start(self, transfer: TransferBytes, submits: bool) -> bool:
         """Handle the start of a call that submits or awaits a transfer.
@@ -88,7 +88,7 @@ class IoObserver(Protocol):
 
 
 class NvmeHandleProxy:
-    """Proxy of one handle; counts what is submitted between two waits.
+    """Replaces one I/O handle, and counts the bytes submitted between two waits.
 
     Once the observer returns False it only calls the handle.
     """
@@ -285,7 +285,7 @@ class OffloadTraffic:
         return size_of(self._optimizer(), *args, **kwargs)
 
     def _timed(self, size_of: SizeFunction, timed: bool, original: Any) -> Any:
-        """Return a method whose transfer `size_of` computes from its arguments."""
+        """Wrap a method whose transfer `size_of` computes from its arguments."""
         is_compiling = torch.compiler.is_compiling
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +303,7 @@ class OffloadTraffic:
         return hooked
 
     def _hooked_update(self, original: Any) -> Any:
-        """Return the update of a group; the copy to the device follows in the caller's code."""
+        """Wrap the update of a group; the copy to the device follows in the caller's code."""
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
             if self._copying_back:  # after a failed copy the release was not called
@@ -319,7 +319,7 @@ class OffloadTraffic:
         return hooked
 
     def _hooked_release(self, original: Any) -> Any:
-        """Return the method that the caller calls after that copy."""
+        """Wrap the method that the caller calls after that copy."""
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
             if self._copying_back:

@@ -16,7 +16,7 @@ import torch
 
 
 class TransferBytes(NamedTuple):
-    """Bytes by direction; the names are the values of the metric's `direction` label."""
+    """The bytes of a transfer by direction; the names are values of the label `direction`."""
 
     to_host: int = 0
     to_device: int = 0
@@ -79,7 +79,7 @@ def stage_2_updated(optimizer: Any, group_index: int) -> TransferBytes:
 def stage_3_partitioned(
     optimizer: Any, params: Iterable[Any], partitions: Iterable[Any]
 ) -> TransferBytes:
-    """Return the bytes of the reduced gradients of a bucket.
+    """Return the bytes that the reduced gradients of a bucket move.
 
     Each is copied to a host buffer and back; from the second micro-batch on it is summed on the
     device, unless the buffer counts as device memory. The last sum goes to the optimizer.

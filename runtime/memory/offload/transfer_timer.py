@@ -34,7 +34,7 @@ class OffloadTimer:
     """
 
     def __init__(self, events: EventPool | None) -> None:
-        """Start at zero.
+        """Create a timer whose sums are zero.
 
         Args:
             events: Pool of events for copies on a stream of the device; None if the host copies.
@@ -48,12 +48,12 @@ class OffloadTimer:
         self._unread: deque[tuple[TransferBytes, Event, Event]] = deque()
 
     def seconds(self) -> list[float]:
-        """Return the seconds known so far, by direction."""
+        """Return the seconds known so far, by direction in the order of `DIRECTIONS`."""
         pairs = zip(self._host_ns, self._device_ns, strict=True)
         return [(host + device) / 1e9 for host, device in pairs]
 
     def add(self, transfer: TransferBytes) -> None:
-        """Add bytes by direction."""
+        """Add a transfer's bytes to the sums."""
         for index, num_bytes in enumerate(transfer):
             if num_bytes:
                 self.bytes[index] += num_bytes

@@ -59,12 +59,12 @@ def format_percent(part: float, whole: float) -> str:
 
 
 def format_shape(shape: Shape) -> str:
-    """Format the size of a micro-batch."""
+    """Format the size of a micro-batch as samples x length."""
     return f"{shape.samples} x {shape.length}"
 
 
 def format_shapes(shapes: Sequence[Shape]) -> str:
-    """Format the largest of several micro-batches."""
+    """Format the MAX_SHAPES largest of several micro-batches."""
     largest = sorted(shapes, key=lambda each: -each.samples * each.length)[:MAX_SHAPES]
     more = f" and {len(shapes) - MAX_SHAPES} more" if len(shapes) > MAX_SHAPES else ""
     return ", ".join(map(format_shape, largest)) + more or "-"
@@ -133,7 +133,7 @@ def write_report(
 
 
 def advice(evidence: OomEvidence) -> list[str]:
-    """Return what to do, most likely to help first; never empty."""
+    """Return sentences on what to do, the most likely to help first; never empty."""
     return [
         *_leak_advice(evidence),
         *_other_process_advice(evidence),

@@ -30,7 +30,7 @@ _UNNAMED = "an unknown limit"
 
 
 def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
-    """Return the name of the limit in a reading of the host.
+    """Return the name of the host's limit that a reading was computed from.
 
     Args:
         states: Bytes by state: allocated, reserved and limit.
@@ -86,7 +86,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """Training configuration of this rank.
+    """The training configuration of this rank, as far as it decides memory.
 
     Attributes:
         layout: ZeRO stage and offloads.
@@ -107,7 +107,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """Upper bound of memory in use, comparable with peaks.
+    """The upper bound of memory in use, comparable with peaks.
 
     `name` is where the limit is set, such as "RLIMIT_AS" or "the memory cgroup /train".
     """
@@ -117,7 +117,7 @@ class Limit:
 
 
 class OomContext:
-    """State of the run when memory runs out. Queried on the training thread.
+    """Provides the state of the run when memory runs out; queried on the training thread.
 
     Methods neither block nor log. They return None if a fact is unknown, as all methods of this
     base class do. A `device` is a name such as "cuda:0" or "cpu".
@@ -172,7 +172,7 @@ class OomContext:
         return None
 
     def growth_bytes_per_step(self, device: str) -> float | None:
-        """Return the growth of a leak."""
+        """Return the growth of a device's memory by a leak; None without a leak."""
         return None
 
     def setup(self) -> TrainingSetup | None:
@@ -194,7 +194,7 @@ class OomContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomEvidence:
-    """The content of a report.
+    """All known facts about one out-of-memory error: the content of its report.
 
     Attributes:
         rank: This rank.
@@ -241,13 +241,13 @@ class OomEvidence:
 
     @property
     def unusable_bytes(self) -> float | None:
-        """Reserved bytes in blocks too small for the request; the error's value, else a reading."""
+        """The reserved bytes in blocks too small for the request, by the error or by a reading."""
         reported = self.error.reported_bytes.get("reserved_unallocated")
         return self.readings.get("unusable") if reported is None else reported
 
     @property
     def in_use_bytes(self) -> float | None:
-        """Bytes in use as the request failed, comparable with the limit.
+        """The bytes in use as the request failed, comparable with the limit.
 
         The error's text reports them for that moment. A reading comes later, when much memory is
         free again; but a peak above all earlier ones is that of this step. On CUDA the limit
@@ -265,7 +265,7 @@ class OomEvidence:
 
     @property
     def free_bytes(self) -> float | None:
-        """Bytes left below the limit, or those reported as free by the device, if fewer."""
+        """The bytes left below the limit, or those the device reported as free, if fewer."""
         reported, in_use = self.error.reported_bytes.get("free"), self.in_use_bytes
         free = [] if reported is None else [reported]
         if in_use is not None and self.limit and math.isfinite(self.limit.num_bytes):
@@ -274,7 +274,7 @@ class OomEvidence:
 
     @property
     def largest_tokens(self) -> int | None:
-        """Tokens of the largest micro-batch of the last steps; None if unknown."""
+        """The tokens of the largest micro-batch of the last steps; None if unknown."""
         shapes = (shape for point in self.peaks for shape in point.shapes)
         return max((shape.samples * shape.length for shape in shapes), default=None)
 

@@ -50,7 +50,7 @@ _TAIL_BYTES = 256 * 1024
 
 
 class ExitCause(Enum):
-    """Why a process exited; the value is the text in reports."""
+    """The reason why a process exited; the value is the text in reports."""
 
     OOM_KILLER = "was killed by the kernel's OOM killer"
     PROBABLY = "was probably killed by the kernel's OOM killer"
@@ -218,7 +218,7 @@ def _markers(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
 
 
 def _reported(folder: Path) -> list[ProcessMarker]:
-    """Return the processes that were reported, by another rank just now or long ago."""
+    """Return the processes of a run folder that were reported already, by any rank."""
     found = map(read_marker, (folder / "oom").glob(f"rank-*{REPORTED_SUFFIX}"))
     return [process for process in found if process is not None]
 
