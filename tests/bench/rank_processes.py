@@ -74,7 +74,7 @@ def _start(command: list[str], folder: Path, rank: int, world_size: int) -> subp
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    """Wait until all ranks have ended well; one that fails leaves the others waiting for it."""
+    """Wait until all ranks have ended without an error; stop at the first failure."""
     while any(rank.poll() is None for rank in ranks):
         late = time.monotonic() > deadline
         if late or any(rank.poll() for rank in ranks):

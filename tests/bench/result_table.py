@@ -10,7 +10,7 @@ HEADINGS = ("what", "measured", "interval or spread", "goal", "met")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the table; `met` is None where there is no goal, or noise hides the answer."""
+    """One line of the table; `met` is None without a goal, or if noise exceeds the margin."""
 
     what: str
     measured: str

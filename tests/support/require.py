@@ -1,4 +1,4 @@
-"""Skip a test where the machine lacks what it needs, and say how to get it."""
+"""Skips a test if a program is missing, with the command that installs it."""
 
 from __future__ import annotations
 

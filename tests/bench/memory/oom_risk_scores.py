@@ -67,7 +67,7 @@ def lead_steps(run: Run, risk: Array) -> int:
 
 
 def warned(run: Run, risk: Array, batch_risk: Array) -> bool:
-    """Return whether the forecast called the fatal batch fatal as it began."""
+    """Return whether the forecast predicted the fatal batch before it ran."""
     assert run.oom_step is not None
     return bool(batch_risk[run.oom_step] > ALARM or risk[run.oom_step - 1] > ALARM)
 
@@ -78,7 +78,7 @@ def brier(risks: Array, comes: Flags) -> float:
 
 
 def reliability(risks: Array, comes: Flags) -> str:
-    """Lay out, for each range of risk, how often the OOM came."""
+    """Return for each range of risk how often an out-of-memory error followed."""
     lines = ["risk          steps    mean risk   came"]
     for low, high in pairwise(RELIABILITY_EDGES):
         inside = (risks >= low) & ((risks < high) | (high == 1.0))

@@ -28,12 +28,12 @@ PATTERNS = ("fixed", "sorted", "random")
 STEPS, QUICK_STEPS = 120, 44
 JOB_TIMEOUT_SECONDS = 900
 GOAL = (0.02, 0.06)
-# What a first trial under the default allocator missed by; it is to be beaten.
+# The error of a first version under the default allocator; the goal is less.
 FIRST_TRIAL = 0.09
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield the misses by pattern and allocator, then of lengths that were never seen before."""
+    """Yield the errors by pattern and allocator, then those for lengths never seen before."""
     steps = QUICK_STEPS if options.quick else STEPS
     for pattern in PATTERNS:
         gives_back, default = _record(pattern, steps)
@@ -51,7 +51,7 @@ def bench(options: Options) -> Iterator[Row]:
 
 
 def _record(pattern: str, steps: int) -> tuple[list[PeakPoint], list[PeakPoint]]:
-    """Train twice at a time: with memory given back, and under the default allocator."""
+    """Run two trainings at once: glibc returns freed memory in one, and keeps it in the other."""
     with tempfile.TemporaryDirectory(prefix="zerowatch-bench-") as name:
         jobs = [
             Job.start(Path(name) / f"{place}.jsonl", variables, pattern=pattern, steps=steps)
@@ -79,6 +79,6 @@ def _row(what: str, points: Sequence[PeakPoint], goal: float, p95_goal: float | 
 
 
 def _misses_of_the_last_peak(points: Sequence[PeakPoint]) -> list[float]:
-    """Return what is missed by whoever expects the peak of the step before."""
+    """Return the errors of the rule that predicts the previous peak."""
     late = points[WARM_UP_STEPS - 1 :]
     return [before.peak_bytes / after.peak_bytes - 1 for before, after in itertools.pairwise(late)]

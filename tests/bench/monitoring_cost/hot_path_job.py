@@ -84,7 +84,7 @@ def per_call(
 
 
 def settle(collectives: CollectiveInstrumentation, batch: CallBatch) -> None:
-    """Do what the watch thread does with a batch, so that its events are used again."""
+    """Process a batch as the watch thread does, so that its events return to the pool."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if len(batch.calls) != CALLS or not batch.settled():

@@ -64,7 +64,7 @@ def _measure(options: Options) -> list[dict[str, Any]]:
 
 def _row(what: str, found: Interval, kind: str = "") -> Row:
     has_goal = kind == "wall"
-    # An interval wider than the goal's own margin says neither yes nor no.
+    # An interval wider than the goal's margin decides nothing.
     is_sure = (found.high - found.low) / 2 <= GOAL - 1
     return Row(
         what=what,

@@ -31,7 +31,7 @@ def cpu_seconds(pid: int, thread_id: int) -> float:
 
 
 def ended_threads_seconds() -> float:
-    """Return the CPU seconds of threads that have ended; here only those of scrapes do."""
+    """Return the CPU seconds of ended threads; only those of scrapes end here."""
     living = sum(cpu_seconds(os.getpid(), int(each)) for each in os.listdir("/proc/self/task"))
     return time.process_time() - living
 

@@ -1,4 +1,4 @@
-"""Scrapes an address as Prometheus does; `scraper.py address seconds` does so every `seconds`."""
+"""Scrapes an address as Prometheus does; `scrape_client.py ADDRESS SECONDS` repeats it."""
 
 from __future__ import annotations
 

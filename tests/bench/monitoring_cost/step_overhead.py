@@ -76,7 +76,7 @@ def _ratios(rounds: Rounds, arm: str, kind: str) -> list[float]:
 
 
 def _row(what: str, found: Interval, has_goal: bool = False) -> Row:
-    # An interval wider than the goal's own margin says neither yes nor no.
+    # An interval wider than the goal's margin decides nothing.
     is_sure = (found.high - found.low) / 2 <= GOAL - 1
     return Row(
         what=what,

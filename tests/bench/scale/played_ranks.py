@@ -1,6 +1,6 @@
-"""Plays all ranks of a run in one process: what they had in the past, and what they serve now.
+"""Serves the metrics of all ranks of a run from one process, and writes their past.
 
-`scale_ranks.py RANKS KINDS FIRST_TICK` prints its address. For each line "ADDRESS LAST_TICK" on
+`played_ranks.py RANKS KINDS FIRST_TICK` prints its address. For each line "ADDRESS LAST_TICK" on
 stdin it writes all ticks up to that one into the Prometheus at that address, and prints how many
 samples these were; at an empty line it lists the ranks on /targets.
 """
@@ -29,7 +29,7 @@ def kind_of(rank: int, kinds: int) -> int:
 
 
 class Ranks:
-    """All ranks; those of a kind hold the same values."""
+    """Metrics of all ranks of a run; ranks of one kind have the same values."""
 
     def __init__(self, count: int, kinds: int, first_tick: int) -> None:
         self.count = count
@@ -105,7 +105,7 @@ def _parsed(text: str) -> Iterator[tuple[str, float]]:
 
 
 class Site(ThreadingHTTPServer):
-    """Serves /targets, and each rank under its number."""
+    """HTTP server for /targets, and for the metrics of each rank at /<rank>."""
 
     daemon_threads = True
     request_queue_size = 1024

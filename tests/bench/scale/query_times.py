@@ -25,7 +25,7 @@ Dashboard = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A query's time, the median of its trials, and what it brought."""
+    """A query, the median time of its trials, and the number of series in its result."""
 
     name: str
     seconds: float
@@ -37,7 +37,7 @@ def dashboards() -> list[Dashboard]:
 
 
 def time_queries(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> list[Asked]:
-    """Ask each query of a dashboard, and each of its variables, one after another."""
+    """Send each query of a dashboard and of its variables, one after another."""
     asked = [
         _timed(
             query.name, lambda query=query: reader.ask(prometheus, query, dashboard, time.time())
@@ -53,7 +53,7 @@ def time_queries(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -
 
 
 def time_dashboard(prometheus: Prometheus, dashboard: Dashboard, reader: Reader) -> float:
-    """Ask a dashboard's queries as a browser does, six at once; return the seconds for all."""
+    """Send a dashboard's queries six at once, as a browser does; return the total seconds."""
     began = time.monotonic()
     with ThreadPoolExecutor(BROWSER_CONNECTIONS) as pool:
         ask = lambda query: reader.ask(prometheus, query, dashboard, time.time())  # noqa: E731
@@ -69,7 +69,7 @@ def _time_variable(
     selector: str,
     label: str,
 ) -> Asked:
-    """Ask for the values of a variable, over the time shown."""
+    """Time the query for the values of a dashboard variable."""
     query = DashboardQuery(
         dashboard=dashboard["uid"],
         panel="variable",

@@ -64,7 +64,7 @@ _BY_UNIT = (("_bytes", 3e10), ("_ratio", 0.8), ("_seconds", 0.01), ("_per_second
 
 
 class Contents:
-    """The recorder of all ranks that are alike.
+    """Generated values of the recorder of one kind of ranks.
 
     Args:
         seed: Random seed; other contents have another one.

@@ -69,7 +69,7 @@ class Store:
         self.prometheus.process.send_signal(signal.SIGHUP)
 
     def metric(self, name: str) -> float:
-        """Return a figure of Prometheus' own, summed over labels."""
+        """Return a metric of Prometheus itself, summed over its labels."""
         with urllib.request.urlopen(f"http://{self.prometheus.address}/metrics") as response:
             lines = response.read().decode().splitlines()
         ours = (line for line in lines if line.startswith((f"{name} ", f"{name}{{")))
@@ -81,7 +81,7 @@ class Store:
         self._ranks.wait()
 
     def _fill(self, tick: int) -> None:
-        """Write the past from a tick on until there is none left."""
+        """Write the past by remote write, from a tick up to now."""
         while tick < (now := int(time.time()) // INTERVAL_SECONDS):
             last = min(tick + TICKS_AT_ONCE, now + 1) - 1
             self._send(f"{self.prometheus.address} {last}")

@@ -1,6 +1,6 @@
 """A run of 1,024 ranks in one Prometheus on this machine, by the shipped rules and dashboards.
 
-One process plays the ranks. See scale_store for where the hour comes from that the dashboards show.
+One process plays the ranks. scaled_prometheus.py writes the hour that the dashboards show.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ SECONDS_A_KILL = 180.0  # a start takes five to ten on two cores that are idle
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield how alike a run that was killed is to one that was not, and what a restart takes."""
+    """Yield the differences of a killed run from an undisturbed one, and the time of a restart."""
     kills, early, steps = (3, 1, 30) if options.quick else (KILLS, EARLY_KILLS, STEPS)
     through = _train(steps, 0, 0)
     killed = _train(steps, kills, early)

@@ -23,7 +23,7 @@ QUIET = {
 
 
 class Slow(torch.nn.Module):
-    """Takes its time over each sample, asleep or at work."""
+    """Module that delays each sample, by sleeping or by computing."""
 
     def __init__(self, sample_seconds: float, slowness: int, *, asleep: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Slow(torch.nn.Module):
 
 
 def work(cpu_seconds: float) -> None:
-    """Compute for so much CPU time of this thread."""
+    """Compute until this thread has used `seconds` of CPU time."""
     until = time.thread_time() + cpu_seconds
     numbers = torch.ones(64, 64)
     while time.thread_time() < until:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def measure(run: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Let the run find its shares, then time blocks of both kinds in turn."""
+    """Wait until the run has balanced its ranks, then time blocks of both kinds in turn."""
     data = TensorDataset(torch.randn(DATA_SAMPLES, WIDTH), torch.randn(DATA_SAMPLES))
     loader = run.loader(data, batch_samples=asked["batch"]).forever()
     found = []

@@ -25,7 +25,7 @@ Results = dict[str, Any]
 
 
 class Meter:
-    """Adds up what calls cost the thread that makes them."""
+    """Sums the CPU time of calls on the thread that makes them."""
 
     def __init__(self) -> None:
         self.wall = self.cpu = 0.0
@@ -92,7 +92,7 @@ class Job:
     def metered(
         self, seconds: float, session: TunerSession, status_source: Callable[[], Any]
     ) -> Results:
-        """Train for about so long; return the cost of the tuner's calls on the training thread."""
+        """Train for about `seconds`; return the cost of the tuner on the training thread."""
         meter, kind = Meter(), cast(Any, type(session))
         runner = self.run._window_runner
         own = self.run._tuner, runner.tuner_status_source

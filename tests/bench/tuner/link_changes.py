@@ -1,6 +1,6 @@
 """The tuner on a link that becomes slow in the middle of a run, and fast again.
 
-Sequences are longer than in tuner_link.py, and the run starts from what is best there without other
+Sequences are longer than in slow_link.py, and the run starts from what is best there without other
 roundings. On this machine 8 bits are some per cent faster at 2 Gbit/s too, as they cost hardly any
 time: so back on the fast link the right answer is to measure what was used there, and to stay.
 """
@@ -50,7 +50,7 @@ class Part:
     must_decide: bool
 
     def row(self) -> Row:
-        """Return how it began, how it ended, and what was decided between."""
+        """Return the first and last step times of the part, and the decisions in it."""
         steps = [one["seconds"] for one in self.steps]
         first, last = median(steps[:SUSTAINED]), median(steps[-SUSTAINED:])
         kept = sum(one["verdict"] == "accepted" for one in self.decisions)
@@ -69,7 +69,7 @@ class Part:
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield what the tuner did in each part."""
+    """Yield a row for each part of the run: its step times and decisions."""
     reason = missing()
     if reason is not None:
         print(f"no link: {reason}")

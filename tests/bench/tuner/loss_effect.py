@@ -27,7 +27,7 @@ TUNED = {"tuner": "auto", "numerics": "statistical"}
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield how far from the untuned loss each seed ends."""
+    """Yield the difference of each seed's final loss from that of the untuned run."""
     reason = missing()
     if reason is not None:
         print(f"no slow link: {reason}")

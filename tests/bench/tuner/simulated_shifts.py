@@ -18,7 +18,7 @@ UNSHIFTED = Noise(drift=0.0, shift=0.0)
 
 
 def shifts(num: int) -> Iterator[Row]:
-    """Yield both, of so many simulated runs."""
+    """Yield the delay and the false alarms, over many simulated runs."""
     detected = _detected_in_each(UNSHIFTED, num)
     yield Row(
         what=f"shifts detected in {WATCHED_STEPS:,} steps without one",

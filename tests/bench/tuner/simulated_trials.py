@@ -1,4 +1,4 @@
-"""Verdicts of trials in simulated training, compared with two simpler rules.
+"""Results of trials in simulated training, compared with two simpler rules.
 
 Step times carry correlated noise (2 %), a slow wave (3 %), level shifts (8 % for 100 steps) and
 spikes (1.3 to 2 times, 2 % of steps). The trial's constants were swept on other seeds.
@@ -60,7 +60,7 @@ CASES = (
 
 
 def bench(options: Options) -> Iterator[Row]:
-    """Yield how often each rule accepts a knob of a certain gain, and what it says of the gain."""
+    """Yield how often each rule accepts a knob of a given gain, and the gain that it reports."""
     num = QUICK_SESSIONS if options.quick else SESSIONS
     runs = [noisy_steps(FIRST_SEED + index, RUN_STEPS) for index in range(num)]
     for case in CASES:

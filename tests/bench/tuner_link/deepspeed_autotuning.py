@@ -38,7 +38,7 @@ PidFile none
 
 
 def autotuning(rate: str) -> Row:
-    """Try it on a link of this bandwidth; where it does not run, say why."""
+    """Run the autotuner on a link of this bandwidth; return its result, or why it fails."""
     what = f"DeepSpeed's autotuner (fast), {rate}/s"
     began = time.monotonic()
     with ExitStack() as undo:
@@ -74,7 +74,7 @@ def autotuning(rate: str) -> Row:
 
 
 def serve_ssh(hosts: Sequence[Host], folder: Path, undo: ExitStack) -> None:
-    """Let the hosts reach each other without a password, where there is a server for it."""
+    """Start an ssh server on each host, with a key that all accept; do nothing without sshd."""
     server, client = shutil.which("sshd") or "/usr/sbin/sshd", shutil.which("ssh")
     if not Path(server).exists() or client is None:
         return
@@ -94,7 +94,7 @@ def serve_ssh(hosts: Sequence[Host], folder: Path, undo: ExitStack) -> None:
 
 
 def reason(ended: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line that speaks of an error."""
+    """Return the last line of the output that contains an error."""
     lines = (ended.stdout + ended.stderr).splitlines()
     errors = [line for line in lines if "Error" in line or "ERROR" in line]
     return (errors or lines or ["it said nothing"])[-1].strip()

@@ -1,4 +1,4 @@
-"""Figures from the reports of the jobs on the link. Pure."""
+"""Computes figures from the reports of the jobs on the link; pure functions."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def short(configuration: Report) -> str:
 
 
 def seconds_of(visit: Report) -> float:
-    """Return what a step of a visit takes."""
+    """Return the seconds of a step with a visited configuration."""
     return median(visit["seconds"])
 
 
 def fastest(visits: Sequence[Report]) -> list[Report]:
-    """Return the visits that could be made, the fastest first."""
+    """Return the successful visits, the fastest first."""
     return sorted((one for one in visits if "seconds" in one), key=seconds_of)
 
 
@@ -78,16 +78,16 @@ class Tuned:
         )
 
     def ratio(self, name: str) -> float:
-        """Return how much faster what was found is than what it was compared with."""
+        """Return the speed of the configuration found relative to that of a rival."""
         return self.seconds(name) / self.seconds("found")
 
     def ratios(self, name: str) -> list[float]:
-        """Return the same for each round by itself."""
+        """Return the relative speed for each round."""
         pairs = zip(self.compared[name], self.compared["found"], strict=True)
         return [median(other) / median(found) for other, found in pairs]
 
     def seconds(self, name: str) -> float:
-        """Return what a step takes, over all rounds."""
+        """Return the seconds of a step, over all rounds."""
         return median(each for one_round in self.compared[name] for each in one_round)
 
     def steps_to_gain(self, share: float = 0.9) -> int | None:

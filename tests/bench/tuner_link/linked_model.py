@@ -44,18 +44,18 @@ DS_CONFIG: dict[str, Any] = {
 
 
 def asked() -> dict[str, Any]:
-    """Return what the launcher asks of this rank."""
+    """Return the arguments that the launcher wrote for this rank."""
     return dict(json.loads(Path(sys.argv[1]).read_text()))
 
 
 def report(found: Mapping[str, Any]) -> None:
-    """Report to the launcher, from rank 0."""
+    """Print a report for the launcher, on rank 0 only."""
     if dist.get_rank() == 0:
         print(REPORT + json.dumps(found), flush=True)
 
 
 def leave(run: TrainingRun) -> None:
-    """End this rank's part."""
+    """Report the end of the job and close the process group."""
     run.close()
     dist.barrier()
     report({"ended": True})
@@ -81,7 +81,7 @@ def batch(samples: int = SAMPLES, length: int = LENGTH) -> dict[str, torch.Tenso
 
 
 def work_with(run: TrainingRun, configuration: Mapping[str, Any]) -> None:
-    """Set every knob of the configuration that this engine has.
+    """Set all knobs of a configuration that this engine supports.
 
     Raises:
         ValueError, ZerowatchError: It cannot be.
@@ -102,7 +102,7 @@ def work_with(run: TrainingRun, configuration: Mapping[str, Any]) -> None:
 
 
 def configuration_of(run: TrainingRun) -> dict[str, Any]:
-    """Read off the engine how the run works now."""
+    """Return the configuration in use, read from the engine."""
     live = {
         name: knob.get(run.engine)
         for name, knob in LIVE.items()

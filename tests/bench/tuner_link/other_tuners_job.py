@@ -46,7 +46,7 @@ def main(asked: dict[str, Any]) -> None:
 
 
 def coordinates(one: dict[str, Any], space: list[dict[str, Any]]) -> list[float]:
-    """Return where a configuration lies, each knob from 0 to 1."""
+    """Return the coordinates of a configuration: each knob scaled to 0 to 1."""
     values = {
         knob: sorted({other[knob] for other in space}) for knob in one if one[knob] is not None
     }
@@ -54,7 +54,7 @@ def coordinates(one: dict[str, Any], space: list[dict[str, Any]]) -> list[float]
 
 
 def most_promising(places: npt.NDArray[np.float64], chosen: list[int], scores: list[float]) -> int:
-    """Return the point from which a Gaussian process expects the most beyond the best score."""
+    """Return the point with the highest expected improvement of a Gaussian process."""
     spread = float(np.std(scores)) or 1.0
     known = (np.array(scores) - np.mean(scores)) / spread
     own = kernel(places[chosen], places[chosen]) + NOISE * np.eye(len(chosen))

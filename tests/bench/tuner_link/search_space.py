@@ -1,4 +1,4 @@
-"""The configurations that the static search walks through, and why the others need no visit.
+"""Lists the configurations of the static search, and why the others are left out.
 
 Micro-batches of 4, 8 and 16 of the 16 samples; buckets of 0.5, 5 and 500 million elements; three
 ways to reduce a bucket: one all-reduce, a reduce to each owner, an all-reduce without the owners'
@@ -41,7 +41,7 @@ KINDS = ("bf16", "int8", "fp8")
 def at(
     stage: int = 2, micro_batch: int = 16, bucket: int = 500_000_000, **others: Any
 ) -> Configuration:
-    """Return a whole configuration: the start, but for what is named."""
+    """Return the start configuration with some knobs changed."""
     return START | {
         "zero_stage": stage,
         "micro_batch_samples": micro_batch,
@@ -51,7 +51,7 @@ def at(
 
 
 def live_knobs() -> list[Configuration]:
-    """Return the configurations that the live engine can have."""
+    """Return the configurations that need no rebuild."""
     every = [
         at(2, micro_batch, bucket, **way)
         for micro_batch in MICRO_BATCHES
@@ -62,7 +62,7 @@ def live_knobs() -> list[Configuration]:
 
 
 def rebuilt() -> list[Configuration]:
-    """Return what a rebuild adds."""
+    """Return the further configurations that need a rebuild."""
     return [
         *(at(1, 16, bucket, **way) for bucket in BUCKETS for way in WAYS),
         *(at(1, micro_batch) for micro_batch in (4, 8)),
@@ -78,7 +78,7 @@ def rebuilt() -> list[Configuration]:
 
 
 def statistical() -> list[Configuration]:
-    """Return what other roundings add; asynchronously, where buckets can be waited for."""
+    """Return the further configurations with other rounding, asynchronous if supported."""
     formats = [{"gradient_compression": kind} for kind in KINDS]
     asynchronous = {"asynchronous_reduction": True}
     return [

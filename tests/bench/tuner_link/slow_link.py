@@ -1,4 +1,4 @@
-"""The tuner on a slow link: against DeepSpeed's defaults, and the best that any setting gives.
+"""Compares the tuner on a slow link with DeepSpeed's defaults and the best static settings.
 
 First a static search, so that the ceiling is known; then a run is tuned in each of three spaces,
 and what it found is compared with the start and the ceiling alternating, on the same engine.
@@ -126,7 +126,7 @@ def tuned(
     rounds: int = 2,
     steps: int = 2,
 ) -> Tuned:
-    """Let a run be tuned for some seconds, those of its space by default, then compare."""
+    """Tune a run for some seconds, by default those of its space, then compare the result."""
     seconds = space.seconds if seconds is None else seconds
     asked = {
         "tuner": space.arguments,

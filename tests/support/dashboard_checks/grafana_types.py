@@ -59,7 +59,7 @@ def complaints(dashboards: dict[str, Json], release: str, folder: Path) -> str:
 
 
 def shapes(release: str) -> str:
-    """Return our shapes upon the types of a release."""
+    """Return our TypeScript types, built on those of a Grafana release."""
     text = (SOURCES / "shapes.ts").read_text()
     text = text.replace("'@grafana/schema", f"'grafana-schema-{release}")
     if release == "11":  # its package names its files by their ending

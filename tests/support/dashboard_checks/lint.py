@@ -1,4 +1,4 @@
-"""Rules for dashboards that types cannot express: queries, words, places and links."""
+"""Lint rules for dashboards that types cannot express: queries, texts, layout and links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UIDS = {dashboard.uid for dashboard in DASHBOARDS}
 
 
 def faults(dashboard: Json) -> list[str]:
-    """Return what is wrong with a dashboard; empty if it is correct."""
+    """Return the faults of a dashboard; empty if there are none."""
     found = [*frame_faults(dashboard), *place_faults(dashboard), *link_faults(dashboard)]
     for panel in panels(dashboard):
         found += [f"{panel['title']}: {fault}" for fault in panel_faults(panel)]
@@ -52,7 +52,7 @@ def expressions(dashboard: Json) -> Iterator[str]:
 
 
 def frame_faults(dashboard: Json) -> Iterator[str]:
-    """Yield what is wrong with the dashboard as a whole."""
+    """Yield the faults of the dashboard apart from its panels."""
     if dashboard["graphTooltip"] != 1:
         yield "no shared crosshair"
     if not dashboard.get("description"):
@@ -66,7 +66,7 @@ def frame_faults(dashboard: Json) -> Iterator[str]:
 
 
 def place_faults(dashboard: Json) -> Iterator[str]:
-    """Yield which panels lie over another, or outside of the dashboard."""
+    """Yield the panels that overlap, or lie outside of the grid."""
     placed = [(panel["title"], panel["gridPos"]) for panel in dashboard["panels"]]
     for index, (title, place) in enumerate(placed):
         if place["x"] < 0 or place["x"] + place["w"] > COLUMNS:
@@ -77,7 +77,7 @@ def place_faults(dashboard: Json) -> Iterator[str]:
 
 
 def link_faults(dashboard: Json) -> Iterator[str]:
-    """Yield which links lead nowhere, or lose what was chosen."""
+    """Yield the links that have no target, or drop the chosen variables."""
     for link in dashboard["links"]:
         if link["type"] == "dashboards" and not {*link["tags"]} <= {*dashboard["tags"]}:
             yield "its links to dashboards with its tags do not find itself"
@@ -101,7 +101,7 @@ def overlap(one: Json, other: Json) -> bool:
 
 
 def panel_faults(panel: Json) -> Iterator[str]:
-    """Yield what is wrong with one panel."""
+    """Yield the faults of one panel."""
     if not panel["title"]:
         yield "no title"
     if len(panel.get("description", "")) < 20:
@@ -125,7 +125,7 @@ def panel_faults(panel: Json) -> Iterator[str]:
 
 
 def override_faults(panel: Json) -> Iterator[str]:
-    """Yield if no series or column can have any of the names for which a look is fixed."""
+    """Yield the overrides whose names no series or column can have."""
     looks = panel["fieldConfig"]["overrides"]
     names = {look["matcher"]["options"] for look in looks}
     possible = {name for target in panel.get("targets", []) for name in series_names(target)}
@@ -136,7 +136,7 @@ def override_faults(panel: Json) -> Iterator[str]:
 
 
 def series_names(target: Json) -> Iterator[str]:
-    """Yield what series are called by a legend that is a word, or one label's values."""
+    """Yield the names of series under a legend that is a word or a single label."""
     legend = target.get("legendFormat", "")
     label = re.fullmatch(r"{{(\w+)}}", legend)
     yield legend
@@ -147,7 +147,7 @@ def series_names(target: Json) -> Iterator[str]:
 
 
 def legend_faults(target: Json) -> Iterator[str]:
-    """Yield which labels a legend names that the query's series cannot have."""
+    """Yield the labels of a legend that the query's series cannot have."""
     names = SERIES.keys() & set(re.findall(r"[\w:]+", target["expr"]))
     labels = {label for name in names for label in SERIES[name]}
     for label in re.findall(r"{{(\w+)}}", target.get("legendFormat", "")):
@@ -156,7 +156,7 @@ def legend_faults(target: Json) -> Iterator[str]:
 
 
 def query_faults(expression: str) -> Iterator[str]:
-    """Yield what is wrong with a query."""
+    """Yield the faults of a query."""
     try:
         tree = parsed(expression)
     except ValueError as error:
@@ -210,7 +210,7 @@ def selector_faults(selector: Any) -> Iterator[str]:
 
 
 def grouping_faults(aggregation: Any) -> Iterator[str]:
-    """Yield by which labels it is aggregated that no series below it has."""
+    """Yield the labels of an aggregation that none of its series has."""
     modifier = aggregation.modifier
     if modifier is None:
         return

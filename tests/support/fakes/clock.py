@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Call it for the seconds."""
+    """Manual clock; calling it returns the seconds that the test has set."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0

@@ -1,4 +1,4 @@
-"""The memory part of an accelerator and of torch._C, over plain numbers."""
+"""Fake of the allocator statistics of an accelerator and of torch._C."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ class FakeAllocator(types.ModuleType):
         self._cuda_resetPeakMemoryStats = self._accelerator_resetPeakStats = reset
 
     def use(self, size: int) -> None:
-        """Hold so many bytes from now on."""
+        """Set the bytes in use."""
         self.bytes = size
         self.peak = max(self.peak, size)

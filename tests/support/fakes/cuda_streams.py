@@ -1,4 +1,4 @@
-"""The part of an accelerator that orders work: streams and events; nothing is computed.
+"""Fake streams and events of an accelerator, on simulated time; nothing is computed.
 
 A stream is a time until which it is busy; the host runs ahead of it until it waits.
 """
@@ -27,7 +27,7 @@ class FakeStream:
         self.busy_until = self.reached() + int(milliseconds * MS)
 
     def reached(self) -> int:
-        """Return when it comes to what is queued next."""
+        """Return the time at which the next queued work would start."""
         return max(self.busy_until, self.device.host.now_ns)
 
     def record_event(self) -> FakeEvent:
@@ -110,7 +110,7 @@ class FakeCuda:
         self._of_group: dict[Any, FakeStream] = {}
 
     def patch(self, monkeypatch: Any) -> None:
-        """Stand in for the accelerator."""
+        """Replace the accelerator by this fake."""
         monkeypatch.setattr(accelerator, "current", self)
 
     @property

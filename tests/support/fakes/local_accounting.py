@@ -1,4 +1,4 @@
-"""One rank's side of the comparison, to which a test gives the results."""
+"""Fake comparison of one rank, whose results a test sets."""
 
 from __future__ import annotations
 

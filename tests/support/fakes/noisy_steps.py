@@ -58,7 +58,7 @@ def noisy_steps(seed: int, num: int, noise: Noise = USUAL) -> list[float]:
 
 
 def tried(plan: TrialPlan, gain: float, steps: Sequence[float]) -> TrialResult:
-    """Return what a trial finds of a setting with that gain."""
+    """Return the result of a trial of a setting with that gain."""
     trial = AbComparison(plan)
     for seconds in steps:
         trial.add(seconds / (1 + gain) if trial.variant == "B" else seconds)

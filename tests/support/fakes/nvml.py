@@ -1,4 +1,4 @@
-"""The part of pynvml that zerowatch calls, over GPUs made of plain values."""
+"""Fake of the functions of pynvml that zerowatch calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collector that decodes what it is sent; it can also answer nothing, or badly."""
+"""Fake OTLP collector: decodes requests; can also fail, or not answer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Collector(ThreadingHTTPServer):
     """Serves on loopback from `with` on.
 
     Attributes:
-        requests: What came, by path.
-        headers: Those of each request, in order.
-        status: What is answered; 0 holds every request until the end.
+        requests: Decoded requests, by path.
+        headers: Headers of each request, in order.
+        status: HTTP status of the answer; with 0 no request is answered until the end.
     """
 
     daemon_threads = True
@@ -52,7 +52,7 @@ class Collector(ThreadingHTTPServer):
         self.server_close()
 
     def spans(self) -> list[Any]:
-        """All spans that came, each with its resource's attributes."""
+        """All received spans, each with the attributes of its resource."""
         return [
             (attributes_of(part.resource), span)
             for request in self.requests["/v1/traces"]
@@ -62,7 +62,7 @@ class Collector(ThreadingHTTPServer):
         ]
 
     def lines(self) -> list[Any]:
-        """All log records that came."""
+        """All received log records."""
         return [
             line
             for request in self.requests["/v1/logs"]
@@ -72,7 +72,7 @@ class Collector(ThreadingHTTPServer):
         ]
 
     def metrics(self) -> list[Any]:
-        """All metrics that came; an export comes in several requests."""
+        """All received metrics; one export arrives in several requests."""
         return [
             metric
             for request in self.requests["/v1/metrics"]

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which agree on numbers by meeting at a barrier."""
+"""Ranks as threads of one process, which exchange numbers at a barrier."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Meeting:
 
 
 def on_ranks(world_size: int, body: Callable[[FakeHostGroup], T]) -> list[T]:
-    """Run `body` on each rank at once, and return what each returned."""
+    """Run `body` on all ranks concurrently; return the results by rank."""
     meeting = Meeting(world_size)
     with ThreadPoolExecutor(world_size) as threads:
         ranks = [FakeHostGroup(rank, meeting) for rank in range(world_size)]

@@ -26,7 +26,7 @@ def get(
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 5.0, pause: float = 0.01) -> bool:
-    """Wait until the condition holds, and return whether it came to hold."""
+    """Wait until the condition is true; return False after the timeout."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(pause)

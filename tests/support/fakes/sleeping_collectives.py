@@ -45,7 +45,7 @@ class FourRankGroups:
 
 
 class ManualClock:
-    """Host time in nanoseconds; it runs what is due as it advances."""
+    """Host time in nanoseconds; advancing it runs the scheduled callbacks that are due."""
 
     def __init__(self) -> None:
         self.now_ns = 1000 * MS

@@ -1,4 +1,4 @@
-"""Step records made by hand: a plain step, of which a test changes what it is about."""
+"""Step records for tests: a plain step, whose fields a test can replace."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from zerowatch.runtime.cross_rank.store_log import StoreConnection
 
 
 class FakeClients:
-    """Connects by a function, and moves when `has_moved` is set."""
+    """Fake store clients; `has_moved` simulates a move of the ranks to another store."""
 
     def __init__(self, connect: Callable[[], Store | None]) -> None:
         self.connect = connect

@@ -41,7 +41,7 @@ scrape_configs:
 
 @dataclass
 class Spell:
-    """One alert, from when Alertmanager was first seen to hold it until it was gone.
+    """One alert in Alertmanager, from its first to its last observation.
 
     Attributes:
         seen: By the monotonic clock; `gone` too, None while it lasts.
@@ -89,12 +89,12 @@ class AlertHistory:
         )
 
     def lasts(self, alert: str, **labels: str) -> bool:
-        """Whether Alertmanager holds an alert now."""
+        """Whether Alertmanager currently has an alert."""
         wanted = {"alertname": alert, **labels}
         return any(wanted.items() <= spell.labels.items() for spell in self._lasting.values())
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Look again and again until the condition holds; return whether it came to hold."""
+        """Poll until the condition is true; return False after the timeout."""
 
         def look_once() -> bool:
             self.look()

@@ -1,4 +1,4 @@
-"""Faults of a run, one after another, and the alerts that each raised."""
+"""Causes faults of a run one after another, and records the alerts that each raises."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Fault:
 
 @dataclass
 class Story:
-    """Begins and ends faults, and waits for what they raise.
+    """Begins and ends faults, and waits for their alerts.
 
     A wait that is in vain ends nothing: the fault then has no spell, or one without an end.
     """

@@ -149,7 +149,7 @@ def place_of(rank: int, hosts: Sequence[Host], port: int = 29577) -> dict[str, s
 
 
 def _manage(host: Host, *, here: str, there: str) -> None:
-    """Lay a line from this machine to the host; it goes with the host's namespace."""
+    """Connect this machine with the host; the device is removed with the namespace."""
     address = str(host.management_address)
     gateway = address.removesuffix(".2") + ".1"
     _run("ip", "link", "add", here, "type", "veth", "peer", "name", there)
@@ -159,7 +159,7 @@ def _manage(host: Host, *, here: str, there: str) -> None:
 
 
 def _settle(host: Host, device: str, address: str) -> None:
-    """Move a device to the host, and give it its address there."""
+    """Move a device to the host's namespace and set its address."""
     inside = ("ip", "-n", host.namespace)
     _run("ip", "link", "set", device, "netns", host.namespace)
     _run(*inside, "addr", "add", address, "dev", device)

@@ -1,4 +1,4 @@
-"""A job on two hosts that goes on while a test does something to it, and serves its metrics."""
+"""A job on two hosts that trains and serves metrics while a test causes faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.launching import SCRIPTS, environment
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """The processes of a job, by rank, and the folder that it takes its orders from."""
+    """The processes of a job, by rank, and the folder with its fault files."""
 
     name: str
     folder: Path
@@ -58,7 +58,7 @@ def watched_run(
         ZEROWATCH_SERVE_PORT=str(serves),
         ZEROWATCH_CROSS_RANK_INTERVAL_SECONDS="1",
         ZEROWATCH_RUN_LOG_FOLDER=str(folder / "runs"),
-        # Else the C library keeps what is let go, and memory does not shrink again.
+        # Otherwise the C library keeps freed memory, and RSS does not shrink.
         MALLOC_MMAP_THRESHOLD_="131072",
     )
     with ExitStack() as undo:

@@ -22,7 +22,7 @@ import zerowatch  # noqa: F401
 
 
 def serve() -> dict[str, Any] | None:
-    """Fork one rank after another; return None at the end, and in a rank what that is to be."""
+    """Fork a rank for each line of stdin; return its command in the child, None at the end."""
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -35,7 +35,7 @@ def serve() -> dict[str, Any] | None:
 
 
 def become(rank: dict[str, Any]) -> None:
-    """Make this process what `python COMMAND` would be, and run that script."""
+    """Set up this process as `python COMMAND` would, and run the script."""
     files = {0: (os.devnull, os.O_RDONLY)}
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         files[descriptor] = (rank[stream], os.O_WRONLY | os.O_CREAT)

@@ -34,9 +34,9 @@ def start_ranks(
     cwd: Path,
     variables: Mapping[str, str] | None = None,
 ) -> Finished:
-    """Run a script on `num` ranks to its end; what they said comes rank by rank.
+    """Run a script on `num` ranks to its end; the output is in order of ranks.
 
-    Once more from the start if torch spoiled that, as `launching.start` does.
+    Repeats the job once if torch aborts at exit, as `launching.start` does.
     """
     before = set(cwd.iterdir())
     done = _joined(fork_ranks(num, script, *arguments, cwd=cwd, variables=variables))
@@ -54,7 +54,7 @@ def fork_ranks(
     variables: Mapping[str, str] | None = None,
     grace_seconds: float = GRACE_SECONDS,
 ) -> list[Finished]:
-    """Run a script on `num` ranks; once one has failed, the others have the grace to end."""
+    """Run a script on `num` ranks; once one has failed, the others have `grace_seconds` to end."""
     command, port = [str(part) for part in (script, *arguments)], _free_port()
     with tempfile.TemporaryDirectory(prefix="zerowatch-ranks-") as name:
         streams = [
@@ -135,7 +135,7 @@ def _free_port() -> int:
 
 
 class _Server:
-    """A process that forks a rank of one job after another."""
+    """A `rank_server.py` process, which forks one rank of each job."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -149,17 +149,17 @@ class _Server:
         atexit.register(self._process.communicate)
 
     def fork(self, rank: Mapping[str, object]) -> None:
-        """Ask for a rank; the last one has ended."""
+        """Request a rank; the previous one must have ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(rank).encode() + b"\n")
 
     def kill(self) -> None:
-        """End it at once, and the rank that it forked."""
+        """Kill the server and the rank that it forked."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
     def answer(self) -> int:
-        """Return what comes next: the process id of the rank asked for, or its exit code."""
+        """Return the next answer: the process id of the requested rank, or its exit code."""
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             with suppress(ValueError):  # what DeepSpeed says as it is imported

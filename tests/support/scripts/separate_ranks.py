@@ -1,4 +1,4 @@
-"""Ranks without a launcher: where one dies, the others go on."""
+"""Starts ranks without a launcher: if one dies, the others continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_apart(script: str, folder: Path, *, world_size: int, arguments: tuple = 
 
 
 def meet() -> None:
-    """In a rank: join the others."""
+    """Join the process group; called by a rank."""
     import deepspeed
     import torch.distributed as dist
 

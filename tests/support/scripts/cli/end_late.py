@@ -7,7 +7,7 @@ import time
 
 
 class Kept:
-    """A class that is still there at the end."""
+    """A class that an exit handler pickles."""
 
 
 def late(where):
@@ -16,7 +16,7 @@ def late(where):
 
 
 def work():
-    """Go on after the main thread is done."""
+    """Run after the main thread has ended."""
     time.sleep(0.1)
     late("thread")
 

@@ -5,7 +5,7 @@ import traceback
 
 
 def show(kind, error, trace):
-    """Print the error and the functions it went through."""
+    """Print the error and the functions of its traceback."""
     print("hook:", kind.__name__, error, [frame.name for frame in traceback.extract_tb(trace)])
 
 

@@ -4,7 +4,7 @@ import multiprocessing
 
 
 class Task:
-    """Work that travels to a worker and back."""
+    """A picklable task for a worker process."""
 
     def __init__(self, number):
         self.number = number

@@ -1,6 +1,6 @@
 """Measures communication by zerowatch and by Kineto, on two ranks; torchrun runs it with a FOLDER.
 
-Rank 0 leaves what both said in FOLDER/figures.json. `stages`: each step's comm seconds by the watch
+Rank 0 writes both results to FOLDER/figures.json. `stages`: each step's comm seconds by the watch
 and by PyTorch's profiler. `blocked`: a collective whose waits this script times itself.
 """
 
@@ -31,7 +31,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 QUIET = {"serve": {"enabled": False}, "run_log": {"enabled": False}}
 STEPS, WARM_UP, LAYERS, WIDTH, BATCH = 40, 3, 6, 512, 256
-# Rank 1 joins so much later: long against the noise of a busy machine, and without work.
+# Delay of rank 1: long compared with the noise of a busy machine, and without work.
 LATE_SECONDS = 0.12
 TENSOR = 1 << 20  # of float32
 
@@ -41,7 +41,7 @@ def compare_stages() -> dict[str, list[dict[str, float]]]:
 
 
 def compare_steps(stage: int) -> list[dict[str, float]]:
-    """Return what the watch and the profiler say of each step.
+    """Return the figures of the watch and of the profiler for each step.
 
     `delay` is for how long this thread had to wait for a core: that may be in ours alone.
     """
@@ -81,7 +81,7 @@ def compare_steps(stage: int) -> list[dict[str, float]]:
 
 
 def run_delay_seconds() -> float:
-    """Return for how long this thread has waited for a core, where the kernel says it."""
+    """Return the seconds that this thread has waited for a core, if the kernel counts them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -112,7 +112,7 @@ def span(event: Any) -> tuple[int, int]:
 
 
 def union_seconds(intervals: Iterable[tuple[int, int]]) -> float:
-    """Paint the intervals, and count what is painted: not how the watch does it."""
+    """Return the length of a union of intervals, by another algorithm than the watch's."""
     edges = sorted(edge for start, end in intervals for edge in ((start, 1), (end, -1)))
     covered, depth, since = 0, 0, 0
     for at, change in edges:
@@ -224,7 +224,7 @@ def compare_case(
     case: Callable[[Stopwatch, CollectiveInstrumentation], None],
     collectives: CollectiveInstrumentation,
 ) -> dict[str, float]:
-    """Return what zerowatch and this script say of one case, rank 1 being late."""
+    """Return the figures of zerowatch and of this script for one case with a late rank 1."""
     dist.barrier()
     collectives.call_recorder.drain()
     BATCHES.clear()

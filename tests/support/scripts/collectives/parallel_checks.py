@@ -49,14 +49,14 @@ def start_engine(model: torch.nn.Module, parameters=None, mpu=None, **config: ob
 
 
 def forget(engine) -> None:
-    """Let the next engine of this process start without the groups of this one."""
+    """Release the process groups, so that the next engine starts without them."""
     engine.destroy()
     groups._release_process_group_references()
     dist.barrier()
 
 
 def watched(engine, train: Callable[[], object]) -> dict:
-    """Watch a training, and return what there is to see of it."""
+    """Train with monitoring; return the recorded figures."""
     watch = zerowatch.watch(engine, QUIET)
     before = watch.snapshot().values.get(communication.COLLECTIVE_CALLS, {})
     records, coverage = [], []
@@ -106,7 +106,7 @@ class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(WIDTH, WIDTH)
-        self.drop = torch.nn.Dropout(0.1)  # a watch that touches the RNG would show
+        self.drop = torch.nn.Dropout(0.1)  # shows whether monitoring uses the RNG
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(Block.seconds)
@@ -198,7 +198,7 @@ def pipeline_whose_first_stage_is_slow() -> dict:
 
 
 def pipeline_there_and_back() -> dict:
-    """Lead each micro-batch through both ranks twice, as DualPipeV does."""
+    """Send each micro-batch through both ranks twice, as DualPipeV does."""
     torch.manual_seed(0)
     layers = [torch.nn.Embedding(WORDS, WIDTH), Block(), Block(), torch.nn.Linear(WIDTH, WORDS)]
     model = DualPipeVModule(layers, num_stages=2, loss_fn=token_loss, partition_method="uniform")

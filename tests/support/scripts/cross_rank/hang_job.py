@@ -1,4 +1,4 @@
-"""Trains without end. With RANK_1_IS_STUCK, rank 1 blocks after ten steps until it may resume."""
+"""Trains until killed. With RANK_1_IS_STUCK, rank 1 blocks after ten steps until it may resume."""
 
 import os
 import time

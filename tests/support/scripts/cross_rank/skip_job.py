@@ -21,7 +21,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def collectives(skipped: int | None) -> None:
-    """Issue them, but for one."""
+    """Issue the collectives, except for one."""
     ones = torch.ones
     calls = (
         lambda: dist.all_reduce(ones(1)),

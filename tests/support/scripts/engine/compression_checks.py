@@ -145,7 +145,7 @@ def asynchronous(name: str, reference: torch.Tensor) -> dict[str, bool]:
 
 
 def non_finite(name: str) -> dict[str, Any]:
-    """Let one rank's loss be infinite."""
+    """Train with an infinite loss on one rank."""
     engine, compressor = make_engine(name), GradientCompressor("int8")
     compressor.attach(engine)
     train(engine, compressor, range(1))

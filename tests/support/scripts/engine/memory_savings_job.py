@@ -48,7 +48,7 @@ class Case:
 
 
 def every_saving(engine) -> Undo:
-    """Apply all memory savings that this engine supports; on a CPU that excludes the offload."""
+    """Apply all memory savings that this engine supports; on a CPU, all but offload."""
     savings = [ActivationCheckpointing(), MinimalBuckets(), OptimizerStateOffload()]
     return chain(
         [each.attach(engine) for each in savings if each.unsupported_reason(engine) is None]

@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
         self.words = torch.nn.Embedding(17, WIDTH)
         self.inner = torch.nn.Linear(WIDTH, ODD)
         self.norm = torch.nn.LayerNorm(ODD)
-        self.drop = torch.nn.Dropout(0.1)  # a rebuild that touches the RNG would show
+        self.drop = torch.nn.Dropout(0.1)  # shows whether a rebuild uses the RNG
         self.outer = torch.nn.Linear(ODD, WIDTH)
         self.frozen = torch.nn.Linear(WIDTH, WIDTH)
         self.head = torch.nn.Linear(WIDTH, 17, bias=False)

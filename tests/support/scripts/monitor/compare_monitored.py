@@ -49,7 +49,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.Linear(WIDTH, 3 * WIDTH + 1)
         self.norm = torch.nn.LayerNorm(3 * WIDTH + 1)
-        self.drop = torch.nn.Dropout(0.1)  # a watch that touches the RNG would show
+        self.drop = torch.nn.Dropout(0.1)  # shows whether monitoring uses the RNG
         self.outer = torch.nn.Linear(3 * WIDTH + 1, 1)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

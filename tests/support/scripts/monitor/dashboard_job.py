@@ -66,7 +66,7 @@ def mean_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def all_see(file: Path) -> bool:
-    """Whether a file is there, as rank 0 sees it: all ranks end at the same step."""
+    """Return on all ranks whether rank 0 finds the file, so that all end at the same step."""
     seen = torch.tensor([float(file.exists())])
     dist.broadcast(seen, 0)
     return bool(seen)

@@ -83,7 +83,7 @@ def step(engine, batch: torch.Tensor | None = None) -> None:
 
 
 def wrapped_places(engine) -> list[tuple[object, str]]:
-    """Every name that monitoring may replace, with its owner."""
+    """Return every attribute that monitoring may replace, with its owner."""
     functions = [function for row in OPERATIONS for function in row.functions]
     in_torch = [function.name for function in functions if function.in_torch]
     in_backend = [function.name for function in functions if function.backend_parameters]
@@ -204,7 +204,7 @@ def phases_add_up_to_wall_time() -> None:
     measured = sum(record.seconds for record in records[1:])
     between_ends = records[-1].ended_at_unix_seconds - records[0].ended_at_unix_seconds
     assert abs(measured - between_ends) < 0.002, (measured, between_ends)
-    # What passed between the end of the first step and `began` is in no time of ours.
+    # The time between the end of the first step and `began` is not measured here.
     assert wall - 0.002 < measured < wall + 0.1, (measured, wall)
     for record in records:
         assert abs(sum(record.phase_seconds.values()) - record.seconds) < 1e-9
@@ -375,7 +375,7 @@ def a_loaded_checkpoint_is_no_skipped_step() -> None:
     engine = make()
     records = listen(engine)
     step(engine)
-    engine.skipped_steps = 3  # as a checkpoint of another life may say
+    engine.skipped_steps = 3  # as in a checkpoint of an earlier run
 
     step(engine)
     engine.watch.close()

@@ -42,19 +42,19 @@ class Faults:
         return (self._folder / name).exists()
 
     def compute(self, *_: object) -> None:
-        """Pass the time that a forward pass takes; a hook on the model."""
+        """Sleep as long as a forward pass takes; a hook on the model."""
         slow = self._is_faulty and self.is_requested("slow")
         time.sleep(COMPUTE_SECONDS + (SLOWNESS_SECONDS if slow else 0.0))
 
     def keep_something(self) -> None:
-        """Grow by something each step, or let go of all that was kept."""
+        """Allocate memory in each step, or free all of it."""
         if self._is_faulty and self.is_requested("grow"):
             self._kept.append(torch.ones(GROWTH_BYTES, dtype=torch.uint8))
         else:
             self._kept.clear()
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, or one that is no number; the gradients stay as they are."""
+        """Return the loss, or NaN with unchanged gradients."""
         return loss + float("nan") if self._is_faulty and self.is_requested("nan") else loss
 
 

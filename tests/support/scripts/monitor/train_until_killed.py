@@ -1,4 +1,4 @@
-"""Trains without end, and writes each rank's process id, so that a test can kill it."""
+"""Trains until it is killed, and writes each rank's process id, so that a test can kill it."""
 
 import os
 from pathlib import Path

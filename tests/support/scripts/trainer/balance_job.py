@@ -85,7 +85,7 @@ def batches_of(run: zerowatch.TrainingRun, num_workers: int) -> Iterator[Any]:
 
 
 def go_on(run: zerowatch.TrainingRun, batches: Iterator[Any], windows: int) -> list[list[int]]:
-    """Train; return the samples that this rank saw by window."""
+    """Train; return the samples of this rank by window."""
     seen = []
     for _, batch in zip(range(windows), batches, strict=False):
         run.train_batch(batch)
@@ -100,20 +100,20 @@ def end(run: zerowatch.TrainingRun, seen: list[list[int]]) -> dict[str, Any]:
 
 
 def train(stage: int, *, balance: bool, num_workers: int) -> dict[str, Any]:
-    """Train in one way; return the samples that this rank saw by window, and the weights."""
+    """Train in one mode; return the samples of this rank by window, and the weights."""
     run = make(stage, slow=balance, balance=balance)
     return end(run, go_on(run, batches_of(run, num_workers), WINDOWS[stage]))
 
 
 def by_turns(stage: int, folder: Path) -> dict[str, Any]:
-    """Turn it on, change one's mind, turn it off, and go on in another run from a checkpoint."""
+    """Turn balancing on and off, and continue in another run from a checkpoint."""
     run = make(stage, slow=True, balance=False)
     knobs = run._tuner._knobs
     found = {"without loader": "balance" in knobs.options()}
     batches = batches_of(run, num_workers=1)
     found["options"] = knobs.options()["balance"]
     seen = go_on(run, batches, TURNED_ON)
-    knobs.apply({"balance": True})()  # on and back before anybody trains
+    knobs.apply({"balance": True})()  # on and off again before training
     knobs.apply({"balance": True})
     found["reads"] = [knobs.values()["balance"], knobs.verify({"balance": True})]
     seen += go_on(run, batches, TURNED_OFF - TURNED_ON)
@@ -137,7 +137,7 @@ def gathered(model: torch.nn.Module) -> list[float]:
 
 
 def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
-    """Double the batch and go back, with a checkpoint between; then do the same by hand."""
+    """Double the batch and restore it, with a checkpoint between; then do it by hand."""
     run = make(stage, slow=False, balance=False)
     knobs = run._tuner._knobs
     batches = batches_of(run, num_workers=1)
@@ -158,7 +158,7 @@ def larger_batches(stage: int, folder: Path) -> dict[str, Any]:
     seen += go_on(again, batches, 2)
     again._tuner._knobs.apply({"batch_samples": BATCH})
     seen += go_on(again, batches, 3)
-    undo()  # of a run that has ended: nothing comes of it
+    undo()  # the run has ended: no effect
     rate = again.engine.basic_optimizer.param_groups[0]["lr"]
     return {**found, **end(again, seen), "rate": rate, "by hand": by_hand(stage, seen)}
 

@@ -112,7 +112,7 @@ FAULTS = [
     for block in (0, 2)
     for micro_batch, fits in ((0, 2), (1, 2), (2, 1))
 ]
-# What differs most: of each engine a few faults, in order by what they would leave behind.
+# The most different ones: a few faults of each engine.
 FEW_ENGINES = (
     "stage 0",
     "stage 1, bf16 with fp32 gradients",
@@ -131,7 +131,7 @@ FEW_FAULTS = [
 
 
 class Scarce(torch.autograd.Function):
-    """Passes its input on, and takes memory for it in one of the passes."""
+    """Identity module that allocates memory in forward or in backward."""
 
     @staticmethod
     def forward(ctx, x, fault):
@@ -164,7 +164,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.inner = torch.nn.Linear(WIDTH, 3 * WIDTH + 1)
-        self.drop = torch.nn.Dropout(0.2)  # a generator that is not put back would show
+        self.drop = torch.nn.Dropout(0.2)  # shows whether a generator is not restored
         self.outer = torch.nn.Linear(3 * WIDTH + 1, WIDTH)
         self.fault: Fault | None = None
 
@@ -188,7 +188,7 @@ class Net(torch.nn.Module):
 
 @contextmanager
 def little_room(fault: Fault | None) -> Iterator[None]:
-    """Bound what this process may take beyond what it has, while there is a real fault."""
+    """Limit the memory of this process while there is a real fault."""
     if fault is None or not fault.is_real:
         yield
         return

@@ -41,7 +41,7 @@ def unarmed() -> MicroBatchPlanner:
 
 
 def gives_up(name: str) -> dict[str, Any]:
-    """Run out for good in one window, and train on with the next: is the engine as before?"""
+    """Fail in one window at every size, train on; return whether the engine is unchanged."""
     trained = Trained(ENGINES[name])
     trained.replay._escalation = EscalationPolicy()
     trained.train(0, None)
@@ -63,7 +63,7 @@ def gives_up(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An escalation that is recorded, and in effect removes the fault."""
+    """Escalation step that records its call and removes the fault."""
 
     change: EngineChange
     trained: Trained
@@ -94,7 +94,7 @@ def escalates(name: str) -> dict[str, Any]:
 
 
 def without_votes(name: str, fault: Fault) -> dict[str, Any]:
-    """Run out in a window that is not guarded."""
+    """Run out of memory in a window that is not guarded."""
     trained = Trained(ENGINES[name])
     trained.train(0, None)
     trained.replay.planner = unarmed()

@@ -60,7 +60,7 @@ def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class FullMemory:
-    """Runs out on one rank, from a step on, with more than one sample."""
+    """Module that runs out of memory on one rank with more than one sample, from a step on."""
 
     def __init__(self, rank: int, after: int) -> None:
         self.steps = 0
@@ -73,7 +73,7 @@ class FullMemory:
 
 
 class EventLog:
-    """Lines in a file of this rank; each is one write, so that a kill leaves whole ones."""
+    """Log file of this rank; each line is one write, so that a kill leaves complete lines."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"events-{rank}.jsonl").open("a", buffering=1)

@@ -137,7 +137,7 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
 
 
 def resume(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
-    """Load, and train to the end."""
+    """Load the checkpoint and train to the end."""
     return outcome(run, train(run, Batches(run.load(saves)), STEPS))
 
 
@@ -159,7 +159,7 @@ def check(name: str, folder: Path) -> dict[str, Any]:
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:
-    """Return the same of a run that was rebuilt before it was saved."""
+    """Return the outcomes for a run that was rebuilt before it was saved."""
     saves = folder / "rebuilt"
     run, batches = new_run("stage 1", seed=0), Batches()
     train(run, batches, 1)

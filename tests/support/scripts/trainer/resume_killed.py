@@ -46,7 +46,7 @@ def save(engine: PlainEngine, folder: Path) -> None:
 
 
 def found_in(folder: Path, killed_at: str) -> dict:
-    """Load as a restart would, and save once more."""
+    """Load as after a restart; save a checkpoint again."""
     engine = PlainEngine()
     engine.module.weight.data.zero_()
     state = load_checkpoint(folder, engine, SingleRankHostGroup())

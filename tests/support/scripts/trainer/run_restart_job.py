@@ -94,7 +94,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """When to kill which rank: so long after a window was committed; None: after its start."""
+    """The rank to kill, and the delay after a window was committed, or after its start."""
 
     rank: int
     step: int | None
@@ -102,7 +102,7 @@ class _Moment:
 
 
 def _moments(chance: random.Random, steps: int, kills: int, early: int) -> list[_Moment]:
-    """Draw moments, in the order of steps; those while starting are anywhere between."""
+    """Draw the moments in order of steps; those of starting ranks are at random places."""
     drawn = sorted(chance.sample(range(1, steps - 1), kills - early))
     moments = [
         _Moment(rank=chance.randrange(2), step=step, seconds=chance.uniform(0.0, 0.15))

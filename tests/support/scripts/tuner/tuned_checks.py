@@ -22,7 +22,7 @@ from scripts.separate_ranks import meet as join
 from zerowatch.errors import NonFiniteLossError
 
 OTHER_BUCKET = 3_000
-IDLE_STEPS = 25  # in which nothing must happen; normally a trial starts within 10
+IDLE_STEPS = 25  # without an event; normally a trial starts within 10
 
 
 class Compared:
@@ -115,7 +115,7 @@ def failing(folder: Path, compared: Compared) -> Results:
 
 
 def spoil(trained: Trained, results: Results) -> None:
-    """Train on NaN."""
+    """Train with a NaN loss."""
     results.setdefault("spoiled", []).append(trained.now()["values"])
     with suppress(NonFiniteLossError):
         trained.run.train_batch({key: each / 0 for key, each in batch_of(0).items()})
