@@ -1,1 +1,1 @@
-"""Recording and timing of every collective of the process."""
+"""Records every collective of the process, and measures how long it takes and blocks training."""

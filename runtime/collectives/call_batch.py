@@ -1,4 +1,7 @@
-"""Calls that leave the training thread together; their device times are read later."""
+"""A batch of recorded calls, which the training thread passes to the watch thread.
+
+Calls on a device are timed by events, which the watch thread reads once they have passed.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from .groups import CollectiveCall, StreamWait
 if TYPE_CHECKING:
     from ..common.accelerator import Event
 
-# The compute stream has not reached the mark where it waits, although the call has ended.
+# A time after all others, in nanoseconds, for a wait that the compute stream has not begun although
+# the call has ended.
 _NOT_REACHED = 2**63
 
 
 @dataclass(slots=True)
 class CallBatch:
-    """Calls in the order in which they were recorded.
+    """A batch of recorded calls, in the order in which they returned.
 
     Attributes:
         calls: The calls.
@@ -38,7 +42,10 @@ class CallBatch:
         return True
 
     def read_events(self, events: EventPool) -> None:
-        """Turn the events of timed calls into times, in nanoseconds before the anchor."""
+        """Set the times of calls timed by events, in nanoseconds relative to the anchor.
+
+        The events are then released to the pool. Does nothing until the anchor has passed.
+        """
         anchor = self.anchor
         if anchor is None or not anchor.query():
             return
@@ -61,7 +68,10 @@ class CallBatch:
         events.release(anchor)
 
     def discard(self) -> int:
-        """Settle all calls as not timed, as nothing will read them; return their number."""
+        """Mark all calls as settled and not timed; return their number.
+
+        For a batch that is dropped, so that nothing waits for the end of its calls.
+        """
         for call in self.calls:
             call.timed = False
             call.settle()

@@ -12,15 +12,22 @@ from ...metrics.catalog.labels import OPS
 from .ops import OPERATIONS, Function, Operation
 
 Getter = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-_SEND, _RECV = OPS.index("send"), OPS.index("recv")
+_SEND = OPS.index("send")
+_RECV = OPS.index("recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReader:
-    """Reads the calls of one function.
+    """Reads the arguments of the calls of one function.
 
-    `payloads` returns (place in OPS, bytes, dtype) of each operation that the call issues. The rest
-    repeats the function's row in `ops.py`, as each is read in every call.
+    Attributes:
+        group: Returns the process group.
+        payloads: Returns (index in OPS, bytes, dtype) of each operation that the call issues.
+        payload_times_group_size: As in the operation's row in `ops.py`. It and the following fields
+            are copied from there because each call reads them.
+        use_group_sequence: As in the function's row.
+        has_future: As in the function's row.
+        point_to_point: As in the operation's row.
     """
 
     group: Getter

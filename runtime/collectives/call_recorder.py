@@ -1,4 +1,4 @@
-"""Records each collective: group, bytes and dtype before it runs, and its times.
+"""Records each collective: its group, payload and dtype before it runs, and its times.
 
 This is the hot path of monitoring: it runs on the training thread for every collective.
 """
@@ -24,12 +24,13 @@ from .event_pool import EventPool
 from .groups import CollectiveCall, Groups, sequence_number
 from .stream_waits import StreamWaitTracker
 
+# Calls after which a batch is passed on, even if the step has not ended.
 BATCH_CALLS = 4096
 _NO_WORK: tuple[Callable[[], Any], None] = (lambda: None, None)
 
 
 class CallRecorder:
-    """The calls since the last `drain`, in the order in which they returned.
+    """Records the calls of the process, and keeps those since the last `drain`.
 
     Attributes:
         groups: The process groups seen so far.
@@ -131,7 +132,7 @@ class CallRecorder:
         started_ns: int,
         ended_ns: int,
     ) -> None:
-        """Record when the calls ended, or arrange for it."""
+        """Record the end of the calls, or have it recorded when an asynchronous operation ends."""
         if reader.use_group_sequence:
             group = calls[0].group
             process_group = group.reference()
@@ -212,26 +213,26 @@ class CallRecorder:
             call.wait_ns = perf_counter_ns()
 
     def _keep_handles(self, calls: list[CollectiveCall], works: Any, started_ns: int) -> None:
-        """Record messages, which are timed only if their handle is waited for within the step."""
+        """Record messages, whose end is known only if the script waits for it within the step."""
         for call in calls:
             call.start_ns = call.issued_ns = started_ns
             call.timed = False
         handles = works if isinstance(works, list) else [works]
         # A batch has a handle for each message, or one for all of them.
-        shares = [[call] for call in calls] if len(handles) == len(calls) else [calls]
-        for handle, share in zip(handles, shares, strict=False):
+        calls_of = [[call] for call in calls] if len(handles) == len(calls) else [calls]
+        for handle, messages in zip(handles, calls_of, strict=False):
             if hasattr(handle, "wait"):
                 key = id(handle)
-                self._messages[key] = share
+                self._messages[key] = messages
                 weakref.finalize(handle, self._messages.pop, key, None).atexit = False
         self._add(calls)
 
     def _add(self, calls: list[CollectiveCall]) -> None:
         self._calls.extend(calls)
         if len(self._calls) >= BATCH_CALLS:
-            self._hand_over()
+            self._pass_batch_on()
 
-    def _hand_over(self) -> None:
+    def _pass_batch_on(self) -> None:
         batch = self.drain()
         if self._on_batch is None:
             self.dropped_calls += batch.discard()

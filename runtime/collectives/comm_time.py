@@ -1,4 +1,4 @@
-"""Time in communication: the length of a union of intervals, over batches that may overlap."""
+"""Time in communication: the time in which at least one collective runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ _BEFORE_ALL = -(2**63)
 
 @dataclass(frozen=True, slots=True)
 class CommTime:
-    """Seconds in at least one interval that no earlier batch covered, in all and by group role."""
+    """Seconds in which at least one call of a batch ran and no call of an earlier batch did.
+
+    Attributes:
+        seconds: The seconds over all calls.
+        by_group: The seconds over the calls of each group role.
+    """
 
     seconds: float
     by_group: dict[str, float]
 
 
 class CommTimeCounter:
-    """The communication time of successive batches; an instant in two of them counts once.
+    """Measures the communication time of successive batches; overlapping time counts once.
 
-    Batches timed by events have an anchor each and cannot be compared: where calls of one overlap
-    the next, they count in both.
+    The times of a batch timed by events are relative to its own anchor. They cannot be compared
+    with those of the next batch, so that time in which calls of both run counts twice.
     """
 
     def __init__(self) -> None:
@@ -52,7 +57,7 @@ class CommTimeCounter:
 
 
 class IntervalUnion:
-    """The length of a union of intervals that arrive in portions, roughly in order."""
+    """Computes the length of a union of intervals that are added in portions, roughly in order."""
 
     def __init__(self) -> None:
         self._reached = _BEFORE_ALL

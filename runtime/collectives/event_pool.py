@@ -1,4 +1,4 @@
-"""Timing events of the accelerator: pooled, recorded on the issuing stream, read later."""
+"""A pool of timing events of the accelerator, which mark moments on its streams."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import deque
 from ..common import accelerator
 from ..common.accelerator import Event, Stream
 
+# Unused events that are kept.
 POOL_SIZE = 4096
 
 
 class EventPool:
-    """Timing events that are recorded again once they were read. Nothing here waits for one.
+    """A pool of timing events, which are recorded again after they were read. It never waits.
 
     Attributes:
         disabled: Whether no events are to be recorded, because they cannot be read.

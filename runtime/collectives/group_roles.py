@@ -1,4 +1,4 @@
-"""The role of a process group, found where DeepSpeed and its callers keep their groups."""
+"""Finds the role of a process group, such as dp, where DeepSpeed and Megatron keep their groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed.utils import groups as registry
 
 
 class _RoleHolders(NamedTuple):
-    """Where groups of one role are kept."""
+    """The attributes and functions that hold the groups of one role."""
 
     role: str
     registry: tuple[str, ...] = ()  # attributes of deepspeed.utils.groups

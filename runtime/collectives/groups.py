@@ -1,4 +1,4 @@
-"""Recorded collectives, and the process groups and rank sets that they ran on."""
+"""The record of a collective, and of the process group and the set of ranks that it runs on."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ RECENT_CALLS = 8192
 
 
 class RankSet:
-    """The global ranks that one or more process groups share; they issue calls in one order.
+    """A set of global ranks, with the calls of all process groups that have exactly these ranks.
 
-    DeepSpeed clones the world group: a missing call shows only if both groups are read together.
+    All members issue these calls in one order, over all groups together. DeepSpeed clones the world
+    group, so that a missing call is found only if the calls of both groups are compared together.
 
     Attributes:
         members: The ranks, in the groups' order.
-        key: Names the rank set; the same on all members.
+        key: Identifies the rank set; the same on all members.
         recent: The last calls, in the order in which they were issued.
-        issued: Calls that were numbered so far.
+        issued: Number of the last call that was numbered, from 1 on; 0 before the first.
         roles: The roles of its process groups.
     """
 
@@ -58,7 +59,7 @@ class RankSet:
 
 
 class Group:
-    """One process group.
+    """The record of one process group.
 
     Attributes:
         backend: The name of its backend, such as "nccl".
@@ -110,10 +111,10 @@ class Group:
 
 
 class StreamWait:
-    """The mark on the compute stream at which it begins to wait for calls.
+    """A point on the compute stream at which it begins to wait for one or more calls.
 
     Attributes:
-        event: The mark.
+        event: The event recorded there.
         num_calls: Number of calls in this wait whose times have not been read yet.
     """
 
@@ -146,7 +147,7 @@ class CollectiveCall:
         wait_phase: The phase of that wait.
         timed: Whether its end can be read.
         start_event: The event at its start, if it runs on a stream; `end_event` is at its end.
-        stream_wait: The mark at which the compute stream began to wait for it; None if it did not.
+        stream_wait: The point at which the compute stream began to wait for it; None if it did not.
         settled: Whether `settle` has set `duration_ns`, `exposed_ns` and `wait_exposed_ns`.
     """
 
@@ -216,7 +217,7 @@ class CollectiveCall:
 
 
 class Groups:
-    """The process groups seen so far, by identity; the references are weak."""
+    """The records of the process groups seen so far, which are referenced weakly."""
 
     def __init__(self) -> None:
         self._role_of: RoleOf = _unknown_role
@@ -261,11 +262,12 @@ class Groups:
         self._label_rank_sets()
 
     def drain_coverage(self) -> float | None:
-        """Return the lowest share of calls recorded since the last time; None if there were none.
+        """Return the lowest coverage of a group since the last call; None if no group issued any.
 
-        Coverage of a group = 1 - max(0, counted - recorded) / counted.
+        The coverage of a group is 1 - max(0, counted - recorded) / counted, where the group itself
+        has counted the calls.
         """
-        shares = []
+        ratios = []
         for key, known in list(self._known.items()):
             counted = known.num_issued()
             if counted is None:
@@ -275,9 +277,9 @@ class Groups:
                 messages = known.point_to_point
                 if messages is not None:  # gloo counts these too
                     recorded, messages.recorded = recorded + messages.recorded, 0
-                shares.append(1 - max(0, counted - recorded) / counted)
+                ratios.append(1 - max(0, counted - recorded) / counted)
                 known.seen_from += counted
-        return min(shares, default=None)
+        return min(ratios, default=None)
 
     def _point_to_point(self, known: Group) -> Group:
         group = known.reference()

@@ -31,7 +31,7 @@ class _InsideCall(threading.local):
 
 
 class CollectiveInstrumentation:
-    """The wrappers of all collectives of a process, from `open` until `close`. Both may repeat.
+    """Wraps all collectives of the process from `open` until `close`, and may be opened again.
 
     Attributes:
         call_recorder: Records the calls.

@@ -20,11 +20,11 @@ class WireFormula(Protocol):
     """Returns the bytes that a rank sends per payload byte, for at least two ranks."""
 
     def __call__(self, backend: str, group_size: int, payload_bytes: int) -> float:
-        """Return the factor; for operations with a root, the mean over the ranks."""
+        """Return bytes sent per payload byte; for operations with a root, the mean over ranks."""
 
 
 class Guard(Flag):
-    """Situations in which all ranks vote before they enter the function."""
+    """The situations in which all ranks agree by a vote before they call a function."""
 
     NONE = 0
     OOM = auto()  # in a window that may run out of memory: trainer/oom_recovery
@@ -59,7 +59,7 @@ class Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation.
+    """One row of the table: an operation, as the metrics label it.
 
     Payload bytes follow nccl-tests' convention (PERFORMANCE.md there): all_gather counts its whole
     output, reduce_scatter its whole input, the others the tensor that they are given.
@@ -91,9 +91,9 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
-# `share_to_others` and `reduce_factor` of tuner/policy/predict.py repeat `_share` and `_reduce`,
+# `share_to_others` and `reduce_factor` of tuner/policy/predict.py repeat this and `_reduce`,
 # because it may not import this package; tests/runtime/tuner/test_predict.py compares them.
-def _share(backend: str, group_size: int, payload_bytes: int) -> float:
+def _all_parts_but_own(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""
     return (group_size - 1) / group_size
 
@@ -103,7 +103,7 @@ def _all_reduce(backend: str, group_size: int, payload_bytes: int) -> float:
 
 
 def _reduce_scatter(backend: str, group_size: int, payload_bytes: int) -> float:
-    """Return the share; on gloo that of all_reduce, which gloo runs instead."""
+    """Return (n-1)/n; on gloo the factor of all_reduce, which gloo runs instead."""
     return (2 if backend == "gloo" else 1) * (group_size - 1) / group_size
 
 
@@ -113,14 +113,14 @@ def _reduce(backend: str, group_size: int, payload_bytes: int) -> float:
     Segments are of 1 MiB at most, two or more for each rank, and as many for each.
     """
     if backend != "gloo":
-        return _share(backend, group_size, payload_bytes)
+        return _all_parts_but_own(backend, group_size, payload_bytes)
     needed = max(math.ceil(payload_bytes / _GLOO_SEGMENT_BYTES), 2 * group_size)
     num_segments = math.ceil(needed / group_size) * group_size
     return 1 - 2 / num_segments + (group_size - 1) / group_size**2
 
 
 def _one_root(backend: str, group_size: int, payload_bytes: int) -> float:
-    """The payload is all parts, and only the root has them."""
+    """Return (n-1)/n^2: all parts but the root's are sent once, in the mean over n ranks."""
     return (group_size - 1) / group_size / group_size
 
 
@@ -166,7 +166,7 @@ OPERATIONS: tuple[Operation, ...] = (
             "output_tensor_lists",
             "output_tensor_list",
         ),
-        wire_formula=_share,
+        wire_formula=_all_parts_but_own,
         symmetric=True,
         functions=(
             Function(name="all_gather"),
@@ -205,13 +205,13 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="broadcast",
         payload=("tensor",),
-        wire_formula=_share,
+        wire_formula=_all_parts_but_own,
         functions=(Function(name="broadcast"),),
     ),
     Operation(
         label="all_to_all",
         payload=("input", "input_tensor_list"),
-        wire_formula=_share,
+        wire_formula=_all_parts_but_own,
         symmetric=True,
         functions=(Function(name="all_to_all"), Function(name="all_to_all_single")),
     ),

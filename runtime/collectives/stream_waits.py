@@ -1,4 +1,4 @@
-"""The collectives that block the compute stream: it must wait for their end.
+"""Finds which collectives the compute stream waits for, and when that wait begins.
 
 A call that is issued or waited for on another stream does not block the compute stream by itself.
 That stream then carries the call, until the compute stream or the host waits for the stream.
@@ -29,7 +29,7 @@ MAX_CARRIED = 512
 
 
 class StreamWaitTracker:
-    """Marks where the compute stream begins to wait for each call.
+    """Records an event on the compute stream wherever it begins to wait for calls.
 
     Attributes:
         dropped_in_capture: Calls, and waits for calls, left out because a graph was captured.
@@ -106,7 +106,7 @@ class StreamWaitTracker:
     def on_stream_sync(self, stream: Stream) -> None:
         """Record that the host is about to wait for a stream, and so queues no compute meanwhile.
 
-        The device reaches a mark on the compute stream once that stream has no more work.
+        The device reaches an event on the compute stream once that stream has no more work.
         """
         carried = self._carried.get(self._handle_of(stream))
         if carried and stream != self._compute:
@@ -151,7 +151,7 @@ class StreamWaitTracker:
 
 
 class Inside(Protocol):
-    """A flag of each thread: whether it is inside a wrapped function already."""
+    """A flag that each thread has for itself: whether it is inside a wrapped function."""
 
     value: bool
 

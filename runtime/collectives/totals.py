@@ -1,4 +1,4 @@
-"""Sums over settled calls: of a step for its record, of a period for the metrics."""
+"""Sums over settled calls: those of a step for its record, those of a second for the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpTotals:
 
 
 class PeriodTotals:
-    """Sums over the calls of some seconds, for the metrics.
+    """Sums over the calls between two publications of the metrics.
 
     Attributes:
         comm_seconds: Length of the union of the calls' intervals, by group role.
@@ -66,7 +66,7 @@ class _StepOpTotals:
 
 
 class StepCommTotals:
-    """Sums over the calls of one step, for its record. Computed for every step.
+    """Sums over the calls of one step, for its record.
 
     Attributes:
         seconds: Length of the union of all calls' intervals.

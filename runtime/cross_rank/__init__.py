@@ -1,1 +1,1 @@
-"""Comparison of the ranks over the c10d store: waits and causes, stragglers, divergence."""
+"""Compares the ranks over the c10d store: waits and causes, stragglers, divergence, hangs."""

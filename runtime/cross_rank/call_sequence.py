@@ -1,6 +1,6 @@
-"""This rank's calls of one rank set: which are reported, and which are yet to be compared.
+"""Follows the calls that this rank issues on one rank set, and reports them once each.
 
-Reads the recent calls that the instrumentation keeps; nothing here runs on the training thread.
+It reads the recent calls that the instrumentation keeps. It runs on the comparison thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from ...metrics.catalog.labels import OPS
 from ..collectives.groups import RECENT_CALLS, CollectiveCall, RankSet
 from .rank_messages import MAX_PENDING_VALUES, CallReport, SequenceHash, signature
 
-# Its sizes may differ over the members, and one's size does not belong to another's duration.
+# The operation whose size may differ between members, so that the size on one rank does not explain
+# the duration on another.
 UNEVEN = OPS.index("all_to_all")
-# A job with ever new sizes has ever new signatures: no more than that are cached.
+# Signatures that are cached: a job whose sizes change all the time has new ones all the time.
 MAX_SIGNATURES = 4096
 
 
 class CallSequence:
-    """Follows the calls of one rank set.
+    """The calls of one rank set on this rank, from being issued to being compared.
 
     Args:
         rank_set: The rank set.
@@ -128,7 +129,7 @@ class CallSequence:
         self._issued.append(self._signature(call))
 
     def _advance(self) -> None:
-        """Move on the calls that have settled, the numbered ones in their order."""
+        """Sort the calls that have settled into those to report, in order, and local ones."""
         while self._in_flight and (self._in_flight[0].settled or not self._in_flight[0].sequence):
             call = self._in_flight.popleft()
             if call.sequence:

@@ -108,11 +108,11 @@ class CostTotals:
 
 
 class CommCosts:
-    """The collectives of one rank set on this rank, over one backend.
+    """Adds up the costs of the calls of one rank set over one backend, and estimates its link.
 
     Attributes:
         rank_set: The rank set.
-        link: Latency and bandwidth, from the calls compared so far; None at first.
+        link: Latency and bandwidth by the calls so far; None before the first.
         wire_bytes: Bytes sent so far, which decide what backend's link is published for a role.
     """
 
@@ -133,7 +133,7 @@ class CommCosts:
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        """Add a symmetric call, given its least duration over the ranks."""
+        """Add a symmetric call, given its least duration over the ranks; the excess was waiting."""
         wire_bytes = _wire_bytes(call)
         self.wire_bytes += wire_bytes
         if call.op != UNEVEN:
@@ -146,7 +146,7 @@ class CommCosts:
     def add_local_only(
         self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
     ) -> None:
-        """Add a call without counterparts: what the link does not explain was waiting."""
+        """Add a call that is not compared: what the link does not explain was waiting."""
         if not call.timed:
             return
         if OPS[call.op] in POINT_TO_POINT:
@@ -156,7 +156,7 @@ class CommCosts:
         self._add(call, wire_bytes, wait, totals, volume_ratio)
 
     def add_uncomparable(self, call: CollectiveCall, totals: CostTotals) -> None:
-        """Add a call of which it is unknown what it waited for."""
+        """Add a call of which it is unknown how long it waited: it counts as exposed only."""
         if call.timed:
             totals.exposed[call.group.role] += call.exposed_ns / 1e9
 
@@ -227,10 +227,13 @@ class CommCosts:
 
 
 def bus_bandwidth(calls: list[tuple[float, float]]) -> float | None:
-    """Return bytes per second of (wire bytes, least seconds) of calls; None if none moved any.
+    """Return the bus bandwidth in bytes per second; None if no call moved any bytes.
 
-    The median call's, so that one lost packet does not show, and of the larger half of sizes only:
-    small calls show the latency, not the bandwidth.
+    It is the median over the calls, so that one lost packet does not count. Only calls of at least
+    half of the largest size count, as small calls show the latency.
+
+    Args:
+        calls: Wire bytes of each call, and its least duration over the ranks in seconds.
     """
     largest = max((wire for wire, _ in calls), default=0.0)
     rates = [wire / seconds for wire, seconds in calls if wire >= largest / 2 and seconds > 0]

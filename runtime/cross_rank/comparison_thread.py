@@ -1,8 +1,7 @@
 """The thread on which the ranks compare their collectives and step times, over the c10d store.
 
-It blocks for no other rank: it writes its own reports, and reads what others have written.
-While the store fails, this rank's costs count as local only; the store is tried again from time to
-time.
+It never waits for another rank: it writes its own reports, and reads what others have written.
+While the store fails, nothing is compared, and the store is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 # Heartbeats are sent at each poll, and must come often enough to be distinguished from silence.
 POLLS_PER_EXCHANGE = 5
 MAX_POLL_INTERVAL_SECONDS = 2.0
+# Longest wait for results at the end of a run.
 CLOSING_SECONDS = 1.0
 # A rank without progress for so long reads whether another one announces a hang: that one may find
 # it earlier, as the limits differ.
@@ -40,7 +40,9 @@ SECONDS_BETWEEN_LINES = 600.0
 
 
 class ComparisonThread:
-    """Exchanges reports until `stop`.
+    """Exchanges reports with the other ranks from `start` until `stop`.
+
+    The metric of the overhead has its CPU time as part `cross_rank_thread`.
 
     Args:
         clients: Makes clients of the c10d store for this thread alone. None: nothing is compared.
@@ -110,7 +112,7 @@ class ComparisonThread:
 
     @property
     def divergence(self) -> str | None:
-        """Which ranks diverged from the common sequence of collectives, as a message, or None."""
+        """A message that names the ranks whose collectives diverged; None while none did."""
         return self._reporter.divergence
 
     @property
@@ -124,7 +126,7 @@ class ComparisonThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Report what is left, wait up to a second for results, and end. Safe to call twice."""
+        """Send a last report, wait up to a second for results, and end. Safe to call twice."""
         self._stopping = True
         if self._connection is not None:  # no call may outlive the interpreter
             self._connection.set_timeout(CLOSING_SECONDS)
@@ -133,7 +135,7 @@ class ComparisonThread:
             self._thread.join(2 * CLOSING_SECONDS)
 
     def report_now(self) -> None:
-        """Report at once; return when that is done, after a second at the latest. Any thread."""
+        """Send a report at once and wait until it is sent, for a second at most. Any thread."""
         self._num_requested += 1
         requested, end = self._num_requested, time.monotonic() + CLOSING_SECONDS
         self._next_exchange = 0.0
@@ -284,11 +286,12 @@ class ComparisonThread:
 
 
 class CompareReporter:
-    """Publishes results as metrics and log lines. Only a rank set's first rank logs them.
+    """Publishes the results of comparisons as metrics and log lines.
+
+    Each rank publishes its metrics; only the first rank of a rank set logs.
 
     Attributes:
-        divergence: Which ranks diverged from the common sequence of collectives, as a message, or
-            None.
+        divergence: A message that names the ranks whose collectives diverged; None while none did.
     """
 
     def __init__(

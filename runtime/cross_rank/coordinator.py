@@ -1,4 +1,4 @@
-"""The rank that merges a rank set's reports and compares them.
+"""Merges and compares the reports of a rank set, on its first rank.
 
 Above 64 members, the first rank of each block of 64 merges the reports of its block, and the first
 rank of the rank set merges the blocks, so that no rank reads a thousand reports.
@@ -23,13 +23,14 @@ from .stragglers import (
     step_time_reference,
 )
 
+# Ranks whose reports are merged by the first of them.
 BLOCK_SIZE = 64
 # A rank without step times, while another one has sent some more often than this, is left out.
 MAX_MISSED_STEP_TIMES = 4
 
 
 def rank_blocks(members: Sequence[int]) -> dict[int, Sequence[int]]:
-    """Return the blocks by their first rank; with few members each is a block of its own."""
+    """Return the blocks by their first rank; up to BLOCK_SIZE members, each is its own block."""
     size = BLOCK_SIZE if len(members) > BLOCK_SIZE else 1
     return {members[at]: members[at : at + size] for at in range(0, len(members), size)}
 
@@ -96,7 +97,7 @@ class Coordinator:
         """Return the new result for the rank set; None if nothing is new.
 
         Args:
-            compare_step_times: Whether to look for stragglers over this rank set.
+            compare_step_times: Whether stragglers are detected over this rank set.
         """
         calls, divergence = self._merger.drain(), self._new_divergence()
         reference, stragglers = self._compare_step_times() if compare_step_times else (None, ())

@@ -1,4 +1,4 @@
-"""Divergence: the ranks that issued a collective which the others did not."""
+"""Finds the ranks whose sequence of collectives differs from that of the other ranks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# Calls before a divergence that are compared with the history.
 MAX_CONTEXT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first call in which the members of a rank set differ.
+    """The first collective at which the members of a rank set issued different calls.
 
     Attributes:
         sequence: The call's number.

@@ -1,8 +1,8 @@
-"""Which rank caused the error that a collective raised, as far as this rank alone can decide.
+"""Finds which rank caused the error that a collective raised, from this rank's calls alone.
 
-A launcher kills the other ranks a tenth of a second after the first has died, which is too short to
-ask them. A rank issues in a step what it has issued in the step before: if the failed call never
-followed the calls before it, this rank has diverged; else a peer has failed.
+A launcher kills the other ranks a tenth of a second after the first has died, which is too short
+for an exchange between ranks. Each step issues the same calls as the step before. If the failed
+call never followed the calls before it, this rank has diverged; otherwise a peer has failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Calls that must have come in a known order before a call out of order counts as a divergence.
 MIN_CONTEXT = 2
-MAX_CALLS = 1024  # some milliseconds' work
+# The last calls that are compared, which takes some milliseconds.
+MAX_CALLS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Attribution:
 
 
 class CollectiveErrorAnalyzer:
-    """Analyzes a collective that raised, before the exception propagates.
+    """Logs the likely cause when a collective raises, before the exception propagates.
 
     Args:
         rank: This rank.

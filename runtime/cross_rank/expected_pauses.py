@@ -1,7 +1,8 @@
-"""Pauses in which no progress is expected, and how long they are accepted.
+"""Decides whether a rank without progress is expected to have none, such as in a checkpoint.
 
-A pause is accepted for ten limits after the last progress of its rank. A rank that waits in a
-collective does not pause, for any reason: a rank that evaluates alone would wait for ever.
+A pause is accepted for ten hang limits after the last progress. A rank that waits in a collective
+never counts as pausing: otherwise the hang of a rank that evaluates alone, in a collective that no
+other rank enters, would never be detected.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from .hang_evidence import RankSetSummary
 from .rank_messages import Heartbeat
 from .thread_stacks import END, PROMPT, silent_activity
 
+# Phases without steps.
 PAUSES = {EVAL, CHECKPOINT}
+# How long a pause is accepted, in hang limits.
 ACCEPTED_LIMITS = 10
-# The share of the limit after which a rank that waits in a collective no longer announces a pause.
-# The others read that before they have waited for a whole limit themselves.
+# A rank that waits in a collective for this fraction of the limit no longer announces a pause. The
+# others read that before they have waited for a whole limit themselves.
 WAITING_LIMITS = 0.5
 # A peer with an older heartbeat does not count as pausing, even if it announced a pause.
 MAX_HEARTBEAT_SECONDS = 15.0
+# Time without progress from which on stacks and collectives are read to decide about a pause.
 MIN_IDLE_SECONDS = 2.0
 
 
 class ExpectedPauses:
-    """The expected pauses of one rank; made on the training thread, used on any.
+    """Decides whether this rank is in an expected pause. Made on the training thread, used on any.
 
-    `idle_seconds` of the methods is the time since the last progress.
+    The argument `idle_seconds` is the time since the last progress, `limit_seconds` the hang limit.
     """
 
     def __init__(self, phase_timer: PhaseTimer, context: HangContext) -> None:

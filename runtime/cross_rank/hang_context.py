@@ -1,4 +1,4 @@
-"""The state of this rank and its peers for hang detection. Nothing here blocks."""
+"""Reads the state of this rank and of its peers for hang detection, without blocking."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from .comparison_thread import ComparisonThread
 from .hang_evidence import CallSummary, RankSetSummary
 from .rank_messages import Heartbeat
 
+# The last calls of each rank set that are read for a report.
 CALLS_PER_RANK_SET = 64
 
 
 class HangContext:
-    """Collectives, peers and the run folder, as hang detection needs them.
+    """Reads the collectives, the peers and the run folder for hang detection.
 
-    Each method but `folder` fails open on its own: once it has raised it returns None, and the
-    others go on.
+    Each method but `folder` fails open on its own: from its first exception on it returns None,
+    while the others still work.
 
     Args:
         rank: This rank.
@@ -64,9 +65,10 @@ class HangContext:
         self.announce_hang = fail_open.wrap("hang notice", thread.announce_hang)
 
     def _last_activity_ns(self) -> int:
-        """Return when a collective was last seen to start or end, as precisely as this is called.
+        """Return when a collective was last observed to start or end.
 
-        It compares with the call before, so that the hot path of a collective has no extra work.
+        The time is as precise as this method is called often: it compares the state with that of
+        its last call, so that recording a collective has no extra cost.
         """
         seen = [_progress(rank_set) for rank_set in self._groups.rank_sets()]
         if seen != self._seen:

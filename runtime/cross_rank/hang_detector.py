@@ -1,4 +1,4 @@
-"""Decides when training hangs, from samples alone: it has no clock, thread or file."""
+"""Decides whether training hangs, from samples of its progress; it reads no clock itself."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+# Steps that must have ended before a hang is detected.
 MIN_STEPS = 3
+# The last steps of which the median duration is taken.
 MEDIAN_STEPS = 64
+# The limit is at least so many median steps.
 LIMIT_STEPS = 10
-MAX_LIMITS = 2  # that are reported of one hang
+# Limits that are reported for one hang.
+MAX_LIMITS = 2
 # Updates are a second apart. After a longer gap the process was stopped, or its interpreter lock
 # was held: then it is unknown whether training made progress.
 MAX_GAP_NS = 5 * 10**9
@@ -20,7 +24,7 @@ MIN_ANNOUNCED_SECONDS = 2.0
 
 
 class HangState(Enum):
-    """The result of an update."""
+    """What has changed with a sample."""
 
     UNCHANGED = auto()
     HANG = auto()  # no progress on this rank for longer than the limit

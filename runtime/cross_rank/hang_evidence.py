@@ -1,4 +1,4 @@
-"""Evidence of a hang, as plain data."""
+"""The data of a hang report: the state of a rank, of its peers and of its collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .rank_messages import Heartbeat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetSummary:
-    """A rank set of this rank.
+    """What is known of one rank set of this rank.
 
     Attributes:
         key: The rank set's key.
@@ -29,7 +29,7 @@ class RankSetSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSummary:
-    """A collective of this rank.
+    """What is known of one collective of this rank.
 
     Attributes:
         key: The rank set's key.
@@ -56,7 +56,7 @@ class CallSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangEvidence:
-    """The content of a report, without the stacks.
+    """The content of a hang report, except the stacks.
 
     Attributes:
         rank: This rank.
@@ -71,7 +71,7 @@ class HangEvidence:
         peers: The other ranks; None if nothing is known about them.
         rank_sets: This rank's rank sets, by key.
         calls: This rank's last collectives, by rank set, in the order of issue.
-        divergence: Which ranks diverged from the common sequence of collectives before.
+        divergence: A message that names the ranks whose collectives diverged; None if none did.
     """
 
     rank: int

@@ -1,7 +1,7 @@
-"""Checks each second whether training hangs; if so it counts, announces, reports, and may abort.
+"""Checks each second whether training hangs. On a hang it writes a report, and may abort.
 
-A check reads what is in memory already: it takes some microseconds and never blocks. What may
-block, the disk and the log, runs on a thread of its own.
+A check only reads memory: it takes some microseconds and never blocks. The report and the log lines
+may block, and are written on a thread of their own.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from .thread_stacks import python_location
 logger = logging.getLogger(__name__)
 
 ABORT_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+# Longest wait for the log before the process is ended.
 FLUSH_SECONDS = 1.0
 
 
 class HangMonitor:
-    """Watches the training thread, on which it must be made. Its methods run on the watch thread.
+    """Detects hangs of the training thread, on which it must be made.
+
+    Its methods run on the watch thread.
 
     Args:
         context: Collectives, peers and the run folder.
@@ -77,7 +80,7 @@ class HangMonitor:
             recorder.add(communication.HANGS, 0)
 
     def expected_pause(self) -> str | None:
-        """Return why no progress is expected now, for the peers; None while this rank trains.
+        """Return the reason why no progress is expected now, for the peers; None while it trains.
 
         Reads all stacks if there is no progress. Any thread.
         """
@@ -85,7 +88,7 @@ class HangMonitor:
         return self._pauses.announced(idle_seconds, self._limit_seconds)
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Add a step that has ended."""
+        """Use the duration of a step that has ended for the limit."""
         self._step = record.step
         self._detector.add_step(record.training_seconds)
 

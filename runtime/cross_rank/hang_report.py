@@ -29,14 +29,19 @@ SILENT_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingRanks:
-    """Ranks that have not arrived at a collective, or that wait there for this rank."""
+    """Ranks that have not arrived at a collective, or that wait in it for this rank.
+
+    Attributes:
+        ranks: The ranks.
+        call: The collective, in words.
+    """
 
     ranks: tuple[int, ...]
     call: str
 
 
 def report_text(evidence: HangEvidence) -> str:
-    """Return the report without the stacks; line 1 is the summary."""
+    """Return the text of the report except the stacks; the first line is the summary."""
     lines = [summary(evidence), "", *_moment(evidence), ""]
     lines += [*_absences(evidence), *_peers(evidence), "", *_calls(evidence), "", *_threads()]
     return "\n".join(lines) + "\n"
@@ -75,7 +80,7 @@ def write_flight_recorder_dump(report: Path, dump: bytes) -> None:
 
 
 def summary(evidence: HangEvidence) -> str:
-    """Return in one line where this rank is, and which ranks are missing."""
+    """Return one line that says where this rank is and which ranks are missing."""
     parts = [_about_calls_in_flight(evidence) or _about_this_rank(evidence)]
     if evidence.divergence is not None:
         parts.insert(0, evidence.divergence)
@@ -87,7 +92,7 @@ def summary(evidence: HangEvidence) -> str:
 def missing(evidence: HangEvidence) -> list[MissingRanks]:
     """Return, for each rank set with a collective in flight, the members that have not issued it.
 
-    If several collectives are in flight, it looks at the first: the other members wait for it.
+    Of several collectives in flight only the first counts: the other members wait for that one.
     """
     if evidence.peers is None:
         return []

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes one to the store; they are read only while training is stuck.
+"""Heartbeats, which each rank writes to the store, and reads only while training is stuck.
 
 Clocks of two hosts may differ, so a heartbeat holds a count, and its age is how long the reader has
 seen that count unchanged.
@@ -17,11 +17,14 @@ from .coordinator import BLOCK_SIZE
 from .rank_messages import Heartbeat
 from .store_log import StoreConnection
 
+# Ranks whose heartbeats are read at most.
 MAX_PEERS = 1024
 # A rank that hangs announces it again at each poll; an older announcement is of a hang that ended.
 ANNOUNCEMENT_SECONDS = 15.0
 READ_INTERVAL_SECONDS = 5.0
-READS_PER_STUCK_TIME = 4  # at least so many reads in the time after which a rank counts as stuck
+# At least so many reads in the time after which a rank counts as stuck.
+READS_PER_STUCK_TIME = 4
+# Intervals between reads after which a digest that does not change is ignored.
 MAX_DIGEST_AGE_READS = 3.0
 
 

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a group's link (alpha-beta model), from calls of several sizes."""
+"""Estimates the latency and bandwidth of a group's link (alpha-beta model) from its calls."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+# Sizes that are kept; the one that was used least recently is dropped.
 MAX_SIZES = 32
+# The last durations that are kept of each size.
 DURATIONS_PER_SIZE = 64
 # Two sizes show a bandwidth only if they differ clearly, else noise is divided by almost nothing.
 MIN_SIZE_RATIO = 2.0
+# Successive fits over which a bandwidth must last to count as sustained.
 SUSTAINED_FITS = 3
 # Calls so small that their bytes do not matter: 16 KiB take 16 us at 1 GB/s, a call some hundred.
 TINY_BYTES = 16384
-MIN_TINY_CALLS, MAX_TINY_CALLS = 5, 256
+# Tiny calls from which on their median is the latency.
+MIN_TINY_CALLS = 5
+# The last tiny calls that are kept.
+MAX_TINY_CALLS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A group's base latency in seconds, and its bandwidth in bytes per second of wire bytes.
+    """The estimated link of a group, in terms of wire bytes.
 
-    `bandwidth` is None while no two sizes differ in duration; `largest_bytes` is the largest size
-    that was measured.
+    Attributes:
+        latency: Seconds of a call without data.
+        bandwidth: Bytes per second; None while no two sizes differ in duration.
+        largest_bytes: The largest size that was measured.
     """
 
     latency: float
@@ -83,7 +91,7 @@ class LinkEstimate:
             latency = self._tiny_latency(0.0) or min(points)[1]
             return Link(latency=latency, bandwidth=None, largest_bytes=largest)
         latency = self._tiny_latency(slope) or _intercept(points, slope)
-        if slope * largest > latency:  # else noise could look like any bandwidth
+        if slope * largest > latency:  # else noise could pass for any bandwidth
             self._clear.append(1 / slope)
             if len(self._clear) == SUSTAINED_FITS:
                 self.best_bandwidth = max(self.best_bandwidth or 0.0, min(self._clear))

@@ -1,4 +1,4 @@
-"""This rank's side of the comparison: what it reports, and what its collectives have cost it."""
+"""Reports this rank's collectives to the comparison, and adds up what they cost on this rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Messages between the ranks over the c10d store: the records and their encoding.
+"""The messages that ranks exchange over the c10d store, and their encoding.
 
-Calls are matched over the ranks by the rank set's key and the call's number in it.
+A call on one rank corresponds to the call with the same rank set key and number on another rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SequenceHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReport:
-    """Calls of one rank set: what one rank has issued, or several ranks together.
+    """The new calls of one rank set on one rank, or on several ranks after merging.
 
     The two arrays cover different calls: a call is issued some time before its duration is known.
 

@@ -1,4 +1,4 @@
-"""The reports of a rank set's members, merged as far as all have reported."""
+"""Merges the reports of a rank set's members, up to the last call that all have reported."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Values = npt.NDArray[Any]
 # Signatures of the common sequence that are kept to attribute a divergence: some steps of a big
 # model.
 MAX_HISTORY = 4096
-# A job with ever new sizes has ever new signatures: no more names than that are kept.
+# Names that are kept: a job whose sizes change all the time has new signatures all the time.
 MAX_NAMES = 4096
 
 
 class ReportMerger:
-    """Merges the reports of a rank set's members, each as far as all have reported.
+    """Merges the reports of a rank set's members, and finds the first call in which they differ.
 
     After the first divergence nothing is compared. One call more or less on a member shifts the
     numbers of all later calls, so it is unknown which calls belong together.
@@ -57,7 +57,7 @@ class ReportMerger:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part now."""
+        """Number of ranks that take part now."""
         return sum(len(self._ranks[member]) for member in self._members)
 
     def add(self, member: int, report: CallReport, names: Mapping[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""All traffic between the ranks over the c10d store: reports, results and heartbeats."""
+"""Sends and receives the reports, results and heartbeats of the ranks over the c10d store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATIENCE_EXCHANGES = 4
 
 
 class StoreChannel:
-    """This rank's reports, the results, and heartbeats.
+    """The connection of one rank to the others: it sends reports, and reads results and heartbeats.
 
     Args:
         store: The connection.
@@ -86,7 +86,7 @@ class StoreChannel:
 
         Args:
             rank_sets: This rank's rank sets.
-            compared: The rank set over which stragglers are looked for.
+            compared: The rank set over which stragglers are detected.
         """
         shared = [rank_set for rank_set in rank_sets if rank_set.size > 1]
         for rank_set in shared:
@@ -197,7 +197,7 @@ class CoordinatorReader:
         """Read new reports, send what results from them, and return this rank's own results.
 
         Args:
-            compared: The rank set over which stragglers are looked for.
+            compared: The rank set over which stragglers are detected.
         """
         for source in self._sources.values():
             self._read(source)

@@ -1,6 +1,6 @@
 """Access to the c10d store: a connection that is opened again after a failure, and logs in it.
 
-Nothing here blocks for another rank: reading an absent key would, so keys are checked first.
+Nothing here waits for another rank. Reading an absent key would, so keys are checked first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch.distributed.distributed_c10d import Store
 from ...metrics.backoff import Backoff
 from ..common.rank_store import StoreClientFactory
 
+# Delay before the first retry after a failure; it doubles with each failure.
 FIRST_RETRY_SECONDS = 30.0
 MAX_RETRY_SECONDS = 300.0
-MAX_ENTRIES = 16  # of a log; older ones are deleted, so that the store does not grow
+# Entries of a log that are kept; older ones are deleted, so that the store does not grow.
+MAX_ENTRIES = 16
 
 
 class StoreConnection:
@@ -104,7 +106,7 @@ class StoreConnection:
 
 
 class StoreLogWriter:
-    """A log in the store, which one rank appends to and others read.
+    """Appends to a log in the store, which other ranks read.
 
     Raises:
         RuntimeError: The store does not respond; raised by every method.
@@ -132,7 +134,7 @@ class StoreLogWriter:
 
 
 class StoreLogReader:
-    """Another rank's log: the entries in order, each once.
+    """Reads the log of another rank: each entry once, in order.
 
     Attributes:
         has_entries: Whether an entry was ever read.

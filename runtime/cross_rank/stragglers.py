@@ -1,4 +1,4 @@
-"""Step times by phase, compared over the ranks: which rank is slow, and in which phase."""
+"""Compares step times by phase over the ranks, to find which rank is slow in which phase."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ Table = npt.NDArray[np.float64]  # a row per rank, a column per phase of COMPARE
 
 # A median of fewer steps says little about a rank: one hiccup, or one long batch, moves it.
 MIN_STEPS = 8
+# The last steps that are kept until an exchange.
 MAX_STEPS = 256
-WARM_UP_STEPS = 3  # memory is allocated, traces are recorded, code is compiled
+# First steps that are left out: memory is allocated, traces are recorded, code is compiled.
+WARM_UP_STEPS = 3
+# Deviations above the reference from which on a rank is slow.
 DEVIATIONS = 4
+# Exchanges in a row at which a rank must be slow, or no longer slow, to change its status.
 EXCHANGES_TO_CONFIRM = 2
 
 _COMPARED = tuple(PHASES.index(phase) for phase in COMPARED_PHASES)

@@ -1,6 +1,6 @@
-"""Finds the Python line of the training thread, and work that shows no progress.
+"""Reads the stacks of the process's threads: where training is, and whether it compiles or waits.
 
-Reads the names of files and functions in frames, never locals.
+It reads the names of files and functions in frames, never local variables.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _DEBUGGERS = tuple(os.path.join(_PYTHON, file) for file in ("pdb.py", "code.py")
 _EVENT_LOOP = os.path.join(_PYTHON, "selectors.py")
 _NOTEBOOK = f"{os.sep}ipykernel{os.sep}"
 _SHUTDOWN = (os.path.join(_PYTHON, "threading.py"), "_shutdown")
-COMPILATION, PROMPT, END = "compilation", "a prompt", "the script's end"
+# Activities that show no progress, as they are announced to the peers.
+COMPILATION = "compilation"
+PROMPT = "a prompt"
+END = "the script's end"
 
 
 def silent_activity(training_thread: int) -> str | None:
-    """Return what the process does that shows no progress, or None if there is nothing known."""
+    """Return the known activity without progress that the process is in; None if it is in none."""
     return silent_activity_in(sys._current_frames(), training_thread)
 
 

@@ -102,7 +102,7 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
-# `share_to_others` and `reduce_factor` repeat `_share` and `_reduce` of collectives/ops.py, which
+# `share_to_others` and `reduce_factor` repeat formulas of collectives/ops.py, which
 # this package may not import; tests/runtime/tuner/test_predict.py compares them.
 def share_to_others(ranks: int) -> float:
     """Return the share of a payload that a rank of a ring sends to other ranks."""
