@@ -1,4 +1,7 @@
-"""Writes and checks what is generated: dashboards, rules, alerts, Kubernetes objects."""
+"""Writes the generated files: dashboards, rules, alerts and Kubernetes objects.
+
+Also checks whether the committed copies in `rendered/` are up to date.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ _BUILD = "run `zerowatch dashboards build`"
 
 
 def rendered_files(links: Links | None = None) -> dict[str, str]:
-    """Return the text of each generated file by its path, sorted by path.
+    """Return the text of each generated file, by its path relative to the output folder.
 
     Args:
-        links: Where the alerts' links lead; by default as in the files that are shipped.
+        links: The base addresses of the links in alerts; by default those of the shipped files.
     """
     files = {**dashboard_files(), **rule_files(timing=Timing(), links=links)}
     return dict(sorted({**files, **kubernetes_files(files)}.items()))
 
 
 def dashboard_files() -> dict[str, str]:
-    """Return each dashboard's JSON by its path."""
+    """Return the JSON text of each dashboard, by its path relative to the output folder."""
     return {
         f"grafana/{dashboard.uid}.json": _json_text(dashboard_json(dashboard))
         for dashboard in DASHBOARDS
@@ -35,16 +38,16 @@ def dashboard_files() -> dict[str, str]:
 
 
 def build(out: Path, links: Links | None = None) -> list[Path]:
-    """Write all files below `out`, and return their paths.
+    """Write all generated files below the folder `out`, and return their paths.
 
-    It removes files of an earlier build that are no longer generated, and no other files.
+    Files of an earlier build that are no longer generated are removed; other files are kept.
 
     Raises:
         OSError: A file cannot be written or removed.
     """
     files = rendered_files(links)
-    for path in _beside(out, files):
-        if _is_ours(out / path):
+    for path in _not_generated(out, files):
+        if _is_from_a_build(out / path):
             (out / path).unlink()
     for path, text in files.items():
         file = out / path
@@ -54,13 +57,16 @@ def build(out: Path, links: Links | None = None) -> list[Path]:
 
 
 def stale(folder: Path) -> list[str]:
-    """Say of each file in `folder` that is not what would be generated, what to do about it."""
+    """Return a message for each file in `folder` that differs from what a build would write.
+
+    The message names the file and says what to do. The list is empty if all is up to date.
+    """
     files = rendered_files()
     messages = [_fault(folder / path, text) for path, text in files.items()]
     messages += [
         f"{folder / path}: nothing generates it. Move it elsewhere, or {_BUILD}, which removes "
         "what an earlier build left."
-        for path in _beside(folder, files)
+        for path in _not_generated(folder, files)
     ]
     return sorted(filter(None, messages))
 
@@ -76,8 +82,8 @@ def _fault(file: Path, text: str) -> str:
     return ""
 
 
-def _beside(folder: Path, files: dict[str, str]) -> list[str]:
-    """Return the files next to generated ones, in subfolders, that are not generated."""
+def _not_generated(folder: Path, files: dict[str, str]) -> list[str]:
+    """Return the files that are not generated but lie in a subfolder of generated ones."""
     subfolders = {path.partition("/")[0] for path in files if "/" in path}
     there = {
         file.relative_to(folder).as_posix()
@@ -88,8 +94,8 @@ def _beside(folder: Path, files: dict[str, str]) -> list[str]:
     return sorted(there - files.keys())
 
 
-def _is_ours(file: Path) -> bool:
-    """Whether a build wrote it: by the name of a dashboard, else by its first line."""
+def _is_from_a_build(file: Path) -> bool:
+    """Whether an earlier build wrote the file, judged by its name or its first line."""
     if file.suffix == ".json":
         return file.name.startswith(PREFIX)
     return file.read_text(encoding="utf-8", errors="replace").startswith(NOTE)

@@ -1,4 +1,7 @@
-"""The commands for what people look at: dashboards and stack. Their work is imported when used."""
+"""The commands `zerowatch dashboards` and `zerowatch stack`.
+
+Each command imports its implementation only when it runs, so that --help needs no extra packages.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def dashboards() -> None:
     help="Folder to write to; by default where the stack reads them.",
 )
 @click.option("--grafana", metavar="URL", help="Your Grafana, for the links in alerts.")
-@click.option("--runbook", metavar="URL", help="Your copy of runbook.md, likewise.")
+@click.option("--runbook", metavar="URL", help="Your copy of runbook.md, for the links in alerts.")
 @click.option("--check", is_flag=True, help="Write nothing; fail if files are not up to date.")
 def build(out: Path, grafana: str | None, runbook: str | None, check: bool) -> None:
     """Write the dashboards, rules and alerts that Grafana, Prometheus and Kubernetes read.
@@ -71,7 +74,9 @@ def stack() -> None:
 
 @stack.command()
 @_native
-@click.option("--without-trainer", is_flag=True, help="Without the demo, for a job of your own.")
+@click.option(
+    "--without-trainer", is_flag=True, help="Do not start the demo; for a job of your own."
+)
 @click.option("--gpu", is_flag=True, help="Let the demo train on this machine's GPUs.")
 def up(native: bool, without_trainer: bool, gpu: bool) -> None:
     """Start the stack in the background, with a demo to look at.
@@ -103,26 +108,26 @@ def down(native: bool, volumes: bool) -> None:
         return
     from .compose_stack import down as compose_down
 
-    with _native_in_mind("down"):
+    with _native_hint("down"):
         compose_down(volumes=volumes)
 
 
 @stack.command()
 @_native
 def status(native: bool) -> None:
-    """Say what runs, which ranks Prometheus reaches, which rules fail and which alerts fire."""
+    """Show what runs, which ranks Prometheus reaches, which rules fail and which alerts fire."""
     if native:
         _print_lines(_native_stack().status())
         return
     from .compose_stack import status as compose_status
 
-    with _native_in_mind("status"):
+    with _native_hint("status"):
         _print_lines(compose_status())
 
 
 @contextmanager
-def _native_in_mind(command: str) -> Iterator[None]:
-    """Where Docker cannot help and a native stack was started here, say how to reach that."""
+def _native_hint(command: str) -> Iterator[None]:
+    """Extend an error of Docker by the native command, if a native stack was started here."""
     try:
         yield
     except CommandLineError as error:

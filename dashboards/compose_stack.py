@@ -1,4 +1,4 @@
-"""The stack in containers: a thin wrapper around `docker compose` with the compose files here."""
+"""The stack in containers: runs `docker compose` with the files in docker/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .stack_health import health_lines
 from .stack_ports import DOCKER_FOLDER, Port, chosen, port_settings, refuse_taken
 
 PROJECT = "zerowatch"
-SERVICES = ("prometheus", "alertmanager", "alert-log", "grafana", "tempo")  # all but the trainer
+# All services of compose.yaml except the demo, which is called trainer.
+SERVICES = ("prometheus", "alertmanager", "alert-log", "grafana", "tempo")
 _PORTS = (
     stack_ports.GRAFANA,
     stack_ports.PROMETHEUS,
@@ -29,14 +30,15 @@ SERVICE_FORMAT = '{{.Label "com.docker.compose.service"}}'
 
 
 def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
-    """Start all services, and return a report.
+    """Start all services in the background, and return lines with their addresses.
 
     Args:
         with_trainer: Whether to build and start the demo too.
-        gpu: Whether the demo trains on this machine's GPUs.
+        gpu: Whether the demo trains on the GPUs of this machine.
 
     Raises:
-        CommandLineError: There is no Docker, its engine does not run, a port is taken, ...
+        CommandLineError: Docker or compose is missing, Docker does not answer, a port is taken, or
+            compose fails.
     """
     compose = _compose(gpu=gpu)
     if with_trainer:
@@ -52,20 +54,23 @@ def up(*, with_trainer: bool = True, gpu: bool = False) -> list[str]:
 
 
 def down(*, volumes: bool = False) -> None:
-    """Stop and remove the containers; with `volumes` also what they have stored.
+    """Stop and remove the containers.
+
+    Args:
+        volumes: Whether to remove their stored data too.
 
     Raises:
-        CommandLineError: There is no Docker, or its engine does not run.
+        CommandLineError: Docker or compose is missing, or Docker does not answer.
     """
-    # Orphans: what an overlay has added, such as the second trainer of compose.multi-node.yaml.
+    # Orphans are services of another compose file, such as those of compose.multi-node.yaml.
     _run([*_compose(), "down", "--remove-orphans", *(["--volumes"] if volumes else [])])
 
 
 def status() -> list[str]:
-    """Say how each service is, which runs Prometheus reaches, and what is wrong.
+    """Return lines on the services, the ranks that Prometheus reaches, failing rules and alerts.
 
     Raises:
-        CommandLineError: There is no Docker, or its engine does not run.
+        CommandLineError: Docker or compose is missing, or Docker does not answer.
     """
     compose = _compose()
     services = _docker(
@@ -100,19 +105,19 @@ def _banner(compose: Sequence[str]) -> list[str]:
 
 
 def _compose(*, gpu: bool = False) -> list[str]:
-    """Return the command of compose with our files, once its engine has answered.
+    """Return the command of compose with the files in docker/.
 
     Raises:
-        CommandLineError: There is none.
+        CommandLineError: Docker or compose is missing, or Docker does not answer.
     """
     docker = shutil.which("docker")
     if docker is None:
         raise CommandLineError(f"stack: there is no docker on PATH; install it, or: {NATIVE}")
-    asked = subprocess.run(
+    version = subprocess.run(
         [docker, "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True
     )
-    if asked.returncode:
-        reason = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if version.returncode:
+        reason = (version.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise CommandLineError(
             f"stack: Docker's engine does not answer ({reason}); start it, or: {NATIVE}"
         )
@@ -128,7 +133,7 @@ def _compose(*, gpu: bool = False) -> list[str]:
 
 
 def compose_program(docker: str = "docker") -> list[str]:
-    """Return the command of compose, as docker's plugin or alone; nothing where there is none."""
+    """Return the command of compose: the plugin of docker, else docker-compose, else nothing."""
     plugin = subprocess.run([docker, "compose", "version"], capture_output=True)
     if plugin.returncode == 0:
         return [docker, "compose"]
@@ -151,10 +156,12 @@ def _running() -> list[str]:
 
 
 def _published(port: Port) -> Port:
-    """Return the port with its current number, even if the environment has changed since.
+    """Return the port with the number of the running container.
+
+    The environment may have changed since its start.
 
     Args:
-        port: One whose usual number is that inside the container.
+        port: A port whose default number is also the number inside the container.
     """
     for line in _docker("ps", "--filter", OURS, "--format", "{{.Ports}}"):
         found = re.search(rf":(\d+)->{port.number}/tcp", line)
@@ -164,12 +171,12 @@ def _published(port: Port) -> Port:
 
 
 def _docker(*arguments: str) -> list[str]:
-    asked = subprocess.run(["docker", *arguments], capture_output=True, text=True)
-    return asked.stdout.splitlines()
+    result = subprocess.run(["docker", *arguments], capture_output=True, text=True)
+    return result.stdout.splitlines()
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run compose with its own output; raise if it fails."""
+    """Run a command whose output goes to the terminal; raise an error if it fails."""
     code = subprocess.run(command).returncode
     if code:
         raise CommandLineError(
@@ -178,5 +185,5 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _spelled(command: Sequence[str]) -> str:
-    """Write a command as one would type it."""
+    """Return a command as a user would type it."""
     return " ".join([Path(command[0]).name, *command[1:]])

@@ -1,8 +1,8 @@
-"""Writes what Kubernetes reads of the rules and dashboards: PrometheusRules and a kustomization.
+"""Generates PrometheusRule objects and a kustomization, for rules and dashboards in Kubernetes.
 
-kustomize takes files only from below the folder of a kustomization, but folders from anywhere. So
-this one is at the top of rendered/, where the dashboards are, and docker/kubernetes refers to
-rendered/ as a folder. Nothing has to be there twice.
+A kustomization may name files only below its own folder, but folders anywhere. This one is
+therefore at the top of rendered/, above the dashboards, and docker/kubernetes refers to rendered/
+as a folder. In this way no dashboard has to be copied.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .prometheus_files import NOTE
 
 
 def kubernetes_files(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the files' texts by path, relative to rendered/.
+    """Return the texts of the files, by their path relative to rendered/.
 
     Args:
-        files: The other generated files by path: Prometheus' rules, and the dashboards.
+        files: The other generated files by path: the rules of Prometheus and the dashboards.
     """
     rules = [path for path in sorted(files) if path.startswith("prometheus/")]
     dashboards = [path for path in sorted(files) if path.startswith("grafana/")]
@@ -32,7 +32,7 @@ def kubernetes_files(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _prometheus_rule(name: str, rules: str) -> str:
-    """Wrap a rule file: below `spec` the operator takes the very groups that Prometheus takes."""
+    """Return a PrometheusRule object, whose `spec` has the same content as the rule file."""
     groups = rules.removeprefix(NOTE)
     head = f"""\
 apiVersion: monitoring.coreos.com/v1

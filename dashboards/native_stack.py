@@ -1,7 +1,7 @@
 """The stack without containers: Prometheus and Alertmanager from PATH, with the same rules.
 
-They run in the background, with all they write in a folder `.zerowatch-stack` of the working
-directory, and watch the runs of that directory. Grafana and Tempo are left out.
+The processes run in the background and monitor the runs of the working directory. Everything they
+write is in its folder `.zerowatch-stack`. Grafana and Tempo are not part of this stack.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
 STATE_FOLDER = Path(".zerowatch-stack")
 RENDERED = Path(__file__).resolve().parent / "rendered"
 READY_SECONDS = 30.0
-# What each program is called, by Debian and by its own releases; and what to install.
+# The file names of each program, in Debian and in its own releases, and the Debian package.
 _PROGRAMS = {
     "prometheus": (("prometheus",), "prometheus"),
     "alertmanager": (("prometheus-alertmanager", "alertmanager"), "prometheus-alertmanager"),
 }
-STOP_SECONDS = 10.0
-_START_TOLERANCE_SECONDS = 2.0  # the kernel counts starts from its boot, whose time is adjusted
+STOP_SECONDS = 10.0  # after which a process is killed
+# The kernel stores start times relative to boot, and the boot time is adjusted now and then.
+_START_TOLERANCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """A process started here; `started` is a Unix time, because a pid may be reused."""
+    """A background process of the stack.
+
+    Attributes:
+        name: What it is called in reports and in the name of its log.
+        pid: Its process id.
+        started: Unix time of its start, because the pid may be reused by another process.
+        command: The program and its arguments.
+    """
 
     name: str
     pid: int
@@ -48,21 +56,29 @@ class Child:
 
 
 class NativeProcesses:
-    """The processes noted down in `stack.json` of a folder, where their logs are too."""
+    """The background processes of a stack, which outlive the command that started them.
+
+    They are recorded in `stack.json` of the given folder, so that a later command can stop them.
+    Their logs are in the same folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._notes = folder / "stack.json"
+        self._record = folder / "stack.json"
 
     def known(self) -> list[Child]:
-        """Return those noted down, whether they still run or not."""
+        """Return the recorded processes, whether they still run or not."""
         try:
-            return [Child(**note) for note in json.loads(self._notes.read_text())]
+            return [Child(**fields) for fields in json.loads(self._record.read_text())]
         except (OSError, ValueError, TypeError):
             return []
 
     def start(self, commands: Mapping[str, Sequence[str]]) -> None:
-        """Start each command by its name, with its output in a log."""
+        """Start the commands, each with its output in a log.
+
+        Args:
+            commands: The program and arguments of each process, by its name.
+        """
         children: list[Child] = []
         for name, command in commands.items():
             with self.log(name).open("a") as log:
@@ -71,33 +87,35 @@ class NativeProcesses:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C in this terminal is not meant for it
+                    start_new_session=True,  # so that Ctrl-C in this terminal does not stop it
                 )
             started = psutil.Process(process.pid).create_time()
             child = Child(name=name, pid=process.pid, started=started, command=list(command))
             children.append(child)
-            # After each, so that `stop` finds those that run, whatever happens to the next.
-            self._notes.write_text(json.dumps([asdict(each) for each in children], indent=2) + "\n")
+            # Written after each start, so that `stop` finds it even if the next start fails.
+            self._record.write_text(
+                json.dumps([asdict(each) for each in children], indent=2) + "\n"
+            )
 
     def stop(self) -> int:
-        """Stop those that run and are ours, and return how many. Safe to call twice."""
+        """Stop the recorded processes; return how many still ran. Safe to call twice."""
         found = [process for child in self.known() if (process := process_of(child))]
         for process in found:
             process.terminate()
-        _, stubborn = psutil.wait_procs(found, timeout=STOP_SECONDS)
-        for process in stubborn:
+        _, still_running = psutil.wait_procs(found, timeout=STOP_SECONDS)
+        for process in still_running:
             process.kill()
-        psutil.wait_procs(stubborn, timeout=STOP_SECONDS)
-        self._notes.unlink(missing_ok=True)
+        psutil.wait_procs(still_running, timeout=STOP_SECONDS)
+        self._record.unlink(missing_ok=True)
         return len(found)
 
     def log(self, name: str) -> Path:
-        """Return the file that holds a process's output."""
+        """Return the file with the output of the process of that name."""
         return self._folder / f"{name}.log"
 
 
 def process_of(child: Child) -> psutil.Process | None:
-    """Return the process if it still runs and is the one we started, not a later one of its pid."""
+    """Return the process if it still runs; None if it ended or its pid was reused."""
     try:
         process = psutil.Process(child.pid)
         same_start = abs(process.create_time() - child.started) < _START_TOLERANCE_SECONDS
@@ -108,17 +126,20 @@ def process_of(child: Child) -> psutil.Process | None:
 
 
 def _ends_with(command: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Compare arguments only: what is on PATH may be a script that starts the program proper."""
+    """Whether a command line ends with these arguments.
+
+    The program itself is not compared, because the one on PATH may be a script that starts another.
+    """
     return list(command[len(command) - len(arguments) :]) == list(arguments)
 
 
 class NativeStack:
-    """Starts, stops and describes the processes of one working directory.
+    """The stack of one working directory: starts, stops and describes its processes.
 
     Args:
         runs: The folder of run folders, setting `run_log.folder`.
-        settings: Chooses ports, by default from the environment and docker/.env.
-        folder: Where configuration, data, logs and pids go.
+        settings: Variables that choose ports; by default those of the environment and docker/.env.
+        folder: The folder for configuration, data, logs and process ids.
     """
 
     def __init__(
@@ -129,15 +150,15 @@ class NativeStack:
         self._processes = NativeProcesses(self._folder)
         self._settings = port_settings() if settings is None else settings
         self._kept_ports = self._folder / "ports.json"
-        self._choose(self._ports_of_last_start() or self._settings)
+        self._set_ports(self._ports_of_last_start() or self._settings)
 
-    def _choose(self, settings: Mapping[str, str]) -> None:
+    def _set_ports(self, settings: Mapping[str, str]) -> None:
         self._prometheus = chosen(stack_ports.PROMETHEUS, settings)
         self._alertmanager = chosen(stack_ports.ALERTMANAGER, settings)
         self._alert_log = chosen(stack_ports.ALERT_LOG, settings)
 
     def _ports_of_last_start(self) -> dict[str, str]:
-        """Return the ports in use now, even if the environment has changed since."""
+        """Return the ports of the running stack, because the environment may have changed since."""
         try:
             kept = dict(json.loads(self._kept_ports.read_text()))
         except (OSError, ValueError):
@@ -145,7 +166,7 @@ class NativeStack:
         return kept if self._processes.known() else {}
 
     def up(self) -> list[str]:
-        """Start what does not run yet, wait until it answers, and return a report.
+        """Start the processes, wait until they answer, and return lines with their addresses.
 
         Raises:
             CommandLineError: A program is missing, a port is taken, or one does not start.
@@ -154,11 +175,11 @@ class NativeStack:
         if children and all(process_of(child) for child in children):
             return ["it is up already.", *self._banner()[1:]]
         self.down()
-        self._choose(self._settings)
+        self._set_ports(self._settings)
         commands = self._commands()
         refuse_taken(self._ports)
         self._write_configuration()
-        with ExitStack() as undo:  # what runs already is stopped if the rest does not come up
+        with ExitStack() as undo:  # stops the started processes if a later step fails
             undo.callback(self.down)
             self._processes.start(commands)
             self._wait_until_ready()
@@ -166,14 +187,14 @@ class NativeStack:
         return self._banner()
 
     def down(self) -> list[str]:
-        """Stop the processes that are ours; what they have stored stays. Safe to call twice."""
+        """Stop the processes; their stored data stays. Safe to call twice."""
         stopped = self._processes.stop()
         if not stopped:
             return [f"nothing is up that was started in {self._folder.parent}"]
         return [f"stopped; what was stored stays in {self._folder}"]
 
     def status(self) -> list[str]:
-        """Say which processes run, which runs Prometheus reaches, and what is wrong."""
+        """Return lines on the processes, reachable ranks, failing rules and alerts."""
         children = self._processes.known()
         if not children:
             return [
@@ -231,7 +252,7 @@ class NativeStack:
                 f"--storage.path={folder / 'alertmanager'}",
                 f"--web.listen-address={_listen(self._alertmanager)}",
                 f"--web.external-url={self._alertmanager.url}",
-                "--cluster.listen-address=",  # one alone, without peers
+                "--cluster.listen-address=",  # a single Alertmanager, without peers
             ],
             "alert-log": [
                 *(*module, "zerowatch.dashboards.alert_log"),
@@ -258,7 +279,7 @@ class NativeStack:
             targets=self._folder / "targets.json",
             alertmanager=_listen(self._alertmanager),
         )
-        # JSON is YAML.
+        # JSON is valid YAML.
         (self._folder / "prometheus.yml").write_text(json.dumps(configuration, indent=2) + "\n")
         (self._folder / "alertmanager.yml").write_text(
             alertmanager.read_text().replace(COMPOSE_URL, f"{self._alert_log.url}/")
@@ -286,12 +307,12 @@ class NativeStack:
 
 
 def prometheus_configuration(*, rules: Path, targets: Path, alertmanager: str) -> dict[str, Any]:
-    """Return prometheus.yml: what docker/prometheus/prometheus.yml says, for files of this machine.
+    """Return the content of prometheus.yml, like docker/prometheus/prometheus.yml with other paths.
 
     Args:
         rules: The folder of rule files.
-        targets: The file_sd file.
-        alertmanager: Its "host:port".
+        targets: The file_sd file with the ranks to scrape.
+        alertmanager: The address of Alertmanager, "host:port".
     """
     return {
         "global": {"scrape_interval": "5s", "evaluation_interval": "15s"},

@@ -1,4 +1,4 @@
-"""Writes the rules and alerts as the files that Prometheus and Alertmanager read."""
+"""Generates the rule files of Prometheus and the configuration of Alertmanager."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOTE = (
 )
 WIDTH = 100
 COMPONENTS = ("communication", "training", "devices", "memory", "watch", "tuner")
-# By severity, in seconds: how long to wait for more alerts of a group; between two messages if
-# there is news; and until an alert is repeated. A launcher ends the other ranks when
-# one dies, so that theirs come an evaluation later: 20 s take them in.
-URGENCIES = {
+# Alertmanager's group_wait, group_interval and repeat_interval in seconds, by severity. When a rank
+# dies, the launcher ends the other ranks, whose alerts start one evaluation later: a group_wait of
+# 20 s puts them into the same message.
+NOTIFICATION_SECONDS = {
     "critical": (20.0, MINUTE, 60 * MINUTE),
     "warning": (30.0, 5 * MINUTE, 4 * 60 * MINUTE),
     "info": (5 * MINUTE, 5 * MINUTE, 24 * 60 * MINUTE),
@@ -34,12 +34,12 @@ DEFAULT_SEVERITY = "warning"
 def rule_files(
     timing: Timing | None = None, links: Links | None = None, webhook_url: str = COMPOSE_URL
 ) -> dict[str, str]:
-    """Return the files' texts by path.
+    """Return the texts of the files, by their path relative to the output folder.
 
     Args:
-        timing: The windows; by default those that are shipped.
-        links: Where the alerts' links lead.
-        webhook_url: Where Alertmanager sends all alerts, resolved ones too.
+        timing: The ranges and intervals; by default those of the shipped files.
+        links: The base addresses of the links in alerts.
+        webhook_url: The address to which Alertmanager sends firing and resolved alerts.
     """
     timing = timing or Timing()
     known = alerts(timing)
@@ -51,7 +51,7 @@ def rule_files(
 
 
 def recording_rules(timing: Timing) -> dict[str, Any]:
-    """Return the groups of recording rules, as Prometheus reads them."""
+    """Return the content of the file of recording rules."""
     return {
         "groups": [
             {
@@ -65,7 +65,7 @@ def recording_rules(timing: Timing) -> dict[str, Any]:
 
 
 def alert_rules(known: Iterable[Alert], timing: Timing, links: Links) -> dict[str, Any]:
-    """Return the groups of alerts, as Prometheus reads them; a group per component."""
+    """Return the content of the file of alerts, with one group for each component."""
     by_component: dict[str, list[Alert]] = {component: [] for component in COMPONENTS}
     for alert in known:
         by_component[alert.component].append(alert)
@@ -91,18 +91,22 @@ def _alert_rule(alert: Alert, timing: Timing, links: Links) -> dict[str, Any]:
 
 
 def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> dict[str, Any]:
-    """Return Alertmanager's configuration.
+    """Return the configuration of Alertmanager.
 
-    Each severity has a receiver of its own, so that one can be led to a pager and not the others.
+    Each severity has its own receiver, so that a user can connect only one of them to a pager.
     """
     routes = {
         severity: {
             "receiver": severity,
-            "group_wait": timing.duration(first_seconds),
-            "group_interval": timing.duration(news_seconds),
-            "repeat_interval": timing.duration(again_seconds),
+            "group_wait": timing.duration(wait_seconds),
+            "group_interval": timing.duration(interval_seconds),
+            "repeat_interval": timing.duration(repeat_seconds),
         }
-        for severity, (first_seconds, news_seconds, again_seconds) in URGENCIES.items()
+        for severity, (
+            wait_seconds,
+            interval_seconds,
+            repeat_seconds,
+        ) in NOTIFICATION_SECONDS.items()
     }
     return {
         "route": {
@@ -121,26 +125,26 @@ def alertmanager(known: Iterable[Alert], timing: Timing, webhook_url: str) -> di
                 "name": severity,
                 "webhook_configs": [{"url": webhook_url, "send_resolved": True}],
             }
-            for severity in URGENCIES
+            for severity in NOTIFICATION_SECONDS
         ],
     }
 
 
-def _inhibition(name: str, silence: InhibitRule) -> dict[str, Any]:
-    if silence.alerts:
-        names = "|".join(silence.alerts)
+def _inhibition(name: str, inhibits: InhibitRule) -> dict[str, Any]:
+    if inhibits.alerts:
+        names = "|".join(inhibits.alerts)
         targets = [f'alertname=~"{names}"']
-    else:  # ours alone: labels may be alike in other people's alerts
+    else:  # only alerts of zerowatch, because others may have equal labels
         targets = ['alertname=~"Zerowatch.+"', f'alertname!="{name}"']
     return {
         "source_matchers": [f'alertname="{name}"'],
         "target_matchers": targets,
-        "equal": list(silence.same),
+        "equal": list(inhibits.same),
     }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes expressions and sentences as blocks, and indents lists."""
+    """Writes multi-line and long texts as YAML blocks, and indents lists."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)

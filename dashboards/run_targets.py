@@ -1,9 +1,10 @@
-"""Lists the ranks of this machine's runs for Prometheus, from the run folders' files.
+"""Writes the file_sd file by which Prometheus finds the ranks of the runs on this machine.
 
     python -m zerowatch.dashboards.run_targets --runs runs --to targets.json
 
-A run folder's targets.json outlives its run, and the next run serves on the same ports: scraped by
-the old file, its series would carry the old run's name. So each address belongs to the newest run.
+Each run folder contains a targets.json, which remains after the run. The next run usually serves on
+the same ports, so two files may name the same address. The newest file then determines the labels;
+otherwise the series of the new run would have the name of the old one.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from typing import Any
 
 from ..metrics.atomic_file import atomic_write
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 Targets = list[dict[str, Any]]
 
 
 def newest_targets(runs: Path) -> Targets:
-    """Merge the runs' targets.json in file_sd form; of two that name an address the newest has it.
+    """Return the targets of all runs in file_sd format, each address with its newest labels.
 
-    A file that is gone or half written is left out until the next look.
+    A file that is missing or incomplete is ignored.
+
+    Args:
+        runs: The folder of run folders.
     """
     owners: dict[str, dict[str, Any]] = {}
     for file in sorted(runs.glob("*/targets.json"), key=_age_key):
@@ -52,7 +56,7 @@ def _read(file: Path) -> Targets:
 
 
 def write_if_changed(file: Path, targets: Targets) -> None:
-    """Put the file in place in one move, so that Prometheus never reads half of it."""
+    """Replace the file atomically if its content changes, so that Prometheus reads it whole."""
     text = json.dumps(targets, indent=2) + "\n"
     if file.is_file() and file.read_text() == text:
         return
@@ -60,14 +64,14 @@ def write_if_changed(file: Path, targets: Targets) -> None:
 
 
 def main() -> None:
-    """Follow the run folders until the process is ended."""
+    """Update the file every two seconds until the process is terminated."""
     parser = argparse.ArgumentParser(prog="zerowatch.dashboards.run_targets", description=__doc__)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
     while True:
         write_if_changed(options.to, newest_targets(options.runs))
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

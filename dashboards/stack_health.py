@@ -1,4 +1,4 @@
-"""What a running Prometheus and Alertmanager say: which runs are reached, which rules fail."""
+"""The state of a running Prometheus and Alertmanager: reachable ranks, failing rules, alerts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from .promql import select
 
 JOB = "zerowatch"
 TIMEOUT_SECONDS = 5.0
-# Targets of a run stay in Prometheus as long as no other run takes their place.
+# Selects the ranks that ended normally. Prometheus keeps their targets until another run has the
+# same addresses, and reports them as down.
 ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
-# Prometheus' error when a scrape fails, and what to do. The first that matches is used.
-_CURES = (
+# Part of the error that Prometheus reports for a failed scrape, and what to do. The first match
+# is used.
+_REMEDIES = (
     (
         "connection refused",
         "nothing listens there: the job has crashed or was killed, or ended more than a day ago, "
@@ -36,12 +38,12 @@ Labels = Mapping[str, str]
 
 
 def health_lines(prometheus: str, alertmanager: str, *, no_run: str) -> list[str]:
-    """Ask both and report their state.
+    """Return lines on reachable ranks, failing rules and firing alerts.
 
     Args:
-        prometheus: Its URL.
-        alertmanager: Its URL.
-        no_run: What to say where Prometheus knows no run.
+        prometheus: The URL of Prometheus.
+        alertmanager: The URL of Alertmanager.
+        no_run: The line to return if Prometheus has no targets of a run.
     """
     targets = _ask(f"{prometheus}/api/v1/targets?state=active")
     if targets is None:
@@ -68,12 +70,12 @@ def health_lines(prometheus: str, alertmanager: str, *, no_run: str) -> list[str
 def target_lines(
     targets: Iterable[Mapping[str, Any]], *, ended: Iterable[Labels], no_run: str
 ) -> list[str]:
-    """Say of each rank whether Prometheus reaches it, and what to do if it does not.
+    """Return a line for each rank: whether Prometheus reaches it, and what to do if not.
 
     Args:
-        targets: `activeTargets` of Prometheus' API.
-        ended: Labels of the ranks whose run was closed in an orderly way.
-        no_run: What to say where there is none.
+        targets: The list `activeTargets` of the API of Prometheus.
+        ended: The labels of the ranks that ended normally.
+        no_run: The line to return if there are no targets of a run.
     """
     over = {(labels.get("run"), labels.get("rank")) for labels in ended}
     ours = [target for target in targets if target["labels"].get("job") == JOB]
@@ -90,8 +92,8 @@ def _target_line(target: Mapping[str, Any], over: set[tuple[str | None, str | No
     if (labels.get("run"), labels.get("rank")) in over:
         return f"{name}: ended"
     error = target["lastError"]
-    cure = next((cure for sign, cure in _CURES if sign in error), "see the log of the job")
-    return f"{name}: DOWN, {target['scrapeUrl']}: {error} ({cure})"
+    remedy = next((text for part, text in _REMEDIES if part in error), "see the log of the job")
+    return f"{name}: DOWN, {target['scrapeUrl']}: {error} ({remedy})"
 
 
 def _order(target: Mapping[str, Any]) -> tuple[str, int, str]:
@@ -108,7 +110,7 @@ def rule_lines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def alert_lines(alerts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Name the alerts that fire; the silenced and inhibited ones are only counted."""
+    """Return a line for each firing alert; silenced and inhibited alerts are only counted."""
     all_alerts = list(alerts)
     firing = [alert for alert in all_alerts if alert["status"]["state"] != "suppressed"]
     held_back = len(all_alerts) - len(firing)
@@ -124,7 +126,7 @@ def _alert_line(labels: Labels, annotations: Labels) -> str:
 
 
 def answers(url: str) -> bool:
-    """Return whether a page exists."""
+    """Whether a request for the URL succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
             return True
@@ -133,7 +135,7 @@ def answers(url: str) -> bool:
 
 
 def _ask(url: str) -> Any:
-    """Return the JSON behind a URL; None where nobody answers."""
+    """Return the JSON at a URL; None if the request fails."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)

@@ -1,4 +1,4 @@
-"""The ports of the stack on this machine: which service each is for, and how to choose another."""
+"""The ports of the stack on this machine, and the variables that change them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ ENV_FILE = DOCKER_FOLDER / ".env"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A port of 127.0.0.1. `variable` chooses another number, as compose.yaml does."""
+    """A port of 127.0.0.1 on which a service listens.
+
+    Attributes:
+        service: The name of the service in compose.yaml.
+        variable: The environment variable that changes the number.
+        number: The number; by default that in compose.yaml.
+    """
 
     service: str
     variable: str
@@ -40,10 +46,10 @@ ALERT_LOG = Port(service="alert-log", variable="ALERT_LOG_PORT", number=DEFAULT_
 
 
 def chosen(port: Port, settings: Mapping[str, str]) -> Port:
-    """Return the port under the number that the settings give it, if they do.
+    """Return the port with the number that its variable has in `settings`, if any.
 
     Raises:
-        CommandLineError: It is no number of a port.
+        CommandLineError: The value is not a port number.
     """
     text = settings.get(port.variable, "").strip()
     if not text:
@@ -57,7 +63,10 @@ def chosen(port: Port, settings: Mapping[str, str]) -> Port:
 
 
 def port_settings(env_file: Path = ENV_FILE) -> dict[str, str]:
-    """Read the variables of an env file as compose does; the environment has more force."""
+    """Return the variables of an env file and of the environment, which takes precedence.
+
+    The file is read by the rules of compose.
+    """
     lines = env_file.read_text().splitlines() if env_file.is_file() else []
     pairs = (line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
     from_file = {name.strip(): _value(text) for name, text in pairs}
@@ -65,15 +74,19 @@ def port_settings(env_file: Path = ENV_FILE) -> dict[str, str]:
 
 
 def _value(text: str) -> str:
-    """Read the value after the "=" of a line, without quotes and comment."""
+    """Return the value after the "=" of a line, without quotes and comment."""
     return text.partition(" #")[0].strip().strip("'\"")
 
 
 def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
-    """Say which port is taken, unless by a service of ours that runs already.
+    """Raise an error if a port is in use by another program.
+
+    Args:
+        ports: The ports to check.
+        running: The services of the stack that run already and so use their own ports.
 
     Raises:
-        CommandLineError: Somebody else listens there, or two ports are the same.
+        CommandLineError: A port is in use, or two services have the same port.
     """
     by_number: dict[int, Port] = {}
     for port in ports:
@@ -92,7 +105,7 @@ def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
 def is_taken(number: int) -> bool:
     """Return whether something listens on the port."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past a closed one's wait
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections
         try:
             probe.bind((LOOPBACK, number))
         except OSError:

@@ -1,1 +1,6 @@
-"""Metrics: the catalog, the recorder of values, the settings and the exporters."""
+"""The parts that training and dashboards share: metrics, settings, thresholds and file formats.
+
+`runtime/` and `dashboards/` both import this package, and it imports neither of them, nor torch nor
+DeepSpeed. `catalog/` describes every metric, `series.py` holds the current values, and `exporters/`
+sends them to Prometheus and OpenTelemetry.
+"""

@@ -1,4 +1,4 @@
-"""Replaces small files atomically: a reader sees the old content or the new."""
+"""Atomic writing of small files: a reader sees either the old content or the new one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 
 def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = False) -> None:
-    """Write a file by a rename.
+    """Replace the content of a file by renaming a complete temporary file.
 
     Args:
         path: The file; its folder is created if missing.
         text: The whole content.
         mode: Permissions of a new file.
-        durable: Return only when it would survive a power failure.
+        durable: Whether to return only when the content would survive a power failure.
 
     Raises:
         OSError: The file cannot be written; the old one is unchanged.
     """
-    half = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
             file.write(text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        half.replace(path)
+        temporary.replace(path)
     except OSError:
-        half.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if durable:
         sync(path.parent)

@@ -1,4 +1,4 @@
-"""The delay before the next attempt after a failure: it doubles up to a maximum."""
+"""Exponential backoff after failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Doubling delays between tries.
+    """The delay before the next attempt, which doubles after each failure up to a maximum.
 
     Args:
         first_seconds: The first delay.
@@ -24,14 +24,14 @@ class Backoff:
 
     @property
     def is_due(self) -> bool:
-        """Whether to try: the delay is over, or none began yet."""
+        """Whether the next attempt may start: no delay has begun, or the last one is over."""
         return self._now() >= self._due
 
     def wait(self) -> None:
-        """Begin a delay; the one after it is twice as long."""
+        """Start a delay after a failure; the next delay will be twice as long."""
         self._due = self._now() + self._delay_seconds
         self._delay_seconds = min(2 * self._delay_seconds, self._max_seconds)
 
     def reset(self) -> None:
-        """Make the next delay as short as the first; a delay that has begun does not change."""
+        """Make the next delay the shortest again; a running delay does not change."""
         self._delay_seconds = self._first_seconds

@@ -21,7 +21,7 @@ LabelValues = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exemplar:
-    """One observation that can be looked up elsewhere, such as in a trace."""
+    """One observation with labels under which it can be found elsewhere, such as a trace id."""
 
     labels: Mapping[str, str]
     value: float
@@ -30,7 +30,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A histogram's counts: one per bucket of its spec, and one more above the last bound."""
+    """The state of a histogram: a count and exemplar per bucket, the last one above all bounds."""
 
     counts: tuple[int, ...]
     sum: float
@@ -38,19 +38,22 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many values were observed."""
+        """The number of observations."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Values by metric and label values; a metric that was never set is absent."""
+    """A read-only copy of all values, by metric and label values.
+
+    A metric without a value is absent.
+    """
 
     values: Mapping[MetricSpec, Mapping[LabelValues, float]]
     distributions: Mapping[MetricSpec, Mapping[LabelValues, Distribution]]
 
     def value(self, spec: MetricSpec, *labels: str) -> float | None:
-        """Return one series' value, or None if it was never set."""
+        """Return the value of one series, or None if it has none."""
         return self.values.get(spec, {}).get(labels)
 
     def total(self, spec: MetricSpec) -> float:
@@ -58,12 +61,12 @@ class Snapshot:
         return sum(self.values.get(spec, {}).values())
 
     def distribution(self, spec: MetricSpec, *labels: str) -> Distribution | None:
-        """Return one series' histogram, or None if nothing was observed."""
+        """Return the histogram of one series, or None if nothing was observed."""
         return self.distributions.get(spec, {}).get(labels)
 
 
 class _Histogram:
-    """A histogram being filled; `Distribution` is its read-only copy."""
+    """A histogram that observations are added to; `Distribution` is its read-only copy."""
 
     __slots__ = ("bounds", "counts", "exemplars", "sum")
 
@@ -87,7 +90,14 @@ class _Histogram:
 
 
 class Recorder:
-    """Holds the value of every series of this process."""
+    """Holds the current value of every series of this process; safe to use from any thread.
+
+    Examples:
+        >>> recorder = Recorder()
+        >>> recorder.add(STEPS, 2)
+        >>> recorder.snapshot().value(STEPS)
+        2.0
+    """
 
     def __init__(self) -> None:
         # Re-entrant, so that single writes are allowed inside a commit.
@@ -96,7 +106,7 @@ class Recorder:
         self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
 
     def commit(self) -> AbstractContextManager[object]:
-        """Return a context in which several writes become visible together."""
+        """Return a context manager, inside which several writes become visible together."""
         return self._lock
 
     def set(self, spec: MetricSpec, value: float, *labels: str) -> None:
@@ -128,7 +138,7 @@ class Recorder:
         *labels: str,
         exemplar: Mapping[str, str] | None = None,
     ) -> None:
-        """Count one value in a histogram.
+        """Add an observation to a histogram.
 
         Args:
             spec: The histogram.
@@ -145,7 +155,7 @@ class Recorder:
             known.observe(value, exemplar)
 
     def add_exemplar(self, spec: MetricSpec, *labels: str, exemplar: Exemplar) -> None:
-        """Attach an exemplar to a value observed before; ignored if its bucket is empty."""
+        """Attach an exemplar to an earlier observation; ignored if its bucket is empty."""
         with self._lock:
             known = self._histograms.get(spec, {}).get(labels)
             index = bisect_left(spec.buckets, exemplar.value)
@@ -153,7 +163,7 @@ class Recorder:
                 known.exemplars[index] = exemplar
 
     def snapshot(self) -> Snapshot:
-        """Copy all values, consistent with respect to commits."""
+        """Return a copy of all values, which contains each commit completely or not at all."""
         with self._lock:
             return Snapshot(
                 values={spec: dict(series) for spec, series in self._values.items()},
@@ -172,7 +182,7 @@ class Recorder:
 
 
 def _check_labels(spec: MetricSpec, labels: LabelValues) -> None:
-    """Reject a new series that the catalog does not describe. Runs once per series."""
+    """Raise an error if the labels of a new series do not fit its spec; called once per series."""
     if len(labels) != len(spec.labels):
         raise ValueError(f"{spec.name} takes labels {spec.label_names}, got {labels}")
     for label, value in zip(spec.labels, labels, strict=True):

@@ -1,5 +1,8 @@
 """All settings, their defaults and meanings, and how their sources are combined.
 
+The module lies in `metrics/`, although most settings are about training, because the exporters and
+the command `zerowatch stack` need settings too, and they must work without torch and DeepSpeed.
+
 Order of precedence: call argument > ZEROWATCH_* environment > "zerowatch" block of the ds config >
 zerowatch.toml in the working directory > default. `serve.port` is ZEROWATCH_SERVE_PORT.
 """
@@ -41,16 +44,16 @@ RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
 
 
 class Section(BaseModel):
-    """A section of the settings: frozen, and without options that do not exist."""
+    """Base of the sections: an instance is read-only, and an unknown option is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ServeSettings(Section):
-    """Where /metrics and /targets are served."""
+    """The HTTP server of /metrics and /targets."""
 
     enabled: bool = True
-    """Whether to serve at all."""
+    """Whether to start the server."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=9464, ge=0, le=65535)
@@ -81,7 +84,7 @@ class ServeSettings(Section):
 
 
 class RunLogSettings(Section):
-    """The record of every step on disk."""
+    """The run log: a record of every step on disk."""
 
     enabled: bool = True
     """Whether to write the run folder."""
@@ -103,7 +106,7 @@ class FlopsSettings(Section):
 
 
 class SamplingSettings(Section):
-    """Sampling of devices."""
+    """How often devices are read."""
 
     device_seconds: float = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
@@ -122,7 +125,7 @@ class HangSettings(Section):
     """Detection of hangs."""
 
     enabled: bool = True
-    """Whether to look for hangs."""
+    """Whether to detect hangs."""
     seconds: float = Field(default=30.0, gt=0)
     """Seconds without progress that count as a hang, if also ten times the median step."""
     abort: bool = False
@@ -130,7 +133,7 @@ class HangSettings(Section):
 
 
 class MemorySettings(Section):
-    """Memory by category, and the risk of running out."""
+    """Memory by category, and prediction of out-of-memory errors."""
 
     enabled: bool = True
     """Whether to measure categories, predict peaks and write reports."""
@@ -226,7 +229,7 @@ class TunerSettings(Section):
 
 
 class Settings(BaseSettings):
-    """All settings; built by `load_settings`, whose errors are one line.
+    """All settings. `load_settings` creates it, with one-line errors.
 
     Examples:
         >>> settings = load_settings({"serve": {"port": 9500}})
@@ -268,7 +271,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use the arguments only: `load_settings` combines the sources."""
+        """Use the arguments only, because `load_settings` combines the sources."""
         return (init_settings,)
 
 
@@ -302,12 +305,13 @@ def load_settings(
 
 
 def _check_source(values: Mapping[str, Any], origin: str) -> None:
-    """Reject the errors of one source, while its name is known."""
+    """Raise an error that names the source, if one of its values is invalid."""
     try:
         Settings(**values)
     except ValidationError as error:
         for fault in error.errors():
-            # A rule between two settings may be met by another source, so it is checked at the end.
+            # A rule about two settings is checked at the end: the other may come from another
+            # source.
             if fault["type"] != "value_error":
                 raise _settings_error(Settings, fault, origin) from None
 
@@ -337,7 +341,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) -> SettingsError:
-    """Return an error that names the option, its value and what is allowed."""
+    """Return an error that names the option, its source, its value and what is allowed."""
     option = ".".join(str(part) for part in fault["loc"]) or "settings"
     if fault["type"] == "extra_forbidden":
         known = [*settings.model_fields, *_option_names(settings.model_fields)]

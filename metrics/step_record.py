@@ -1,7 +1,7 @@
-"""The record of one step: a line of the run log, and the argument of listeners.
+"""The record of one step: a line of the run log, and the argument of step listeners.
 
-The schema of `runs/<run_id>/rank-<r>.jsonl` is this file. A change that an older reader would
-misread raises SCHEMA_VERSION.
+This file defines the schema of `runs/<run_id>/rank-<r>.jsonl`. Increase SCHEMA_VERSION with each
+change that an older reader would misunderstand.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTotals:
-    """One operation's calls in a step; seconds are issue to completion, summed over calls.
+    """The calls of one collective operation in a step.
 
-    `seconds` is None if no call of the step could be timed.
+    Attributes:
+        calls: The number of calls.
+        payload_bytes: The payload of all calls, in bytes.
+        wire_bytes: The bytes that this rank sent for them.
+        seconds: The time from issue to completion, summed over calls; None if none was timed.
     """
 
     calls: int
@@ -64,22 +68,24 @@ class StepRecord:
 
     @property
     def training_seconds(self) -> float:
-        """Wall time of the step without evaluation and checkpoints."""
-        away = self.phase_seconds.get("eval", 0.0) + self.phase_seconds.get("checkpoint", 0.0)
-        return self.seconds - away
+        """Wall time of the step in seconds, without evaluation and checkpoints."""
+        excluded = self.phase_seconds.get("eval", 0.0) + self.phase_seconds.get("checkpoint", 0.0)
+        return self.seconds - excluded
 
 
 class LineWriter:
-    """Writes records as lines of JSON, newline included.
+    """Converts records to lines of JSON, including the newline.
 
-    It uses orjson, because it runs for every step: the json module takes five times as long. A
-    number that is not finite is written as null.
+    It uses orjson, because the json module takes five times as long and this runs for every step.
+    NaN and infinity are written as null.
+
+    Args:
+        identity: The fields of every line: rank, host, attempt and world_size.
     """
 
     def __init__(self, identity: Mapping[str, str | int]) -> None:
-        """Take the fields of every line: rank, host, attempt, world_size."""
         self._head = orjson.dumps({"schema": SCHEMA_VERSION, **identity})[:-1] + b","
 
     def line(self, record: StepRecord) -> bytes:
-        """Return one record's line."""
+        """Return the line of a record."""
         return self._head + orjson.dumps(record)[1:] + b"\n"

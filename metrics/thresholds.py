@@ -1,39 +1,48 @@
-"""Thresholds from which a measurement is a problem; used by advice, dashboards and alerts.
+"""The values from which a measurement is a problem, used by advice, dashboards and alerts.
 
-They are rules of thumb: where to start looking. The first two are from practical guides to
+They are rules of thumb for where to start looking. The first two are from practical guides to
 DeepSpeed's hybrid engine, which tune a job until it meets them.
 """
 
-COMM_RATIO_HIGH = 0.20  # exposed communication in training time; above it, tune communication first
-DEVICE_UTILIZATION_LOW = 0.70  # a device's busy share; below it, it waits for something else
+# Share of training time that is exposed communication; above it, tune communication first.
+COMM_RATIO_HIGH = 0.20
+# Share of time in which a device is busy; below it, the device waits for something else.
+DEVICE_UTILIZATION_LOW = 0.70
 
-LINK_BANDWIDTH_LOW = 0.50  # of the best bandwidth this link sustained; estimates vary by 10 to 20 %
-COMM_COVERAGE_LOW = 0.99  # of collectives recorded; below it, communication times are incomplete
-STRAGGLER_SCORE_HIGH = 0.05  # of a step that a rank is slower than the median rank
-IMBALANCE_RATIO_HIGH = (
-    0.10  # of a step spent waiting for later ranks; random variation alone costs some
-)
+# Bandwidth of a link over the best that it sustained; estimates vary by 10 to 20 %.
+LINK_BANDWIDTH_LOW = 0.50
+# Recorded collectives over all; below it, communication times are incomplete.
+COMM_COVERAGE_LOW = 0.99
+# Time by which a rank is slower than the median rank, as a share of a step.
+STRAGGLER_SCORE_HIGH = 0.05
+# Share of a step spent waiting for later ranks; random variation alone causes some.
+IMBALANCE_RATIO_HIGH = 0.10
 
-DATA_RATIO_HIGH = 0.10  # data loading in a step's time; a loader that prefetches needs almost none
+# Share of a step spent loading data; a loader that prefetches needs almost none.
+DATA_RATIO_HIGH = 0.10
 
-HOST_RATIO_HIGH = 0.10  # of a step that is neither device, communication nor data time
+# Share of a step that is neither device, communication nor data time.
+HOST_RATIO_HIGH = 0.10
 
-MEMORY_HEADROOM_LOW = 0.08  # of the limit that the next peak leaves free
-MEMORY_HEADROOM_IDLE = 0.50  # above it, memory could be used for speed
+# Share of the memory limit that the next peak leaves free.
+MEMORY_HEADROOM_LOW = 0.08
+MEMORY_HEADROOM_IDLE = 0.50  # above it, more memory could be used for speed
 
-OOM_RISK_HIGH = 0.50  # of running out within 50 steps: more likely than not
+# Probability of an out-of-memory error within 50 steps.
+OOM_RISK_HIGH = 0.50  # an error is more likely than not
 OOM_RISK_CRITICAL = 0.80  # the forecast alone is at most 0.87
 
-REPLAY_RATIO_HIGH = 0.05  # of training time lost to replayed windows
-RESTARTS_HIGH = 3  # within half an hour; more than by chance
+# Share of training time lost to replayed windows.
+REPLAY_RATIO_HIGH = 0.05
+# Restarts within half an hour.
+RESTARTS_HIGH = 3
 
-# Below 16, fp16 gradients of the usual sizes underflow. A scale that was always so low, or for an
-# hour, is not a collapse: it must have been halved four times.
+# A collapse of the loss scale needs both. Below 16, fp16 gradients of the usual sizes underflow.
+# The fall is relative to the highest scale of the last hour, so the scale was halved four times.
 LOSS_SCALE_LOW = 16.0
 LOSS_SCALE_FALL = 1 / 16
 
-WATCH_RATIO_HIGH = (
-    0.02  # monitoring in a run's time; the goal is 0.004, tiny steps on CPU take 0.015
-)
+# Share of the time of a run that monitoring takes. The goal is 0.004; tiny steps on CPU take 0.015.
+WATCH_RATIO_HIGH = 0.02
 
-STEPS_TO_JUDGE = 10  # fewer in the long window are a warm-up, whose shares mean little
+STEPS_TO_JUDGE = 10  # in half an hour; with fewer the run is warming up, and shares mean little

@@ -1,4 +1,4 @@
-"""All dashboards, in reading order."""
+"""The dashboards, one module each, in the order in which to read them."""
 
 from __future__ import annotations
 

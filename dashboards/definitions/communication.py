@@ -1,4 +1,4 @@
-"""The dashboard Communication: its cost and causes, stragglers and links."""
+"""The dashboard Communication: cost and causes of communication, stragglers, links, volume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard Devices: their use and health."""
+"""The dashboard Devices: utilization and health of GPUs and CPUs."""
 
 from __future__ import annotations
 

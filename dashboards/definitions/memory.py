@@ -1,4 +1,4 @@
-"""The dashboard Memory: categories, limits, out-of-memory risk and errors."""
+"""The dashboard Memory: out-of-memory risk, memory by category, errors, replays and restarts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,18 @@ from .queries import of_first_rank, of_ranks, of_run, total, worst
 from .shared_panels import NOT_A_TRAINING_RUN, PHASE_COLORS, fault_count, rank_table, sized
 
 RISK_COLORS = above(OOM_RISK_HIGH, OOM_RISK_CRITICAL)
-FULL = above(0.9, 0.97)  # of a limit; no alert uses it, as alerts use the risk
+# Shares of the memory limit. Alerts do not use them, because the risk is more precise.
+FULL = above(0.9, 0.97)
 
 
 def of_devices(rule: RecordingRule, *matchers: str, label: str = "") -> str:
-    """Select the largest of all GPUs, or in a run without any, the host's."""
+    """Return the maximum over all GPUs, or over the hosts in a run without GPUs.
+
+    Args:
+        rule: A rule with the label device.
+        matchers: Further matchers.
+        label: A label besides job and run that the result keeps.
+    """
     labels = (label,) if label else ()
     gpus, host = (
         by("max", of_run(rule, matcher, *matchers), *labels) for matcher in (ON_GPU, ON_HOST)

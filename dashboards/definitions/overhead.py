@@ -1,4 +1,4 @@
-"""The dashboard Overhead: the cost and the reliability of monitoring."""
+"""The dashboard Overhead: cost and reliability of monitoring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..promql import by
 from .queries import RANKS, of_ranks, of_run, total, worst
 from .shared_panels import fault_count, rank_table, sized
 
-# Prometheus' own series about a target.
+# Series that Prometheus itself records about each target.
 UP = f"up{{{', '.join(RANKS)}}}"
 SCRAPE_SECONDS = f"scrape_duration_seconds{{{', '.join(RANKS)}}}"
 SERIES = f"scrape_samples_scraped{{{', '.join(RANKS)}}}"

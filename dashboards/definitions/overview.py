@@ -1,4 +1,4 @@
-"""The dashboard Overview: health, bottlenecks and progress of a run."""
+"""The dashboard Overview: health, bottlenecks, progress and slowest ranks of a run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HEALTH = sized(
         title="Ranks training",
         description="Number of ranks that are training; 0 after the run ends. If it is lower than "
         "the number of ranks of the run, see the alerts below, then the log of the missing rank.",
-        # A killed run exports nothing any more, and its last value is not current.
+        # vector(0): a killed run exports nothing, and the panel should then show 0.
         queries=(Query(f"sum({of_run(recorded.ACTIVE_RANKS)}) or vector(0)", "ranks"),),
         unit=PLAIN,
         thresholds=PLAIN_TEXT,
@@ -110,7 +110,7 @@ HEALTH = sized(
 
 
 def against_limit(rule: str, limit: float) -> str:
-    """Divide the worst value of all ranks by its limit."""
+    """Return the highest value of all ranks, divided by the threshold of its alert."""
     return f"{by('max', rule)} / {limit}"
 
 

@@ -1,4 +1,4 @@
-"""Queries for the run and the ranks that are chosen at the top of a dashboard."""
+"""PromQL for the run and the ranks that are chosen at the top of a dashboard."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from ..recording_rules import RecordingRule
 RUN = ('job=~"$job"', 'run=~"$run"')
 RANKS = (*RUN, 'rank=~"$rank"')
 FIRST_RANK = (*RUN, 'rank="0"')  # for metrics that are equal on all ranks, or on rank 0 only
-WINDOW = "$__rate_interval"  # the least in which Grafana is sure to find two scrapes
-WORST = 8  # lines that a graph shows of many ranks
+WINDOW = "$__rate_interval"  # Grafana's shortest range that contains at least two scrapes
+WORST = 8  # the most ranks that a graph shows
 
 
 def of_run(what: RecordingRule | MetricSpec, *matchers: str) -> str:
-    """Select a run's series."""
+    """Return a selector of all series of the chosen run."""
     return _select(what, *RUN, *matchers)
 
 
 def of_ranks(what: RecordingRule | MetricSpec, *matchers: str) -> str:
-    """Select the chosen ranks' series."""
+    """Return a selector of the series of the chosen ranks."""
     return _select(what, *RANKS, *matchers)
 
 
 def of_first_rank(what: RecordingRule | MetricSpec, *matchers: str) -> str:
-    """Select rank 0's series."""
+    """Return a selector of the series of rank 0."""
     return _select(what, *FIRST_RANK, *matchers)
 
 
 def worst(
     rule: RecordingRule, *matchers: str, lowest: bool = False, count: int = WORST, also: str = ""
 ) -> str:
-    """Select the ranks that were worst on average over the time shown.
+    """Return a selector of the ranks with the worst mean over the time range shown.
 
-    The choice is made once for the whole graph. With a choice at each point, a graph of a
-    thousand ranks would show most of them.
+    The ranks are chosen once for the whole graph. If they were chosen at each point in time, a
+    graph of a thousand ranks would show most of them.
 
     Args:
-        rule: What is recorded for each rank.
+        rule: A rule with the label rank.
         matchers: Further matchers.
-        lowest: Whether low values are the bad ones.
-        count: How many lines there are at most.
-        also: A label besides rank that distinguishes series.
+        lowest: Whether low values are bad, instead of high ones.
+        count: The maximum number of series.
+        also: A further label that distinguishes series of a rank, such as the device.
     """
     selector = of_ranks(rule, *matchers)
     operation = "bottomk" if lowest else "topk"
@@ -50,20 +50,26 @@ def worst(
 
 
 def quantile(share: float, buckets: RecordingRule, *labels: str) -> str:
-    """Estimate a quantile from the recorded rates of a histogram's buckets."""
+    """Return a quantile, estimated from the recorded rates of a histogram's buckets.
+
+    Args:
+        share: The quantile, 0 to 1.
+        buckets: The rule that records the rates of the buckets.
+        labels: Labels besides job and run that the result keeps.
+    """
     return f"histogram_quantile({share}, {by('sum', of_run(buckets), 'le', *labels)})"
 
 
 def rate_of_ranks(spec: MetricSpec) -> str:
-    """Add up a counter's rate over the chosen ranks.
+    """Return the rate per second of a counter, summed over the chosen ranks.
 
-    A recorded rate over five minutes would rise for that long after a start.
+    It does not use a recorded rate, which covers five minutes and so is too low after a start.
     """
     return by("sum", rate(spec, WINDOW, *RANKS))
 
 
 def total(spec: MetricSpec, *labels: str) -> str:
-    """Add up a counter over the chosen ranks, from each rank's start to now."""
+    """Return the value of a counter since the start of each rank, summed over the chosen ranks."""
     return by("sum", of_ranks(spec), *labels)
 
 

@@ -1,4 +1,4 @@
-"""The dashboard Step anatomy: phases, ranks, throughput and training figures."""
+"""The dashboard Step anatomy: phases, slow ranks, throughput, loss and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard Tuner: its state, changes and gains."""
+"""The dashboard Tuner: state, decisions, knobs and measured gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric, as data. Metric names are written here only."""
+"""The catalog: every metric as plain data. No other package contains the name of a metric."""
 
 from __future__ import annotations
 

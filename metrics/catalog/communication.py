@@ -1,4 +1,4 @@
-"""Collectives, and the time of a step that they take.
+"""Metrics of communication: collectives, their time in a step, links, stragglers and hangs.
 
 docs/concepts.md defines payload, wire bytes, comm, exposed, wait and causes.
 """

@@ -1,4 +1,4 @@
-"""Devices: utilisation, power, temperature, clocks, traffic on their links."""
+"""Metrics of devices: utilization, power, temperature, clock, energy and link traffic."""
 
 from __future__ import annotations
 

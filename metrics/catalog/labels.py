@@ -1,4 +1,4 @@
-"""The labels that metrics share, each with its closed set of values."""
+"""The labels that several metrics share, with the values that each may have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "oth
 OP = Label(name="op", values=OPS)
 GROUP = Label(name="group", values=GROUPS)
 PHASE = Label(name="phase", values=PHASES)
-COMPARED_PHASES = ("data", "forward", "backward", "optimizer")  # in which ranks can be slow
+# The phases in which ranks are compared to find stragglers.
+COMPARED_PHASES = ("data", "forward", "backward", "optimizer")
 DEVICE = Label(name="device")
 CAUSE = Label(name="cause", values=("latency", "bandwidth", "imbalance", "redundancy"))
 KNOB = Label(name="knob")

@@ -1,4 +1,4 @@
-"""Memory: in use, peaks, categories, and the risk of an out-of-memory error."""
+"""Metrics of memory: use, peaks, categories, out-of-memory risk and errors, offloading."""
 
 from __future__ import annotations
 

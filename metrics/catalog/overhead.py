@@ -1,4 +1,4 @@
-"""The cost of monitoring itself, and its failures."""
+"""Metrics of monitoring itself: its cost, failures and dropped records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of a metric: name, kind, labels and help."""
+"""The description of a metric as plain data: name, kind, labels and help text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PREFIX = "zerowatch_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """A label's name and the closed set of values it may take.
+    """The name of a label and the values that it may have.
 
-    An empty set marks a label whose few values are known only at run time, such as a device.
+    An empty tuple means that the few values are known only at run time, such as devices.
     """
 
     name: str
@@ -22,10 +22,16 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetricSpec:
-    """One metric of the catalog. Compared by identity, because values are stored under it.
+    """One metric of the catalog.
 
-    `labels` does not contain `rank`, which the exporter adds to every series. `buckets` are a
-    histogram's upper bounds in the metric's unit, ascending, without +Inf.
+    Two specs are equal only if they are the same object: the recorder uses them as dictionary keys.
+
+    Attributes:
+        name: The full name, with prefix and unit.
+        kind: The type of the metric.
+        help: The help text that is exported.
+        labels: The labels, without `rank`, which the exporter adds to every series.
+        buckets: For a histogram the upper bounds in the metric's unit, ascending, without +Inf.
     """
 
     name: str
@@ -36,27 +42,27 @@ class MetricSpec:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The names of the labels, in the order in which values are given."""
+        """The names of the labels, in the order in which label values are passed."""
         return tuple(label.name for label in self.labels)
 
 
 def counter(name: str, help: str, *labels: Label) -> MetricSpec:
-    """Describe a value that only increases; `name` ends in `_total`."""
+    """Return the spec of a value that only increases; `name` ends in `_total`."""
     return MetricSpec(name=PREFIX + name, kind="counter", help=help, labels=labels)
 
 
 def gauge(name: str, help: str, *labels: Label) -> MetricSpec:
-    """Describe a value that goes up and down."""
+    """Return the spec of a value that can go up and down."""
     return MetricSpec(name=PREFIX + name, kind="gauge", help=help, labels=labels)
 
 
 def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: Label) -> MetricSpec:
-    """Describe a distribution with upper bounds `buckets`."""
+    """Return the spec of a histogram; `buckets` are the upper bounds."""
     return MetricSpec(
         name=PREFIX + name, kind="histogram", help=help, labels=labels, buckets=buckets
     )
 
 
 def info(name: str, help: str, *labels: Label) -> MetricSpec:
-    """Describe properties as labels, with the constant value 1."""
+    """Return the spec of a metric with the constant value 1, whose labels are properties."""
     return MetricSpec(name=PREFIX + name, kind="info", help=help, labels=labels)

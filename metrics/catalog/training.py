@@ -1,4 +1,4 @@
-"""The run and its steps."""
+"""Metrics of the run and its steps: phases, throughput, loss, gradients and FLOPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tuner: its state, its changes and their gains. On rank 0 only."""
+"""Metrics of the tuner: state, knobs, gains, symptoms and decisions; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TUNER_STATES = (
     "safe_mode",
     "frozen",
 )
-# What may limit a job. The first four are the causes of exposed communication.
+# What can limit a job. The first four are the causes of exposed communication.
 SYMPTOMS = (
     "comm_bandwidth",
     "comm_redundancy",

@@ -1,4 +1,4 @@
-"""Accumulation windows of a TrainingRun: micro-batches, replays, rebuilds, restarts."""
+"""Metrics of a TrainingRun: micro-batches, replayed windows, engine rebuilds and restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPRESSION_ERROR = gauge(
     Label(name="codec", values=COMPRESSION_FORMATS),
 )
 
-# What all ranks do together; exported by rank 0 only.
+# Events that concern all ranks together, so only rank 0 exports them.
 ACCUMULATION_STEPS = gauge(
     "accumulation_steps", "Planned micro-batches per window; on rank 0 only."
 )

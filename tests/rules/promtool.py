@@ -28,7 +28,7 @@ class Case:
         alert: The alert's labels, "alertname" included; none if nothing fires.
         fires_at: The evaluation at which it fires first, such as "13m15s".
         recovers_at: The first at which it does so no longer.
-        annotations: What it says, as it fires first.
+        annotations: What it annotations_of, as it fires first.
         words_at: When that is looked at instead.
         until: How far to look, if nothing fires, at each evaluation.
     """
@@ -87,7 +87,7 @@ class Case:
         ]
 
 
-def says(alert: str, *, dashboard: str, summary: str, description: str) -> dict[str, str]:
+def annotations_of(alert: str, *, dashboard: str, summary: str, description: str) -> dict[str, str]:
     """Return all annotations of an alert of the run night-7."""
     page = "https://github.com/zerowatch/zerowatch/blob/main/dashboards/runbook.md"
     shown = f"http://127.0.0.1:3000/d/{dashboard}?var-job=zerowatch&var-run=night-7"

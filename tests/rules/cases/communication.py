@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rules.history import counter, gauge, of_both, of_rank, training, training_rank
-from rules.promtool import Case, says
+from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "communication", "job": "zerowatch", "run": "night-7"}
 BOTTLENECK = {"alertname": "ZerowatchCommBottleneck", "severity": "warning", **LABELS}
@@ -47,12 +47,12 @@ CASES = (
         alert=BOTTLENECK,
         fires_at="2m15s",
         recovers_at="16m15s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchCommBottleneck",
             dashboard="zerowatch-communication",
             summary="Training night-7 waits for communication",
             description="Training spends 25% of its time only waiting for collectives; up to 20% "
-            "is usual. The dashboard shows the largest cause: imbalance, latency, redundancy or "
+            "is usual. Look up the largest cause on the dashboard: imbalance, latency, redundancy or "
             "bandwidth. The runbook lists a remedy for each.",
         ),
     ),
@@ -84,7 +84,7 @@ CASES = (
         alert=LINK,
         fires_at="10m",
         recovers_at="22m30s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchLinkSlow",
             dashboard="zerowatch-communication",
             summary="A link of training night-7 has become slow, in group dp",
@@ -105,13 +105,13 @@ CASES = (
         alert={**STRAGGLER, "phase": "backward"},
         fires_at="11m",
         recovers_at="21m30s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchStragglerRank",
             dashboard="zerowatch-communication",
             summary="Rank 1 of training night-7 is slow in backward",
-            description="For 75% of the last five minutes the rank was slower than the median rank "
-            "by 6% of a step or more, and all other ranks wait for it. Check its host first: other "
-            "processes, throttled clocks, a slow disk.",
+            description="During 75% of the last five minutes this rank was slower than the median "
+            "rank by at least 6% of a step, and all other ranks wait for it. Check its host first "
+            "for other processes, throttled clocks and a slow disk.",
         ),
     ),
     Case(

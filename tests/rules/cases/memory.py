@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rules.history import GONE, Series, Stretch, gauge, of_both, of_rank, training
-from rules.promtool import Case, says
+from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "memory", "job": "zerowatch", "run": "night-7", "rank": "1"}
 HIGH = {"alertname": "ZerowatchOomRiskHigh", "severity": "warning", **LABELS}
@@ -39,12 +39,13 @@ CASES = (
         alert={**HIGH, "device": "cuda:0"},
         fires_at="3m45s",
         recovers_at="11m15s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchOomRiskHigh",
             dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 is likely to run out of memory on cuda:0",
             description="The probability of an out-of-memory error within the next 50 steps is "
-            "62%. Save a checkpoint if you can, then reduce the micro-batch or shard more.",
+            "62%. Save a checkpoint if you can, then reduce the micro-batch or use a higher ZeRO "
+            "stage.",
         ),
     ),
     Case(
@@ -84,13 +85,13 @@ CASES = (
         alert={**LEAK, "device": "cuda:0", "category": "other"},
         fires_at="5m15s",
         recovers_at="13m15s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchMemoryLeak",
             dashboard="zerowatch-memory",
             summary="Rank 1 of training night-7 leaks memory on cuda:0",
             description="Memory of category other grows by 2MiB with each step, and the batches do "
-            "not explain it. The dashboard shows how many steps are left. Look for tensors that "
-            "the script keeps.",
+            "not explain it. The dashboard shows how many steps are left until memory is full. "
+            "Look for tensors that the script keeps.",
         ),
     ),
     Case(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rules.history import Series, Stretch, counter, gauge, of_both, of_rank, training
-from rules.promtool import Case, says
+from rules.promtool import Case, annotations_of
 
 LABELS = {"job": "zerowatch", "run": "night-7"}
 OVERHEAD = {
@@ -39,12 +39,13 @@ CASES = (
         alert=OVERHEAD,
         fires_at="13m30s",
         recovers_at="32m",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchWatchOverhead",
             dashboard="zerowatch-overhead",
             summary="Monitoring of training night-7 costs more than it should",
-            description="Monitoring takes 3% of a rank's time. The dashboard shows which part; the "
-            "runbook lists the settings that make each part cheaper.",
+            description="Monitoring takes 3% of a rank's time; less than 2% is usual. The dashboard "
+            "shows which part of it is expensive, and the runbook lists the settings that make "
+            "each part cheaper.",
         ),
     ),
     Case(

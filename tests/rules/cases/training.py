@@ -14,7 +14,7 @@ from rules.history import (
     training,
     training_rank,
 )
-from rules.promtool import Case, says
+from rules.promtool import Case, annotations_of
 
 LABELS = {"component": "training", "job": "zerowatch", "run": "night-7"}
 STALLED = {"alertname": "ZerowatchTrainingStalled", "severity": "critical", **LABELS}
@@ -71,7 +71,7 @@ CASES = (
         alert=STALLED,
         fires_at="15m",
         recovers_at="20m15s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchTrainingStalled",
             dashboard="zerowatch-overview",
             summary="Training night-7 has stalled",
@@ -101,7 +101,7 @@ CASES = (
         alert=DOWN,
         fires_at="6m15s",
         recovers_at="10m15s",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchRankDown",
             dashboard="zerowatch-overview",
             summary="Rank 1 of training night-7 does not answer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rules.history import Series, Stretch, counter, gauge, of_rank, training
-from rules.promtool import Case, says
+from rules.promtool import Case, annotations_of
 
 LABELS = {"job": "zerowatch", "run": "night-7"}
 REPLAYS = {
@@ -52,7 +52,7 @@ CASES = (
         alert=RESTARTING,
         fires_at="15m15s",
         recovers_at="40m",
-        annotations=says(
+        annotations=annotations_of(
             "ZerowatchRestarting",
             dashboard="zerowatch-memory",
             summary="Training night-7 keeps restarting",
