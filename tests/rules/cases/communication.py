@@ -52,8 +52,8 @@ CASES = (
             dashboard="zerowatch-communication",
             summary="Training night-7 waits for communication",
             description="Training spends 25% of its time only waiting for collectives; up to 20% "
-            "is usual. Look up the largest cause on the dashboard: imbalance, latency, redundancy or "
-            "bandwidth. The runbook lists a remedy for each.",
+            "is usual. Look up the largest cause on the dashboard: imbalance, latency, redundancy "
+            "or bandwidth. The runbook lists a remedy for each.",
         ),
     ),
     Case(

@@ -43,9 +43,9 @@ CASES = (
             "ZerowatchWatchOverhead",
             dashboard="zerowatch-overhead",
             summary="Monitoring of training night-7 costs more than it should",
-            description="Monitoring takes 3% of a rank's time; less than 2% is usual. The dashboard "
-            "shows which part of it is expensive, and the runbook lists the settings that make "
-            "each part cheaper.",
+            description="Monitoring takes 3% of a rank's time; less than 2% is usual. The "
+            "dashboard shows which part of it is expensive, and the runbook lists the settings "
+            "that make each part cheaper.",
         ),
     ),
     Case(
