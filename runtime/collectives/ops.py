@@ -91,7 +91,7 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
-# `share_to_others` and `reduce_factor` of tuner/policy/predict.py repeat this and `_reduce`,
+# `sent_ratio` and `reduce_factor` of tuner/policy/predict.py repeat this and `_reduce`,
 # because it may not import this package; tests/runtime/tuner/test_predict.py compares them.
 def _all_parts_but_own(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""

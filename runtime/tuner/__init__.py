@@ -1,1 +1,5 @@
-"""The auto-tuner of a run: its session on the ranks, its history and its reports."""
+"""The auto-tuner: changes settings of a running job, and keeps those that prove faster.
+
+`session.py` runs it on all ranks, `policy/` decides on plain data, and `knobs/` reads and sets the
+settings.
+"""

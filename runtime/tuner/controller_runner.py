@@ -1,4 +1,4 @@
-"""Rank 0's side of the tuner: runs the controller so that its errors never reach training."""
+"""Runs the controller on rank 0 such that its errors never reach training; reads the stop file."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class StopFile:
 
     @property
     def path(self) -> Path | None:
-        """The file; None without a run folder."""
+        """Path of the file; None without a run folder."""
         folder = self._watch.run_folder
         return self._path or (None if folder is None else folder / "tuner.stop")
 
     def exists(self) -> bool | None:
-        """Whether it exists; None if that cannot be read."""
+        """Whether the file exists; None if the disk does not allow to find out."""
         path = self.path
         try:
             return path is not None and path.exists()
@@ -50,8 +50,8 @@ class StopFile:
 class ControllerRunner:
     """Runs the controller; after its first error all ranks roll back to the known good values.
 
-    Code that runs once per window finds cold caches, and takes ten times as long. So without a
-    trial, windows are buffered and passed to the controller about once a second.
+    Code that runs only once per window finds cold CPU caches, and takes ten times as long. So
+    without a trial, windows are buffered and passed to the controller about once a second.
 
     Args:
         controller: The run's controller.
@@ -65,7 +65,7 @@ class ControllerRunner:
 
     def __init__(self, controller: Controller, fail_open: FailOpen, stop_file: StopFile) -> None:
         self._controller, self._stop_file = controller, stop_file
-        self._ask = fail_open.wrap("tuner", self._call)
+        self._guarded = fail_open.wrap("tuner", self._call)
         self._in_use = controller.configuration.known_good
         self._is_stopped = False
         self._next_poll = 0.0
@@ -87,17 +87,21 @@ class ControllerRunner:
     def on_window_failed(self) -> None:
         """Handle a window that ended by an error."""
         self._flush()
-        self._ask(self._controller.on_window_failed)
+        self._guarded(self._controller.on_window_failed)
 
     def next_switch(self, *, stop_trial: bool = False) -> SwitchRequest | None:
-        """Return the request for all ranks; with `stop_trial` one that ends what is on trial."""
+        """Return the switch that all ranks are to make; None if there is none.
+
+        Args:
+            stop_trial: Whether what is on trial must be taken out of use, e.g. for a checkpoint.
+        """
         self._flush()
-        ask = (
+        next_switch = (
             self._controller.pause_trial
             if stop_trial
             else self._controller.configuration.pending_switch
         )
-        answer = self._ask(lambda: (ask(),))
+        answer = self._guarded(lambda: (next_switch(),))  # in a tuple: None is an error
         self._sync_state()
         if answer is not None:
             request: SwitchRequest | None = answer[0]
@@ -105,35 +109,35 @@ class ControllerRunner:
         return self._rollback_switch if self._needs_rollback else None
 
     def on_switched(self, request: SwitchRequest, result: SwitchResult) -> None:
-        """Handle the end of a switch request."""
+        """Handle the result of a switch request."""
         if result.done:
             self._in_use = request.target
         elif not request.checked:  # a failed rollback is not repeated
             self._in_use = self._controller.configuration.known_good
-        self._ask(lambda: self._controller.on_switched(request, result))
+        self._guarded(lambda: self._controller.on_switched(request, result))
         self._sync_state()
 
     def on_user_change(self) -> None:
-        """Take the present values of the knobs as known to be good, as the user set them."""
+        """Treat the present values of the knobs as known to be good, because the user set them."""
         self._buffered.clear()
-        self._ask(self._controller.on_user_change)
+        self._guarded(self._controller.on_user_change)
         self._in_use = self._controller.configuration.known_good
         self._sync_state()
 
     def close(self) -> None:
         """Record that the run ends normally."""
-        self._ask(self._controller.close)
+        self._guarded(self._controller.close)
 
     def _flush(self) -> None:
         """Pass the buffered windows to the controller."""
         buffered, self._buffered = self._buffered, []
         for step in buffered:
-            self._ask(partial(self._controller.on_window_end, step))
+            self._guarded(partial(self._controller.on_window_end, step))
         self._sync_state()
 
     def _sync_state(self) -> None:
         """Copy the controller's state; after its first error only a rollback is left to do."""
-        state = self._ask(
+        state = self._guarded(
             lambda: (self._controller.needs_exchange, self._controller.configuration.is_on_trial)
         )
         needs_rollback = self._needs_rollback
@@ -149,8 +153,8 @@ class ControllerRunner:
         known_good = self._controller.configuration.known_good
         return SwitchRequest(target=known_good, why="the tuner itself failed", checked=False)
 
-    def _call(self, question: Callable[[], T]) -> T:
-        return question()
+    def _call(self, function: Callable[[], T]) -> T:
+        return function()
 
     def _poll_stop_file(self) -> None:
         exists = self._stop_file.exists()
@@ -160,7 +164,7 @@ class ControllerRunner:
         path = self._stop_file.path
         if exists:
             logger.warning("tuner paused by stop file %s, trial rolled back", path)
-            self._ask(self._controller.freeze)
+            self._guarded(self._controller.freeze)
         else:
             logger.warning("tuner resumed, stop file %s is gone", path)
-            self._ask(self._controller.thaw)
+            self._guarded(self._controller.thaw)

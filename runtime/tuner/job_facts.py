@@ -14,7 +14,7 @@ from .policy.types import JobFacts, ModelTraits
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMED = 3  # modules in a warning
+MAX_NAMED = 3  # modules named in a warning
 
 # DeepSpeed's, tutel's, megablocks', and those of transformers, such as MixtralSparseMoeBlock.
 _EXPERTS = re.compile(r"MoE|MOE|Moe(?![a-z])|Experts|TopKGate|SwitchTransformers")

@@ -1,10 +1,12 @@
-"""The tuner of a TrainingRun: rank 0 decides, all ranks change their knobs between two windows."""
+"""The tuner of a TrainingRun: rank 0 decides, all ranks set their knobs between two windows."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -17,12 +19,12 @@ from ..trainer.window.batch_size_exchange import TunerStatus, no_tuner_status
 from ..trainer.window.step_result import StepResult
 from ..trainer.window_runner import WindowRunner
 from .controller_runner import ControllerRunner, StopFile
-from .history_store import open_history
 from .job_facts import job_facts
 from .knobs.run_knobs import RunKnobs
 from .policy.controller import Controller
 from .policy.controller_interface import TunerOptions
 from .policy.diagnose import Thresholds
+from .policy.history_file import HistoryFile, job_fingerprint
 from .policy.metrics_delta import CPU
 from .policy.search_history import SearchHistory
 from .policy.types import Numerics, StepTime, SwitchRequest
@@ -30,11 +32,11 @@ from .transaction import switch_all_ranks
 
 logger = logging.getLogger(__name__)
 
-STALE_SECONDS = 30.0
+STALE_SECONDS = 30.0  # without an update, after which the OOM risk counts as 0
 
 
 class TunerSession(Protocol):
-    """The tuner of one run; all ranks call it alike."""
+    """The tuner of one run; every rank makes the same calls at the same steps."""
 
     @property
     def is_on_trial(self) -> bool:
@@ -53,7 +55,7 @@ class TunerSession(Protocol):
         """Record that something other than training falls into the next step's time."""
 
     def on_user_change(self) -> None:
-        """Take the present configuration as known to be good, as the user set it."""
+        """Treat the present configuration as known to be good, because the user set it."""
 
     def close(self) -> None:
         """Release the knobs. Safe to call twice."""
@@ -87,7 +89,7 @@ class NullTunerSession:
 
 
 class ActiveTunerSession:
-    """The session of a tuned run.
+    """The session of a run that is tuned, on one rank.
 
     Args:
         engine_holder: Holder of the run's engine, which the knobs change.
@@ -129,7 +131,7 @@ class ActiveTunerSession:
         return opened is not None and any(each.is_on_trial for each in opened.tuner_statuses[:1])
 
     def on_window_start(self) -> None:
-        """Roll back what may have failed the last window, if that did not end."""
+        """Roll back what is on trial if the last window failed, as it may be the cause."""
         if self._is_in_window:
             self._on_window_failed()
             if self.is_on_trial:  # it may be the cause, and the next window would fail too
@@ -175,7 +177,7 @@ class ActiveTunerSession:
         self._last_end = None
 
     def on_user_change(self) -> None:
-        """Take the present configuration as known to be good, as the user set it."""
+        """Treat the present configuration as known to be good, because the user set it."""
         if self._runner is not None:
             self._runner.on_user_change()
         self._oom_risk.invalidate(now=self._engine_holder.engine.global_steps)
@@ -252,7 +254,7 @@ class ActiveTunerSession:
 
 
 class ReportedOomRisk:
-    """The latest OOM risk of this rank, as far as it still holds; updated by the watch thread."""
+    """The latest OOM risk of this rank, unless it is outdated; updated by the watch thread."""
 
     def __init__(self) -> None:
         self._step, self._risk, self._updated_at = 0, 0.0, 0.0
@@ -284,13 +286,42 @@ class ReportedOomRisk:
         return 0.0 if is_stale else self._risk
 
 
+def open_history(engine: Any, settings: Settings, world_size: int) -> HistoryFile:
+    """Return the history of the job that a DeepSpeed engine runs on `world_size` ranks.
+
+    The job's fingerprint covers what must be the same for verdicts to hold in a later run.
+    """
+    named = engine.module.named_parameters()
+    key = job_fingerprint(
+        {
+            "parameters": [
+                (name, list(getattr(each, "ds_shape", each.shape))) for name, each in named
+            ],
+            "optimizer": type(engine.basic_optimizer).__name__,
+            "world_size": world_size,
+            "device": engine.device.type,
+            "versions": [version(name) for name in ("torch", "deepspeed", "zerowatch")],
+            "numerics": settings.tuner.numerics,
+            "rebuild": settings.tuner.rebuild,
+        }
+    )
+    return HistoryFile(_history_folder(settings), key)
+
+
+def _history_folder(settings: Settings) -> Path | None:
+    if settings.tuner.history_dir is not None:
+        return settings.tuner.history_dir
+    run_log = settings.run_log
+    return run_log.folder / ".tuner" if run_log.enabled else None
+
+
 def create_tuner_session(
     engine_holder: EngineHolder,
     window_runner: WindowRunner,
     host_group: HostGroup,
     data: TrainingData,
 ) -> TunerSession:
-    """Return the session of a run as its settings ask for: active on all ranks or on none."""
+    """Return the session that the settings ask for: active on all ranks or on none."""
     watch = engine_holder.engine.watch
     session: ActiveTunerSession | None = None
     if watch.is_open and watch.settings.tuner.mode != "off":
@@ -309,7 +340,7 @@ def create_tuner_session(
 def tuner_settings(
     settings: Mapping[str, Any] | None, mode: str | None, numerics: str | None
 ) -> dict[str, Any]:
-    """Return a caller's settings, updated by its tuner arguments."""
+    """Return the caller's settings, with its arguments `tuner` and `numerics` added."""
     given = dict(settings or {})
     arguments = {"mode": mode, "numerics": numerics}
     tuner = {name: value for name, value in arguments.items() if value is not None}

@@ -25,7 +25,7 @@ REASON_BYTES = 300  # of the reason that a rank sends to the others
 
 
 class Fault(IntEnum):
-    """Whose fault it is that a phase failed on a rank; of several ranks the largest counts."""
+    """The rank that made a phase fail on this rank; of all ranks' values the largest counts."""
 
     NONE = 0
     OTHER_RANK = 1
@@ -43,7 +43,7 @@ def switch_all_ranks(
     Args:
         host_group: Connects all ranks.
         knobs: Knobs of this rank.
-        request: SwitchRequest of rank 0, if it has one; that of other ranks is ignored.
+        request: Request of rank 0, if it has one; that of other ranks is ignored.
         clock: Seconds of a monotonic clock.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Setters of the tuner's knobs; every change has an undo."""
+"""The settings that the tuner changes (knobs): classes that read, set and restore them."""

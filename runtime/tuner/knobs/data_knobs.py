@@ -21,7 +21,7 @@ def data_knobs(window_runner: WindowRunner, data: TrainingData | None) -> list[W
 
 
 class MicroBatchKnob(WritableKnob):
-    """Samples of a micro-batch, as of `TrainingRun.set_micro_batch`; the global batch stays."""
+    """Samples of a micro-batch, as in `TrainingRun.set_micro_batch`; the global batch stays."""
 
     spec = MICRO_BATCH_SAMPLES
 
@@ -40,8 +40,8 @@ class MicroBatchKnob(WritableKnob):
         return self._window_runner.micro_batch_samples
 
     def options(self) -> Sequence[Value]:
-        """Return the sizes that split the largest share into 1, 2, 4 and so on."""
-        return micro_batch_sizes(largest_share(self._window_runner), self.get())
+        """Return the sizes that split the largest local batch into 1, 2, 4... micro-batches."""
+        return micro_batch_sizes(largest_local_batch(self._window_runner), self.get())
 
     def set(self, value: Value) -> Undo:
         """Set it.
@@ -81,7 +81,7 @@ class EngineMicroBatchKnob(ReadableKnob):
 class LoadBalanceKnob(SwitchKnob):
     """Whether samples are distributed by the ranks' measured speeds.
 
-    No sample is lost or repeated. The shares change a window later, after prefetched batches.
+    No sample is lost or repeated. Local batches change a window later, after prefetched ones.
     """
 
     spec = BALANCE
@@ -90,11 +90,11 @@ class LoadBalanceKnob(SwitchKnob):
         self._data = data
 
     def unsupported_reason(self) -> str | None:
-        """Return why shares are always even in this job."""
+        """Return why this job cannot balance the load."""
         return self._data.unsupported_balance_reason()
 
     def get(self) -> bool:
-        """Return whether shares follow the speeds."""
+        """Return whether faster ranks get more samples."""
         return self._data.balances
 
     def _switch(self, *, on: bool) -> Undo:
@@ -145,22 +145,22 @@ class GlobalBatchKnob(WritableKnob):
         return undo
 
 
-def largest_share(window_runner: WindowRunner) -> int:
-    """Return the samples of the largest share of any rank in the last window; 0 before it."""
+def largest_local_batch(window_runner: WindowRunner) -> int:
+    """Return the most samples that a rank had in the last window; 0 before the first window."""
     opened = window_runner.opened
     return 0 if opened is None else max(opened.local_batches.samples)
 
 
-def micro_batch_sizes(share: int, now: int) -> tuple[int, ...]:
-    """Return the sizes that split a share into 1, 2, 4 and so on micro-batches, ascending.
+def micro_batch_sizes(local_batch: int, now: int) -> tuple[int, ...]:
+    """Return the sizes that split a local batch into 1, 2, 4 and so on micro-batches, ascending.
 
     Args:
-        share: Samples of the largest share of any rank; 0 if unknown.
-        now: The size in use; may be larger than the share.
+        local_batch: The most samples that a rank has in a window; 0 if unknown.
+        now: The size in use; may be larger than the local batch.
     """
     sizes = {now}
     count = 1
-    while count < 2 * share:
-        sizes.add(-(-share // count))
+    while count < 2 * local_batch:
+        sizes.add(-(-local_batch // count))
         count *= 2
-    return tuple(sorted(size for size in sizes if size <= max(now, share)))
+    return tuple(sorted(size for size in sizes if size <= max(now, local_batch)))

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 ZERO = "zero_optimization"
 _STAGE_3 = "stage3_"  # DeepSpeed accepts its keys with and without this prefix
-# Below a 64th of the model there are so many calls that latency dominates on any link.
+# The smallest useful size is this part of the model: with smaller ones there are so many calls that
+# latency dominates on any link.
 SMALLEST_PART = 64
 
 
@@ -287,7 +288,7 @@ _SINGLE_RANK = "a single rank sends nothing"
 
 
 class CompressorConfig(NamedTuple):
-    """The values of the two knobs that one compressor implements."""
+    """The values of the two knobs that a gradient compressor implements."""
 
     kind: Value
     asynchronous: Value
@@ -387,9 +388,12 @@ class AsyncReductionKnob(ReadableKnob):
         return (False, True) if is_possible else (False,)
 
 
-AUTOMATIC, BETWEEN_STEPS = "automatic", "between_steps"
-FULL_EVERY_WINDOWS = 100  # collections of all generations; of the youngest after every window
-_YOUNG, _ALL = 1, 2  # generations
+# Values of the knob python_gc.
+AUTOMATIC = "automatic"
+BETWEEN_STEPS = "between_steps"
+FULL_EVERY_WINDOWS = 100  # windows per full collection; after others only young objects
+_YOUNG = 1  # collects generations 0 and 1
+_ALL = 2  # collects all generations
 
 
 class GcKnob(WritableKnob):

@@ -41,7 +41,7 @@ class ReadableKnob(ABC):
         """Return the possible values in order, including the one in use."""
 
     def is_applied(self, value: Value) -> bool:
-        """Whether the job really uses this value."""
+        """Whether the job uses this value, read back from where it takes effect."""
         return value == self.get()
 
     def memory_bytes(self, value: Value) -> int | None:

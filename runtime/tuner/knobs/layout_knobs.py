@@ -18,7 +18,8 @@ from ..policy.types import Configuration, Value
 from .engine_knobs import ZERO
 from .knob import ReadableKnob
 
-STAGE, OFFLOADS = ZERO_STAGE.name, (OFFLOAD_OPTIMIZER.name, OFFLOAD_PARAM.name)
+STAGE = ZERO_STAGE.name
+OFFLOADS = (OFFLOAD_OPTIMIZER.name, OFFLOAD_PARAM.name)
 LAYOUT = (STAGE, *OFFLOADS)
 _SNAPSHOT_BYTES = 12  # per parameter: weights and Adam's two states, in fp32
 

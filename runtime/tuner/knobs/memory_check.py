@@ -1,4 +1,4 @@
-"""Whether a configuration is likely to fit this rank's memory. Pure."""
+"""Checks whether a configuration is likely to fit this rank's memory. Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ...trainer.oom_recovery.replay import OomReplay
 from ...trainer.window_runner import WindowRunner
 from ..policy.registry import MICRO_BATCH_SAMPLES, SPECS
 from ..policy.types import Configuration, Value
-from .data_knobs import data_knobs, largest_share
+from .data_knobs import data_knobs, largest_local_batch
 from .engine_knobs import (
     NO_COMPRESSOR,
     AsyncReductionKnob,
@@ -37,11 +37,11 @@ from .knob import KnobSet, ReadableKnob, WritableKnob
 from .layout_knobs import ZeroLayouts, layout_knobs
 from .memory_check import exceeds_fit, exceeds_free, exceeds_host
 
-ApplyChange = Callable[[], Undo]
+ApplyChange = Callable[[], Undo]  # makes a change, and returns its undo
 
 
 class RunKnobs:
-    """Reads and sets all knobs of one run on this rank; all ranks call it alike.
+    """Reads and sets all knobs of one run on this rank; every rank makes the same calls.
 
     Args:
         engine_holder: Rebuilds the engine, and attaches settings to it.
@@ -135,7 +135,7 @@ class RunKnobs:
         return self._knobs.all_applied(checked)
 
     def on_window_end(self) -> None:
-        """Do the work between two windows, such as garbage collection; cheap."""
+        """Collect garbage between two windows, where the knob python_gc asks for it."""
         self._gc.on_window_end()
 
     def close(self) -> None:
@@ -233,15 +233,15 @@ class RunKnobs:
         longest = planner.guard_schedule.longest
         extra_bytes = layout_bytes + self._knobs.memory_bytes(target)
         reason = exceeds_free(measured, extra_bytes=extra_bytes, length=longest)
-        share = largest_share(self._window_runner)
+        local_batch = largest_local_batch(self._window_runner)
         now = self._window_runner.micro_batch_samples
         wanted = target.get(MICRO_BATCH_SAMPLES.name, now)
         samples = wanted if isinstance(wanted, int) else now
-        if reason is not None or min(samples, share) <= min(now, share):
+        if reason is not None or min(samples, local_batch) <= min(now, local_batch):
             return reason
         return exceeds_fit(
             measured,
-            samples=min(samples, share),
+            samples=min(samples, local_batch),
             extra_bytes=extra_bytes,
             length=longest,
             bound=planner.limits.bound(longest),
@@ -249,7 +249,7 @@ class RunKnobs:
 
 
 class PlanCache:
-    """Micro-batch limits by configuration, the same on all ranks.
+    """Keeps the micro-batch limits of each configuration; they are the same on all ranks.
 
     A trial alternates between configurations. If each switch invalidated the limits, collectives
     would be guarded in every block, and the guard's cost would be measured.

@@ -1,1 +1,1 @@
-"""The decisions of the tuner, made from plain data alone."""
+"""The tuner's decisions: diagnosis, proposals, trials and the state machine, on plain data only."""

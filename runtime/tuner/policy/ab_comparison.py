@@ -2,8 +2,9 @@
 
 Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
 not depend on what the configurations are. A block's time is its lower median, which spikes do not
-move. A pair's difference is the log of A's time over B's, so it is positive where B is faster. The
-bounds are computed again after each pair (an interim analysis; "look" in group-sequential testing).
+move. A pair's difference is the log of A's time over B's, so it is positive where B is faster.
+Confidence bounds are computed after each pair: an interim analysis, which fields of `TrialPlan`
+call a look.
 
 The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
 other than those it reports). Step times are correlated over about ten steps, so distant blocks

@@ -15,7 +15,8 @@ from functools import lru_cache
 from math import atan, cos, inf, pi, sin, sqrt
 from statistics import fmean, stdev
 
-WINSORIZED_FROM, WINSORIZED_SHARE = 8, 8  # values needed; one of so many at each end
+WINSORIZED_FROM = 8  # values; fewer are not winsorized
+WINSORIZED_ONE_OF = 8  # at each end, one value of so many is winsorized
 MIN_ERROR = 1e-4  # for differences that are equal by chance or by a coarse clock
 
 
@@ -39,7 +40,7 @@ class Estimate:
 def winsorized_mean(differences: Sequence[float]) -> Estimate:
     """Return the winsorized mean of at least two differences."""
     num = len(differences)
-    cut = num // WINSORIZED_SHARE if num >= WINSORIZED_FROM else 0
+    cut = num // WINSORIZED_ONE_OF if num >= WINSORIZED_FROM else 0
     ordered = sorted(differences)
     least, most = ordered[cut], ordered[-1 - cut]
     values = [min(max(value, least), most) for value in ordered]

@@ -33,7 +33,7 @@ class ConfigurationState:
         self.reset()
 
     def reset(self) -> None:
-        """Take the present values of the knobs as known to be good."""
+        """Treat the present values of the knobs as known to be good."""
         self.known_good = self.in_use = self.wanted = dict(self._knobs.values())
         self._listener.on_configuration(self.in_use)
 
@@ -77,7 +77,7 @@ class ConfigurationState:
             self.on_applied({**self.in_use, **changed})
 
     def commit(self) -> None:
-        """Take what is in use as known to be good.
+        """Treat the configuration in use as known to be good.
 
         A rebuilt engine may have other knobs; values of knobs that are gone are kept for a
         rollback.

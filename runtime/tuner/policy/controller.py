@@ -36,9 +36,9 @@ from .types import (
 
 logger = logging.getLogger(__name__)
 
-SETTLE_STEPS = 2  # after a change that did not stay
-MAX_FAILURES = 2  # failed changes, after which nothing more is tried
-RELIEF_STEPS = 5  # after freeing memory, until the forecast includes it
+SETTLE_STEPS = 2  # windows that are not measured after a rollback
+MAX_FAILURES = 2  # failed changes, after which the tuner enters safe mode
+RELIEF_STEPS = 5  # windows after freeing memory, until the forecast includes it
 
 # From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
 # may follow wherever nothing is on trial.
@@ -59,7 +59,7 @@ _INACTIVE = (State.FROZEN, State.SAFE_MODE)  # nothing is tried
 
 
 class Controller:
-    """The tuner of one run.
+    """Diagnoses one run, starts trials, and decides by their results; on rank 0 only.
 
     Args:
         knobs: Knobs of rank 0, which are read but not set.
@@ -101,7 +101,7 @@ class Controller:
 
     @property
     def accepts_batches(self) -> bool:
-        """Whether windows may be passed later, several at once."""
+        """Whether windows may be passed later and several at once, because nothing is on trial."""
         return self._trial is None and self.configuration.is_settled
 
     @property
@@ -111,7 +111,7 @@ class Controller:
         return not self.configuration.is_settled or (trial is not None and trial.needs_exchange)
 
     def on_switched(self, request: SwitchRequest, result: SwitchResult) -> None:
-        """Handle the end of an request."""
+        """Handle the result of a switch request."""
         self._search.on_switched(self.configuration.in_use, request.target, result.seconds)
         if self._trial is not None:
             self._trial.cost_seconds += result.seconds
@@ -159,26 +159,26 @@ class Controller:
         return self.configuration.pending_switch()
 
     def on_user_change(self) -> None:
-        """Take the present values of the knobs as known to be good, as the user set them."""
+        """Treat the present values of the knobs as known to be good, because the user set them."""
         self._discard_trial()
         self.configuration.reset()
         self._restart_observation()
 
     def freeze(self) -> None:
-        """Change nothing until `thaw`; roll back what is on trial."""
+        """Roll back what is on trial, and try nothing until `thaw`."""
         if self.state is not State.FROZEN:
             self._discard_trial()
             self._enter(State.FROZEN)
 
     def thaw(self) -> None:
-        """Continue, with a new diagnosis."""
+        """Continue after `freeze`, with a new diagnosis."""
         if self.state is State.FROZEN:
             has_failed = self._num_failures >= MAX_FAILURES
             self._enter(State.SAFE_MODE if has_failed else State.OBSERVE)
             self._restart_observation()
 
     def close(self) -> None:
-        """Record that the run ends normally: not because of what is on trial."""
+        """Record that the run ends normally, so that the trial does not count as crashed."""
         self._history.on_trial_end()
 
     def _enter(self, state: State) -> None:
@@ -288,7 +288,7 @@ class Controller:
             self._enter_safe_mode(f"{self._num_failures} changes failed, the last one: {reason}")
 
     def _reject(self, decision: Decision) -> None:
-        """End a trial by a verdict against the change."""
+        """End a trial with a verdict against the change, which is saved in the history."""
         self._history.reject(decision.proposal.changes)
         self._roll_back(decision)
 
@@ -346,7 +346,7 @@ class Controller:
 
 
 class MemoryRelief:
-    """Selects what frees memory before it runs out; applied at once, without a trial.
+    """Selects changes that free memory before it runs out; they are applied without a trial.
 
     Args:
         search: Finds possible changes.
@@ -366,11 +366,11 @@ class MemoryRelief:
         return is_due
 
     def find(self, step: StepTime, configuration: Configuration) -> Decision | None:
-        """Return the change to make; None if nothing is left.
+        """Return the decision to apply a change; None if no change is left.
 
         Args:
             step: Time and risk of the window that shows the risk.
-            configuration: The one that it was run with.
+            configuration: The configuration of that window.
         """
         inputs = self._search.emergency_inputs(step, configuration)
         trial = next(self._search.memory_savings(inputs), None)
@@ -385,9 +385,10 @@ class MemoryRelief:
 
 
 class LossGuard:
-    """Detects a loss that leaves its recent range after a change of rounding."""
+    """Detects a loss far above its recent range, which a change of rounding may cause."""
 
-    WINDOWS, MIN_WINDOWS = 50, 10
+    WINDOWS = 50  # whose losses are the recent range
+    MIN_WINDOWS = 10  # with fewer losses nothing is detected
     MAX_DEVIATIONS = 6.0  # standard deviations
     MIN_SPREAD = 0.01  # of the loss, so that a constant loss has no outliers
 

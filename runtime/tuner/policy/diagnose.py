@@ -1,4 +1,4 @@
-"""Diagnoses what slows a job down, from the metrics of one rank. Pure."""
+"""Diagnoses what slows a job down or endangers it, from the metrics of one rank. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from .metrics_delta import MetricsDelta, known_values
 from .types import Symptom
 
 MIN_CAUSE_RATIO = 0.02  # of training time; a smaller cause is not worth a trial
-_CONTEXT_HYSTERESIS = 0.75  # octaves; rounding alone changes at half of one
+_CONTEXT_HYSTERESIS = 0.75  # in powers of two; rounding alone changes at half of one
 _COMPUTE = ("forward", "backward", "optimizer")
-MEMORY_PRESSURE, MEMORY_IDLE = "memory_pressure", "memory_idle"
+# Names of symptoms, as in SYMPTOMS of `metrics/catalog/tuner.py`.
+MEMORY_PRESSURE = "memory_pressure"
+MEMORY_IDLE = "memory_idle"
 COMM_SYMPTOMS = tuple(f"comm_{cause}" for cause in CAUSE.values)
 
 

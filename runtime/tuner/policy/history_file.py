@@ -1,9 +1,11 @@
-"""The search history on disk: one JSON file per job, read by its next run."""
+"""The search history on disk: one JSON file per job, which its next run reads."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 MAX_CONTEXTS = 16  # of one job; the oldest are dropped
-TRIAL_SUFFIX = ".trial.json"  # of a file with what is on trial in some process
+TRIAL_SUFFIX = ".trial.json"  # of the file with what is on trial in one process
 
 T = TypeVar("T")
 
+# Knobs with values that are not to be tried.
 Denied = frozenset[tuple[str, Value]]
 
 
@@ -52,20 +55,38 @@ def job_fingerprint(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
+class HostProcesses:
+    """Names the processes that may run a job, each by its host and process id.
+
+    Attributes:
+        own_name: Name of this process, valid as a part of a file's name.
+    """
+
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
+        self.own_name = f"{self._host}-{os.getpid()}"
+
+    def has_ended(self, name: str) -> bool:
+        """Whether a process has ended; assumed on other hosts, e.g. after a container's restart."""
+        host, _, pid = name.rpartition("-")
+        return host != self._host or not Path("/proc", pid).exists()
+
+
 class HistoryFile:
-    """The history of one job. Disk errors lose the history and never raise.
+    """The history of one job. After a disk error the history is lost; nothing is raised.
 
     Args:
         folder: Folder of the files; None for no history.
         key: Fingerprint of the job.
-        owner: Name of this process among all that may run the job, as a part of a file's name.
-        is_gone: Whether the process of such a name has ended.
+        processes: Names this process, and finds those that have ended.
     """
 
     def __init__(
-        self, folder: Path | None, key: str, *, owner: str, is_gone: Callable[[str], bool]
+        self, folder: Path | None, key: str, processes: HostProcesses | None = None
     ) -> None:
-        self._folder, self._key, self._owner, self._is_gone = folder, key, owner, is_gone
+        self._folder, self._key = folder, key
+        self._processes = processes or HostProcesses()
+        self._owner = self._processes.own_name
 
     def load(self) -> Mapping[str, HistoryEntry]:
         """Return the results by context; none if the file is missing or damaged."""
@@ -76,7 +97,7 @@ class HistoryFile:
         found: list[Configuration] = []
         for path in self._folder.glob(f"{self._key}.*{TRIAL_SUFFIX}") if self._folder else ():
             owner = path.name[len(self._key) + 1 : -len(TRIAL_SUFFIX)]
-            if owner == self._owner or self._is_gone(owner):
+            if owner == self._owner or self._processes.has_ended(owner):
                 if changes := self._read(path.name, _parse_trial):
                     found.append(changes)
                 with suppress(OSError):

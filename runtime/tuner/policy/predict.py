@@ -29,10 +29,10 @@ from .registry import (
 from .types import Configuration, JobFacts
 
 _STAGE_0_BUCKET = 500_000_000  # elements; fixed in DeepSpeed at stage 0
-_SEGMENT_BYTES = 1 << 20  # of a reduce by gloo
+_SEGMENT_BYTES = 1 << 20  # of a segment of gloo's reduce
 # Bytes of a compressed value: its code, and an fp32 scale per block of 256 values.
 _CODE_BYTES = {"bf16": 2.0, "fp16": 2 + 4 / 256, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
-_CHUNK_VALUES = 256 * 1024  # of a rank that compression sends in one message over gloo
+_CHUNK_VALUES = 256 * 1024  # compressed values in one message over gloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +102,18 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
-# `share_to_others` and `reduce_factor` repeat formulas of collectives/ops.py, which
-# this package may not import; tests/runtime/tuner/test_predict.py compares them.
-def share_to_others(ranks: int) -> float:
-    """Return the share of a payload that a rank of a ring sends to other ranks."""
+# `sent_ratio` and `reduce_factor` repeat `_all_parts_but_own` and `_reduce` of
+# collectives/ops.py, which this package may not import; tests/runtime/tuner/test_predict.py compares
+# them.
+def sent_ratio(ranks: int) -> float:
+    """Return the ratio of a payload that a rank of a ring sends to other ranks."""
     return (ranks - 1) / ranks
 
 
 def reduce_factor(backend: str, ranks: int, payload_bytes: float) -> float:
     """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
     if backend != "gloo":
-        return share_to_others(ranks)
+        return sent_ratio(ranks)
     # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.
     needed = max(math.ceil(payload_bytes / _SEGMENT_BYTES), 2 * ranks)
     segments = math.ceil(needed / ranks) * ranks
@@ -125,9 +126,9 @@ class _StepTraffic:
     facts: JobFacts
 
     @property
-    def share(self) -> float:
-        """Share of a payload that is sent to other ranks."""
-        return share_to_others(self.facts.world_size)
+    def sent(self) -> float:
+        """Ratio of a payload that a rank sends to other ranks."""
+        return sent_ratio(self.facts.world_size)
 
     @property
     def gradients(self) -> float:
@@ -150,7 +151,7 @@ class _StepTraffic:
         yield Traffic(
             wire_bytes=reductions * reduction.wire_bytes, calls=reductions * reduction.calls
         )
-        gathered = self.share * self.facts.parameter_bytes
+        gathered = self.sent * self.facts.parameter_bytes
         if stage < 3:
             yield Traffic(wire_bytes=gathered, calls=1)
             return
@@ -185,7 +186,7 @@ class _StepTraffic:
         if self._code_bytes() is not None:
             return self._compressed(bucket, phases=2)
         return Traffic(
-            wire_bytes=2 * self.share * self.facts.gradient_bytes,
+            wire_bytes=2 * self.sent * self.facts.gradient_bytes,
             calls=math.ceil(self.gradients / bucket),
         )
 
@@ -195,7 +196,7 @@ class _StepTraffic:
             own_values = min(bucket, self.gradients) / self.facts.world_size
             chunks = math.ceil(own_values / _CHUNK_VALUES)
         return Traffic(
-            wire_bytes=phases * self.share * self.gradients * (self._code_bytes() or 0.0),
+            wire_bytes=phases * self.sent * self.gradients * (self._code_bytes() or 0.0),
             calls=phases * chunks * math.ceil(self.gradients / bucket),
         )
 

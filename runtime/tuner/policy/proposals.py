@@ -43,7 +43,7 @@ _HYSTERESIS = 0.5  # of the threshold of waiting, so that compression is not swi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerInput:
-    """Everything that proposals are derived from.
+    """The data that proposals are derived from; serialized as `situation` in `decisions.jsonl`.
 
     Attributes:
         configuration: The complete configuration in use, known to work.

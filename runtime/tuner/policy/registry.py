@@ -36,15 +36,15 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobSpec:
-    """One knob.
+    """Data of one knob: its values, what it helps against, and how it is changed.
 
     Attributes:
         name: Name in configurations, metrics and messages.
         numerics: The strictest numerics that allow a change in a plain job; see
             `required_numerics`.
-        domain: All values in order, or a rule where there are too many.
+        domain: All values in order, or a rule where there are too many to list.
         triggers: Direction or values of a change, by symptom that it may help against.
-        description: Half a sentence for people.
+        description: What it sets, as half a sentence for messages.
         ds_key: Path in a ds config; None if it has none.
         advice: What to write into a script, with a {value}; None if the ds config is enough.
         tier: Whether the engine has to be rebuilt.
@@ -61,7 +61,7 @@ class KnobSpec:
         zero_stages: ZeRO stages where it has an effect; None among them: where the stage is no knob
             of the job. At other stages it is switched off.
         brings_zero_stage: The ZeRO stage to switch to along with it.
-        excluded_by: Name of a knob that makes it useless while that is on.
+        excluded_by: Name of another knob; while that one is on, this one has no effect.
         needs_several_buckets: Whether one bucket of all gradients makes it useless: that is sent
             only when backward has ended.
         moves_to_host: Whether it moves state to the host.

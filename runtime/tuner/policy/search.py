@@ -1,4 +1,4 @@
-"""Selects what to try next, and whether a trial is worth its cost."""
+"""Selects which proposals to try, and whether their trials are worth the cost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from .trial import Decision, Trial
 from .types import Configuration, JobFacts, KnobSetter, Proposal, StepTime, Symptom, Value
 
 UNPREDICTED_GAIN = 0.03  # assumed of a change without a prediction
-MAX_RELAXED_LOSS = 0.02  # of speed, for undoing a measure that is no longer needed
-ASSUMED_LOSS = 0.15  # of the windows run with a change, until it is rolled back
-GRANT_SECONDS = 600.0  # lets a young run, where a gain pays longest, start trials at once
+MAX_RELAXED_LOSS = 0.02  # of speed, allowed for undoing a measure that is no longer needed
+ASSUMED_LOSS = 0.15  # of speed in the windows of a trial, before its result is known
+GRANT_SECONDS = 600.0  # counts as trained at the start, where a gain pays longest
 
 
 class ExplorationBudget:
-    """Accounts what trials cost: a share of the training time so far, plus a grant.
+    """Limits the cost of trials to a ratio of the training time so far, plus a grant.
+
+    Args:
+        ratio: Seconds that trials may cost, per second of training.
+        grant_seconds: Training time that is added to the time so far.
 
     Attributes:
         spent_seconds: Training time spent so far.
@@ -38,20 +42,20 @@ class ExplorationBudget:
 
     @property
     def left_seconds(self) -> float:
-        """What may still be spent; negative where trials cost more than expected."""
+        """Seconds that may still be spent; negative where trials cost more than expected."""
         allowed = self._ratio * (self._elapsed_seconds + self._grant_seconds)
         return allowed - self.spent_seconds
 
     def elapse(self, seconds: float) -> None:
-        """Add training time, within trials as well."""
+        """Add training time, whether or not in a trial."""
         self._elapsed_seconds += seconds
 
     def spend(self, seconds: float) -> None:
-        """Charge a pause, or what a step on trial took longer; faster steps earn nothing."""
+        """Charge a pause, or the time that a step on trial took longer; ignore negative values."""
         self.spent_seconds += max(0.0, seconds)
 
     def allows(self, expected_cost_seconds: float) -> bool:
-        """Whether a trial of that expected cost fits in."""
+        """Whether a trial of that expected cost is within the budget."""
         return expected_cost_seconds <= self.left_seconds
 
 
@@ -59,7 +63,7 @@ def pays_back(expected_gain: float, remaining_seconds: float | None, cost_second
     """Whether a gain of throughput is expected to save more time than its trial costs.
 
     Args:
-        expected_gain: 0.5 for half as much again.
+        expected_gain: Gain of throughput, 0.5 for half as much again.
         remaining_seconds: Training time left at today's speed; None, unknown, counts as infinite.
         cost_seconds: Training time that the trial costs.
     """
@@ -68,7 +72,7 @@ def pays_back(expected_gain: float, remaining_seconds: float | None, cost_second
 
 
 class Search:
-    """Turns metrics into trials.
+    """Derives trials from metrics: diagnosis, proposals, and whether a trial pays.
 
     Args:
         knobs: Knobs of rank 0, which are read but not set.
@@ -104,8 +108,8 @@ class Search:
 
         Args:
             reading: Metrics of the interval.
-            step: The last window of the trial.
-            configuration: The one that it was run with.
+            step: The last window of the interval.
+            configuration: The configuration of that window.
         """
         if not reading.stale:
             self._history.enter_context(reading, configuration)
@@ -122,14 +126,14 @@ class Search:
         return replace(inputs, denied=frozenset(self._failed))
 
     def memory_savings(self, inputs: TunerInput) -> Iterator[Trial]:
-        """Yield possible changes that free memory; they are applied without a trial."""
+        """Yield the changes that free memory and that this rank supports; they need no trial."""
         for proposal in propose(inputs):
             trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
             if self._knobs.unsupported_reason(trial.after) is None:
                 yield trial
 
     def advice(self, inputs: TunerInput) -> Iterator[Trial]:
-        """Yield the first possible proposal, unless it was advised before."""
+        """Yield the first proposal that this rank supports, unless it was advised before."""
         for proposal in propose(inputs):
             trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
             if self._knobs.unsupported_reason(trial.after) is None:
@@ -169,7 +173,7 @@ class Search:
         self._failed.add(next(iter(changes.items())))
 
     def on_accepted(self, decision: Decision, configuration: Configuration) -> None:
-        """Record that a proposal was accepted and is a part of this configuration."""
+        """Record that a proposal was accepted, which resulted in this configuration."""
         before, changes = decision.inputs.configuration, decision.proposal.changes
         old = {knob: before[knob] for knob in changes if knob in before}
         if decision.result is not None:

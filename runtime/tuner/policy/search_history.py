@@ -1,4 +1,4 @@
-"""Search results by context: the best configuration, and the changes that did not help."""
+"""What trials have shown, by context: the best configuration, and changes that did not help."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class HistoryStore(Protocol):
-    """Keeps the history beyond the end of the run."""
+    """Stores the history for later runs."""
 
     def save(self, context: str, entry: HistoryEntry, /) -> None:
         """Replace the results of a context."""
@@ -25,7 +25,7 @@ class HistoryStore(Protocol):
 
 
 class NullHistoryStore:
-    """Keeps nothing."""
+    """Stores nothing."""
 
     def save(self, context: str, entry: HistoryEntry, /) -> None:
         """Do nothing."""
@@ -35,7 +35,7 @@ class NullHistoryStore:
 
 
 class SearchHistory:
-    """The history of one job; the properties are about the present context.
+    """The history of one job; its properties refer to the present context.
 
     Args:
         entries: Results of earlier runs, by context.
@@ -142,7 +142,7 @@ class SearchHistory:
             self.reject(values)
 
     def on_speed_shift(self, speed: str) -> None:
-        """Forget what did not help, because steps became e.g. "slower".
+        """Allow rejected changes again, because steps became e.g. "slower".
 
         With alternating speeds everything would be tried again and again. So only the 1st, 2nd,
         4th, 8th... shift since the last accepted change has an effect.

@@ -1,4 +1,4 @@
-"""Observes step times between trials: a baseline, shifts of speed, and intervals of metrics."""
+"""Observes windows between trials: their baseline time, shifts of speed, and metrics."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from ....metrics.series import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
 
-MIN_STEPS = 3
-RECENT_STEPS = 20
-# An outlier is beyond both: a log ratio, and so many standard deviations.
-OUTLIER_LOG_RATIO, OUTLIER_DEVIATIONS = log(1.3), 5.0
+MIN_STEPS = 3  # of an interval of metrics
+RECENT_STEPS = 20  # of the baseline
+# The log of an outlier differs from that of the median by more than both.
+OUTLIER_LOG_RATIO = log(1.3)
+OUTLIER_DEVIATIONS = 5.0  # standard deviations
 NORMAL = 1.4826  # standard deviations per median absolute deviation of a normal distribution
 
 Shift = Literal["slower", "faster"]
 
 
 class MetricsSource(Protocol):
-    """Source of the metrics of this rank."""
+    """Provides the metrics of this rank."""
 
     def snapshot(self) -> Snapshot:
-        """Copy them."""
+        """Return a copy of the metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """Step times before a trial.
+    """Usual step times before a trial.
 
     Attributes:
         seconds_per_sample: The median.
-        noise: Standard deviation of its log, assuming a normal distribution.
+        noise: Standard deviation of the log of a step's time, assuming a normal distribution.
         recent: Seconds per sample of the latest consecutive steps, the last one last.
     """
 
@@ -51,7 +52,7 @@ class Baseline:
 
 
 class StepTimeObserver:
-    """Collects windows without a trial; returns metrics once an interval is long enough.
+    """Collects windows without a trial, and returns metrics once an interval is long enough.
 
     Args:
         metrics: Metrics of this rank.
@@ -118,11 +119,13 @@ class StepTimeObserver:
 # The constants of the detector were swept on simulated steps (tests/bench/tuner/simulated_trials).
 # How well the baseline is known counts more than the deviation of one step: a baseline of 20 steps
 # has ten times the false alarms of one that continues to grow. Noise that is correlated from step
-# to step, as theirs, sums up about six times as fast as independent noise.
-MIN_BASELINE_STEPS, MAX_BASELINE_STEPS = 20, 200
-# Half the smallest shift to detect, and the sum of deviations beyond it that is an alarm.
-ALLOWANCE, ALARM = 0.025, 0.5
-SUSPICION = 0.1  # a sum above which the baseline stops growing, not to include the shift itself
+# to step, as that of the simulated steps is, sums up about six times as fast as independent noise.
+MIN_BASELINE_STEPS = 20
+MAX_BASELINE_STEPS = 200
+# Below, deviations and their sums are of the log of a step's time.
+ALLOWANCE = 0.025  # subtracted from each deviation: half the smallest shift to detect
+ALARM = 0.5  # the sum of deviations that is reported as a shift
+SUSPICION = 0.1  # the sum above which the baseline stops growing, not to include the shift itself
 USUAL_NOISE = 0.04  # of the log of a step's time; steps of noisier machines are weighted less
 MAX_DEVIATION = 0.15  # of a single step, so that spikes alone are no shift
 

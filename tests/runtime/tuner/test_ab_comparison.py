@@ -1,4 +1,4 @@
-"""The course of a trial: order of the variants, ignored windows, early ends."""
+"""The A/B test of a trial: sequence of variants, windows that are not measured, early ends."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def end(trial: AbComparison, a: float, b: float) -> TrialResult:
     raise AssertionError("no verdict")
 
 
-def test_the_arms_of_a_live_trial_follow_the_thue_morse_sequence() -> None:
+def test_the_variants_of_a_live_trial_follow_the_thue_morse_sequence() -> None:
     order = "".join(islice(variant_sequence(starts_with="A", few_switches=False), 16))
 
     assert order == "ABBABAABBAABABBA"
 
 
-def test_with_expensive_switches_there_is_one_per_pair() -> None:
+def test_expensive_switches_happen_once_per_pair() -> None:
     order = "".join(islice(variant_sequence(starts_with="B", few_switches=True), 8))
 
     assert order == "BAABBAAB"
@@ -55,7 +55,7 @@ def test_windows_after_a_switch_are_ignored() -> None:
     assert run_windows(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
 
 
-def test_the_first_windows_of_b_are_ignored() -> None:
+def test_a_trial_that_starts_with_b_ignores_its_first_windows() -> None:
     trial = AbComparison(replace(LIVE, starts_with="B"))
 
     assert run_windows(trial, 12) == "BBBBBB|AAAAAA|"
@@ -114,7 +114,7 @@ def test_a_gain_below_the_minimum_is_rejected(b: float) -> None:
     assert (found.verdict, found.pairs) == ("rejected", LIVE.first_look)
 
 
-def test_slight_harm_is_rolled_back_at_the_first_look() -> None:
+def test_slight_harm_is_rolled_back_at_the_first_interim_analysis() -> None:
     found = end(AbComparison(LIVE), a=1.0, b=1.03)
 
     assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
@@ -128,13 +128,13 @@ def test_an_allowed_loss_is_not_rolled_back() -> None:
     assert end(AbComparison(may_cost), a=1.0, b=1.03).verdict == "rolled_back"
 
 
-def test_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
+def test_a_change_that_makes_steps_a_fifth_slower_is_rolled_back_after_two_pairs() -> None:
     found = end(AbComparison(LIVE), a=1.0, b=1.2)
 
     assert (found.verdict, found.pairs) == ("rolled_back", 2)
 
 
-def test_far_slower_is_rolled_back_within_the_first_block() -> None:
+def test_a_far_slower_change_is_rolled_back_within_its_first_block() -> None:
     trial = AbComparison(LIVE)
 
     variants = run_windows(trial, 6) + run_windows(trial, 3, seconds=2.0)
@@ -202,7 +202,7 @@ def test_an_inconclusive_trial_is_rejected() -> None:
     assert trial.result.lower < 0 < trial.result.upper
 
 
-def test_after_the_verdict_windows_are_ignored() -> None:
+def test_windows_after_the_result_are_ignored() -> None:
     trial = AbComparison(LIVE)
     found = end(trial, a=1.0, b=1.2)
 

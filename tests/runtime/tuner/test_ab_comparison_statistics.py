@@ -1,4 +1,4 @@
-"""Verdicts of trials in simulated training; with few sessions, so the bounds are loose.
+"""Verdicts of A/B tests in simulated training; with few sessions, so the bounds are loose.
 
 `tests/bench/tuner/simulated_trials.py` has the figures.
 """
@@ -70,14 +70,14 @@ def test_the_interval_nearly_always_contains_the_gain() -> None:
     assert fmean(held) > 0.95
 
 
-def test_harm_of_five_percent_is_rolled_back_within_the_first_looks() -> None:
+def test_harm_of_five_percent_is_rolled_back_within_the_first_interim_analyses() -> None:
     found = results(LIVE, -0.05)
 
     assert share(found, "rolled_back") > 0.8
     assert max(one.steps for one in found) < 100
 
 
-def test_level_shifts_of_a_sixth_are_no_gains() -> None:
+def test_temporary_shifts_of_speed_by_a_sixth_are_not_accepted_as_gains() -> None:
     rough = Noise(shift=0.16, shifts_every=100, shift_steps=40)
 
     found = [tried(LIVE, 0.0, noisy_steps(FIRST_SEED + index, 450, rough)) for index in range(150)]

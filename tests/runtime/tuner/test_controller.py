@@ -18,7 +18,7 @@ def tried(job: Job) -> list[Mapping[str, Value]]:
     return [dict(decision.proposal.changes) for decision in job.decisions]
 
 
-def test_a_change_that_helps_is_kept_and_others_are_rolled_back() -> None:
+def test_a_change_that_helps_is_accepted_and_others_are_rolled_back() -> None:
     job = Job()
 
     job.run(300)
@@ -41,7 +41,7 @@ def test_a_transition_that_is_not_in_the_table_is_an_error() -> None:
         controller._enter(State.TRIAL)
 
 
-def test_states_come_in_their_order() -> None:
+def test_a_trial_passes_the_states_in_the_order_of_the_table() -> None:
     job = Job()
 
     job.run(300, until=lambda: "cooldown" in job.states)

@@ -19,7 +19,7 @@ def jobs(gain: float, step_seconds: float = 0.1) -> list[OneKnobJob]:
 
 
 @pytest.mark.parametrize("step_seconds", [0.1, 7.0])
-def test_a_knob_that_helps_is_kept(step_seconds: float) -> None:
+def test_a_change_that_helps_is_accepted(step_seconds: float) -> None:
     done = jobs(0.1, step_seconds)
 
     assert all(job.uses_new and job.accepted_after for job in done)

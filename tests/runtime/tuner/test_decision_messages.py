@@ -98,7 +98,7 @@ def test_every_symptom_has_its_own_format(name):
     assert "42" in text
 
 
-def test_a_minor_cause_has_its_own_share():
+def test_a_minor_cause_is_given_with_its_own_percentage():
     symptom = Symptom(name="comm_latency", ratio=0.1, evidence={"comm_exposed_ratio": 0.6})
 
     assert format_symptom(symptom) == ("communication takes 60 % of training time, latency 10 %")

@@ -1,4 +1,4 @@
-"""From the metrics of an interval of training to symptoms."""
+"""The diagnosis: metrics of an interval of training, and the symptoms found in them."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_context_has_a_coarse_name(bandwidth, tokens, context):
     ("bandwidth", "octave"),
     [(50e6, "26"), (42e6, "26"), (38e6, "25"), (110e6, "26"), (120e6, "27")],
 )
-def test_a_context_is_kept_until_its_figures_are_well_left(bandwidth, octave):
+def test_a_context_keeps_its_name_until_its_figures_are_well_away(bandwidth, octave):
     at_26 = replace(BUSY, link_bandwidth=2.0**26)
 
     context = context_of(replace(BUSY, link_bandwidth=bandwidth), near=at_26)
@@ -308,7 +308,7 @@ def test_a_counter_that_was_reset_is_none(rank):
     assert metrics_between(before, again.snapshot()).exposed_ratio is None
 
 
-def test_the_lower_coverage_of_both_ends_counts(rank):
+def test_coverage_is_the_lower_value_of_both_ends(rank):
     rank.recorder.set(communication.COMM_COVERAGE_RATIO, 0.9)
     before = rank.snapshot()
 
@@ -336,7 +336,7 @@ def test_a_rank_with_a_gpu_is_measured_by_it(rank):
     assert reading.oom_risk == 0.8
 
 
-def test_the_link_is_that_of_the_group_that_sends_most(rank):
+def test_the_link_figures_are_those_of_the_group_that_sends_most(rank):
     put = rank.recorder
     for group, sent, bandwidth in (("world", 10, 1e9), ("dp", 500, 25e6)):
         put.add(communication.COLLECTIVE_WIRE_BYTES, sent, "all_reduce", group)
@@ -352,7 +352,7 @@ def test_the_link_is_that_of_the_group_that_sends_most(rank):
     assert (reading.step_wire_bytes, reading.step_calls) == pytest.approx((25.5, 2))
 
 
-def test_the_slowest_phase_of_a_rank_counts(rank):
+def test_the_straggler_score_is_that_of_the_slowest_phase(rank):
     for phase, score in (("data", 0.3), ("forward", -0.2)):
         rank.recorder.set(communication.STRAGGLER_SCORE, score, phase)
     before = rank.snapshot()

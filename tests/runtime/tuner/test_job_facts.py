@@ -1,4 +1,4 @@
-"""Traits of a model from its modules."""
+"""Traits of a model, as found in its modules."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     PeakSample,
 )
 from zerowatch.runtime.trainer.window.batch_size_exchange import LocalBatches
-from zerowatch.runtime.tuner.knobs.data_knobs import micro_batch_sizes
+from zerowatch.runtime.tuner.knobs.data_knobs import MicroBatchKnob, micro_batch_sizes
 from zerowatch.runtime.tuner.knobs.engine_knobs import (
     GcKnob,
     powers_of_two,
@@ -53,7 +53,7 @@ def test_sizes_are_powers_of_two_up_to_the_total_and_the_one_in_use():
 
 
 @pytest.mark.parametrize(
-    ("share", "now", "sizes"),
+    ("local_batch", "now", "sizes"),
     [
         (8, 2, (1, 2, 4, 8)),
         (7, 2, (1, 2, 4, 7)),
@@ -63,8 +63,8 @@ def test_sizes_are_powers_of_two_up_to_the_total_and_the_one_in_use():
         (1, 1, (1,)),
     ],
 )
-def test_micro_batch_sizes_split_the_largest_share(share, now, sizes):
-    assert micro_batch_sizes(share, now) == sizes
+def test_micro_batch_sizes_split_the_largest_local_batch(local_batch, now, sizes):
+    assert micro_batch_sizes(local_batch, now) == sizes
 
 
 def test_a_change_that_needs_more_than_is_free_is_refused():
@@ -177,7 +177,7 @@ def test_objects_that_a_script_froze_stay_frozen(gc_knob):
         gc.unfreeze()
 
 
-def test_a_collector_that_the_script_disabled_is_no_knob(gc_knob):
+def test_a_garbage_collector_that_the_script_disabled_cannot_be_tuned(gc_knob):
     gc.disable()
     try:
         assert gc_knob.unsupported_reason() is not None
@@ -208,3 +208,14 @@ def test_a_key_that_the_ds_config_did_not_have_is_removed_again():
 
     assert with_value(there, REDUCE_BUCKET_SIZE, None) == config
     assert value_in_config(REDUCE_BUCKET_SIZE, config) is None
+
+
+def test_micro_batch_sizes_that_differ_between_ranks_cannot_be_tuned() -> None:
+    windows = SimpleNamespace(micro_batch_samples=4, opened=None)
+    knob = MicroBatchKnob(windows)
+    assert knob.unsupported_reason() is None
+
+    windows.opened = SimpleNamespace(local_batches=SimpleNamespace(micro_batch_samples=[4, 4]))
+    assert knob.unsupported_reason() is None
+    windows.opened = SimpleNamespace(local_batches=SimpleNamespace(micro_batch_samples=[4, 2]))
+    assert knob.unsupported_reason() is not None

@@ -52,7 +52,7 @@ def test_each_knob_of_a_stage_is_set_read_back_and_restored(results, case: str):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_weights_are_bitwise_those_of_a_run_without_orders(results, case):
+def test_the_weights_are_bitwise_those_of_a_run_without_switches(results, case):
     assert [rank[case]["bitwise"] for rank in results] == [True, True]
 
 
@@ -98,7 +98,7 @@ def test_the_nominal_bucket_of_stage_0_is_not_kept_at_other_stages(results):
         assert (found["before"], found["after"]) == (500_000_000, 4096)
 
 
-def test_an_alternating_trial_neither_arms_the_guard_nor_accumulates_patches(results):
+def test_an_alternating_trial_neither_enables_the_guard_nor_accumulates_patches(results):
     for rank in results:
         assert not any(rank["alternating"]["armed"])
         assert not rank["alternating"]["wrapped"]

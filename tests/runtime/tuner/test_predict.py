@@ -20,7 +20,7 @@ from zerowatch.runtime.tuner.policy.predict import (
     num_micro_batches,
     predicted_gain,
     reduce_factor,
-    share_to_others,
+    sent_ratio,
     traffic_of,
 )
 from zerowatch.runtime.tuner.policy.types import JobFacts
@@ -239,8 +239,8 @@ def test_without_figures_nothing_is_predicted(now, reading):
 def test_wire_formulas_equal_those_of_collectives(backend, ranks):
     payloads = [1, 1 << 20, 5_000_000, 1 << 30]
 
-    assert share_to_others(ranks) == wire_factor("all_gather", backend, ranks)
-    assert 2 * share_to_others(ranks) == wire_factor("all_reduce", backend, ranks)
+    assert sent_ratio(ranks) == wire_factor("all_gather", backend, ranks)
+    assert 2 * sent_ratio(ranks) == wire_factor("all_reduce", backend, ranks)
     assert [reduce_factor(backend, ranks, each) for each in payloads] == [
         wire_factor("reduce", backend, ranks, each) for each in payloads
     ]

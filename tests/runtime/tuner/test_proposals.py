@@ -367,7 +367,7 @@ class TestOtherSymptoms:
 
         assert tried(tuner_input(slow)) == [{"python_gc": "between_steps"}, {"balance": True}]
 
-    def test_a_bound_host_gets_less_work(self):
+    def test_a_host_bound_job_gets_later_collections_and_larger_micro_batches(self):
         waits = replace(BUSY, device_utilization=0.4)
 
         order = tried(tuner_input(waits))
@@ -467,3 +467,33 @@ def test_every_proposal_is_a_real_change_to_a_value_that_can_be_set(
 
 def test_knobs_without_effect_at_a_stage_are_not_proposed():
     assert {"asynchronous_reduction": True} not in tried(at_stage_3(SLOW_LINK))
+
+
+def compressed(kind: str | None, numerics: Numerics) -> TunerInput:
+    reading = MetricsDelta(
+        exposed_ratio=0.6,
+        comm_ratio=0.6,
+        cause_ratios={"bandwidth": 0.3, "latency": 0.3},
+        coverage=1.0,
+        world_size=2,
+    )
+    return TunerInput(
+        configuration={"reduce_bucket_size": 1 << 16, "gradient_compression": kind},
+        options={
+            "reduce_bucket_size": (1 << 16, 1 << 20),
+            "gradient_compression": (None, "int8"),
+        },
+        facts=JobFacts(world_size=2, backend="gloo", gradient_bytes=10**8, parameter_bytes=10**8),
+        numerics=numerics,
+        allows_rebuild=True,
+        symptoms=diagnose(reading),
+        reading=reading,
+        samples_per_rank=8,
+    )
+
+
+def test_bitwise_numerics_with_compression_allow_no_other_bucket_size() -> None:
+    """Buckets decide which values are rounded together."""
+    assert propose(compressed(None, Numerics.BITWISE))
+    assert not propose(compressed("int8", Numerics.BITWISE))
+    assert propose(compressed("int8", Numerics.REASSOCIATION))

@@ -15,7 +15,7 @@ NEAR = context_of(FAST)
 PLAIN, COMPRESSED = ({"gradient_compression": kind} for kind in (None, "int8"))
 
 
-def test_without_a_find_the_configuration_used_in_a_context_is_its_best() -> None:
+def test_without_an_accepted_change_the_configuration_used_in_a_context_is_its_best() -> None:
     history = SearchHistory()
     history.enter_context(FAST, PLAIN)
     history.enter_context(SLOW, PLAIN)
@@ -27,7 +27,7 @@ def test_without_a_find_the_configuration_used_in_a_context_is_its_best() -> Non
     assert history.denied == frozenset()
 
 
-def test_a_find_is_kept_when_the_context_changes() -> None:
+def test_an_accepted_change_is_remembered_when_the_context_changes() -> None:
     history = SearchHistory()
     history.enter_context(SLOW, PLAIN)
     history.accept(COMPRESSED, instead_of=PLAIN)

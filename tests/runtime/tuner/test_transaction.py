@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fakes.ranks import FakeHostGroup, on_ranks
@@ -11,8 +12,8 @@ from fakes.ranks import FakeHostGroup, on_ranks
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.all_or_none import PeerFailedError
 from zerowatch.runtime.common.undo import UndoStack
-from zerowatch.runtime.tuner.policy.types import SwitchRequest
-from zerowatch.runtime.tuner.transaction import switch_all_ranks
+from zerowatch.runtime.tuner.policy.types import SwitchRequest, SwitchResult
+from zerowatch.runtime.tuner.transaction import apply_switch, switch_all_ranks
 
 BEFORE = {"bucket": 100, "overlap": False, "codec": None}
 TARGET = {"bucket": 200, "overlap": True, "codec": "int8"}
@@ -87,7 +88,7 @@ def request(**changes: Any) -> SwitchRequest:
     return SwitchRequest(target=TARGET, why="a test", **changes)
 
 
-def test_an_order_of_rank_0_is_applied_on_all_ranks():
+def test_a_request_of_rank_0_is_applied_on_all_ranks():
     knobs = [FakeKnobs(), FakeKnobs(), FakeKnobs()]
 
     ended = exchange(knobs, request())
@@ -98,7 +99,7 @@ def test_an_order_of_rank_0_is_applied_on_all_ranks():
     }
 
 
-def test_without_an_order_nothing_is_done():
+def test_without_a_request_nothing_is_done():
     knobs = [FakeKnobs(), FakeKnobs()]
 
     assert exchange(knobs, None) == [None, None]
@@ -221,3 +222,15 @@ def test_changes_before_a_failed_one_are_undone():
     undos()
 
     assert undone == ["first"]
+
+
+def test_a_rank_that_fails_without_a_reason_fails_like_any_other() -> None:
+    def rank(host_group: Any) -> SwitchResult:
+        knobs = SimpleNamespace(
+            values=dict, unsupported_reason=lambda _: "" if host_group.rank else None
+        )
+        return apply_switch(SwitchRequest(target={}, why="test"), cast(Any, knobs), host_group)
+
+    for result in on_ranks(2, rank):
+        assert not result.done
+        assert result.reason

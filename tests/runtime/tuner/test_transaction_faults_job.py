@@ -1,4 +1,4 @@
-"""Faults of one rank while all change a real run: all ranks end as before."""
+"""Faults of one rank during a switch of a real run: all ranks end as before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_after_a_fault_on_one_rank_both_are_as_before(two_ranks, fault: str, sta
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_continues_bitwise_equal_to_a_run_without_orders(two_ranks, stage: str):
+def test_training_continues_bitwise_equal_to_a_run_without_switches(two_ranks, stage: str):
     assert [rank.report[stage]["bitwise"] for rank in two_ranks] == [True, True]
 
 

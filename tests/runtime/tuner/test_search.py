@@ -1,4 +1,4 @@
-"""The budget of trials."""
+"""The budget of trials, and whether a trial pays back its cost."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from zerowatch.runtime.tuner.policy.search import ExplorationBudget, pays_back
 
 
-def test_a_young_run_may_spend_of_its_grant() -> None:
+def test_a_run_without_training_time_may_spend_the_ratio_of_its_grant() -> None:
     budget = ExplorationBudget(0.05)
 
     assert budget.allows(30.0)
     assert not budget.allows(30.1)
 
 
-def test_training_time_adds_its_share() -> None:
+def test_training_time_adds_its_ratio_to_the_budget() -> None:
     budget = ExplorationBudget(0.05, grant_seconds=0.0)
 
     budget.elapse(1000.0)
@@ -31,7 +31,7 @@ def test_only_lost_time_is_charged() -> None:
     assert budget.spent_seconds == 2.0
 
 
-def test_an_overdrawn_budget_recovers_first() -> None:
+def test_an_overdrawn_budget_allows_nothing_until_it_recovers() -> None:
     budget = ExplorationBudget(0.05)
 
     budget.spend(40.0)

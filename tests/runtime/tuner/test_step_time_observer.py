@@ -1,4 +1,4 @@
-"""Lasting changes of speed are detected; noise and spikes are not."""
+"""The detector of shifts of speed: lasting shifts are detected, noise and spikes are not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_shift_right_after_the_baseline_is_detected() -> None:
     assert (0 < after <= 20, detected) == (True, "slower")
 
 
-def test_false_alarms_are_rare() -> None:
+def test_noise_without_a_shift_rarely_raises_an_alarm() -> None:
     alarms = 0
     for seed in range(8):
         cusum = Cusum()
@@ -50,7 +50,7 @@ def test_false_alarms_are_rare() -> None:
     assert alarms <= 3  # of 40,000 steps; one in 10,000 is allowed
 
 
-def test_spikes_are_no_shift() -> None:
+def test_single_slow_steps_are_not_a_shift() -> None:
     cusum = Cusum()
 
     detected = [cusum.add(log(10.0) if step % 20 == 19 else 0.0) for step in range(400)]
