@@ -1,4 +1,4 @@
-"""The controller where two events coincide: saves, the stop file, memory pressure, bad windows."""
+"""The controller where two events coincide: checkpoints, the stop file, memory pressure, bad windows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fakes.tuned_job import DONE, START, Job
 from zerowatch.runtime.tuner.policy.types import SwitchResult
 
 
-def test_a_memory_saving_right_before_a_save_is_applied_then() -> None:
+def test_a_memory_saving_right_before_a_checkpoint_is_applied_then() -> None:
     job = Job()
     job.oom_risk = 0.6
     job.run(1)
@@ -111,7 +111,7 @@ def test_a_refused_memory_saving_is_requested_once() -> None:
     assert all(targets.count(each) == 1 for each in targets)
 
 
-def test_a_trial_interrupted_by_frequent_saves_is_aborted() -> None:
+def test_a_trial_interrupted_by_frequent_checkpoints_is_aborted() -> None:
     job = Job()
     switches = 0
     for _ in range(100):
