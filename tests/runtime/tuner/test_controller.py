@@ -222,7 +222,7 @@ def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
     assert "the loss went up" in job.decisions[-1].reason
 
 
-def test_nothing_is_on_trial_at_a_save() -> None:
+def test_nothing_is_on_trial_at_a_checkpoint() -> None:
     job = Job()
     job.until_trial()
 

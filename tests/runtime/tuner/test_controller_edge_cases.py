@@ -1,4 +1,4 @@
-"""The controller where two events coincide: checkpoints, the stop file, memory pressure, bad windows."""
+"""The controller where events coincide: checkpoints, stop file, memory pressure, bad windows."""
 
 from __future__ import annotations
 
