@@ -16,11 +16,11 @@ pytestmark = [
 
 def round_trip(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the encoded bytes and the decoded values."""
-    form = FORMATS[name]
-    wire = torch.empty(form.wire_bytes(len(values)), dtype=torch.uint8, device=values.device)
-    encode(form, values.clone(), wire)
+    wire_format = FORMATS[name]
+    wire = torch.empty(wire_format.wire_bytes(len(values)), dtype=torch.uint8, device=values.device)
+    encode(wire_format, values.clone(), wire)
     decoded = torch.empty_like(values)
-    decode(form, wire, decoded)
+    decode(wire_format, wire, decoded)
     return wire.cpu(), decoded.cpu()
 
 

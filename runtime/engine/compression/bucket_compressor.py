@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .compressed_all_reduce import CompressedAllReduce
-from .encoding import Format
+from .encoding import WireFormat
 from .error_feedback import CompressionError, Residuals
 
 ParameterNames = dict[int, str]
@@ -74,17 +74,20 @@ class BucketCompressor:
     """
 
     def __init__(
-        self, form: Format, residuals: Residuals | None, compression_error: CompressionError
+        self,
+        wire_format: WireFormat,
+        residuals: Residuals | None,
+        compression_error: CompressionError,
     ) -> None:
         """Prepare; without `residuals` there is no error feedback."""
-        self._form = form
+        self._wire_format = wire_format
         self._residuals = residuals
         self._compression_error = compression_error
         self.gradient_scale = 1.0
 
     def exchange(self, group: Any) -> CompressedAllReduce:
         """Return a compressed all-reduce between the ranks of a group."""
-        return CompressedAllReduce(self._form, group, self._compression_error)
+        return CompressedAllReduce(self._wire_format, group, self._compression_error)
 
     def pack(
         self,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed import comm as dist
 
-from .encoding import BLOCK, Format, decode, decode_add, encode
+from .encoding import BLOCK, WireFormat, decode, decode_add, encode
 from .error_feedback import CompressionError
 
 # Values of a rank's part in one message between CPUs: 256 KB of int8. Two messages in flight keep a
@@ -37,8 +37,10 @@ CollectiveSteps = Generator[Any, None, None]
 class CompressedAllReduce:
     """Sums values over a process group, with compressed values in the messages."""
 
-    def __init__(self, form: Format, group: Any, compression_error: CompressionError) -> None:
-        self._form = form
+    def __init__(
+        self, wire_format: WireFormat, group: Any, compression_error: CompressionError
+    ) -> None:
+        self._wire_format = wire_format
         self._group = group
         self._compression_error = compression_error
         self._rank = dist.get_rank(group=group)
@@ -70,17 +72,17 @@ class CompressedAllReduce:
         self, values: torch.Tensor, result: torch.Tensor, spans: Sequence[Span]
     ) -> CollectiveSteps:
         yield from self._reduce_scatter_phase(values, spans)
-        lengths = [self._form.wire_bytes(size) for _, size in spans]
+        lengths = [self._wire_format.wire_bytes(size) for _, size in spans]
         longest = max(lengths)
         own = torch.zeros(longest, dtype=torch.uint8, device=values.device)
         self._encode(values.narrow(0, *spans[self._rank]), own[: lengths[self._rank]])
         gathered = own.new_empty(longest * self.num_ranks)
         yield dist.all_gather_into_tensor(gathered, own, group=self._group, async_op=True)
         for wire, span, length in zip(gathered.split(longest), spans, lengths, strict=True):
-            decode(self._form, wire[:length], result.narrow(0, *span))
+            decode(self._wire_format, wire[:length], result.narrow(0, *span))
 
     def _reduce_scatter_phase(self, values: torch.Tensor, spans: Sequence[Span]) -> CollectiveSteps:
-        lengths = [self._form.wire_bytes(size) for _, size in spans]
+        lengths = [self._wire_format.wire_bytes(size) for _, size in spans]
         own_length, lengths[self._rank] = lengths[self._rank], 0  # no rank sends to itself
         sent = torch.empty(sum(lengths), dtype=torch.uint8, device=values.device)
         for span, length, end in zip(spans, lengths, accumulate(lengths), strict=True):
@@ -99,13 +101,13 @@ class CompressedAllReduce:
         )
         total = values.narrow(0, *spans[self._rank])
         for wire in received.split(own_length) if own_length else ():
-            decode_add(self._form, wire, total)
+            decode_add(self._wire_format, wire, total)
 
     def _encode(self, values: torch.Tensor, wire: torch.Tensor) -> None:
         if not len(values):
             return
         self._compression_error.add_values(values)
-        encode(self._form, values, wire)
+        encode(self._wire_format, values, wire)
         self._compression_error.add_errors(values)
 
 

@@ -18,7 +18,7 @@ _FP8_BITS = 0x87F00000 - 2**32  # as a signed integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class WireFormat:
     """Wire format: the type, and optionally the scaling, in which gradient values are sent.
 
     Attributes:
@@ -44,61 +44,61 @@ class Format:
         return num_blocks * (BLOCK * self.dtype.itemsize + SCALE_DTYPE.itemsize)
 
 
-FORMATS: dict[str, Format] = {
-    "fp32": Format(dtype=torch.float32),
-    "bf16": Format(dtype=torch.bfloat16),
+FORMATS: dict[str, WireFormat] = {
+    "fp32": WireFormat(dtype=torch.float32),
+    "bf16": WireFormat(dtype=torch.bfloat16),
     # Scaled, since gradients exceed 65504 and fall below 6e-8; an eighth of bf16's error.
-    "fp16": Format(dtype=torch.float16, max_code=32768.0),
-    "int8": Format(dtype=torch.int8, max_code=127.0, feedback=True),
-    "fp8": Format(dtype=torch.float8_e4m3fn, max_code=448.0, feedback=True),
+    "fp16": WireFormat(dtype=torch.float16, max_code=32768.0),
+    "int8": WireFormat(dtype=torch.int8, max_code=127.0, feedback=True),
+    "fp8": WireFormat(dtype=torch.float8_e4m3fn, max_code=448.0, feedback=True),
 }
 
 
-def encode(form: Format, values: torch.Tensor, wire: torch.Tensor) -> None:
+def encode(wire_format: WireFormat, values: torch.Tensor, wire: torch.Tensor) -> None:
     """Encode values, and replace them by the encoding error.
 
     A block with inf or nan decodes to inf and nan throughout, since it has no scale; its errors
     are nan.
 
     Args:
-        form: The wire format.
+        wire_format: The wire format of the values.
         values: float32, one dimension; ends as values - decoded values.
-        wire: uint8, `form.wire_bytes(len(values))` long.
+        wire: uint8, `wire_format.wire_bytes(len(values))` long.
     """
-    if not form.is_scaled:
-        codes = wire.view(form.dtype)
+    if not wire_format.is_scaled:
+        codes = wire.view(wire_format.dtype)
         codes.copy_(values)
         values.sub_(codes)
         return
     padding = -len(values) % BLOCK
     padded = torch.nn.functional.pad(values, (0, padding)) if padding else values
-    _encode_blocks(form, padded.view(-1, BLOCK), wire)
+    _encode_blocks(wire_format, padded.view(-1, BLOCK), wire)
     if padding:
         values.copy_(padded[: len(values)])
 
 
-def decode(form: Format, wire: torch.Tensor, out: torch.Tensor) -> None:
+def decode(wire_format: WireFormat, wire: torch.Tensor, out: torch.Tensor) -> None:
     """Write the decoded values to `out`, float32."""
-    if form.is_scaled:
-        out.copy_(_decoded(form, wire)[: len(out)])
+    if wire_format.is_scaled:
+        out.copy_(_decoded(wire_format, wire)[: len(out)])
     else:
-        out.copy_(wire.view(form.dtype))
+        out.copy_(wire.view(wire_format.dtype))
 
 
-def decode_add(form: Format, wire: torch.Tensor, total: torch.Tensor) -> None:
+def decode_add(wire_format: WireFormat, wire: torch.Tensor, total: torch.Tensor) -> None:
     """Add the decoded values to `total`, float32."""
-    if form.is_scaled:
-        total.add_(_decoded(form, wire)[: len(total)])
+    if wire_format.is_scaled:
+        total.add_(_decoded(wire_format, wire)[: len(total)])
     else:
-        total.add_(wire.view(form.dtype))
+        total.add_(wire.view(wire_format.dtype))
 
 
-def _encode_blocks(form: Format, blocks: torch.Tensor, wire: torch.Tensor) -> None:
-    codes, scales = _codes_and_scales(form, wire)
+def _encode_blocks(wire_format: WireFormat, blocks: torch.Tensor, wire: torch.Tensor) -> None:
+    codes, scales = _codes_and_scales(wire_format, wire)
     torch.amax(blocks.abs(), dim=1, keepdim=True, out=scales)
-    scales.div_(form.max_code).clamp_min_(_TINY)
+    scales.div_(wire_format.max_code).clamp_min_(_TINY)
     scaled = blocks / scales
-    if form.dtype == torch.int8:
+    if wire_format.dtype == torch.int8:
         codes.copy_(scaled.round_())
     else:
         codes.copy_(scaled)
@@ -106,8 +106,8 @@ def _encode_blocks(form: Format, blocks: torch.Tensor, wire: torch.Tensor) -> No
     blocks.addcmul_(scaled, scales, value=-1)
 
 
-def _decoded(form: Format, wire: torch.Tensor) -> torch.Tensor:
-    codes, scales = _codes_and_scales(form, wire)
+def _decoded(wire_format: WireFormat, wire: torch.Tensor) -> torch.Tensor:
+    codes, scales = _codes_and_scales(wire_format, wire)
     return to_float32(codes).mul_(scales).view(-1)
 
 
@@ -120,8 +120,12 @@ def to_float32(codes: torch.Tensor) -> torch.Tensor:
     return bits.bitwise_and_(_FP8_BITS).view(torch.float32).mul_(2.0**120)
 
 
-def _codes_and_scales(form: Format, wire: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes_and_scales(
+    wire_format: WireFormat, wire: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes, [blocks, BLOCK], and the scales, [blocks, 1], as views of the wire."""
-    num_blocks = len(wire) // (BLOCK * form.dtype.itemsize + SCALE_DTYPE.itemsize)
-    end = num_blocks * BLOCK * form.dtype.itemsize
-    return wire[:end].view(form.dtype).view(-1, BLOCK), wire[end:].view(SCALE_DTYPE).view(-1, 1)
+    num_blocks = len(wire) // (BLOCK * wire_format.dtype.itemsize + SCALE_DTYPE.itemsize)
+    end = num_blocks * BLOCK * wire_format.dtype.itemsize
+    return wire[:end].view(wire_format.dtype).view(-1, BLOCK), wire[end:].view(SCALE_DTYPE).view(
+        -1, 1
+    )

@@ -68,13 +68,15 @@ class GradientCompressor:
             raise ValueError(f"compression is {kind!r}; it can be {', '.join(KINDS)}")
         self.kind = kind
         self.asynchronous = asynchronous
-        form = FORMATS.get(kind)
-        has_feedback = form is not None and (form.feedback if feedback is None else feedback)
+        wire_format = FORMATS.get(kind)
+        has_feedback = wire_format is not None and (
+            wire_format.feedback if feedback is None else feedback
+        )
         self._error = CompressionError()
         self._residuals = Residuals(residual_dtype) if has_feedback else None
         self._compressor: BucketCompressor | None = None
-        if form is not None:
-            self._compressor = BucketCompressor(form, self._residuals, self._error)
+        if wire_format is not None:
+            self._compressor = BucketCompressor(wire_format, self._residuals, self._error)
         self._engine: Any = None
         self._patch: ReductionPatch | None = None
 

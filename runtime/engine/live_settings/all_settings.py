@@ -30,10 +30,10 @@ class _TimerSynchronized(LiveSetting):
     name = "timers.throughput.synchronized"
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        gone = missing_reason(engine, ENGINE, "tput_timer")
-        if gone is None and not hasattr(engine.tput_timer, "config"):
+        missing = missing_reason(engine, ENGINE, "tput_timer")
+        if missing is None and not hasattr(engine.tput_timer, "config"):
             return "this DeepSpeed's throughput timer has no setting"
-        return gone
+        return missing
 
     def get(self, engine: Any) -> bool:
         return bool(engine.tput_timer.config.synchronized)

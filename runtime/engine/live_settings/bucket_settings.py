@@ -42,6 +42,8 @@ _REDUCIBLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _ReduceBucketSize(LiveSetting):
+    """Number of gradient elements that are reduced in one collective."""
+
     name = "reduce_bucket_size"
     minimum = 1
 
@@ -88,6 +90,8 @@ class _ReduceBucketSize(LiveSetting):
 
 
 class _ReduceScatter(LiveSetting):
+    """Whether gradients are reduced to the ranks that own them, instead of all-reduced."""
+
     name = "reduce_scatter"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -97,9 +101,9 @@ class _ReduceScatter(LiveSetting):
         if zero is None:
             return _NOT_PARTITIONED
         names = ("reduce_scatter", "gradient_predivide_factor", "postscale_gradients")
-        gone = missing_reason(zero, ZERO_1_AND_2 if zero_1_2 is not None else ZERO_3, *names)
-        if gone is not None:
-            return gone
+        missing = missing_reason(zero, ZERO_1_AND_2 if zero_1_2 is not None else ZERO_3, *names)
+        if missing is not None:
+            return missing
         if zero.gradient_predivide_factor != 1.0 or not zero.postscale_gradients:
             return "it is incompatible with gradient_predivide_factor and prescale_gradients"
         if not set(zero.ipg_buckets) <= set(_REDUCIBLE):
@@ -118,15 +122,17 @@ class _ReduceScatter(LiveSetting):
 
 
 class _MultiRankBucketAllreduce(LiveSetting):
+    """Whether stages 1 and 2 all-reduce a bucket that several ranks own parts of."""
+
     name = "use_multi_rank_bucket_allreduce"
 
     def unsupported_reason(self, engine: Any) -> str | None:
         zero = zero_1_2_optimizer(engine)
         if zero is None:
             return "only stages 1 and 2 choose between one all-reduce and a reduce per owner"
-        gone = missing_reason(zero, ZERO_1_AND_2, "use_multi_rank_bucket_allreduce")
-        if gone is not None:
-            return gone
+        missing = missing_reason(zero, ZERO_1_AND_2, "use_multi_rank_bucket_allreduce")
+        if missing is not None:
+            return missing
         return None if zero.reduce_scatter else "reduce_scatter is off: everything is all-reduced"
 
     def get(self, engine: Any) -> bool:
@@ -137,6 +143,8 @@ class _MultiRankBucketAllreduce(LiveSetting):
 
 
 class _ContiguousGradients(LiveSetting):
+    """Whether gradients are copied to a contiguous buffer before they are reduced."""
+
     name = "contiguous_gradients"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -146,10 +154,10 @@ class _ContiguousGradients(LiveSetting):
         if zero_3 is not None:
             return missing_reason(zero_3, ZERO_3, "contiguous_gradients", "ipg_buckets")
         names = ("contiguous_gradients", "_release_ipg_buffers", "_grad_acc_hooks", "cpu_offload")
-        gone = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
-        if gone is None and zero_1_2 is not None and zero_1_2.cpu_offload:
+        missing = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
+        if missing is None and zero_1_2 is not None and zero_1_2.cpu_offload:
             return "an optimizer on the host needs contiguous gradients"
-        return gone or _missing_hooks(zero_1_2)
+        return missing or _missing_hooks(zero_1_2)
 
     def get(self, engine: Any) -> bool:
         return bool(engine.optimizer.contiguous_gradients)
@@ -182,6 +190,8 @@ class _ContiguousGradients(LiveSetting):
 
 
 class _OverlapComm(LiveSetting):
+    """Whether gradients are reduced on another stream while backward continues."""
+
     name = "overlap_comm"
 
     def unsupported_reason(self, engine: Any) -> str | None:
@@ -191,9 +201,9 @@ class _OverlapComm(LiveSetting):
         if zero_1_2 is None:
             return _NOT_PARTITIONED
         names = ("overlap_comm", "_grad_acc_hooks", "partition_gradients")
-        gone = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
-        if gone is not None:
-            return gone
+        missing = missing_reason(zero_1_2, ZERO_1_AND_2, *names)
+        if missing is not None:
+            return missing
         if not zero_1_2.partition_gradients and not engine.managed_gradient_accumulation():
             return "stage 1 reduces within step() unless DeepSpeed manages gradient accumulation"
         return _missing_hooks(zero_1_2)
@@ -201,9 +211,9 @@ class _OverlapComm(LiveSetting):
     def _unsupported_reason_of_stage_3(self, zero_3: Any) -> str | None:
         if get_accelerator().is_synchronized_device():
             return "this device has no streams, and stage 3 overlaps by streams alone"
-        gone = missing_reason(zero_3, ZERO_3, "reduce_and_partition_stream", "parameter_offload")
-        if gone is not None:
-            return gone
+        missing = missing_reason(zero_3, ZERO_3, "reduce_and_partition_stream", "parameter_offload")
+        if missing is not None:
+            return missing
         return missing_reason(zero_3.parameter_offload, PARAMETER_OFFLOAD, "__allgather_stream")
 
     def get(self, engine: Any) -> bool:

@@ -40,9 +40,9 @@ class OptimizerStateOffload:
         """Return why the states cannot be offloaded, or would free nothing; None if they can."""
         if get_accelerator().device_name() == "cpu":
             return "the device's memory is the host's own, so nothing would be freed"
-        gone = missing_reason(engine, ENGINE, "basic_optimizer")
-        if gone is not None:
-            return gone
+        missing = missing_reason(engine, ENGINE, "basic_optimizer")
+        if missing is not None:
+            return missing
         if engine.optimizer is None or not hasattr(engine.basic_optimizer, "state"):
             return "the engine has no optimizer with states"
         if getattr(engine, "pipeline_parallelism", False):

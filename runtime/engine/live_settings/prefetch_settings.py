@@ -57,6 +57,8 @@ class _CoordinatorSetting(LiveSetting):
 
 
 class _PrefetchBucketSize(_CoordinatorSetting):
+    """Number of parameter elements that ZeRO 3 gathers ahead of their use."""
+
     name = "prefetch_bucket_size"
     private_name = "__prefetch_bucket_sz"
 
@@ -68,33 +70,39 @@ class _PrefetchBucketSize(_CoordinatorSetting):
 
 
 class _MaxLiveParameters(_CoordinatorSetting):
+    """Number of gathered parameter elements above which ZeRO 3 releases parameters."""
+
     name = "max_live_parameters"
     private_name = "__max_n_available_params"
 
 
 class _MaxReuseDistance(_CoordinatorSetting):
+    """Number of elements within which a parameter that is used again is not released."""
+
     name = "max_reuse_distance"
     private_name = "__max_reuse_dist_in_numel"
 
 
 class _ParamPersistenceThreshold(LiveSetting):
+    """Size in elements up to which ZeRO 3 keeps a parameter gathered on all ranks."""
+
     name = "param_persistence_threshold"
     minimum = 0
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        gone = _unsupported_reason(engine, "__params_to_release")
-        if gone is not None:
-            return gone
+        missing = _unsupported_reason(engine, "__params_to_release")
+        if missing is not None:
+            return missing
         names = (
             "mark_persistent_parameters",
             "persistent_parameters",
             "param_numel_persistence_threshold",
             "model_persistence_threshold",
         )
-        gone = missing_reason(engine.optimizer.parameter_offload, PARAMETER_OFFLOAD, *names)
-        if gone is None and engine.zero_offload_param() is not None:
+        missing = missing_reason(engine.optimizer.parameter_offload, PARAMETER_OFFLOAD, *names)
+        if missing is None and engine.zero_offload_param() is not None:
             return "parameters are offloaded; their persistent ones were chosen at the start"
-        return gone
+        return missing
 
     def get(self, engine: Any) -> int:
         return int(engine.optimizer.parameter_offload.param_numel_persistence_threshold)
@@ -159,17 +167,17 @@ def _unsupported_reason(engine: Any, private_name: str) -> str | None:
     zero_3 = zero_3_optimizer(engine)
     if zero_3 is None:
         return "only stage 3 gathers parameters"
-    gone = missing_reason(zero_3, ZERO_3, "parameter_offload") or missing_reason(
+    missing = missing_reason(zero_3, ZERO_3, "parameter_offload") or missing_reason(
         zero_3.parameter_offload, PARAMETER_OFFLOAD, "param_coordinator"
     )
-    if gone is None:
+    if missing is None:
         names = (private_name, "__params_to_release")
-        gone = missing_reason(param_coordinator(zero_3), COORDINATOR, *names)
-    if gone is None and release_cache() is None:
+        missing = missing_reason(param_coordinator(zero_3), COORDINATOR, *names)
+    if missing is None and release_cache() is None:
         return "this DeepSpeed does not cache the parameters to release where expected"
-    if gone is None and _is_on_nvme(engine):
+    if missing is None and _is_on_nvme(engine):
         return "parameters are on NVMe, where the number of buffers is fixed at the start"
-    return gone
+    return missing
 
 
 def _is_on_nvme(engine: Any) -> bool:

@@ -14,7 +14,7 @@ from zerowatch.runtime.engine.compression.encoding import (
     to_float32,
 )
 
-SCALED = [name for name, form in FORMATS.items() if form.is_scaled]
+SCALED = [name for name, wire_format in FORMATS.items() if wire_format.is_scaled]
 # Half the distance of two neighbouring codes, over the largest value of the block.
 HALF_STEP = {"int8": 0.5 / 127, "fp8": 16 / 448, "fp16": 2.0**-12}
 ROUNDING = 2e-7  # float32's own, in the scale and its product
@@ -22,12 +22,12 @@ ROUNDING = 2e-7  # float32's own, in the scale and its product
 
 def round_trip(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the decoded values and the errors."""
-    form = FORMATS[name]
+    wire_format = FORMATS[name]
     errors = values.clone()
-    wire = torch.empty(form.wire_bytes(len(values)), dtype=torch.uint8)
-    encode(form, errors, wire)
+    wire = torch.empty(wire_format.wire_bytes(len(values)), dtype=torch.uint8)
+    encode(wire_format, errors, wire)
     decoded = torch.empty_like(values)
-    decode(form, wire, decoded)
+    decode(wire_format, wire, decoded)
     return decoded, errors
 
 
@@ -107,13 +107,13 @@ def test_inf_and_nan_stay_non_finite_and_affect_no_other_block(name: str, bad: f
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_decode_add_adds_to_a_sum(name: str) -> None:
-    form, values = FORMATS[name], gradients(2 * BLOCK + 3)
-    wire = torch.empty(form.wire_bytes(len(values)), dtype=torch.uint8)
-    encode(form, values.clone(), wire)
+    wire_format, values = FORMATS[name], gradients(2 * BLOCK + 3)
+    wire = torch.empty(wire_format.wire_bytes(len(values)), dtype=torch.uint8)
+    encode(wire_format, values.clone(), wire)
     decoded, total = torch.empty_like(values), torch.ones_like(values)
 
-    decode(form, wire, decoded)
-    decode_add(form, wire, total)
+    decode(wire_format, wire, decoded)
+    decode_add(wire_format, wire, total)
 
     assert torch.equal(total, 1 + decoded)
 
