@@ -21,40 +21,6 @@ _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 _READING_ERRORS = (psutil.Error, OSError, NotImplementedError, AttributeError, ValueError)
 
 
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores this process may use, by affinity and by its cgroup's quota.
-
-    It is a fraction under a quota.
-    """
-    quotas = map(_quota, cgroup_folders("cpu", root))
-    return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
-
-
-def _affine_cores() -> int:
-    """Count the cores of all threads: OpenMP may have bound the main thread to one of them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set(os.sched_getaffinity(0))
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            cores |= os.sched_getaffinity(int(thread))
-        except ProcessLookupError:  # the thread has ended
-            continue
-    return len(cores)
-
-
-def _quota(folder: Path) -> float | None:
-    """Return the cores of one cgroup's quota, of version 2 or 1; None without a quota."""
-    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        try:
-            words = " ".join((folder / name).read_text() for name in names).split()
-        except OSError:
-            continue
-        quota, period = words
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    return None
-
-
 def _clock_hertz() -> float | None:
     clock = psutil.cpu_freq()  # None, or 0 MHz, where the platform lacks it
     return clock.current * 1e6 if clock and clock.current else None
@@ -127,3 +93,37 @@ def _is_affordable(name: str, read: Callable[[], float | None]) -> bool:
         reason = "not available on this machine" if not known else "reading it takes too long"
         logger.info("cpu: %s not read: %s", name, reason)
     return known and cheap
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return the number of cores this process may use, by affinity and by its cgroup's quota.
+
+    It is a fraction under a quota.
+    """
+    quotas = map(_quota, cgroup_folders("cpu", root))
+    return min([float(_affine_cores()), *(quota for quota in quotas if quota is not None)])
+
+
+def _affine_cores() -> int:
+    """Count the cores of all threads: OpenMP may have bound the main thread to one of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            cores |= os.sched_getaffinity(int(thread))
+        except ProcessLookupError:  # the thread has ended
+            continue
+    return len(cores)
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the cores of one cgroup's quota, of version 2 or 1; None without a quota."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            words = " ".join((folder / name).read_text() for name in names).split()
+        except OSError:
+            continue
+        quota, period = words
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    return None

@@ -29,61 +29,6 @@ _CGROUP_FILES = ("memory.max", "memory.limit_in_bytes")  # version 2 and 1
 _UNNAMED = "an unknown limit"
 
 
-def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
-    """Return the name of the host's limit that a reading was computed from.
-
-    Args:
-        states: Bytes by state: allocated, reserved and limit.
-        root: Root of the file system, for tests.
-    """
-    limit = states.get("limit", math.inf)
-    found = [(abs(size - limit), name) for name, size in _candidates(states, root)]
-    distance, name = min(found, default=(math.inf, _UNNAMED))
-    return name if distance <= _TOLERANCE_BYTES else _UNNAMED
-
-
-def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
-    """Yield each limit as the RSS at which it is reached, as `devices/host_memory.py` does."""
-    resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
-    limits = _limits(root / "proc/self/limits")
-    data = _kilobytes(root / "proc/self/status", "VmData:")
-    for name, kind, used in (
-        ("Max address space", "RLIMIT_AS (ulimit -v) of {} of addresses", virtual),
-        ("Max data size", "RLIMIT_DATA (ulimit -d) of {}", data),
-    ):
-        allowed = limits.get(name)
-        if allowed is not None:
-            yield kind.format(format_bytes(allowed)), resident + allowed - used
-    yield "this machine's memory", _kilobytes(root / "proc/meminfo", "MemTotal:")
-    for folder in cgroup_folders("memory", root):
-        for name in _CGROUP_FILES:
-            yield f"the memory cgroup {folder}", _number(folder / name)
-
-
-def _limits(path: Path) -> Mapping[str, float]:
-    """Read soft limits by name; proc_pid_limits(5) has columns of 26 and 21 characters."""
-    lines = _text(path).splitlines()
-    soft = {line[:26].strip(): line[26:47].strip() for line in lines}
-    return {name: float(size) for name, size in soft.items() if size.isdigit()}
-
-
-def _kilobytes(path: Path, field: str) -> float:
-    found = (line.split() for line in _text(path).splitlines() if line.startswith(field))
-    return next((float(words[1]) * 1024 for words in found), math.inf)
-
-
-def _number(path: Path) -> float:
-    text = _text(path).strip()
-    return float(text) if text.isdigit() else math.inf
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
     """The training configuration of this rank, as far as it decides memory.
@@ -359,3 +304,58 @@ def _remedies(
             host_free_bytes=host.get("limit", math.inf) - host.get("allocated", 0.0),
         )
     )
+
+
+def host_limit_name(states: Mapping[str, float], root: Path = ROOT) -> str:
+    """Return the name of the host's limit that a reading was computed from.
+
+    Args:
+        states: Bytes by state: allocated, reserved and limit.
+        root: Root of the file system, for tests.
+    """
+    limit = states.get("limit", math.inf)
+    found = [(abs(size - limit), name) for name, size in _candidates(states, root)]
+    distance, name = min(found, default=(math.inf, _UNNAMED))
+    return name if distance <= _TOLERANCE_BYTES else _UNNAMED
+
+
+def _candidates(states: Mapping[str, float], root: Path) -> Iterator[tuple[str, float]]:
+    """Yield each limit as the RSS at which it is reached, as `devices/host_memory.py` does."""
+    resident, virtual = states.get("allocated", 0.0), states.get("reserved", 0.0)
+    limits = _limits(root / "proc/self/limits")
+    data = _kilobytes(root / "proc/self/status", "VmData:")
+    for name, kind, used in (
+        ("Max address space", "RLIMIT_AS (ulimit -v) of {} of addresses", virtual),
+        ("Max data size", "RLIMIT_DATA (ulimit -d) of {}", data),
+    ):
+        allowed = limits.get(name)
+        if allowed is not None:
+            yield kind.format(format_bytes(allowed)), resident + allowed - used
+    yield "this machine's memory", _kilobytes(root / "proc/meminfo", "MemTotal:")
+    for folder in cgroup_folders("memory", root):
+        for name in _CGROUP_FILES:
+            yield f"the memory cgroup {folder}", _number(folder / name)
+
+
+def _limits(path: Path) -> Mapping[str, float]:
+    """Read soft limits by name; proc_pid_limits(5) has columns of 26 and 21 characters."""
+    lines = _text(path).splitlines()
+    soft = {line[:26].strip(): line[26:47].strip() for line in lines}
+    return {name: float(size) for name, size in soft.items() if size.isdigit()}
+
+
+def _kilobytes(path: Path, field: str) -> float:
+    found = (line.split() for line in _text(path).splitlines() if line.startswith(field))
+    return next((float(words[1]) * 1024 for words in found), math.inf)
+
+
+def _number(path: Path) -> float:
+    text = _text(path).strip()
+    return float(text) if text.isdigit() else math.inf
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
