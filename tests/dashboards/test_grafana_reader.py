@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from promql_parts import operands, selectors
-from servers.grafana import DashboardQuery, Reader, dashboard_queries
+from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
 
 DASHBOARD = {
     "uid": "b",

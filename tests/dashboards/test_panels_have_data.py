@@ -21,8 +21,8 @@ from fakes.scraper import eventually
 from promql_parts import operands, selectors
 from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, environment
 from servers.free_port import free_port
-from servers.grafana import DashboardQuery, Reader, dashboard_queries
-from servers.prometheus import Prometheus
+from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries
+from servers.prometheus_server import Prometheus
 
 from zerowatch.dashboards.build import dashboard_files
 from zerowatch.dashboards.prometheus_files import rule_files

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fakes.scraper import eventually
-from servers.prometheus import Prometheus
+from servers.prometheus_server import Prometheus
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer

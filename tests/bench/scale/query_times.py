@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from servers.grafana import DashboardQuery, Reader, dashboard_queries, variables
-from servers.prometheus import Prometheus
+from servers.grafana_reader import DashboardQuery, Reader, dashboard_queries, variables
+from servers.prometheus_server import Prometheus
 
 DASHBOARDS = Path(__file__).parents[3] / "dashboards" / "rendered" / "grafana"
 TRIALS = 3

@@ -18,7 +18,7 @@ import yaml
 from bench.scale.rank_contents import INTERVAL_SECONDS
 from bench.scale.remote_write import RemoteWriter, encode_labels, encode_samples
 from fakes.scraper import eventually
-from servers.prometheus import Prometheus
+from servers.prometheus_server import Prometheus
 
 RULES = Path(__file__).parents[3] / "dashboards" / "rendered" / "prometheus"
 KINDS = 32

@@ -20,7 +20,7 @@ from bench.scale.played_ranks import RUN
 from bench.scale.query_times import Asked, dashboards, time_dashboard, time_queries
 from bench.scale.rank_contents import INTERVAL_SECONDS
 from bench.scale.scaled_prometheus import Store
-from servers.grafana import Reader
+from servers.grafana_reader import Reader
 
 RANKS, PAST_SECONDS, LIVE_SECONDS = 1024, 3600, 180
 QUICK_RANKS, QUICK_PAST_SECONDS, QUICK_LIVE_SECONDS = 32, 600, 40

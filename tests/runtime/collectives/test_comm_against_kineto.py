@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS, start
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

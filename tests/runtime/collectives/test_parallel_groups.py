@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

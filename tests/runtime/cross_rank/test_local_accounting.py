@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from fakes.local_accounting import PATIENCE, AccountedRank
+from fakes.accounted_rank import PATIENCE, AccountedRank
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication

@@ -7,8 +7,8 @@ from collections import deque
 
 import numpy as np
 import pytest
+from fakes.accounted_rank import PATIENCE, AccountedRank
 from fakes.comparison_threads import INTERVAL_SECONDS, ComparedRank, ComparedRanks
-from fakes.local_accounting import PATIENCE, AccountedRank
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog import communication

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

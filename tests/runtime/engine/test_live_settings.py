@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from scripts.engine.live_settings_cases import CASES, ON_FOUR_RANKS, Case
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.engine.live_settings.all_settings import TIMER_SYNCHRONIZED_SETTING

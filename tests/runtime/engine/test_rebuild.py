@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from scripts.engine.rebuild_cases import CASES, TRANSITIONS
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

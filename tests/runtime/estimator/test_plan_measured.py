@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from scripts.estimator.plan_cases import CASES, MODELS, Case, param_groups
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 from zerowatch.__main__ import main
 from zerowatch.runtime.estimator.model_shape import Topology

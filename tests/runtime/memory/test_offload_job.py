@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 from scripts.memory.async_io import HOW_TO_BUILD, built_extensions
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

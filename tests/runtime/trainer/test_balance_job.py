@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 from scripts.trainer.balance_job import BATCH, DATA_SAMPLES, TURNED_OFF, TURNED_ON, WINDOWS, data
 
 from zerowatch.runtime.trainer.data.resumable_loader import resumable_loader

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 
 pytestmark = pytest.mark.jobs
 

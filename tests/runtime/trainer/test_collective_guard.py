@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from fakes.ranks import FakeHostGroup, on_ranks
+from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.collectives.instrument import CollectiveInstrumentation
 from zerowatch.runtime.common.fail_open import FailOpen

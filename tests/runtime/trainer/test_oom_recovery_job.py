@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 import pytest
+from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
-from scripts.ranks import start_ranks
 from scripts.trainer.recovery_cases import FEW_ALONE, FEW_ENGINES, FEW_FAULTS
 
 pytestmark = pytest.mark.jobs

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.escalation_step import FakeEscalationStep
-from fakes.ranks import FakeHostGroup, on_ranks
+from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.ranks import on_ranks
+from fakes.rank_threads import on_ranks
 
 from zerowatch.runtime.tuner import session
 from zerowatch.runtime.tuner.policy.types import Numerics

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fakes.ranks import FakeHostGroup, on_ranks
+from fakes.rank_threads import FakeHostGroup, on_ranks
 
 from zerowatch.errors import ZerowatchError
 from zerowatch.runtime.common.all_or_none import PeerFailedError

@@ -20,7 +20,7 @@ from typing import Any
 from fakes.scraper import eventually
 from require import program
 from servers.free_port import free_port
-from servers.prometheus import Prometheus
+from servers.prometheus_server import Prometheus
 
 from zerowatch.dashboards.prometheus_files import rule_files
 from zerowatch.dashboards.timing import Timing

@@ -1,8 +1,9 @@
 """Forks ranks from a process that has imported torch and DeepSpeed already.
 
-`rank_server.py` takes what a rank is to be as a line of JSON, writes its process id, and once that
-has ended its exit code; it ends with its input. `ranks.py` has one of these for each rank, so that
-ranks differ in how they order a set, as they do when each is started by itself.
+It reads one line of JSON for each rank: its command, folder and environment. It writes the process
+id of the rank, and the exit code once the rank has ended. It ends at the end of its input.
+`forked_ranks.py` has one server for each rank, so that ranks have different hash seeds and order
+sets differently, as ranks do that are started by themselves.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.forked_ranks import fork_ranks
 from scripts.launching import SCRIPTS, Finished
-from scripts.ranks import fork_ranks
 
 TIMEOUT_SECONDS = 150.0
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.prometheus import Prometheus
+from servers.prometheus_server import Prometheus
 
 # A step below the first bound takes the first width, and so on, in seconds.
 _BOUNDS = (0.15, 0.35, 0.75, 1.5, 3.5, 7.5, 12.5, 17.5, 25, 45, 90, 210, 450, 750, 1050, 1500, 2700)
