@@ -1,4 +1,4 @@
-"""Ranks of unequal speed get unequal shares, and the weights equal those of even shares."""
+"""Load balancing of a slow rank: uneven local batches, and the weights of an even split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_slow_rank_gets_fewer_samples_than_the_fast_one(ranks, stage):
-    """It keeps them unless windows became no faster, as on a busy machine."""
+    """The split may be reverted later, on a machine so busy that windows became no faster."""
     fast, slow = ([len(samples) for samples in rank[stage]["balanced"]["seen"]] for rank in ranks)
 
     assert (fast[0], slow[0]) == (BATCH // 2, BATCH // 2)
@@ -59,7 +59,7 @@ def test_the_ranks_together_see_each_batch_of_the_order_exactly(ranks, stage, ar
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_weights_equal_those_of_even_shares(ranks, stage):
+def test_the_weights_equal_those_of_an_even_split(ranks, stage):
     balanced, even = (
         torch.tensor(ranks[0][stage][arm]["weights"], dtype=torch.float64)
         for arm in ("balanced", "even")
@@ -68,8 +68,8 @@ def test_the_weights_equal_those_of_even_shares(ranks, stage):
     assert float((balanced - even).norm() / even.norm()) <= 1e-6
 
 
-def test_balancing_changes_shares_when_turned_on_and_reverts_when_turned_off(ranks):
-    """One window later, after the two batches that a worker has loaded ahead."""
+def test_the_split_changes_when_balancing_is_turned_on_and_reverts_when_turned_off(ranks):
+    """The change applies one window later, after the two batches that a worker has loaded ahead."""
     fast, slow = ([len(samples) for samples in rank["by turns"]["seen"]] for rank in ranks)
     even = {BATCH // 2}
 
@@ -87,7 +87,7 @@ def test_each_sample_is_seen_once_over_changes_and_a_resume(ranks):
     assert turned[0]["samples"] == windows * BATCH
 
 
-def test_the_weights_equal_those_of_even_shares_over_changes(ranks):
+def test_the_weights_equal_those_of_an_even_split_over_changes(ranks):
     turned, even = (
         torch.tensor(arm["weights"], dtype=torch.float64)
         for arm in (ranks[0]["by turns"], ranks[0]["1"]["even"])
@@ -114,11 +114,11 @@ def test_larger_batches_start_where_the_previous_ones_ended_also_after_a_resume(
 
 def test_larger_batches_scale_the_learning_rate_of_their_updates_only(ranks):
     larger = ranks[0]["larger"]
-    came_out, by_hand = (
+    scaled, by_hand = (
         torch.tensor(larger[how], dtype=torch.float64) for how in ("weights", "by hand")
     )
 
-    assert float((came_out - by_hand).norm() / by_hand.norm()) <= 1e-6
+    assert float((scaled - by_hand).norm() / by_hand.norm()) <= 1e-6
     assert larger["rate"] == 0.05
 
 

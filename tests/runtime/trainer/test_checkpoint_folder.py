@@ -1,4 +1,4 @@
-"""Folder of checkpoints: each complete or absent, whenever the process is killed; its errors."""
+"""Folder of checkpoints: each checkpoint is complete or absent, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_killed_at_any_moment_a_complete_checkpoint_is_left_and_the_next_save_cleans_up(
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_cleans_up(
     tmp_path: Path,
 ) -> None:
     finished = start(
@@ -57,12 +57,12 @@ def test_killed_at_any_moment_a_complete_checkpoint_is_left_and_the_next_save_cl
     assert found[2] > 5 < found[3]
 
 
-def test_a_folder_without_checkpoints_is_no_error(tmp_path: Path) -> None:
+def test_loading_from_a_folder_without_checkpoints_returns_none(tmp_path: Path) -> None:
     assert load(tmp_path / "none") is None
     assert saved_config(tmp_path, ALONE) is None
 
 
-def test_the_last_checkpoints_are_kept_and_so_are_foreign_files(tmp_path: Path) -> None:
+def test_the_last_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-old").mkdir()
 
@@ -93,14 +93,14 @@ def test_an_older_checkpoint_that_was_loaded_is_kept_until_the_next_is_complete(
     assert again.client == "again"
 
 
-def test_one_step_can_be_saved_again_and_again(tmp_path: Path) -> None:
+def test_several_checkpoints_of_one_step_have_different_names(tmp_path: Path) -> None:
     saved = [save(tmp_path, steps=20).name for _ in range(5)]
 
     assert len(set(saved)) == 5
     assert names(tmp_path) == ["latest", *saved[-2:]]
 
 
-def test_gradient_clipping_stays_that_of_the_ds_config(tmp_path: Path) -> None:
+def test_loading_keeps_the_gradient_clipping_of_the_ds_config(tmp_path: Path) -> None:
     save(tmp_path, 1)
     engine = PlainEngine()
     engine.optimizer.clip_grad = 0.25
@@ -159,7 +159,9 @@ def test_another_number_of_ranks_is_rejected(tmp_path: Path) -> None:
         load(tmp_path, engine)
 
 
-def test_a_checkpoint_that_lost_a_file_is_named_with_a_recovery_hint(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_file_raises_with_its_name_and_a_recovery_hint(
+    tmp_path: Path,
+) -> None:
     folder = save(tmp_path, 1)
     (folder / "model.pt").unlink()
     (folder / "optimizer.pt").write_bytes(b"short")
@@ -226,7 +228,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     assert loaded.steps == 1
 
 
-def test_if_one_rank_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
+def test_all_ranks_raise_if_one_cannot_write(tmp_path: Path) -> None:
     well, failed = [0.0], [1.0]
     others = TwoDisks(well, [0.0, 0.0], failed)
 
@@ -234,7 +236,7 @@ def test_if_one_rank_cannot_write_all_ranks_raise(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, PlainEngine(), others, RunState(steps=1, samples=8, config={}))
 
 
-def test_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_path: Path) -> None:
+def test_nodes_with_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
     shutil.copy(rank_file(tmp_path / "step-00000001", 0), rank_file(tmp_path / "step-00000001", 1))

@@ -1,4 +1,4 @@
-"""Real engines on two ranks, saved and taken up again: every bit as if nothing had been."""
+"""Checkpoints of real engines on two ranks: a resumed run is bitwise equal to one without a break."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def test_a_run_resumes_from_its_checkpoint_bit_for_bit(
         assert len(found["through"]["losses"]) == 3
 
 
-def test_a_first_start_finds_no_checkpoint_and_save_returns_its_folder(ranks: list[dict]) -> None:
+def test_loading_before_the_first_checkpoint_returns_none_and_save_returns_a_folder(
+    ranks: list[dict],
+) -> None:
     found = ranks[1]["stage 2"]
 
     assert found["begun"] == [None, 0]
     assert found["saved"] == "step-00000003"
 
 
-def test_a_rebuilt_run_resumes_at_its_stage(ranks: list[dict]) -> None:
+def test_a_run_with_a_rebuilt_engine_resumes_at_its_zero_stage(ranks: list[dict]) -> None:
     for rank in ranks:
         assert rank["rebuilt"]["stage"] == 3
         assert rank["rebuilt"]["new engine"] == rank["rebuilt"]["through"]
@@ -65,11 +67,11 @@ def test_a_full_disk_on_one_rank_raises_on_all_and_leaves_the_previous_checkpoin
     assert errors[0]["step"] == "1"
 
 
-def test_gradient_clipping_stays_that_of_the_ds_config(ranks: list[dict]) -> None:
+def test_loading_keeps_the_gradient_clipping_of_the_ds_config(ranks: list[dict]) -> None:
     assert ranks[0]["refusals"]["clip"] == "0.25"
 
 
-def test_what_cannot_be_saved_or_loaded_raises_on_every_rank(ranks: list[dict]) -> None:
+def test_state_that_cannot_be_saved_or_loaded_raises_on_every_rank(ranks: list[dict]) -> None:
     errors = [rank["refusals"] for rank in ranks]
 
     assert all("client is of type builtins.type" in each["object"] for each in errors)

@@ -1,4 +1,4 @@
-"""Votes before collectives: no rank enters one that an out-of-memory rank will not enter."""
+"""Guard of collectives: no rank enters a collective that an out-of-memory rank will not enter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 byte
 
 
 class Backend:
-    """Records what is issued; a coalesced gather is made of single gathers."""
+    """Fake backend that records issued collectives; a coalesced gather issues single gathers."""
 
     def __init__(self) -> None:
         self.issued: list[str] = []
@@ -44,7 +44,7 @@ class Backend:
 
 
 class Votes:
-    """Fake host group whose other ranks vote as this one, or out of memory."""
+    """Fake host group whose other ranks vote `others`, and that counts the votes held."""
 
     world_size = 2
 
@@ -75,7 +75,7 @@ def guard(votes: Votes, backend: Backend) -> Iterator[CollectiveGuard]:
     guard.close()
 
 
-def test_each_collective_of_an_armed_window_is_voted_on_and_so_is_its_end(
+def test_an_armed_window_holds_a_vote_before_each_collective_and_at_its_end(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     with guard.window():
@@ -86,7 +86,7 @@ def test_each_collective_of_an_armed_window_is_voted_on_and_so_is_its_end(
     assert guard.vote_seconds > 0
 
 
-def test_a_nested_collective_is_not_voted_on(
+def test_a_nested_collective_has_no_vote_of_its_own(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     with guard.window():
@@ -96,7 +96,7 @@ def test_a_nested_collective_is_not_voted_on(
     assert votes.held == 2
 
 
-def test_a_window_that_is_not_armed_has_one_vote(
+def test_an_unarmed_window_holds_one_vote_at_its_end(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     guard.armed = False
@@ -107,7 +107,7 @@ def test_a_window_that_is_not_armed_has_one_vote(
     assert votes.held == 1
 
 
-def test_nothing_is_voted_on_outside_of_windows_or_on_other_threads(
+def test_no_vote_is_held_outside_windows_or_on_other_threads(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     backend.all_reduce()
@@ -120,7 +120,7 @@ def test_nothing_is_voted_on_outside_of_windows_or_on_other_threads(
     assert votes.held == 1
 
 
-def test_while_torch_compiles_nothing_is_voted_on(
+def test_no_vote_is_held_while_torch_compiles(
     votes: Votes, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -135,7 +135,7 @@ def test_while_torch_compiles_nothing_is_voted_on(
     guard.close()
 
 
-def test_a_single_rank_has_nothing_to_vote_on() -> None:
+def test_a_single_rank_holds_no_votes() -> None:
     votes, backend = Votes(), Backend()
     votes.world_size = 1
     guard = CollectiveGuard(votes)
@@ -149,7 +149,7 @@ def test_a_single_rank_has_nothing_to_vote_on() -> None:
     assert votes.held == 0
 
 
-def test_a_rank_raises_instead_of_issuing_what_its_peer_will_not(
+def test_a_rank_raises_instead_of_issuing_a_collective_if_its_peer_ran_out(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     votes.others = 1
@@ -161,7 +161,7 @@ def test_a_rank_raises_instead_of_issuing_what_its_peer_will_not(
     assert votes.held == 1
 
 
-def test_a_window_in_which_that_error_was_caught_is_aborted_too(
+def test_a_window_is_aborted_even_if_the_script_caught_the_error(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     votes.others = 1
@@ -176,7 +176,7 @@ def test_a_window_in_which_that_error_was_caught_is_aborted_too(
     assert votes.held == 1
 
 
-def test_autograd_passes_the_error_on_unchanged(
+def test_autograd_propagates_the_error_unchanged(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     votes.others = 1
@@ -189,7 +189,7 @@ def test_autograd_passes_the_error_on_unchanged(
     assert type(raised.value) is PeerOutOfMemory
 
 
-def test_while_an_out_of_memory_error_unwinds_no_collective_is_issued(
+def test_no_collective_is_issued_while_an_out_of_memory_error_propagates(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     capture = OomCapture()
@@ -204,7 +204,7 @@ def test_while_an_out_of_memory_error_unwinds_no_collective_is_issued(
     assert str(capture.error) == OUT
 
 
-def test_while_another_error_unwinds_collectives_are_issued(
+def test_collectives_are_issued_while_another_error_propagates(
     guard: CollectiveGuard, votes: Votes, backend: Backend
 ) -> None:
     with pytest.raises(ValueError, match="bad"), guard.window(), ExitStack() as cleanup:
@@ -281,8 +281,10 @@ def test_guard_and_instrumentation_close_in_any_order(guard_first: bool, votes: 
         assert set(vars(backend)) == {"issued"}
 
 
-def test_the_workspace_of_a_collective_is_probed_before_it_is_issued() -> None:
-    huge = torch.empty(1).expand(2**45)  # bytes that no machine has, in one element
+def test_probing_the_workspace_raises_where_memory_does_not_suffice() -> None:
+    huge = torch.empty(1).expand(
+        2**45
+    )  # one element, with a nominal size beyond any machine's memory
 
     with pytest.raises(RuntimeError, match="allocate memory"):
         probe_workspace((huge,), {})

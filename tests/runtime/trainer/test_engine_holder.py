@@ -1,4 +1,4 @@
-"""Holder of a run's engine: attachments move to its replacement; its watch may be replaced too."""
+"""Holder of a run's engine: attachments move to the engine that replaces it."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> EngineHolder:
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, MemoryError])
-def test_an_attachment_that_the_new_engine_rejects_is_dropped_and_logged(holder, caplog, error):
+def test_an_attachment_that_fails_on_the_new_engine_is_dropped_and_logged(holder, caplog, error):
     first = holder.engine
 
-    class Unmovable:
+    class FailingAttachment:
         def attach(self, engine):
             if engine is not first:
-                raise error("no room for pinned memory")
+                raise error("not enough pinned memory")
             return lambda: None
 
-    holder.attach(EngineChange.OPTIMIZER_STATE_OFFLOAD, Unmovable())
+    holder.attach(EngineChange.OPTIMIZER_STATE_OFFLOAD, FailingAttachment())
 
     holder.rebuild_as({"zero_optimization": {"stage": 1}})
 
     assert holder.engine is not first
     assert holder.attached(EngineChange.OPTIMIZER_STATE_OFFLOAD) is None
     assert EngineChange.OPTIMIZER_STATE_OFFLOAD.value in caplog.text
-    assert "no room for pinned memory" in caplog.text
+    assert "not enough pinned memory" in caplog.text
 
 
 def test_the_run_folder_is_that_of_a_watch_opened_later(holder, tmp_path):

@@ -1,4 +1,4 @@
-"""Splitting samples into micro-batches, and the exponent of their weights."""
+"""Split of samples into micro-batches, and the exponent of their weights."""
 
 from __future__ import annotations
 

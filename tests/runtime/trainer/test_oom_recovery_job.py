@@ -1,6 +1,6 @@
-"""Real engines run out of memory, and train as if they had used the smaller size at once.
+"""Out-of-memory errors in real engines: training equals a run with the smaller size from the start.
 
-A few of each; `make bench-oom` runs them all.
+A sample of the cases; `make bench-oom` runs all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_each_window_is_replayed_with_the_size_that_fits(
 
 
 @pytest.mark.parametrize(("world_size", "name"), RUNS)
-def test_training_is_that_of_a_run_with_these_sizes_from_the_start(
+def test_training_equals_a_run_with_these_sizes_from_the_start(
     matrix: dict[int, Found], name: str, world_size: int
 ) -> None:
     for rank in matrix[world_size]:
@@ -76,7 +76,7 @@ def test_every_sample_is_trained_on_once(
     assert all(rank[name]["samples once"] for rank in matrix[world_size])
 
 
-def test_adam_s_state_exists_before_the_first_step(matrix: dict[int, Found]) -> None:
+def test_the_state_of_adam_exists_before_the_first_step(matrix: dict[int, Found]) -> None:
     for rank in matrix[2]:
         assert all(found["states at start"] > 0 for found in rank.values())
 
@@ -86,7 +86,9 @@ def test_a_single_rank_holds_no_votes(matrix: dict[int, Found]) -> None:
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3, small buckets"])
-def test_where_nothing_helps_each_rank_raises_and_the_run_is_intact(ends: Found, name: str) -> None:
+def test_each_rank_raises_and_the_run_is_unchanged_with_no_memory_saving_left(
+    ends: Found, name: str
+) -> None:
     peer, own = (rank["gives up"][name] for rank in ends)
 
     assert peer["type"] == "PeerOutOfMemory"
@@ -98,7 +100,7 @@ def test_where_nothing_helps_each_rank_raises_and_the_run_is_intact(ends: Found,
     assert peer["intact"]
 
 
-def test_where_one_sample_is_too_much_an_escalation_frees_memory(ends: Found) -> None:
+def test_memory_savings_are_applied_if_one_sample_does_not_fit(ends: Found) -> None:
     for rank in ends:
         found = rank["escalates"]
         assert found["asked"] == ["ACTIVATION_CHECKPOINTING", "MINIMAL_BUCKETS"]
@@ -107,14 +109,16 @@ def test_where_one_sample_is_too_much_an_escalation_frees_memory(ends: Found) ->
 
 
 @pytest.mark.parametrize("name", ["stage 2", "stage 3"])
-def test_ranks_that_all_ran_out_replay_without_a_vote_before(ends: Found, name: str) -> None:
+def test_an_unguarded_window_is_replayed_if_all_ranks_ran_out(ends: Found, name: str) -> None:
     for rank in ends:
         found = rank["all run out, no votes"][name]
         assert found["replays"] == 1
         assert found["votes"] > 0  # in the replay, which is guarded
 
 
-def test_without_collectives_in_the_window_its_last_vote_is_enough(ends: Found) -> None:
+def test_an_unguarded_window_without_collectives_is_replayed_if_one_rank_ran_out(
+    ends: Found,
+) -> None:
     for rank in ends:
         found = rank["one runs out, no votes"]
         assert found["replays"] == 1

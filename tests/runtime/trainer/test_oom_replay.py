@@ -1,4 +1,4 @@
-"""Windows run again until they fit in memory, on ranks that are threads."""
+"""Replay of windows until they fit in memory; each rank is a thread."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class Rank:
-    """One rank's replay, and the numbers of micro-batches of its attempts."""
+    """One rank with an OomReplay, which records the number of micro-batches of each attempt."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ def test_a_window_that_does_not_fit_is_halved_until_it_does(
     assert rank.replay.run(local_batches(), rank.attempt).replays == 0
 
 
-def test_measured_peaks_give_the_size_at_once() -> None:
+def test_measured_peaks_predict_the_fitting_size_in_one_replay() -> None:
     peaks = [PeakSample(samples=size, length=1, peak_bytes=100 + 10 * size) for size in (1, 2)]
     measurements = MemoryMeasurements(peaks=peaks, limit_bytes=130 / 0.95 + 1)
     rank = alone(fits=3, memory=SimpleNamespace(measured=lambda: measurements))
@@ -132,7 +132,7 @@ def test_measured_peaks_give_the_size_at_once() -> None:
     assert rank.asked == [1, 3]
 
 
-def test_generators_and_the_script_s_own_state_are_restored_before_each_attempt() -> None:
+def test_random_generators_and_the_scripts_state_are_restored_before_each_attempt() -> None:
     rank = alone(fits=2)
     undone: list[int] = []
     rank.replay.on_window_abort.append(lambda: undone.append(len(rank.asked)))
@@ -148,7 +148,7 @@ def test_generators_and_the_script_s_own_state_are_restored_before_each_attempt(
     assert len(set(drawn)) == 1
 
 
-def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
+def test_all_ranks_use_the_smaller_size_if_one_ran_out() -> None:
     def train(host_group: FakeHostGroup) -> tuple[list[int], int]:
         rank = Rank(host_group, fits=3 if host_group.rank == 1 else 8)
         done = rank.replay.run(local_batches(2), rank.attempt)
@@ -157,7 +157,7 @@ def test_if_one_rank_runs_out_all_take_the_smaller_size() -> None:
     assert on_ranks(2, train) == [([1, 2, 4], 2), ([1, 2, 4], 2)]
 
 
-def test_on_error_gets_a_rank_s_own_errors_only() -> None:
+def test_on_error_is_called_with_a_ranks_own_errors_only() -> None:
     def train(host_group: FakeHostGroup) -> list[str]:
         rank = Rank(host_group, fits=4 if host_group.rank == 1 else 8)
         errors: list[BaseException] = []
@@ -168,7 +168,7 @@ def test_on_error_gets_a_rank_s_own_errors_only() -> None:
     assert on_ranks(2, train) == [[], [OUT]]
 
 
-def test_where_one_sample_does_not_fit_memory_savings_are_applied_in_order() -> None:
+def test_memory_savings_are_applied_in_order_if_one_sample_does_not_fit() -> None:
     def train(host_group: FakeHostGroup) -> tuple[list[int], list[EngineChange]]:
         rank = Rank(host_group, fits=0 if host_group.rank == 1 else 8)
         applied: list[EngineChange] = []
@@ -186,7 +186,7 @@ def test_where_one_sample_does_not_fit_memory_savings_are_applied_in_order() -> 
     assert on_ranks(2, train) == [([1, 2, 4, 8, 8], list(ESCALATION_ORDER[:3]))] * 2
 
 
-def test_with_no_memory_saving_left_each_rank_raises_its_own_error(
+def test_each_rank_raises_its_own_error_with_no_memory_saving_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def train(host_group: FakeHostGroup) -> BaseException:
@@ -247,7 +247,9 @@ def test_tensors_in_the_frames_of_an_error_are_freed_before_the_next_attempt() -
     assert alive == [False, False]
 
 
-def test_an_update_that_runs_out_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_that_runs_out_of_memory_raises_and_is_not_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def train(host_group: FakeHostGroup) -> str:
         rank = Rank(host_group, fits=8)
         rank.replay._guard.armed = True
@@ -278,24 +280,24 @@ def ended_by(body: Callable[[], None]) -> BaseException:
     return raised.value
 
 
-def test_an_out_of_memory_error_is_found_behind_errors_raised_over_it() -> None:
+def test_an_out_of_memory_error_is_found_in_the_chain_of_later_errors() -> None:
     def own() -> None:
         try:
             raise RuntimeError(OUT)
         except RuntimeError:
-            raise PeerOutOfMemory("while leaving")  # noqa: B904
+            raise PeerOutOfMemory("during cleanup")  # noqa: B904
 
     def peers() -> None:
         try:
             raise PeerOutOfMemory("a vote")
         except RuntimeError as error:
-            raise ValueError("over it") from error
+            raise ValueError("a later error") from error
 
     def handled() -> None:
         try:
             raise RuntimeError(OUT)
         except RuntimeError:
-            raise ValueError("only came after one")  # noqa: B904
+            raise ValueError("unrelated")  # noqa: B904
 
     origin, error = oom_origin(ended_by(own))
     assert (origin, str(error)) == (OomOrigin.OWN, OUT)

@@ -48,7 +48,7 @@ def test_failures_are_added_to_the_plan(tmp_path: Path) -> None:
     assert plan.failures == (Failure(length=100, samples=4), Failure(length=200, samples=2))
 
 
-def test_a_failure_before_any_plan_is_recorded_too(tmp_path: Path) -> None:
+def test_a_failure_is_recorded_even_without_a_plan(tmp_path: Path) -> None:
     plan_file(tmp_path).add_failure(length=100, samples=4)
 
     plan = plan_file(tmp_path).read(ALONE)
@@ -56,12 +56,12 @@ def test_a_failure_before_any_plan_is_recorded_too(tmp_path: Path) -> None:
     assert plan == PersistedPlan(failures=(Failure(length=100, samples=4),))
 
 
-def test_a_later_plan_drops_the_failures_that_were_read_and_no_others(tmp_path: Path) -> None:
+def test_writing_a_plan_drops_only_the_failures_that_were_read(tmp_path: Path) -> None:
     plan_file(tmp_path).add_failure(length=100, samples=4)
     second_attempt = plan_file(tmp_path)
     second_attempt.read(ALONE)
 
-    plan_file(tmp_path).add_failure(length=300, samples=2)  # another rank, in the meantime
+    plan_file(tmp_path).add_failure(length=300, samples=2)  # by another rank, after the read
     second_attempt.write(PLAN, steps=3)
 
     plan = plan_file(tmp_path).read(ALONE)
@@ -69,7 +69,7 @@ def test_a_later_plan_drops_the_failures_that_were_read_and_no_others(tmp_path: 
     assert plan.failures == (Failure(length=300, samples=2),)
 
 
-def test_ranks_that_fail_at_the_same_time_all_record_it(tmp_path: Path) -> None:
+def test_failures_of_several_ranks_at_the_same_time_are_all_recorded(tmp_path: Path) -> None:
     together = Barrier(8)
 
     def fail(rank: int) -> None:

@@ -16,8 +16,8 @@ STEPS, SAVE_EVERY = 30, 4
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Course:
-    return train(tmp_path_factory.mktemp("undisturbed"), steps=STEPS, save_every=SAVE_EVERY)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Course:
+    return train(tmp_path_factory.mktemp("uninterrupted"), steps=STEPS, save_every=SAVE_EVERY)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ def killed(folder: Path, port: str) -> Course:
     )
 
 
-def test_samples_and_weights_equal_those_of_an_undisturbed_run(
-    undisturbed: Course, killed: Course
+def test_samples_and_weights_equal_those_of_an_uninterrupted_run(
+    uninterrupted: Course, killed: Course
 ) -> None:
-    assert (undisturbed.code, killed.code) == (0, 0)
+    assert (uninterrupted.code, killed.code) == (0, 0)
     for rank in (0, 1):
         assert list(killed.committed(rank)) == list(range(1, STEPS + 1))
-        assert killed.committed(rank) == undisturbed.committed(rank)
-        (through,), (ended,) = undisturbed.of(rank, "ended"), killed.of(rank, "ended")
+        assert killed.committed(rank) == uninterrupted.committed(rank)
+        (through,), (ended,) = uninterrupted.of(rank, "ended"), killed.of(rank, "ended")
         assert ended["weights"] == through["weights"]
         assert ended["samples"] == through["samples"] == 8 * STEPS
 
@@ -72,7 +72,7 @@ def test_run_id_log_and_ports_stay_the_same(killed: Course, folder: Path, port: 
 
 
 def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
-    tmp_path: Path, undisturbed: Course
+    tmp_path: Path, uninterrupted: Course
 ) -> None:
     course = train(tmp_path, steps=9, save_every=2, full_after=5)
 
@@ -86,4 +86,4 @@ def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
         for step, event in first.items():
             assert event["micro_batches"] == ([2, 2] if step <= 4 else [1, 1, 1, 1])
             assert event["replays"] == 0
-            assert event["ids"] == undisturbed.committed(rank)[step]["ids"]
+            assert event["ids"] == uninterrupted.committed(rank)[step]["ids"]

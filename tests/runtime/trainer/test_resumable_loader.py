@@ -1,4 +1,4 @@
-"""The resumable loader: each sample once, in one order for all ranks, shares and workers."""
+"""Resumable loader: each sample once, in an order that does not depend on ranks or workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCHES = SAMPLES // BATCH
 
 
 class Numbers(Dataset[int]):
-    """Dataset of its own indices."""
+    """Dataset whose samples are their indices."""
 
     def __init__(self, length: int = SAMPLES) -> None:
         self.length = length
@@ -128,7 +128,7 @@ def test_the_ranks_together_have_each_global_batch_exactly(num_workers, splits):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_resuming_at_every_position_loses_and_repeats_nothing(num_workers):
+def test_resuming_at_every_position_loses_and_repeats_no_sample(num_workers):
     whole = global_batches(2 * BATCHES)
     states = []
     saved = loader(num_workers=num_workers)
@@ -144,7 +144,7 @@ def test_resuming_at_every_position_loses_and_repeats_nothing(num_workers):
         assert batches(resumed, 2) == (whole + global_batches(9)[6:])[position : position + 2]
 
 
-def test_resuming_works_with_other_ranks_workers_and_shares():
+def test_a_run_can_resume_with_other_ranks_workers_and_splits():
     saved = loader(rank=1, world_size=3, num_workers=2, splits=CHANGING)
     batches(saved, 4)
 
@@ -166,17 +166,17 @@ def test_a_loader_can_be_reset_while_workers_have_loaded_ahead():
     assert batches(of, 3) == global_batches(5)[2:]
 
 
-def test_a_schedule_counts_what_workers_load_ahead():
+def test_a_schedule_counts_the_batches_that_workers_load_ahead():
     schedule = SplitSchedule(BATCH, 2)
     of = loader(rank=0, world_size=2, num_workers=2, splits=schedule)
 
     batches(of, 1)
 
-    assert schedule.next_index == 1 + 2 * 2  # of each worker two batches
+    assert schedule.next_index == 1 + 2 * 2  # two batches of each worker
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_of_another_size_start_after_the_last_sample_before(num_workers):
+def test_batches_of_a_new_size_start_after_the_last_sample_of_the_previous_size(num_workers):
     of = loader(Numbers(120), num_workers=num_workers)
     seen = batches(of, 2)
     of.resize(of.next_index, 2 * BATCH)
@@ -211,7 +211,7 @@ def test_resuming_at_every_position_works_while_sizes_change():
         assert together([batches(each, 12 - position) for each in resumed]) == whole[position:]
 
 
-def test_an_epoch_ends_if_its_rest_is_too_short_for_the_new_size():
+def test_an_epoch_ends_if_fewer_samples_than_the_new_size_are_left():
     of = loader(Numbers(28))
     seen = batches(of, 3)
     of.resize(3, 4 * BATCH)
@@ -223,7 +223,7 @@ def test_an_epoch_ends_if_its_rest_is_too_short_for_the_new_size():
     assert all(len(set(batch)) == len(batch) for batch in seen)
 
 
-def test_a_batch_that_is_made_keeps_its_size():
+def test_the_size_of_a_batch_that_was_loaded_cannot_change():
     of = loader(Numbers(60))
     batches(of, 3)
 
@@ -275,7 +275,7 @@ def test_samples_are_collated_by_collate_fn():
     assert next(iter(loader(collate_fn=len))) == BATCH
 
 
-def test_a_state_of_other_data_is_refused_by_name():
+def test_the_state_of_other_data_raises_with_the_differing_setting():
     with pytest.raises(CheckpointError, match="seed=3, and here it is 0"):
         loader().load_state_dict(loader(seed=3).state_dict())
     with pytest.raises(CheckpointError, match="num_samples=99, and here it is 22"):
@@ -292,13 +292,13 @@ def test_a_state_of_other_data_is_refused_by_name():
         ({"dataset": object()}, "__len__ and __getitem__.* got object"),
     ],
 )
-def test_invalid_options_are_refused(options, problem):
+def test_invalid_options_raise(options, problem):
     with pytest.raises(ValueError, match=problem):
         loader(**options)
 
 
 class Stream(IterableDataset[int]):
-    """Counts; workers take numbers in turn."""
+    """Stream of integers; workers yield them in turn."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -310,7 +310,7 @@ class Stream(IterableDataset[int]):
 
 
 class ResumableCount:
-    """Iterator with a state."""
+    """Iterator with state_dict and load_state_dict."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers, self.place = numbers, 0
@@ -354,7 +354,7 @@ def test_a_stream_is_read_in_passes_and_drops_its_incomplete_batch():
     assert (len(passes[0]), of.epoch, of.position) == (6, 2, 12)
 
 
-def test_a_stream_gives_each_rank_its_number_of_samples():
+def test_each_rank_reads_its_number_of_samples_from_a_stream():
     sizes = [
         len(next(iter(loader(Stream(), batch_samples=5, rank=rank, world_size=2))))
         for rank in range(2)
@@ -363,7 +363,7 @@ def test_a_stream_gives_each_rank_its_number_of_samples():
     assert sizes == [3, 2]
 
 
-def test_a_streams_state_is_valid_for_its_rank_and_workers_only():
+def test_a_streams_state_raises_on_another_rank_or_number_of_workers():
     state = loader(Stream(), rank=1, world_size=2).state_dict()
 
     with pytest.raises(CheckpointError, match="rank=1, and here it is 0"):
@@ -376,6 +376,6 @@ def test_a_stream_without_a_batch_raises():
 
 
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"splits": CHANGING}, {"drop_last": False}])
-def test_a_stream_takes_no_order_and_no_shares(options):
+def test_options_for_datasets_with_a_length_raise_for_a_stream(options):
     with pytest.raises(ValueError, match="an IterableDataset brings its own order"):
         loader(Stream(), **options)

@@ -18,7 +18,7 @@ def test_counters_start_at_0_so_that_the_first_increment_is_seen():
     assert values[window.RESTARTS] == {(): 0}
 
 
-def test_micro_batch_size_and_batch_share_are_published_by_each_rank():
+def test_each_rank_publishes_its_micro_batch_size_and_batch_share():
     recorder = Recorder()
     metrics = RunMetrics(recorder, rank=1)
 

@@ -1,4 +1,4 @@
-"""State of a run on disk: plain data is read back unchanged, anything else is rejected by name."""
+"""A rank's file in a checkpoint: plain data is read back unchanged, other objects raise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_tensors_and_arrays_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     assert loaded["none"].shape == ()
 
 
-def test_of_a_view_only_its_own_elements_are_written(tmp_path: Path) -> None:
+def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
     view = torch.zeros(1_000_000)[:3]
 
     write_rank(tmp_path, 0, replace(PLAIN, client={"view": view}))
@@ -102,7 +102,7 @@ def test_a_file_that_holds_code_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_version_is_rejected_with_what_differs(tmp_path: Path) -> None:
-    torch.save({**PLAIN.to_plain(), "mood": 1}, rank_file(tmp_path, 0))
+    torch.save({**PLAIN.to_plain(), "extra": 1}, rank_file(tmp_path, 0))
 
-    with pytest.raises(CheckpointError, match=r"another version of zerowatch, .* in mood"):
+    with pytest.raises(CheckpointError, match=r"another version of zerowatch, .* in extra"):
         read_rank(tmp_path, 0)

@@ -1,4 +1,4 @@
-"""Batches of changing length under a limit of address space, where a plain loop fails."""
+"""Batches of changing length under a limit of address space, in which a plain loop fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scripts.trainer.variable_length import Comparison, Job, compare
 
 pytestmark = pytest.mark.jobs
 
-WINDOWS = 100  # of which three, from the 34th on, hold batches that do not fit in one piece
+WINDOWS = 100  # three of them, the first at 34, have batches that do not fit in one piece
 SAMPLES = 16
 ROOM_BYTES = 160 << 20
 
@@ -30,7 +30,7 @@ def test_a_plain_loop_fails_at_the_first_long_batch(tmp_path):
     assert len(ended.of("plain")[0]) == 33
 
 
-def test_a_training_run_ends_well_by_splitting_the_long_batches(comparison: Comparison):
+def test_a_training_run_completes_by_splitting_the_long_batches(comparison: Comparison):
     assert comparison.windows == WINDOWS
     assert comparison.replayed > 0
     assert 3 <= comparison.cut < 10

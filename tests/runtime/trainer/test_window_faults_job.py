@@ -1,4 +1,4 @@
-"""Batches that TrainingRun rejects: an error on every rank, and no effect on the training."""
+"""Batches that cannot be trained on: an error on every rank, and no effect on the training."""
 
 from __future__ import annotations
 

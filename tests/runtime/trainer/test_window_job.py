@@ -1,4 +1,4 @@
-"""Batches split into micro-batches: the same update, on one, two and four ranks."""
+"""The update does not depend on how a batch is split into micro-batches, on 1, 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def test_the_update_does_not_depend_on_how_a_batch_is_split(found, world, name):
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_the_same_plan_gives_the_same_bits(found, world, name):
+def test_the_same_split_is_bitwise_reproducible(found, world, name):
     assert found[world][name]["difference"]["again"] == 0
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_token_means_over_uneven_padded_shares_equal_the_closed_form_in_float64(found, world, name):
+def test_token_means_over_uneven_padded_local_batches_equal_float64_arithmetic(found, world, name):
     assert found[world][name]["tokens, uneven"] <= 1e-6
 
 
 @pytest.mark.parametrize("name", HALF)
-def test_in_bfloat16_plans_differ_by_rounding_only(found, name):
+def test_splits_in_bfloat16_differ_by_rounding_only(found, name):
     case = found[2][name]
 
     assert max(case["difference"].values()) < 2e-3
