@@ -1,4 +1,4 @@
-"""Checkpoints of real engines on two ranks: a resumed run is bitwise equal to one without a break."""
+"""Checkpoints of real engines on two ranks: a resumed run is bitwise equal to a continuous one."""
 
 from __future__ import annotations
 
