@@ -1,1 +1,1 @@
-"""Hooks on the engine and its data loader, which yield a raw step at the end of each."""
+"""Hooks on the engine, its data loader and its memory, which make a raw step of each step."""

@@ -1,4 +1,4 @@
-"""The number of samples and tokens of a batch, read from its tensors' shapes."""
+"""Reads the number of samples and tokens of a batch from the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 
+# Names of tensors that hold token ids, in Hugging Face's and Megatron's batches.
 TOKEN_NAMES = frozenset({"input_ids", "tokens", "token_ids", "decoder_input_ids"})
 
 
 @dataclass(slots=True)
 class BatchShape:
-    """The size of a batch; None where no tensor shows it.
+    """The size of a batch. A field is None where no tensor shows it.
 
     Attributes:
+        samples: Number of samples, the first dimension.
         elements: Elements of the tensor from which the samples were read.
         tokens: Number of tokens, padding included.
+        sequence_length: Number of tokens of each sample, padding included.
     """
 
     samples: int | None = None

@@ -1,4 +1,8 @@
-"""Hooks on data loading: the time that the training thread waits for the next batch."""
+"""Measures the time that the training thread waits for the next batch of a data loader.
+
+It wraps `__next__` of the iterators of torch's DataLoader and of DeepSpeed's loader. Data that no
+loader of these kinds loads, such as from a plain generator, is not measured.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,18 @@ from ..common.patching import PatchSet
 from ..common.phase_timer import DATA, EVAL, PhaseTimer
 from .engine_hooks import EngineHooks
 
+# Both kinds of torch's iterators, with and without worker processes, inherit the first.
 LOADER_CLASSES = (torch_dataloader._BaseDataLoaderIter, DeepSpeedDataLoader)
 
 
 class DataLoaderHooks:
-    """Times `__next__` of the outermost loader on the training thread, until `restore`.
+    """Counts the time in a loader's `__next__` as data loading, or as evaluation, until `restore`.
+
+    Only the outermost loader on the training thread counts, which is the thread that makes this
+    object. The phase is `data` while the engine's module is in training mode, and else `eval`.
 
     Attributes:
-        engine_hooks: The hooks on the engine that the data is for; set again when the engine is
-            rebuilt.
+        engine_hooks: The hooks on the engine that trains with the data; replaced after a rebuild.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class DataLoaderHooks:
             self._patches.add(owner, "__next__", self._wrapper)
 
     def restore(self) -> None:
-        """Restore the loaders."""
+        """Restore the loader classes. Safe to call twice."""
         self._open = False
         self._patches.restore()
 

@@ -1,8 +1,8 @@
-"""Hooks on one DeepSpeed engine: its phases, its micro-batches, and the end of each step.
+"""Wraps the methods of a DeepSpeed engine, to measure phases, micro-batches and steps.
 
-Micro-batches are counted by backward, steps by the change of `engine.global_steps`, because
-Accelerate calls `step()` only at boundaries and plain `loss.backward()` is legal. A pipeline
-engine runs a whole step in one `train_batch`.
+A micro-batch ends with its backward pass, a step with a change of `engine.global_steps`: Accelerate
+calls `step()` only at boundaries of gradient accumulation, and a script may call `loss.backward()`
+itself. A pipeline engine runs a whole step in one `train_batch`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIPELINE_METHODS = ("train_batch", "eval_batch", "save_checkpoint", "load_checkp
 
 
 class EngineHooks:
-    """The wrapped methods of one engine, until `restore`; holds the engine weakly.
+    """Wraps the methods of one engine until `restore`, and references the engine weakly.
 
     Attributes:
         cost_ns: Nanoseconds that the hooks took on the training thread.
@@ -88,7 +88,7 @@ class EngineHooks:
         self._patches.clear()
 
     def discard_window(self) -> None:
-        """Drop the micro-batches since the last step: they run again, or are discarded."""
+        """Discard the micro-batches since the last step: they run again, or are skipped."""
         self._counts = StepCounts()
         self._shapes, self._loss = [], None
 
@@ -220,7 +220,7 @@ class EngineHooks:
     def _on_backward_start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._loss = extract_loss(args[0] if args else kwargs.get("loss"))
         if not (args[2] if len(args) > 2 else kwargs.get("scale_wrt_gas", True)):
-            self._counts.losses_are_shares = True  # the caller has divided them
+            self._counts.losses_are_divided = True  # the caller has divided them
         self._inside_backward = True
         self._phase_timer.enter(BACKWARD)
 

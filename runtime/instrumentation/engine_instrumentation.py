@@ -1,4 +1,4 @@
-"""The hooks of one watch: on its engine, on data loading and on memory."""
+"""Installs the hooks of one watch: on its engine, on data loading and on memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .watch_context import WatchContext
 
 
 class EngineInstrumentation:
-    """The hooks of one watch, until `restore`; collectives are recorded for the whole process."""
+    """Installs the hooks of one watch, and removes them with `restore`.
+
+    The wrappers of collectives are not among them: they serve the whole process.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class EngineInstrumentation:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Count the time inside as checkpoint time: neither training nor a hang."""
+        """Return a context whose time counts as checkpoint time, not as training or a hang."""
         wrap, phase_timer = self._context.fail_open.wrap, self._context.phase_timer
         wrap("suspend", phase_timer.enter)(CHECKPOINT)
         try:

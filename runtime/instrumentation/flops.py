@@ -1,4 +1,4 @@
-"""FLOPs of a training step, by formula from the model's size and the tokens."""
+"""Computes the FLOPs of a training step from the model's size and the number of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..common import accelerator
 from ..devices.device_probes import peak_flops_per_second
 from .raw_step import StepCounts
 
-# The usual spellings; the first one with an int counts.
+# The usual names of these sizes in a model's config; the first that is an int counts.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 class FlopsCounter:
-    """Counts the FLOPs of steps; keeps no model alive."""
+    """Counts the FLOPs of steps by the terms of one model, without a reference to the model."""
 
     def __init__(self, terms: FlopsTerms | None) -> None:
         self._terms = terms
@@ -54,7 +54,7 @@ def publish_peak(
 
 @dataclass(frozen=True, slots=True)
 class FlopsTerms:
-    """The terms of the formula for one model, without the model.
+    """The terms of the formula for one model.
 
     Attributes:
         weights: FLOPs per token in parameters.

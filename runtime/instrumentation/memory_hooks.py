@@ -1,7 +1,8 @@
-"""Memory as the training thread sees it: micro-batches, and a sample at the end of a step.
+"""Samples memory on the training thread, at the end of a step or in detail during a step.
 
-Once in some seconds a step is sampled in detail: memory is read at each change of phase, and the
-engine's tensors are summed three times. Other steps have at most one reading, at their end.
+At intervals of some seconds a step is sampled in detail: memory is read at each change of phase,
+and the engine's tensors are summed three times. In other steps memory is read once at most, at the
+end.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ T = TypeVar("T")
 READING_SECONDS = 0.25
 _PASSES = (FORWARD, BACKWARD, OPTIMIZER)
 # Of a step with many micro-batches, only the first and the update are read phase by phase.
-READINGS_PER_DETAIL, READINGS_OF_UPDATE = 40, 4
-# Share of the time that detailed samples may take, as of a model with many parameters.
+READINGS_PER_DETAIL = 40
+READINGS_OF_UPDATE = 4
+# Ratio of the time that detailed samples may take, such as with a model of many parameters.
 DETAIL_TIME_RATIO = 1e-3
 # With more shapes between two readings, only those are kept that no other exceeds.
 MAX_SHAPES = 64
@@ -43,8 +45,8 @@ class MemoryHooks:
     It holds the engine weakly.
 
     Attributes:
-        shape: The micro-batch under way, or the last one; None before the first.
-        micro_batch: The number of the micro-batch within its step, from 1 on.
+        shape: The shape of the current micro-batch, or of the last one; None before the first.
+        micro_batch: The number of that micro-batch within its step, from 1 on.
         on_exception: Called with each error that passes through the engine.
     """
 
@@ -89,13 +91,13 @@ class MemoryHooks:
         self._detail_cost_seconds = 0.0
 
     def rebind_engine(self, engine: Any) -> None:
-        """Sample another engine from now on; a detailed sample under way is dropped."""
+        """Sample another engine from now on; discard an unfinished detailed sample."""
         self._engine = weakref.ref(engine)
         self._phase_timer.on_change = None
         self._shapes = {}
 
     def on_batch_start(self, shape: BatchShape, micro_batch: int) -> None:
-        """Record a forward pass, and have its risk assessed.
+        """Record the shape of a forward pass, and assess its risk of running out of memory.
 
         Args:
             shape: The micro-batch.
@@ -152,7 +154,7 @@ class MemoryHooks:
         return sample
 
     def close(self) -> None:
-        """End the detailed sample under way. Safe to call twice."""
+        """Discard an unfinished detailed sample. Safe to call twice."""
         self._phase_timer.on_change = None
 
     def _begin_detail(self, now: float) -> None:

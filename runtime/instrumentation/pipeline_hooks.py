@@ -1,4 +1,4 @@
-"""Hooks on the instructions of a DeepSpeed pipeline engine, each with its phase.
+"""Wraps the instructions of a DeepSpeed pipeline engine, each of which has a phase.
 
 A pipeline engine runs a schedule of instructions in `train_batch` and `eval_batch`. It finds their
 functions in a map of its class; the hooks give the engine a map of its own.
@@ -16,9 +16,9 @@ from .batch_shape import BatchShape, batch_shape
 
 INSTRUCTION_MAP = "_INSTRUCTION_MAP"
 
-# By name, as not every version of DeepSpeed has all. Waiting for a neighbour belongs to the pass
-# that needs or produced the message. Others stay in the phase of `train_batch`, such as CommitP2P,
-# which sends for both passes at once.
+# By the name of the class, as not every version of DeepSpeed has all of them. Waiting for a
+# neighbour belongs to the pass that needs or produced the message. Others stay in the phase of
+# `train_batch`, such as CommitP2P, which sends for both passes at once.
 PHASE_OF_INSTRUCTION: Mapping[str, int] = {
     "LoadMicroBatch": DATA,
     "RecvActivation": FORWARD,
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 
 class InstructionMap:
-    """An engine's own map of instructions, until `restore`; holds the engine weakly."""
+    """Gives an engine its own map of instructions until `restore`; references it weakly."""
 
     def __init__(self, engine: Any, make: Callable[[str, Function], Function]) -> None:
         """Replace the engine's map.

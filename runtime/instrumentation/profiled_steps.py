@@ -1,4 +1,4 @@
-"""Runs one step in `every_steps` under PyTorch's profiler, to verify the measured times.
+"""Runs every n-th step under PyTorch's profiler, to verify the measured times.
 
 Off by default: the first profiled step takes a second longer, each is slowed by the profiler, and
 on a device its end waits for the device. A profile starts and ends with a step, on the training
@@ -23,16 +23,18 @@ from ..collectives.comm_time import Interval, IntervalUnion
 from ..common import accelerator
 from ..common.patching import PatchSet
 
+# The name of the profiler event that spans the step.
 MARK = "zerowatch: profiled step"
-# What the training thread runs between operators, waits included.
+# Prefixes of events of the training thread that are no operators, such as waits.
 _NOT_COMPUTE = ("autograd::", "c10d::", "profiler::")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeCommOverlap:
-    """Seconds of a step by part; the parts are disjoint and sum to the step.
+    """The seconds of a step with compute only, communication only, both, and neither.
 
-    On CPU compute is what operators run on the training thread, and time in Python is idle.
+    The four parts add up to the step. On CPU, compute is the time in operators on the training
+    thread, and time in Python is idle.
     """
 
     compute: float
@@ -42,7 +44,7 @@ class ComputeCommOverlap:
 
     @property
     def seconds(self) -> float:
-        """The step's length."""
+        """The length of the step."""
         return self.compute + self.comm + self.overlap + self.idle
 
     def ratios(self) -> dict[str, float]:
@@ -61,8 +63,8 @@ class ComputeCommOverlap:
 class ProfiledSteps:
     """Profiles each step whose number is a multiple of `every_steps`, unless another profile runs.
 
-    Only one profile can run: a second silently empties the first. So a profile that the script
-    starts within ours ends ours.
+    Only one profile can run at a time: a second one silently empties the first. So ours ends when
+    the script starts one.
     """
 
     def __init__(self, every_steps: int, recorder: Recorder, *, on_device: bool) -> None:

@@ -1,4 +1,4 @@
-"""The raw step that the training thread enqueues, and the step record computed from it."""
+"""The measurements of a step that the training thread enqueues, and the record made of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from .batch_shape import BatchShape
 
 @dataclass(slots=True)
 class StepCounts:
-    """The micro-batches of one rank since the last step.
+    """Counts over the micro-batches of one rank since the last step.
 
     Attributes:
+        micro_batches: Number of micro-batches.
         samples: Number of samples. It, `tokens` and `sequence_length` are None if the batches do
             not show them.
+        tokens: Number of tokens, padding included.
+        sequence_length: Number of tokens of a sample in the last micro-batch.
         losses: The loss of each micro-batch.
-        losses_are_shares: Whether the losses were divided by the number of micro-batches before
+        losses_are_divided: Whether the losses were divided by the number of micro-batches before
             backward, as Hugging Face's Trainer does.
         skipped: Whether the step made no update.
     """
@@ -35,7 +38,7 @@ class StepCounts:
     tokens: int | None = None
     sequence_length: int | None = None
     losses: list[ScalarOrPending] = field(default_factory=list)
-    losses_are_shares: bool = False
+    losses_are_divided: bool = False
     skipped: bool = False
 
     def add(self, shapes: list[BatchShape], loss: ScalarOrPending) -> None:
@@ -52,13 +55,20 @@ class StepCounts:
 
 @dataclass(slots=True)
 class RawStep:
-    """The measurements of a step when it ends, on the training thread; some are not complete yet.
+    """The measurements of a step at its end, some of which are complete only a little later.
+
+    The loss and other values on a device, and the ends of collectives, arrive after the step.
 
     Attributes:
-        ended_at: Unix seconds.
+        step: Number of the step.
+        ended_at: When it ended, in Unix seconds.
         phase_ns: Nanoseconds of each phase, in the order of PHASES.
         intervals: When each phase ran, by `time.perf_counter_ns`; empty unless traces are made.
-        coverage: Share of collectives that were recorded, 0 to 1; None if not read in this step.
+        counts: The micro-batches of the step.
+        coverage: Ratio of collectives that were recorded, 0 to 1; None if not read in this step.
+        gradient_norm: The global gradient norm.
+        learning_rate: The learning rate of the first parameter group.
+        loss_scale: The loss scale; None without fp16.
         trace: Labels of the span of the script in which the step ended; None without one.
         memory: The memory sample of the step; None if the last sample is recent.
         batch: The collectives since the last step.
@@ -78,7 +88,7 @@ class RawStep:
     batch: CallBatch
 
     def settled(self) -> bool:
-        """Return whether all that was under way when the step ended has arrived. Never waits."""
+        """Return whether all measurements are complete. Never waits."""
         numbers = (self.gradient_norm, self.learning_rate, self.loss_scale, *self.counts.losses)
         return all(map(arrived, numbers)) and self.batch.settled()
 
@@ -87,7 +97,7 @@ class RawStep:
     ) -> StepRecord:
         """Return the step's record, once `settled`."""
         counts, phase_ns, memory = self.counts, self.phase_ns, self.memory
-        loss = total(counts.losses) if counts.losses_are_shares else mean(counts.losses)
+        loss = total(counts.losses) if counts.losses_are_divided else mean(counts.losses)
         return StepRecord(
             step=self.step,
             ended_at_unix_seconds=self.ended_at,

@@ -1,4 +1,4 @@
-"""The end of a step on the training thread: reads the engine, and enqueues the raw step."""
+"""Reads the engine at the end of a step on the training thread, and enqueues the raw step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .raw_step import RawStep, StepCounts
 from .watch_context import WatchContext
 
 # Reading the groups' sequence numbers costs more than the rest of a step's end.
+# That is why the coverage of collectives is read in this interval only.
 COVERAGE_SECONDS = 1.0
 
 

@@ -1,4 +1,4 @@
-"""The objects that the parts of one watch share."""
+"""The objects that several parts of one watch use, such as settings and recorder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from ..common.process_info import ProcessInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchContext:
-    """The shared objects of one watch.
+    """The objects that several parts of one watch use.
 
     Attributes:
         engine: Returns the watched engine; None once it is gone.
+        identity: The rank, host and job of this process.
         watch_index: How many watches this process had before.
-        call_recorder: The collectives of the process.
+        settings: The settings of the run.
+        call_recorder: Records the collectives of the process.
+        phase_timer: Measures the phases of the training thread.
         run_id: Returns the run's id; None until it is known.
         folder: Returns the run folder; None until the run has an id, or without one.
+        recorder: Holds the metric values.
+        fail_open: Wraps functions that run inside training.
     """
 
     engine: Callable[[], Any]

@@ -1,1 +1,1 @@
-"""The watch on one engine: joins the packages below, with its threads, its run folder and OTLP."""
+"""Monitors one engine: `Watch` connects the packages below, with run folder, threads and OTLP."""

@@ -1,4 +1,4 @@
-"""Advises changes that would speed up a job whose training loop is the script's own."""
+"""Logs which changes would speed up a job that has its own training loop."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from ..tuner.policy.types import JobFacts, Mode, Numerics, State, Symptom
 if TYPE_CHECKING:
     from ..tuner.knobs.read_only_knobs import ReadOnlyKnobs
 
-#  Of the interval of a diagnosis: exposed communication is published some seconds late.
-MIN_SECONDS, MIN_STEPS = 30.0, 20
-# An idle device mostly waits for communication or for Python: one advice for all of these.
+# Least length of the interval of a diagnosis, in seconds and in steps. Exposed communication is
+# published some seconds late.
+MIN_SECONDS = 30.0
+MIN_STEPS = 20
+# Symptoms that often have one cause: an idle device mostly waits for communication or for Python.
+# Only the best advice for any of them is given.
 WAITING_SYMPTOMS = frozenset((*COMM_SYMPTOMS, "device_idle", "host_bound"))
 
 

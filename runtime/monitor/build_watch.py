@@ -1,4 +1,4 @@
-"""Builds a watch: makes its parts in order, connects them, and starts its threads."""
+"""Builds the watch of an engine: makes its parts, connects them, and starts its threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_watch(
     settings: Settings,
     watch_index: int,
 ) -> Watch:
-    """Return a running watch on an engine; if a part fails, close those made before it.
+    """Return a running watch on an engine. If a part fails, the parts made before it are closed.
 
     Args:
         engine: A DeepSpeed engine.

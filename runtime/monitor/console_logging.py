@@ -1,4 +1,4 @@
-"""Console output of zerowatch's log lines, if the script has not configured logging."""
+"""Prints zerowatch's log lines on stderr, if the script has not configured logging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def show_own_lines() -> None:
-    """Show warnings, and the INFO lines of a few modules. Safe to call twice."""
+    """Print warnings, and the INFO lines of a few modules. Safe to call twice."""
     ours = logging.getLogger("zerowatch")
     if logging.getLogger().handlers or ours.handlers:
         return

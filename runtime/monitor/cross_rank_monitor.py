@@ -1,4 +1,4 @@
-"""Compares this rank with the other ranks, with the estimate, and with the profiler."""
+"""Compares measurements of this rank with other ranks, with the estimate and with the profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..instrumentation.watch_context import WatchContext
 
 
 class CrossRankMonitor:
-    """Monitors this rank against the others, from `start` until `stop`.
+    """Runs the comparison with other ranks, hang detection and the profiler of one watch.
 
     Constructed on the training thread.
 
@@ -75,7 +75,7 @@ class CrossRankMonitor:
             self.profiler.close()
 
     def stop(self) -> None:
-        """Compare the rest, and end. Safe to call twice."""
+        """Report what is left to the other ranks, and end the thread. Safe to call twice."""
         self._thread.stop()
         self._hang_monitor.close()
 
@@ -128,4 +128,4 @@ class CrossRankMonitor:
 
 
 def _ignore_step_times(phase_ns: Sequence[int], blocked_ns: Sequence[int]) -> None:
-    """Do nothing: phases are not comparable."""
+    """Do nothing, where step times are not comparable between ranks."""

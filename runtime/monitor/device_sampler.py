@@ -1,4 +1,4 @@
-"""Periodic readings of the devices: utilization, power, links."""
+"""Reads the devices at intervals: utilization, power, temperature, links."""
 
 from __future__ import annotations
 

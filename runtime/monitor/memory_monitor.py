@@ -1,4 +1,4 @@
-"""Memory of this rank: categories, forecasts, leaks, offload traffic and out-of-memory reports."""
+"""Monitors the memory of this rank: categories, forecasts, leaks, offload traffic, OOM reports."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Interval of readings while there are no steps, as in an evaluation or while data is loaded.
 IDLE_SECONDS = 5.0
+# Samples that are kept until the next publication.
 MAX_SAMPLES = 256
 
 

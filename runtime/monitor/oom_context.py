@@ -1,4 +1,4 @@
-"""The context of out-of-memory reports, read from the parts of a memory monitor."""
+"""Reads what an out-of-memory report contains, from the parts of a memory monitor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..memory.oom.would_fit import Layout, LayoutBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """The parts of a memory monitor."""
+    """The parts of a memory monitor that an out-of-memory report reads."""
 
     reader: MemoryReader
     hooks: MemoryHooks
@@ -37,7 +37,7 @@ class MemoryParts:
 
 
 class EngineOomContext(OomContext):
-    """The state of a monitored engine. A method that fails returns None from then on."""
+    """Reads the state of a monitored engine. A method that fails returns None from then on."""
 
     def __init__(self, context: WatchContext, parts: MemoryParts) -> None:
         wrap, forecasts = context.fail_open.wrap, parts.forecasts

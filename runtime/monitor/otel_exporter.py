@@ -1,8 +1,8 @@
 """Sends traces of steps, metrics and log lines to an OpenTelemetry collector, on its own thread.
 
-A traced step is sampled by its id, the same on all ranks, or was slow on this rank. The spans of a
-sampled step are children of rank 0's root span. A slow step's root has no parent: it may not have
-been slow on other ranks.
+A step is traced if it is sampled by its id, which all ranks decide alike, or if it was slow on this
+rank. In a sampled step, each rank's root span is a child of rank 0's. The root span of a slow step
+has no parent, as the step may not have been slow on other ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Time between two exports.
 FLUSH_SECONDS = 2.0
-CLOSE_SECONDS = 1.0  # longest wait for the last export, at the end of a run
-MAX_HELD_STEPS = 64  # steps kept while the run has no id, and so no trace ids
+# Longest wait for the last export, at the end of a run.
+CLOSE_SECONDS = 1.0
+# Steps that are kept while the run has no id, and so no trace ids.
+MAX_HELD_STEPS = 64
 
 
 class OtelExporter:
-    """Exports by OTLP, if an endpoint is set; else does nothing.
+    """Exports traces, metrics and log lines by OTLP if an endpoint is set, and else does nothing.
 
     Constructed on the training thread.
 
@@ -95,7 +98,7 @@ class OtelExporter:
         self._held.extend(steps)
         run_id = self._context.run_id()
         while run_id is not None and self._held:
-            self._consider(self._held.popleft(), run_id)
+            self._trace_if_chosen(self._held.popleft(), run_id)
         while len(self._held) > MAX_HELD_STEPS:
             self._held.popleft()
             self._lost += 1
@@ -168,7 +171,7 @@ class OtelExporter:
         host = self._context.identity.host
         return resource_attributes(os.environ, run_id=run_id, rank=self._rank, host=host)
 
-    def _consider(self, step: FinishedStep, run_id: str) -> None:
+    def _trace_if_chosen(self, step: FinishedStep, run_id: str) -> None:
         slow = self._slow.is_slow(step.record.training_seconds)
         trace_id = trace_id_of(run_id, step.record.step)
         if self._is_sampled(trace_id):

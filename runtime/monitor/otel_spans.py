@@ -1,6 +1,7 @@
-"""Which steps are traced, under which ids, and their spans: phases and collectives, 20 at most.
+"""Decides which steps are traced, computes their ids, and makes the spans of their traces.
 
-Ids and sampling are the same on all ranks without communication.
+A trace has 20 spans at most, for phases and collectives. Ids and sampling are the same on all ranks
+without communication.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ from ..common.phase_timer import (
     PhaseInterval,
 )
 
-SLOW_RATIO = 2.0  # of the median step time of the last REMEMBERED_STEPS
-REMEMBERED_STEPS, LEAST_STEPS = 101, 10
-# A token bucket limits traces of slow steps: this many at once, then one per interval.
-SLOW_AT_ONCE, SECONDS_PER_SLOW = 20, 5.0
+# A step is slow if it takes so many times the median of the last steps.
+SLOW_RATIO = 2.0
+# The last steps of which the median is taken.
+REMEMBERED_STEPS = 101
+# Steps from which on a step can be slow.
+LEAST_STEPS = 10
+# A token bucket limits traces of slow steps: so many at once, then one per interval in seconds.
+SLOW_AT_ONCE = 20
+SECONDS_PER_SLOW = 5.0
 
+# Spans of a trace besides the root span.
 MAX_CHILDREN = 19
 # With more, such as of many micro-batches, each phase becomes one span. The rest of MAX_CHILDREN
 # is enough for one span of each operation.
@@ -205,7 +212,7 @@ def _hash(text: str, num_bytes: int) -> int:
 
 
 class SlowSteps:
-    """Finds slow steps by the median of this rank's last ones."""
+    """Finds slow steps by the median duration of the last steps, and limits their traces."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -215,7 +222,7 @@ class SlowSteps:
         self._counted_at = now()
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a step was slow compared with those before it; remembers it."""
+        """Whether a step was slow compared with those before it; it then counts for the median."""
         known = len(self._sorted)
         slow = known >= LEAST_STEPS and seconds > SLOW_RATIO * self._sorted[known // 2]
         self._last.append(seconds)

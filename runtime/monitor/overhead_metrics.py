@@ -1,4 +1,4 @@
-"""Metrics of the cost of monitoring, and of the records that it dropped."""
+"""Publishes what monitoring costs, and how many records it has dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .watch_thread import WatchThread
 
 
 class OverheadMetrics:
-    """Publishes costs and losses of a watch's parts each second, on the watch thread."""
+    """Publishes the costs and dropped records of a watch's parts, on the watch thread."""
 
     def __init__(
         self,

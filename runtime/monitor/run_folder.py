@@ -1,4 +1,4 @@
-"""The run folder: this rank's step log, and on rank 0 the settings and the targets file."""
+"""Writes the run folder: this rank's step log, and on rank 0 the settings and targets files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from .step_log import StepLog, keeps_every_step, write_settings
 
 logger = logging.getLogger(__name__)
 
+# Longest wait for the run id from rank 0.
 RUN_ID_TIMEOUT_SECONDS = 30.0
+# Records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
 
 
 class RunFolder:
-    """Holds records until the run has an id, then writes them. Used on the watch thread.
+    """Keeps records until the run has an id, then writes them. Used on the watch thread.
 
     Attributes:
         run_id: The id of the run; None until rank 0 has shared it.
@@ -61,7 +63,7 @@ class RunFolder:
         return self._lost + (self._log.dropped if self._log else 0)
 
     def poll(self) -> None:
-        """Look for the run id and, on rank 0, for the other ranks' targets."""
+        """Read the run id from the store and, on rank 0, the other ranks' targets."""
         if self.run_id is None:
             self.run_id = self._find_run_id()
             if self.run_id is not None:
@@ -78,7 +80,7 @@ class RunFolder:
         return [] if self.run_id is None else self._targets.targets(self.run_id)
 
     def append(self, record: StepRecord) -> None:
-        """Write a step's record, or hold it until the run has an id."""
+        """Write a step's record, or keep it until the run has an id."""
         if not self._settings.run_log.enabled:
             return
         if self._log is not None:

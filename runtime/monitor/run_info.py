@@ -1,4 +1,4 @@
-"""The run's info metric, and the log line that says where metrics and run log are."""
+"""Publishes the run's info metric, and logs where the metrics and the run log are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunInfoPublisher:
         self._published = self._logged = False
 
     def poll(self) -> None:
-        """Look for the run id and, on rank 0, for the other ranks' targets; publish what is new."""
+        """Read the run id and, on rank 0, the other ranks' targets; publish the info once."""
         self._folder.poll()
         engine, run_id = self._context.engine(), self._context.run_id()
         recorder, world_size = self._context.recorder, self._context.identity.world_size

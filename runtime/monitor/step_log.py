@@ -1,4 +1,4 @@
-"""The step log on disk: one line per step, one write per line; a disk error never raises."""
+"""Writes the step log: one line of JSON per step. A disk error never raises."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from ..common.report_files import write_or_warn
 
 logger = logging.getLogger(__name__)
 
+# Delay after a disk error before the next try.
 RETRY_SECONDS = 10.0
+# Number of ranks up to which each rank writes every step.
 FULL_LOG_WORLD_SIZE = 64
+# With more ranks, all but one per node write each step with a multiple of this number.
 THINNED_EVERY = 10
 
 
 class StepLog:
-    """Appends step records to `rank-<r>.jsonl`. A disk error never raises.
+    """Appends step records to `rank-<r>.jsonl`.
 
-    Each line is handed to the kernel in one write, so that a killed process loses at most the step
+    Each line is one write, so that a killed process loses at most the step
     in flight. Above FULL_LOG_WORLD_SIZE ranks only one rank per node writes every step.
 
     Attributes:

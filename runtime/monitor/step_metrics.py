@@ -1,4 +1,4 @@
-"""Metric values of steps and collectives. Several steps are published at once, which is cheaper."""
+"""Publishes the metrics of steps and collectives, of several steps at once as that is cheaper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..instrumentation.raw_step import RawStep, StepCounts
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A finished step.
+    """A step all of whose measurements are complete.
 
     Attributes:
         record: The record of the step.
@@ -59,7 +59,7 @@ class StepMetrics:
                 records = [step.record for step in steps]
                 self._count_steps(steps)
                 self._set_latest(records)
-                self._count_arithmetic(steps, sum(record.training_seconds for record in records))
+                self._count_flops(steps, sum(record.training_seconds for record in records))
 
     def publish_earlier(self, batch: CallBatch) -> None:
         """Count calls issued before the watch began, such as the broadcast of the weights.
@@ -84,9 +84,9 @@ class StepMetrics:
                 recorder.add(training.PHASE_SECONDS, spent, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])
         self._add_known(training.TOKENS, [record.tokens for record in records])
-        shares = [step.raw.coverage for step in steps if step.raw.coverage is not None]
-        if shares:  # the least, so that a low value between two scrapes is seen
-            recorder.set(communication.COMM_COVERAGE_RATIO, min(shares))
+        ratios = [step.raw.coverage for step in steps if step.raw.coverage is not None]
+        if ratios:  # the least, so that a low value between two scrapes is seen
+            recorder.set(communication.COMM_COVERAGE_RATIO, min(ratios))
 
     def _add_known(self, spec: MetricSpec, amounts: Sequence[int | None]) -> None:
         known = [amount for amount in amounts if amount is not None]
@@ -105,7 +105,7 @@ class StepMetrics:
             if value is not None:
                 self._recorder.set(spec, value)
 
-    def _count_arithmetic(self, steps: Sequence[FinishedStep], seconds: float) -> None:
+    def _count_flops(self, steps: Sequence[FinishedStep], seconds: float) -> None:
         counted = [self._flops_of(step.raw.counts) for step in steps]
         flops = sum(one for one in counted if one is not None)
         if flops:

@@ -1,6 +1,6 @@
-"""The watch on one engine, and the null object that replaces it.
+"""The monitoring of one engine, and the object that replaces it where monitoring is off.
 
-Its parts are put together by `build_watch`. This module does not import DeepSpeed, so that
+`build_watch.py` makes a watch from its parts. This module does not import DeepSpeed, so that
 `zerowatch.initialize` can be imported before the script imports DeepSpeed.
 """
 
@@ -232,7 +232,7 @@ class Watch:
 
 
 class NullWatch:
-    """Does nothing: monitoring is off, or could not start."""
+    """Takes the place of a watch where monitoring is off or could not start. It does nothing."""
 
     run_id: str | None = None
     run_folder: Path | None = None
@@ -254,7 +254,7 @@ class NullWatch:
         return Snapshot(values={}, distributions={})
 
     def rebind_engine(self, engine: Any) -> None:
-        """Become the watch of another engine."""
+        """Set the attribute `watch` of another engine."""
         engine.watch = self
 
     def discard_window(self) -> None:

@@ -1,8 +1,8 @@
-"""The watch thread: finishes steps, writes them to the run log, publishes metrics each second.
+"""The watch thread, which completes steps, writes them to the run log, and publishes metrics.
 
 It takes batches of calls and raw steps from the training thread in order, and waits neither for the
-device nor for other ranks. Most work is done once a second for all its steps: with cold caches each
-line of Python costs several times its usual price.
+device nor for other ranks. Most work is done once a second for all steps of that second: with cold
+CPU caches each line of Python takes several times as long.
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ from .step_metrics import FinishedStep, StepMetrics
 
 Listener = Callable[[StepRecord], object]
 
+# Time between two publications.
 TICK_SECONDS = 1.0
-# How often to look whether a CUDA event or an asynchronous call has ended: less and less often.
-FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.005, 0.25
+# Time between two queries whether a CUDA event has passed or an asynchronous call has ended; it
+# doubles from the first to the last value.
+FIRST_POLL_SECONDS = 0.005
+LAST_POLL_SECONDS = 0.25
+# Longest wait for the end of a step's calls and for its values on the device.
 PATIENCE_SECONDS = 10.0
+# Batches and steps in the queue; more are dropped and counted.
 MAX_PENDING = 1024
-# Of a step's calls, for its trace; of more than that the longest.
-MAX_KEPT_CALLS, LONGEST_CALLS = 16384, 512
+# Calls of a step that are kept for its trace. Of more calls, only the longest are kept.
+MAX_KEPT_CALLS = 16384
+LONGEST_CALLS = 512
 
 
 class WatchThread:
-    """Runs from `start` until `stop`, which publishes what has arrived by then.
+    """Completes and publishes the steps of one watch, from `start` until `stop`.
 
     Args:
         step_metrics: Turns steps into metrics.
@@ -157,7 +163,7 @@ class WatchThread:
         return False
 
     def _finish_pending(self, *, final: bool) -> None:
-        """Take, in order, everything that has ended."""
+        """Complete, in order, the batches and steps of which all calls and values have arrived."""
         while self._pending:
             head = self._pending[0]
             if not head.settled():
