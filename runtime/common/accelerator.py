@@ -24,14 +24,14 @@ _CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Stream(Protocol):
-    """A queue of work on the device; `torch.cuda.Stream`."""
+    """Queue of work on the device, with the methods of `torch.cuda.Stream` that are used."""
 
     def synchronize(self) -> None:
         """Wait on the host until all work in the queue is done."""
 
 
 class Event(Protocol):
-    """A mark in a stream; `torch.cuda.Event`."""
+    """Mark in a stream, with the methods of `torch.cuda.Event` that are used."""
 
     def record(self, stream: Any = None) -> None:
         """Set the mark at the end of a stream, by default of the current one."""
@@ -108,7 +108,7 @@ class Accelerator(Protocol):
         """Return the free and total bytes of the device, over all processes."""
 
     def memory_fraction(self, index: int) -> float:
-        """Return the share of the device's memory that this process may use, 0 to 1."""
+        """Return the fraction of the device's memory that this process may use, 0 to 1."""
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the device."""
@@ -132,8 +132,8 @@ class Accelerator(Protocol):
 class CudaAccelerator:
     """NVIDIA and AMD GPUs, through torch.cuda.
 
-    `current_stream` and `is_capturing` run for each collective: they are torch's own functions,
-    without a call between. The other methods look torch's function up when they are called.
+    `current_stream` and `is_capturing` run for each collective; to save a call they are torch's own
+    functions. The other methods call torch's function by its name.
     """
 
     kind = "cuda"
@@ -207,9 +207,9 @@ class CudaAccelerator:
 
     def memory_fraction(self, index: int) -> float:
         """Return what `set_per_process_memory_fraction` has set."""
-        # torch 2.6 can set this share, but has no function to ask for it.
-        ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-        return float(ask(index)) if ask else 1.0
+        # torch 2.6 can set this fraction, but has no function that returns it.
+        get_fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+        return float(get_fraction(index)) if get_fraction else 1.0
 
     def empty_cache(self) -> None:
         """Return the allocator's free blocks to the GPU; nothing before CUDA is initialised."""

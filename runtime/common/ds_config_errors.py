@@ -252,7 +252,7 @@ def _model_fault(error: ValidationError, content: Mapping[str, Any]) -> str:
 def _full_path(
     content: Mapping[str, Any], path: Sequence[int | str], value: object
 ) -> Sequence[int | str]:
-    """Prepend the block that the model was built from; its error does not contain it."""
+    """Return the path of a key in the configuration; the error has only the path in its block."""
     for prefix, block in _blocks(content):
         node: Any = block
         for part in path:

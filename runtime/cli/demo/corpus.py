@@ -29,7 +29,7 @@ MAX_BYTES = 8 * 2**20  # ten times what the demo reads, and still loaded quickly
 
 
 class NextByteSequences(Dataset[dict[str, torch.Tensor]]):
-    """Consecutive sequences of a text; the label of each byte is the byte that follows it."""
+    """Dataset of consecutive sequences of a text; the label of each byte is the next byte."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self._text = text

@@ -22,7 +22,7 @@ _INITIAL_STD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig:
-    """Size of the model, with Hugging Face's names, which the FLOPs counter reads."""
+    """Sizes of the model, by Hugging Face's names, which the FLOPs counter reads."""
 
     vocab_size: int = 256
     max_position_embeddings: int = 128
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class ByteGpt(nn.Module):
-    """Predicts the next byte; forward returns the loss, as DeepSpeed's engine expects."""
+    """Byte-level GPT; its forward returns the loss, as DeepSpeed's engine expects."""
 
     def __init__(self, config: GptConfig | None = None) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class BucketCompressor:
         residuals: Residuals | None,
         compression_error: CompressionError,
     ) -> None:
-        """Prepare; without `residuals` there is no error feedback."""
+        """Create a compressor; without `residuals` it has no error feedback."""
         self._wire_format = wire_format
         self._residuals = residuals
         self._compression_error = compression_error

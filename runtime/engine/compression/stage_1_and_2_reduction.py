@@ -170,7 +170,7 @@ class Stage1And2Reduction:
         )
 
     def _start(self, request: ReductionRequest) -> None:
-        """Reduce, asynchronously if a bucket is being launched."""
+        """Run a reduction, or only start it if a bucket is reduced asynchronously."""
         if self._async_reducer is not None and self._async_reducer.is_launching:
             self._async_reducer.add(InFlightReduction(self._reduction(request)))
         else:
@@ -269,7 +269,7 @@ class ReductionRequest:
 
 
 class _PlainReduction:
-    """Reduction by DeepSpeed's own collective, uncompressed."""
+    """Uncompressed reduction by the collective that DeepSpeed itself would use."""
 
     def __init__(self, request: ReductionRequest) -> None:
         self._request = request
@@ -306,7 +306,7 @@ def _compressed_reduction(
 
 
 class _PackedRequest:
-    """Request with its gradients packed for an exchange."""
+    """Reduction request whose gradients are packed in one buffer, and its all-reduce."""
 
     def __init__(
         self, request: ReductionRequest, compressor: BucketCompressor, index: ParameterIndex
@@ -333,7 +333,7 @@ class _PackedRequest:
 
 
 class _ReductionToAll:
-    """Compressed all-reduce."""
+    """Compressed reduction whose sums all ranks receive: an all-reduce."""
 
     def __init__(self, packed: _PackedRequest) -> None:
         self._packed = packed
@@ -348,7 +348,7 @@ class _ReductionToAll:
 
 
 class _ReductionToOwners:
-    """Compressed reduce-scatter; slices are ordered by owner."""
+    """Compressed reduction whose sums only their owners receive; slices are ordered by owner."""
 
     def __init__(self, packed: _PackedRequest, sizes: list[int]) -> None:
         self._packed, self._sizes = packed, sizes

@@ -95,7 +95,7 @@ class _ReduceScatter(LiveSetting):
     name = "reduce_scatter"
 
     def unsupported_reason(self, engine: Any) -> str | None:
-        """Repeat DeepSpeed's start-up checks for reduce_scatter on; off is always allowed."""
+        """Return why reduce_scatter cannot be on; these are DeepSpeed's own checks at start-up."""
         zero_1_2, zero_3 = zero_1_2_optimizer(engine), zero_3_optimizer(engine)
         zero = zero_1_2 or zero_3
         if zero is None:

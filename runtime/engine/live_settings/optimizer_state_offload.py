@@ -78,7 +78,7 @@ class OffloadedOptimizerStates:
         self._patch = AttributePatch(engine.optimizer, "step", self._reload_for)
 
     def __call__(self) -> None:
-        """Reload the states for good, and restore the optimizer's `step`. Safe to call twice."""
+        """Reload the states permanently, and restore the optimizer's `step`. Safe to call twice."""
         self._is_closed = True
         self.reload()
         self._buffers.clear()

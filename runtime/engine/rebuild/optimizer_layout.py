@@ -94,7 +94,7 @@ def group_members(engine: Any) -> list[tuple[str, ...]]:
 
 
 def _plain(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
-    """Stage 0 in fp32: the model's own parameters."""
+    """Yield the tensors of stage 0 in fp32: the model's own parameters."""
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.numel():
@@ -102,7 +102,7 @@ def _plain(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _unfused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
-    """Stage 0 in 16 bits: an fp32 copy of each parameter."""
+    """Yield the tensors of stage 0 in 16 bits: an fp32 copy of each parameter."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     for index, (parameters, masters) in enumerate(groups):
         for parameter, master in zip(parameters, masters, strict=True):
@@ -110,13 +110,14 @@ def _unfused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _fused(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
-    """Stage 0 in 16 bits with a fused optimizer: one fp32 copy for each group."""
+    """Yield the tensors of stage 0 in 16 bits, fused: one fp32 copy for each parameter group."""
     groups = zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True)
     for index, (parameters, flat) in enumerate(groups):
         yield _flat(optimizer, index, flat, _rows(parameters, names), (0, flat.numel()), True)
 
 
 def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
+    """Yield the tensors of stages 1 and 2: this rank's partition of each parameter group."""
     for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
         rank = dist.get_rank(optimizer.real_dp_process_group[index])
         size = int(optimizer.partition_size[index])
@@ -132,7 +133,7 @@ def _stage_1_and_2(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _bf16(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
-    """Stage 1 in bf16 with gradients in fp32."""
+    """Yield the tensors of stage 1 in bf16 with fp32 gradients: a partition of each group."""
     for index, flat in enumerate(optimizer.fp32_groups_flat_partition):
         rank, size = dist.get_rank(optimizer.real_dp_process_group[index]), flat.numel()
         rows = _rows(optimizer.bf16_groups[index], names)
@@ -140,6 +141,7 @@ def _bf16(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
 
 
 def _stage_3(optimizer: Any, names: Names) -> Iterator[OptimizerTensor]:
+    """Yield the tensors of stage 3: this rank's partitions of the parameters of each sub-group."""
     for number, parameters in enumerate(optimizer.fp16_groups):
         pieces, offset = [], 0
         for parameter in parameters:
@@ -189,6 +191,7 @@ def _whole(base: Any, group: int, tensor: torch.Tensor, name: str) -> OptimizerT
 
 
 def _rows(parameters: Sequence[torch.Tensor], names: Names) -> list[tuple[str, int, int]]:
+    """Return name, offset and elements of parameters that are flattened one after the other."""
     rows, offset = [], 0
     for parameter in parameters:
         rows.append((names[id(parameter)], offset, parameter.numel()))

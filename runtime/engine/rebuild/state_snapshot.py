@@ -38,7 +38,7 @@ ADAMS = frozenset({*_DEEPSPEED_ADAMS, "Adam", "AdamW"})
 
 @dataclass(frozen=True, slots=True)
 class HostSlice:
-    """Elements of a flattened parameter from `start` on, on the host."""
+    """Copy in host memory of the elements of a flattened parameter from index `start` on."""
 
     start: int
     values: torch.Tensor
@@ -98,7 +98,7 @@ class TrainingStateSnapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on this rank's host."""
+        """Bytes of host memory that the snapshot takes on this rank."""
         return sum(one.values.nbytes for kept in self.parameters.values() for one in _slices(kept))
 
 
@@ -447,7 +447,7 @@ def _make_states(layout: list[OptimizerTensor], snapshot: TrainingStateSnapshot)
 
 
 def _update_partitions(optimizer: Any) -> None:
-    """At stage 3 copy the master weights to this rank's partition of the model's own weights."""
+    """Copy the master weights to this rank's partition of the model's own weights, at stage 3."""
     if hasattr(optimizer, "_reassign_or_swap_out_partitioned_parameters"):
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
