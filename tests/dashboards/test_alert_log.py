@@ -88,7 +88,7 @@ def message(*alerts: dict[str, Any]) -> bytes:
     return json.dumps({"version": "4", "status": "firing", "alerts": list(alerts)}).encode()
 
 
-def test_a_line_says_when_how_bad_which_where_and_what_to_do() -> None:
+def test_a_line_has_time_severity_name_rank_texts_and_runbook() -> None:
     assert alert_line(FIRING) == (
         "2026-11-21T21:43:45Z FIRING critical ZerowatchRankDown run=night-7 rank=1"
         " | Rank 1 does not answer | It was training. See its log."
@@ -100,19 +100,19 @@ def test_a_resolved_alert_is_printed_with_its_end_time() -> None:
     assert alert_line(RESOLVED).startswith("2026-11-21T21:50:00Z RESOLVED critical Zerowatch")
 
 
-def test_an_alert_of_somebody_else_needs_none_of_our_labels() -> None:
+def test_an_alert_without_zerowatch_labels_is_printed() -> None:
     assert alert_line({"status": "firing", "labels": {"alertname": "Watchdog"}}) == (
         "- FIRING - Watchdog"
     )
 
 
-def test_a_label_cannot_write_to_the_terminal() -> None:
+def test_control_characters_in_a_label_are_removed() -> None:
     line = alert_line(FIRING | {"labels": {"alertname": "\x1b[2JGone"}})
 
     assert "\x1b" not in line
 
 
-def test_each_alert_of_a_message_becomes_a_line(log: Log) -> None:
+def test_each_alert_of_a_message_is_printed_on_its_own_line(log: Log) -> None:
     code = log.post(message(FIRING, RESOLVED))
 
     assert code == 200
@@ -121,14 +121,14 @@ def test_each_alert_of_a_message_becomes_a_line(log: Log) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[]", b'{"alerts": {}}', b'{"alerts": [1]}'])
-def test_what_is_no_message_is_refused_and_not_printed(log: Log, body: bytes) -> None:
+def test_an_invalid_message_is_rejected_and_not_printed(log: Log, body: bytes) -> None:
     code = log.post(body)
 
     assert code == 400
     assert len(log.lines) == 1
 
 
-def test_a_taken_port_is_said_in_one_line(log: Log) -> None:
+def test_a_port_in_use_is_reported_in_one_line(log: Log) -> None:
     port = log.url.rstrip("/").rpartition(":")[2]
 
     second = subprocess.run(

@@ -20,19 +20,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_committed_files_are_fresh():
+def test_the_committed_files_are_up_to_date():
     assert stale(RENDERED) == []
 
 
-def test_what_was_just_built_is_fresh(folder):
+def test_files_just_built_are_up_to_date(folder):
     assert stale(folder) == []
 
 
-def test_building_twice_makes_the_same_files():
+def test_two_builds_produce_the_same_files():
     assert rendered_files() == rendered_files()
 
 
-def test_a_file_edited_by_hand_is_named_with_what_to_do(folder):
+def test_a_file_edited_by_hand_is_reported_with_what_to_do(folder):
     (folder / DASHBOARD).write_text((folder / DASHBOARD).read_text().replace("Loss", "Los"))
 
     (message,) = stale(folder)
@@ -42,7 +42,7 @@ def test_a_file_edited_by_hand_is_named_with_what_to_do(folder):
     assert "zerowatch dashboards build" in message
 
 
-def test_a_missing_file_is_named(folder):
+def test_a_missing_file_is_reported(folder):
     (folder / DASHBOARD).unlink()
 
     (message,) = stale(folder)
@@ -50,7 +50,7 @@ def test_a_missing_file_is_named(folder):
     assert message.startswith(f"{folder / DASHBOARD}: missing.")
 
 
-def test_a_file_that_nothing_makes_any_more_is_named_and_taken_away(folder):
+def test_a_file_no_longer_generated_is_reported_and_removed_by_a_build(folder):
     left_over = folder / "grafana" / "zerowatch-old.json"
     left_over.write_text("{}")
 
@@ -61,7 +61,7 @@ def test_a_file_that_nothing_makes_any_more_is_named_and_taken_away(folder):
     assert not left_over.exists()
 
 
-def test_other_people_s_files_are_never_taken_away(folder):
+def test_files_of_other_origin_are_kept(folder):
     theirs = (folder / "grafana" / "grafana.db", folder / "prometheus" / "mine.yaml")
     for file in theirs:
         file.write_text("theirs")
@@ -72,7 +72,7 @@ def test_other_people_s_files_are_never_taken_away(folder):
     assert len(stale(folder)) == len(theirs)
 
 
-def test_dashboards_are_written_for_clean_differences(folder):
+def test_dashboards_are_written_indented_and_sorted(folder):
     text = (folder / DASHBOARD).read_text()
 
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True) + "\n"

@@ -15,21 +15,21 @@ from zerowatch.dashboards.cli import dashboards, stack
 @pytest.mark.parametrize(
     "words", [["up", "--native", "--gpu"], ["up", "--native", "--without-trainer"]]
 )
-def test_native_has_no_trainer_to_choose(words: list[str]) -> None:
+def test_native_with_trainer_options_is_rejected(words: list[str]) -> None:
     done = CliRunner().invoke(stack, words)
 
     assert done.exit_code == 2
     assert "--native starts no trainer" in done.output
 
 
-def test_native_removes_nothing_and_says_what_to_remove() -> None:
+def test_native_down_with_volumes_is_rejected_and_names_the_folder() -> None:
     done = CliRunner().invoke(stack, ["down", "--native", "--volumes"])
 
     assert done.exit_code == 2
     assert ".zerowatch-stack" in done.output
 
 
-def test_where_a_native_stack_was_started_its_option_is_named(
+def test_without_docker_the_native_command_is_suggested_if_a_native_stack_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,7 +43,7 @@ def test_where_a_native_stack_was_started_its_option_is_named(
     assert "`zerowatch stack status --native`" in str(beside.exception)
 
 
-def test_what_was_just_built_is_up_to_date(tmp_path: Path) -> None:
+def test_check_passes_after_a_build(tmp_path: Path) -> None:
     CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)])
 
     done = CliRunner().invoke(dashboards, ["build", "--check", "--out", str(tmp_path)])
@@ -51,7 +51,7 @@ def test_what_was_just_built_is_up_to_date(tmp_path: Path) -> None:
     assert (done.exit_code, done.output) == (0, "")
 
 
-def test_a_file_edited_by_hand_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_file_edited_by_hand_is_reported_with_what_to_do(tmp_path: Path) -> None:
     assert CliRunner().invoke(dashboards, ["build", "--out", str(tmp_path)]).exit_code == 0
     edited = tmp_path / "prometheus" / "alerts.yaml"
     edited.write_text(edited.read_text() + "# mine\n")
@@ -76,14 +76,14 @@ def test_links_of_alerts_lead_to_the_given_addresses(tmp_path: Path) -> None:
     assert "127.0.0.1:3000" not in alerts
 
 
-def test_what_is_shipped_keeps_its_links() -> None:
+def test_link_options_without_out_are_rejected() -> None:
     done = CliRunner().invoke(dashboards, ["build", "--grafana", "https://grafana.here"])
 
     assert done.exit_code == 2
     assert "--out" in done.output
 
 
-def test_without_the_extra_build_says_which_it_needs() -> None:
+def test_build_without_its_extra_names_the_missing_package() -> None:
     script = (
         "import sys; sys.modules['yaml'] = None; from zerowatch.dashboards.cli import dashboards; "
         "dashboards(['build', '--check'], standalone_mode=False)"
@@ -94,7 +94,7 @@ def test_without_the_extra_build_says_which_it_needs() -> None:
     assert "CommandLineError: dashboards build: yaml is missing; pip install" in done.stderr
 
 
-def test_help_loads_neither_grafanalib_nor_torch() -> None:
+def test_help_imports_neither_grafanalib_nor_torch() -> None:
     script = (
         "import sys; from zerowatch.dashboards.cli import stack; stack(['--help'], "
         "standalone_mode=False); print(*sys.modules)"

@@ -70,7 +70,7 @@ def compose_file() -> str:
     return str(stack.DOCKER_FOLDER / "compose.yaml")
 
 
-def test_up_builds_the_demo_and_starts_all_in_the_background(docker: Docker) -> None:
+def test_up_builds_the_demo_and_starts_all_services_in_the_background(docker: Docker) -> None:
     stack.up()
 
     assert docker.composed == [
@@ -79,26 +79,26 @@ def test_up_builds_the_demo_and_starts_all_in_the_background(docker: Docker) -> 
     ]
 
 
-def test_up_on_gpus_adds_the_overlay(docker: Docker) -> None:
+def test_up_with_gpu_adds_the_gpu_compose_file(docker: Docker) -> None:
     stack.up(gpu=True)
 
     assert docker.composed[4:6] == ["--file", str(stack.DOCKER_FOLDER / "compose.gpu.yaml")]
 
 
-def test_up_without_the_demo_names_the_other_services(docker: Docker) -> None:
+def test_up_without_the_demo_starts_only_the_other_services(docker: Docker) -> None:
     stack.up(with_trainer=False)
 
     assert docker.composed[4:] == ["up", "--detach", *stack.SERVICES]
 
 
-def test_the_banner_says_where_to_look(docker: Docker) -> None:
+def test_up_returns_the_addresses_of_the_services(docker: Docker) -> None:
     lines = stack.up()
 
     for variable in ("GRAFANA_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT"):
         assert any(f"http://127.0.0.1:{os.environ[variable]}" in line for line in lines)
 
 
-def test_down_keeps_what_was_stored_unless_asked(docker: Docker) -> None:
+def test_down_removes_stored_data_only_with_volumes(docker: Docker) -> None:
     stack.down()
     kept = docker.composed
     stack.down(volumes=True)
@@ -107,7 +107,7 @@ def test_down_keeps_what_was_stored_unless_asked(docker: Docker) -> None:
     assert docker.composed[4:] == ["down", "--remove-orphans", "--volumes"]
 
 
-def test_an_older_docker_compose_serves_as_well(docker: Docker) -> None:
+def test_the_standalone_docker_compose_is_used_without_the_plugin(docker: Docker) -> None:
     docker.answer(**{"compose version": {"code": 1}})
     alone = docker.folder / "docker-compose"
     alone.symlink_to("docker")
@@ -118,7 +118,9 @@ def test_an_older_docker_compose_serves_as_well(docker: Docker) -> None:
     assert json.loads(lines[-1])[0] == "--project-name"
 
 
-def test_without_docker_native_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_docker_the_error_suggests_the_native_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(
@@ -127,21 +129,21 @@ def test_without_docker_native_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         stack.up()
 
 
-def test_without_compose_it_says_what_to_install(docker: Docker) -> None:
+def test_without_compose_the_error_names_the_package(docker: Docker) -> None:
     docker.answer(**{"compose version": {"code": 1}})
 
     with pytest.raises(CommandLineError, match="no `compose`; install docker-compose-plugin"):
         stack.down()
 
 
-def test_an_engine_that_is_off_is_reported_with_dockers_own_reason(docker: Docker) -> None:
+def test_an_engine_that_does_not_answer_is_reported_with_its_reason(docker: Docker) -> None:
     docker.answer(version={"code": 1, "err": "Client: 28\nCannot connect to the Docker daemon\n"})
 
     with pytest.raises(CommandLineError, match=r"does not answer \(Cannot connect to the Docker"):
         stack.status()
 
 
-def test_a_taken_port_is_reported_with_its_service_and_its_variable(
+def test_a_port_in_use_is_reported_with_its_service_and_variable(
     docker: Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with listening() as port:
@@ -153,7 +155,7 @@ def test_a_taken_port_is_reported_with_its_service_and_its_variable(
             stack.up()
 
 
-def test_a_port_that_our_own_service_has_is_not_taken(
+def test_a_port_used_by_the_same_service_is_accepted(
     docker: Docker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docker.answer(ps={"out": "alertmanager\n"})
@@ -166,7 +168,7 @@ def test_a_port_that_our_own_service_has_is_not_taken(
 
 
 @pytest.mark.parametrize("text", ["tcp://10.0.0.1:9090", "0", "65536"])
-def test_a_port_that_is_none_is_refused(
+def test_an_invalid_port_number_is_rejected(
     docker: Docker, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_PORT", text)
@@ -175,7 +177,7 @@ def test_a_port_that_is_none_is_refused(
         stack.up()
 
 
-def test_an_env_file_is_read_as_compose_reads_it(
+def test_an_env_file_is_read_by_the_rules_of_compose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEMPO_PORT", "3201")
@@ -189,7 +191,7 @@ def test_an_env_file_is_read_as_compose_reads_it(
     assert stack_ports.chosen(stack_ports.TEMPO, settings).number == 3201
 
 
-def test_installed_without_sources_it_says_what_still_goes(
+def test_without_sources_the_error_suggests_up_without_trainer(
     docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stack, "DOCKER_FOLDER", tmp_path / "site-packages" / "zerowatch" / "docker")
@@ -198,7 +200,7 @@ def test_installed_without_sources_it_says_what_still_goes(
         stack.up()
 
 
-def test_a_failure_of_compose_points_to_what_it_said(docker: Docker) -> None:
+def test_a_failure_of_compose_is_reported_with_command_and_exit_code(docker: Docker) -> None:
     docker.answer(**{"compose --remove-orphans": {"code": 17}})
 
     with pytest.raises(
@@ -207,11 +209,11 @@ def test_a_failure_of_compose_points_to_what_it_said(docker: Docker) -> None:
         stack.down()
 
 
-def test_status_of_nothing_says_how_to_start(docker: Docker) -> None:
+def test_status_without_services_says_how_to_start_them(docker: Docker) -> None:
     assert stack.status() == ["nothing is up; `zerowatch stack up` starts it"]
 
 
-def test_status_lists_the_services_and_asks_prometheus(docker: Docker) -> None:
+def test_status_lists_the_services_and_the_state_of_prometheus(docker: Docker) -> None:
     ports = f"127.0.0.1:{free_port()}->9090/tcp"
     docker.answer(ps={"out": f"prometheus\tUp 2 minutes (healthy) {ports}\n"})
 

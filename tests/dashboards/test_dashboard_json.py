@@ -57,7 +57,7 @@ def keys_and_values(value):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_panel_is_of_today(kind):
+def test_no_kind_of_panel_has_obsolete_keys(kind):
     (json,) = drawn(KINDS[kind])
 
     stale = {"maxDataPoints", "intervalFactor", "cacheTimeout", "span", "minSpan", "op", "yaxis"}
@@ -95,7 +95,7 @@ def test_thresholds_ascend_whichever_side_is_bad():
     assert below(2, 1) == (Step("red"), Step("orange", 1), Step("green", 2))
 
 
-def test_a_graph_has_a_point_for_each_pixel_and_its_thresholds_as_lines():
+def test_thresholds_of_a_graph_are_drawn_as_lines():
     lines, parts = drawn(
         TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.5), minimum=0.5),
         TimeSeries(**WORDS, queries=(QUERY,), stacked=True, log_scale=True),
@@ -109,7 +109,7 @@ def test_a_graph_has_a_point_for_each_pixel_and_its_thresholds_as_lines():
     assert parts["fieldConfig"]["defaults"]["custom"]["scaleDistribution"]["log"] == 10
 
 
-def test_queries_have_letters_and_ask_over_time_or_for_now():
+def test_queries_are_named_by_letters_and_are_range_or_instant_queries():
     (json,) = drawn(
         TimeSeries(**WORDS, queries=(Query("a", "a", exemplars=True), Query("b", "b", "now")))
     )
@@ -121,7 +121,7 @@ def test_queries_have_letters_and_ask_over_time_or_for_now():
     assert "exemplar" not in now
 
 
-def test_a_table_joins_its_queries_by_label_and_names_their_columns():
+def test_a_table_joins_its_queries_by_label_and_names_the_columns():
     (json,) = drawn(
         Table(
             **WORDS,
@@ -145,14 +145,14 @@ def test_a_table_joins_its_queries_by_label_and_names_their_columns():
     assert json["options"]["sortBy"] == [{"displayName": "Risk", "desc": True}]
 
 
-def test_a_table_can_begin_with_the_smallest():
+def test_a_table_can_be_sorted_with_the_smallest_value_first():
     columns = (Column(title="Busy", expression="busy"),)
     (json,) = drawn(Table(**WORDS, labels={}, columns=columns, sort_by="Busy", least_first=True))
 
     assert json["options"]["sortBy"] == [{"displayName": "Busy", "desc": False}]
 
 
-def test_a_lone_value_is_named_if_its_name_is_a_label_s():
+def test_a_single_value_is_named_only_if_its_legend_has_a_label():
     named, nameless = drawn(
         Stat(**WORDS, queries=(Query("ooms", "{{outcome}}"),)), Stat(**WORDS, queries=(QUERY,))
     )
@@ -161,7 +161,7 @@ def test_a_lone_value_is_named_if_its_name_is_a_label_s():
     assert nameless["options"]["textMode"] == "auto"
 
 
-def test_the_axis_of_a_graph_reaches_beyond_its_limits_unless_its_end_is_fixed():
+def test_the_axis_of_a_graph_includes_its_thresholds_unless_its_maximum_is_fixed():
     free, fixed = drawn(
         TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.2)),
         TimeSeries(**WORDS, queries=(QUERY,), thresholds=above(0.2), maximum=1),
@@ -171,7 +171,7 @@ def test_the_axis_of_a_graph_reaches_beyond_its_limits_unless_its_end_is_fixed()
     assert "axisSoftMax" not in fixed["fieldConfig"]["defaults"]["custom"]
 
 
-def test_a_table_of_labels_alone_hides_its_values():
+def test_a_table_with_an_untitled_column_hides_its_values():
     (json,) = drawn(
         Table(
             **WORDS,
@@ -183,7 +183,7 @@ def test_a_table_of_labels_alone_hides_its_values():
     assert json["transformations"][1]["options"]["excludeByName"]["Value"] is True
 
 
-def test_values_can_have_words_and_series_fixed_colours():
+def test_values_can_be_shown_as_texts_and_series_in_fixed_colours():
     states, lines = drawn(
         StateTimeline(**WORDS, queries=(QUERY,), named=(Named(1, "on", "blue"),)),
         TimeSeries(**WORDS, queries=(QUERY,), colors={"up": "blue"}),
@@ -195,7 +195,7 @@ def test_values_can_have_words_and_series_fixed_colours():
     assert lines["fieldConfig"]["overrides"][0]["matcher"] == {"id": "byName", "options": "up"}
 
 
-def test_the_schema_is_one_that_leaves_the_crosshair_shared():
+def test_the_schema_version_keeps_the_shared_crosshair():
     json = dashboard_json(Dashboard(name="a_b", title="Title", description="Why.", rows=()))
 
     assert (json["schemaVersion"], json["graphTooltip"]) == (39, 1)
@@ -203,7 +203,7 @@ def test_the_schema_is_one_that_leaves_the_crosshair_shared():
     assert {"rows", "style", "__inputs", "sharedCrosshair"}.isdisjoint(json)
 
 
-def test_runs_are_offered_newest_first_and_ranks_by_number_all_at_once():
+def test_runs_are_listed_newest_first_and_all_ranks_are_chosen_by_default():
     json = dashboard_json(Dashboard(name="a", title="Title", description="Why.", rows=()))
 
     source, _, run, rank = json["templating"]["list"]
@@ -214,7 +214,7 @@ def test_runs_are_offered_newest_first_and_ranks_by_number_all_at_once():
     assert rank["current"]["value"] == ["$__all"]
 
 
-def test_panels_fill_lines_from_left_to_right_and_wrap():
+def test_panels_are_placed_from_left_to_right_and_wrap():
     wide = Stat(**WORDS, width=16, height=4)
     narrow = Stat(**WORDS, width=8, height=9)
 

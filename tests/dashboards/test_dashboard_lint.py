@@ -17,7 +17,7 @@ RUN = 'job=~"$job", run=~"$run"'
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda page: page.name)
-def test_a_dashboard_is_without_fault(dashboard):
+def test_a_dashboard_has_no_lint_faults(dashboard):
     assert faults(dashboard_json(dashboard)) == []
 
 
@@ -33,7 +33,7 @@ def test_dashboards_have_unique_uids_that_equal_their_file_names():
     ]
 
 
-def test_the_overview_leads_to_the_run_s_traces():
+def test_the_overview_links_to_the_traces_of_the_run():
     (link,) = [link for link in OVERVIEW["links"] if link["type"] == "link"]
 
     panes = json.loads(parse_qs(urlsplit(link["url"]).query)["panes"][0])
@@ -43,7 +43,7 @@ def test_the_overview_leads_to_the_run_s_traces():
     assert "$run%" in link["url"], "Grafana finds its variables before it decodes the address"
 
 
-def test_step_times_lead_to_traces_by_exemplars():
+def test_only_the_step_time_panel_shows_exemplars():
     with_exemplars = {
         panel["title"]
         for dashboard in DASHBOARDS
@@ -108,7 +108,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_the_lint_finds(words):
+def test_the_lint_reports_each_seeded_fault(words):
     dashboard = copy.deepcopy(OVERVIEW)
 
     FAULTS[words](dashboard)
@@ -116,7 +116,7 @@ def test_the_lint_finds(words):
     assert any(words in fault for fault in faults(dashboard)), faults(dashboard)
 
 
-def test_graphs_of_many_ranks_show_a_few_of_them_only():
+def test_queries_by_rank_return_a_limited_number_of_series():
     """A selector by rank is aggregated, narrowed to the worst, or of rank 0."""
     unbounded = [
         expression

@@ -27,7 +27,7 @@ def misspell(holder, key):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_all_dashboards_have_the_types_of(release):
+def test_all_dashboards_match_the_types_of_a_grafana_release(release):
     assert complaints(JSON, release, CACHE / f"dashboards-{release}") == ""
 
 
@@ -65,7 +65,7 @@ FAULTS = {
 }
 
 
-def test_each_seeded_fault_is_caught():
+def test_the_type_check_reports_each_seeded_fault():
     wrong = {}
     for index, seed in enumerate(FAULTS.values()):
         wrong[f"fault{index}"] = copy.deepcopy(JSON["overview"])

@@ -43,7 +43,7 @@ def query(expression: str, min_step: str = "") -> DashboardQuery:
     )
 
 
-def test_queries_are_found_in_rows_and_annotations_too():
+def test_queries_in_rows_and_annotations_are_found():
     found = list(dashboard_queries(DASHBOARD))
 
     assert [(q.panel, q.ref, q.is_instant, q.min_step) for q in found] == [
@@ -53,7 +53,7 @@ def test_queries_are_found_in_rows_and_annotations_too():
     ]
 
 
-def test_variables_and_macros_are_filled_in():
+def test_variables_and_macros_are_replaced():
     reader = Reader(variables={"run": ["night-7"]}, range_seconds=3600, scrape_seconds=15)
     expression = 'rate(a{run=~"$run", rank=~"${rank}"}[$__rate_interval]) + b[$__range:$__interval]'
 
@@ -62,7 +62,7 @@ def test_variables_and_macros_are_filled_in():
     assert filled == ('rate(a{run=~"night-7", rank=~".*"}[60000ms]) + b[3600000ms:15000ms]')
 
 
-def test_several_chosen_values_become_one_pattern():
+def test_several_values_of_a_variable_become_one_pattern():
     reader = Reader(variables={"run": ["a", "b"]})
 
     assert reader.fill_in(query("$run"), DASHBOARD) == "(a|b)"
@@ -72,7 +72,7 @@ def test_several_chosen_values_become_one_pattern():
     ("hours", "min_step", "seconds"),
     [(1, "", 15), (1, "1m", 60), (6, "", 20), (24, "", 60), (24 * 7, "", 600)],
 )
-def test_a_step_is_a_pixel_rounded_but_no_less_than_a_scrape(hours, min_step, seconds):
+def test_the_step_is_the_time_of_a_pixel_but_at_least_a_scrape_interval(hours, min_step, seconds):
     reader = Reader(range_seconds=3600.0 * hours)
 
     assert reader.step_seconds(query("up", min_step)) == seconds
@@ -87,7 +87,7 @@ def test_the_metrics_of_an_expression_are_listed():
     ]
 
 
-def test_an_expressions_operands_are_what_it_compares():
+def test_operands_returns_both_sides_of_each_comparison():
     expression = "(a > 0.5 or (b > 0.5 unless on (job) c)) and sum(d) / sum(e) < 1"
 
     assert operands(expression) == ["a", "b", "c", "sum(d) / sum(e)"]

@@ -52,7 +52,7 @@ def written_objects() -> list[dict[str, Any]]:
     ]
 
 
-def test_every_resource_of_a_kustomization_exists_and_every_object_is_one() -> None:
+def test_the_kustomizations_list_exactly_the_existing_files() -> None:
     taken = set(kustomized(KUBERNETES))
 
     there = {file for file in KUBERNETES.rglob("*.yaml") if file.name != "kustomization.yaml"}
@@ -60,18 +60,18 @@ def test_every_resource_of_a_kustomization_exists_and_every_object_is_one() -> N
     assert taken == there
 
 
-def test_files_lie_below_their_kustomization_as_kustomize_demands() -> None:
+def test_listed_files_are_below_the_folder_of_their_kustomization() -> None:
     for file in KUBERNETES.rglob("kustomization.yaml"):
         for resource in yaml.safe_load(file.read_text())["resources"]:
             path = (file.parent / resource).resolve()
             assert path.is_dir() or path.is_relative_to(file.parent)
 
 
-def test_no_object_is_bound_to_a_namespace() -> None:
+def test_no_object_has_a_fixed_namespace() -> None:
     assert all("namespace" not in thing["metadata"] for thing in written_objects())
 
 
-def test_kubernetes_own_kinds_are_valid() -> None:
+def test_objects_of_kubernetes_kinds_are_valid() -> None:
     own = [thing for thing in written_objects() if thing["apiVersion"] != OPERATORS]
 
     for thing in own:
@@ -80,7 +80,7 @@ def test_kubernetes_own_kinds_are_valid() -> None:
     assert {thing["kind"] for thing in own} == {"Service", "Job"}
 
 
-def test_the_job_is_what_the_pod_monitor_looks_for() -> None:
+def test_the_pod_monitor_selects_the_pods_and_the_port_of_the_job() -> None:
     by_kind = {thing["kind"]: thing for thing in written_objects()}
     pod = by_kind["Job"]["spec"]["template"]
     monitor = by_kind["PodMonitor"]["spec"]
@@ -97,7 +97,7 @@ def test_the_job_is_what_the_pod_monitor_looks_for() -> None:
     assert {rule["targetLabel"] for rule in labels} == {"run", "node", "rank"}
 
 
-def test_the_jobs_pods_find_their_master_by_the_service() -> None:
+def test_the_pods_of_the_job_reach_their_master_through_the_service() -> None:
     by_kind = {thing["kind"]: thing for thing in written_objects()}
     job, service = by_kind["Job"], by_kind["Service"]
     name, domain = job["metadata"]["name"], job["spec"]["template"]["spec"]["subdomain"]
@@ -110,7 +110,7 @@ def test_the_jobs_pods_find_their_master_by_the_service() -> None:
 
 
 @pytest.mark.parametrize("file", ["alerts", "recording"])
-def test_a_prometheus_rule_holds_the_very_groups_that_prometheus_reads(
+def test_a_prometheus_rule_has_the_same_groups_as_the_rule_file(
     file: str, generated: dict[str, str], manifests: dict[str, str]
 ) -> None:
     thing = yaml.safe_load(manifests[f"kubernetes/{file}.yaml"])
@@ -121,7 +121,7 @@ def test_a_prometheus_rule_holds_the_very_groups_that_prometheus_reads(
 
 
 @pytest.mark.parametrize("file", ["alerts", "recording"])
-def test_promtool_takes_the_groups_of_a_prometheus_rule(
+def test_promtool_accepts_the_groups_of_a_prometheus_rule(
     file: str, manifests: dict[str, str], tmp_path: Path
 ) -> None:
     promtool = program("promtool", apt="prometheus")
@@ -133,7 +133,7 @@ def test_promtool_takes_the_groups_of_a_prometheus_rule(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_each_dashboard_becomes_a_config_map_that_grafanas_sidecar_takes(
+def test_each_dashboard_becomes_a_config_map_with_the_label_of_grafanas_sidecar(
     generated: dict[str, str], manifests: dict[str, str]
 ) -> None:
     kustomization = yaml.safe_load(manifests["kustomization.yaml"])

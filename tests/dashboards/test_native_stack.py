@@ -118,7 +118,7 @@ def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack
     assert "connection refused (nothing listens there" in down
 
 
-def test_status_names_the_processes_and_no_rule_fails(stack: Stack) -> None:
+def test_status_lists_the_processes_and_no_failing_rule(stack: Stack) -> None:
     printed = stack.run("status")
 
     for name in ("prometheus", "alertmanager", "alert-log", "run-targets"):
@@ -142,7 +142,7 @@ def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
     )
 
 
-def test_up_again_changes_nothing_and_says_so(stack: Stack) -> None:
+def test_a_second_up_changes_nothing_and_reports_it(stack: Stack) -> None:
     before = stack.children()
 
     printed = stack.run("up")
@@ -151,17 +151,17 @@ def test_up_again_changes_nothing_and_says_so(stack: Stack) -> None:
     assert stack.children() == before
 
 
-def test_status_knows_the_ports_of_the_start_without_the_environment(stack: Stack) -> None:
+def test_status_uses_the_ports_of_the_start_if_the_environment_has_changed(stack: Stack) -> None:
     without = NativeStack(stack.folder / "runs", {}, stack.folder / ".zerowatch-stack")
 
     assert any(", 0 of them fail" in line for line in without.status())
 
 
-def test_its_folder_is_kept_out_of_git(stack: Stack) -> None:
+def test_the_state_folder_is_ignored_by_git(stack: Stack) -> None:
     assert (stack.folder / ".zerowatch-stack" / ".gitignore").read_text() == "*\n"
 
 
-def test_down_stops_all_of_it_and_may_be_called_twice(tmp_path: Path) -> None:
+def test_down_stops_all_processes_and_can_be_called_twice(tmp_path: Path) -> None:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     commands = Stack(tmp_path)
@@ -176,7 +176,7 @@ def test_down_stops_all_of_it_and_may_be_called_twice(tmp_path: Path) -> None:
     assert "`zerowatch stack up --native` starts it" in commands.run("status")
 
 
-def test_a_process_that_has_taken_over_a_pid_is_not_ours() -> None:
+def test_a_process_with_a_reused_pid_is_not_recognized() -> None:
     own = psutil.Process()
     ours = Child(name="x", pid=own.pid, started=own.create_time(), command=own.cmdline())
 
@@ -188,7 +188,7 @@ def test_a_process_that_has_taken_over_a_pid_is_not_ours() -> None:
     )
 
 
-def test_a_program_behind_a_script_on_path_is_ours(tmp_path: Path) -> None:
+def test_a_program_started_by_a_script_on_path_is_recognized(tmp_path: Path) -> None:
     script = tmp_path / "prometheus"
     script.write_text('#!/bin/sh\nexec sleep "$@"\n')
     script.chmod(0o755)
@@ -224,7 +224,7 @@ def test_a_missing_program_is_reported_with_its_package(
         here(tmp_path).up()
 
 
-def test_a_taken_port_is_reported_before_anything_is_started(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_started(tmp_path: Path) -> None:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -238,7 +238,7 @@ def test_a_taken_port_is_reported_before_anything_is_started(tmp_path: Path) -> 
     assert not (tmp_path / "state").exists()
 
 
-def test_one_port_for_two_servers_is_refused(tmp_path: Path) -> None:
+def test_the_same_port_for_two_services_is_rejected(tmp_path: Path) -> None:
     program("prometheus", apt="prometheus")
     program("prometheus-alertmanager", apt="prometheus-alertmanager")
     port = str(free_port())
@@ -262,7 +262,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_output_and_the_rest_is_
     assert commands.run("down").startswith("nothing is up")
 
 
-def test_ports_that_are_noted_by_half_are_those_of_the_settings(tmp_path: Path) -> None:
+def test_an_incomplete_ports_file_is_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     gone = {"name": "prometheus", "pid": 1, "started": 1.0, "command": ["prometheus", "--x"]}
@@ -285,7 +285,7 @@ def test_missing_rule_files_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
         here(tmp_path).up()
 
 
-def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     promtool = program("promtool", apt="prometheus")
     configuration = prometheus_configuration(
         rules=native_stack.RENDERED / "prometheus",

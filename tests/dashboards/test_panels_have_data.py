@@ -214,23 +214,23 @@ def test_every_recording_rule_has_data(answers):
     assert answers.missing("recording rules") == []
 
 
-def test_every_alert_compares_what_has_data(answers):
+def test_every_operand_of_an_alert_has_data(answers):
     assert answers.missing("alerts") == []
 
 
-def test_what_is_listed_as_absent_is_absent(answers):
+def test_series_listed_as_absent_have_no_data(answers):
     there = [absent for absent in ABSENT if answers.prometheus.series(absent)]
 
     assert there == []
 
 
-def test_what_is_listed_as_absent_is_read_somewhere(answers):
+def test_series_listed_as_absent_are_used_by_some_query(answers):
     read = set().union(*(answers.excuses(question.promql) for question in answers.questions))
 
     assert set(ABSENT) - read == set()
 
 
-def test_the_table_of_what_was_found(answers):
+def test_print_the_number_of_series_of_each_query(answers):
     """For the eye: shown by `pytest -s`."""
     print("\n| where | what | series | if none, why |\n|---|---|---|---|")
     for question, count in answers.num_series.items():

@@ -26,21 +26,21 @@ def owners(runs: Path) -> dict[str, str]:
     return {target["targets"][0]: target["labels"]["run"] for target in newest_targets(runs)}
 
 
-def test_a_new_run_on_the_ports_of_an_old_one_takes_them_over(tmp_path: Path) -> None:
+def test_an_address_of_two_runs_belongs_to_the_newer_run(tmp_path: Path) -> None:
     write_run(tmp_path, "b-old", "127.0.0.1:9464", "127.0.0.1:9465", at=100)
     write_run(tmp_path, "a-new", "127.0.0.1:9464", at=200)
 
     assert owners(tmp_path) == {"127.0.0.1:9464": "a-new", "127.0.0.1:9465": "b-old"}
 
 
-def test_runs_side_by_side_are_both_watched(tmp_path: Path) -> None:
+def test_simultaneous_runs_are_both_listed(tmp_path: Path) -> None:
     write_run(tmp_path, "one", "127.0.0.1:9464")
     write_run(tmp_path, "two", "127.0.0.1:9564")
 
     assert owners(tmp_path) == {"127.0.0.1:9464": "one", "127.0.0.1:9564": "two"}
 
 
-def test_a_file_that_is_half_written_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_ignored(tmp_path: Path) -> None:
     write_run(tmp_path, "one", "127.0.0.1:9464")
     write_run(tmp_path, "two", "127.0.0.1:9564").write_text('[{"targets": ["127')
     write_run(tmp_path, "three", "127.0.0.1:9664").write_text('{"targets": 1}')
@@ -52,7 +52,7 @@ def test_without_runs_there_are_no_targets(tmp_path: Path) -> None:
     assert newest_targets(tmp_path / "runs") == []
 
 
-def test_the_file_is_only_touched_when_something_changed(tmp_path: Path) -> None:
+def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     write_if_changed(file, [])
     os.utime(file, (1, 1))

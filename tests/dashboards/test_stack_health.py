@@ -22,7 +22,7 @@ def target(
     }
 
 
-def test_ranks_that_are_reached_are_listed_in_the_order_of_their_numbers() -> None:
+def test_reachable_ranks_are_listed_in_numerical_order() -> None:
     lines = target_lines([target(10), target(2)], ended=[], no_run=NO_RUN)
 
     assert lines == [
@@ -57,7 +57,7 @@ def test_an_unreachable_rank_is_reported_with_the_reason_and_what_to_do(
     assert cure in line
 
 
-def test_a_rank_whose_run_has_ended_is_not_called_down() -> None:
+def test_a_rank_that_ended_normally_is_not_reported_as_down() -> None:
     targets = [target(0, health="down", error="connection refused")]
 
     lines = target_lines(targets, ended=[{"run": "night-7", "rank": "0"}], no_run=NO_RUN)
@@ -65,7 +65,7 @@ def test_a_rank_whose_run_has_ended_is_not_called_down() -> None:
     assert lines == ["run night-7 rank 0: ended"]
 
 
-def test_without_a_run_it_says_where_one_was_looked_for() -> None:
+def test_without_targets_the_given_line_is_returned() -> None:
     assert target_lines([target(0, job="node")], ended=[], no_run=NO_RUN) == [NO_RUN]
 
 
@@ -81,7 +81,7 @@ def test_failing_rules_are_reported_with_their_error() -> None:
     ]
 
 
-def test_alerts_that_are_held_back_are_only_counted() -> None:
+def test_inhibited_and_silenced_alerts_are_only_counted() -> None:
     alerts = [
         {
             "labels": {"alertname": "ZerowatchRankDown", "run": "night-7", "rank": "1"},

@@ -149,7 +149,7 @@ def test_every_promised_metric_is_there_with_its_kind_and_labels(line):
 
 
 @pytest.mark.parametrize("where", PROMISED_VALUES)
-def test_closed_labels_take_the_promised_values(where):
+def test_labels_have_the_promised_values(where):
     label_name, _, metric = where.partition(" of ")
 
     sets = {
@@ -180,7 +180,7 @@ def test_exactly_the_counters_end_in_total(spec):
 
 
 @every_metric
-def test_exactly_the_facts_end_in_info(spec):
+def test_exactly_the_info_metrics_end_in_info(spec):
     assert spec.name.endswith("_info") == (spec.kind == "info")
 
 
@@ -207,11 +207,11 @@ def test_only_histograms_have_buckets_and_those_ascend(spec):
 
 
 @pytest.mark.parametrize(("name", "buckets"), [("collective_seconds", 7), ("step_seconds", 12)])
-def test_a_histogram_has_no_more_buckets_than_its_budget(name, buckets):
+def test_a_histogram_has_the_budgeted_number_of_buckets(name, buckets):
     assert len(named(name).buckets) == buckets
 
 
-def test_a_rank_of_a_big_ordinary_job_keeps_to_its_budget_of_series():
+def test_the_series_of_a_rank_in_a_large_job_are_within_the_budget():
     series = {spec.name: series_of(spec) for spec in CATALOG if spec not in ON_RANK_ZERO}
 
     assert sum(series.values()) <= SERIES_BUDGET, dict(Counter(series).most_common(8))

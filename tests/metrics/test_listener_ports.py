@@ -43,15 +43,15 @@ def row_of_taken_ports():
         (7, True, (9471,)),
     ],
 )
-def test_ports_are_tried_in_hundreds_above_the_ranks_own(local_rank, strict, ports):
+def test_fallback_ports_are_in_steps_of_a_hundred(local_rank, strict, ports):
     assert candidate_ports(9464, local_rank, strict=strict) == ports
 
 
-def test_no_port_above_the_highest_is_tried():
+def test_no_port_above_65535_is_tried():
     assert candidate_ports(65300, 0, strict=False) == (65300, 65400, 65500, 0)
 
 
-def test_a_rank_moves_up_when_its_port_is_taken(make_server, caplog):
+def test_a_rank_uses_the_next_fallback_port_when_its_port_is_in_use(make_server, caplog):
     caplog.set_level(logging.WARNING)
     with row_of_taken_ports() as [own, next_one, *_]:
         port, next_port = port_of(own), port_of(next_one)
@@ -67,14 +67,14 @@ def test_a_rank_moves_up_when_its_port_is_taken(make_server, caplog):
     ]
 
 
-def test_a_rank_takes_any_port_when_the_whole_row_is_taken(make_server):
+def test_a_rank_uses_any_free_port_when_all_fallback_ports_are_in_use(make_server):
     with row_of_taken_ports() as row:
         address = make_server(port=port_of(row[0])).start()
 
         assert get(address)[0] == 200
 
 
-def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_server, caplog):
+def test_a_strict_port_in_use_disables_serving_and_logs_one_line(make_server, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = port_of(taken)
         address = make_server(port=port, strict_port=True, rank=5).start()
@@ -98,7 +98,7 @@ def test_a_strict_port_that_is_taken_switches_serving_off_with_one_line(make_ser
     ],
     ids=["not of this machine", "unknown name", "beyond the last port"],
 )
-def test_an_address_that_cannot_be_had_switches_serving_off_with_one_line(
+def test_an_unusable_address_disables_serving_and_logs_one_line(
     make_server, caplog, settings, hint
 ):
     address = make_server(local_rank=1, **settings).start()

@@ -44,7 +44,7 @@ def test_metrics_are_served_over_tls(make_tls_server, authority):
     assert "zerowatch_steps_total" in text
 
 
-def test_a_client_without_tls_gets_nothing_and_is_no_failure(
+def test_a_client_without_tls_is_rejected_and_not_counted_as_a_failure(
     make_tls_server, authority, recorder, capfd
 ):
     address = make_tls_server().start()
@@ -57,7 +57,7 @@ def test_a_client_without_tls_gets_nothing_and_is_no_failure(
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
 
 
-def test_a_client_with_the_right_certificate_is_let_in(make_tls_server, authority):
+def test_a_client_with_a_valid_certificate_is_accepted(make_tls_server, authority):
     address = make_tls_server(tls_client_ca=authority.certificate).start()
 
     status, _, _ = get(address, tls=client_context(authority, authority.issue("prometheus")))
@@ -66,7 +66,7 @@ def test_a_client_with_the_right_certificate_is_let_in(make_tls_server, authorit
 
 
 @pytest.mark.parametrize("has_certificate", [False, True], ids=["none", "of another authority"])
-def test_a_client_with_a_wrong_certificate_or_none_is_refused(
+def test_a_client_with_an_invalid_certificate_or_none_is_rejected(
     make_tls_server, authority, recorder, tmp_path, has_certificate
 ):
     address = make_tls_server(tls_client_ca=authority.certificate).start()
@@ -79,7 +79,7 @@ def test_a_client_with_a_wrong_certificate_or_none_is_refused(
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
 
 
-def test_a_client_that_never_finishes_its_handshake_keeps_nobody_else_out(
+def test_a_client_that_never_finishes_its_handshake_does_not_block_others(
     make_tls_server, authority
 ):
     address = make_tls_server().start()
@@ -92,7 +92,7 @@ def test_a_client_that_never_finishes_its_handshake_keeps_nobody_else_out(
 
 
 @pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])
-def test_a_missing_file_switches_serving_off_and_is_named(
+def test_a_missing_tls_file_disables_serving_and_is_named(
     make_tls_server, tmp_path, caplog, setting
 ):
     address = make_tls_server(**{setting: tmp_path / "nowhere.pem"}).start()
@@ -108,7 +108,7 @@ def test_a_missing_file_switches_serving_off_and_is_named(
 
 
 @pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])
-def test_a_file_that_is_no_pem_switches_serving_off_and_is_named(
+def test_a_tls_file_that_is_not_pem_disables_serving_and_is_named(
     make_tls_server, tmp_path, caplog, setting
 ):
     no_pem = tmp_path / "notes.txt"
@@ -128,7 +128,7 @@ def test_the_key_of_another_certificate_is_reported(make_tls_server, authority, 
     assert "KEY_VALUES_MISMATCH" in caplog.text
 
 
-def test_a_key_with_a_password_does_not_stop_to_ask_for_it(make_server, authority, caplog):
+def test_a_key_with_a_password_is_rejected_without_a_prompt(make_server, authority, caplog):
     pair = authority.issue("locked", password=b"secret")
 
     address = make_server(tls_certificate=pair.certificate, tls_key=pair.key).start()

@@ -119,7 +119,7 @@ def step_trace(**changes):
     return StepTrace(**{**given, "children": [forward], **changes})
 
 
-def test_every_series_equals_that_of_a_scrape(collector, make_outbox):
+def test_exported_series_equal_those_of_a_scrape(collector, make_outbox):
     recorder = recorder_of_everything()
 
     make_outbox(recorder, rank=3).flush()
@@ -128,7 +128,7 @@ def test_every_series_equals_that_of_a_scrape(collector, make_outbox):
     assert received(collector) == scraped(recorder, 3)
 
 
-def test_counters_are_cumulative_since_the_watch_began(collector, make_outbox):
+def test_counters_are_cumulative_since_monitoring_started(collector, make_outbox):
     recorder = Recorder()
     recorder.add(STEPS, 4)
     recorder.observe(STEP_SECONDS, 0.3)
@@ -165,7 +165,7 @@ def test_a_diverged_loss_is_still_exported(collector, make_outbox):
         ("a_steps", ""),
     ],
 )
-def test_units_are_those_that_names_end_in(name, unit):
+def test_units_are_derived_from_metric_names(name, unit):
     assert unit_of(name) == unit
 
 
@@ -203,7 +203,7 @@ def test_a_gpu_is_also_exported_by_the_hardware_conventions(collector, make_outb
     }
 
 
-def test_metrics_come_at_their_interval_and_at_the_end(collector, make_outbox):
+def test_metrics_are_sent_at_their_interval_and_at_the_end(collector, make_outbox):
     recorder = Recorder()
     recorder.add(STEPS, 4)
     outbox = make_outbox(recorder, metrics_seconds=60)
@@ -214,7 +214,7 @@ def test_metrics_come_at_their_interval_and_at_the_end(collector, make_outbox):
     assert len(collector.requests["/v1/metrics"]) == 2
 
 
-def test_a_trace_keeps_its_ids_times_and_parents(collector, make_outbox):
+def test_a_trace_is_sent_with_its_ids_times_and_parents(collector, make_outbox):
     outbox = make_outbox(Recorder())
 
     outbox.add_trace(step_trace())
@@ -245,7 +245,7 @@ def example_trace():
     return step_trace(examples=[Example(spec=STEP_SECONDS, labels=(), value=0.3)])
 
 
-def test_a_histogram_names_a_trace_once_it_was_sent(collector, make_outbox):
+def test_an_exemplar_is_added_once_its_trace_was_sent(collector, make_outbox):
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.3)
     outbox = make_outbox(recorder)
@@ -265,7 +265,7 @@ def test_a_histogram_names_a_trace_once_it_was_sent(collector, make_outbox):
 
 
 @pytest.mark.parametrize("status", [400, 503])
-def test_no_histogram_names_a_trace_that_the_collector_refused(collector, make_outbox, status):
+def test_no_exemplar_is_added_if_the_collector_rejects_the_trace(collector, make_outbox, status):
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.3)
     outbox = make_outbox(recorder, timeout_seconds=0.5)
@@ -277,7 +277,7 @@ def test_no_histogram_names_a_trace_that_the_collector_refused(collector, make_o
     assert not any(exemplars(recorder))
 
 
-def test_a_histogram_that_has_nothing_like_it_names_no_trace():
+def test_an_exemplar_for_an_empty_bucket_is_ignored():
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.03)
 
@@ -287,7 +287,7 @@ def test_a_histogram_that_has_nothing_like_it_names_no_trace():
     assert not any(exemplars(recorder))
 
 
-def test_the_users_own_span_is_an_attribute_where_only_its_trace_is_known(collector, make_outbox):
+def test_an_exemplar_without_a_span_id_has_its_trace_id_as_an_attribute(collector, make_outbox):
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.3, exemplar={"trace_id": f"{TRACE_ID:032x}"})
 
@@ -298,9 +298,7 @@ def test_the_users_own_span_is_an_attribute_where_only_its_trace_is_known(collec
     assert (attribute.key, attribute.value.string_value) == ("trace_id", f"{TRACE_ID:032x}")
 
 
-def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
-    collector, make_outbox
-):
+def test_only_own_log_lines_are_sent_with_the_current_trace(collector, make_outbox):
     outbox = make_outbox(Recorder())
     ids = (TRACE_ID, SPAN_ID)
     lines = LogCapture(lambda record: outbox.add_line(log_line(record, 3, ids)))
@@ -322,7 +320,7 @@ def test_our_log_lines_carry_the_trace_of_their_moment_and_others_do_not_come(
     assert attributes_of(line)["zerowatch.logger"] == "zerowatch.runtime.monitor.watch"
 
 
-def test_a_log_line_outside_of_any_trace_has_no_ids_but_its_exception(collector, make_outbox):
+def test_a_log_line_outside_a_trace_has_no_ids_and_keeps_its_exception(collector, make_outbox):
     outbox = make_outbox(Recorder())
     lines = LogCapture(lambda record: outbox.add_line(log_line(record, 0, None)))
     lines.open()
@@ -366,7 +364,9 @@ def test_the_resource_names_the_sender_by_the_conventions(collector, make_outbox
     assert resource["telemetry.sdk.language"] == "python"
 
 
-def test_the_environments_own_words_come_on_top(collector, make_outbox, environment):
+def test_resource_attributes_of_the_environment_take_precedence(
+    collector, make_outbox, environment
+):
     environment.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=night,host.name=b")
     environment.setenv("OTEL_SERVICE_NAME", "llm-7b")
     environment.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=k7")
@@ -381,7 +381,7 @@ def test_the_environments_own_words_come_on_top(collector, make_outbox, environm
     assert collector.headers[0]["api-key"] == "k7"
 
 
-def test_a_pod_is_named_from_what_its_environment_says():
+def test_pod_attributes_are_read_from_the_environment():
     environment = {
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
         "HOSTNAME": "train-0",
@@ -410,11 +410,11 @@ def test_a_pod_is_named_from_what_its_environment_says():
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4318", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )
-def test_opentelemetrys_own_variables_are_heeded(environment, asked):
+def test_the_standard_endpoint_variables_are_recognized(environment, asked):
     assert is_standard_endpoint(environment) is asked
 
 
-def test_the_standard_endpoint_is_sent_to(collector, environment):
+def test_traces_are_sent_to_the_standard_endpoint(collector, environment):
     environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
     otlp = Otlp(None, 5.0)
 
@@ -425,7 +425,7 @@ def test_the_standard_endpoint_is_sent_to(collector, environment):
     assert len(collector.spans()) == 2
 
 
-def test_the_sdks_lines_on_a_failure_are_the_sending_threads_alone(environment, caplog):
+def test_only_sdk_log_lines_of_the_sending_thread_are_suppressed(environment, caplog):
     otlp = Otlp("http://127.0.0.1:1", 0.2)
     theirs = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     on_our_thread(otlp, lambda: otlp.send_traces([step_trace()]))
@@ -436,7 +436,7 @@ def test_the_sdks_lines_on_a_failure_are_the_sending_threads_alone(environment, 
     assert [record.message for record in caplog.records] == ["the script's own exporter failed"]
 
 
-def test_no_instrumented_client_traces_what_the_sending_thread_does(environment):
+def test_instrumentation_is_suppressed_on_the_sending_thread_only(environment):
     otlp = Otlp("http://127.0.0.1:1", 0.2)
 
     ours = on_our_thread(otlp, is_suppressed)
@@ -455,7 +455,7 @@ def on_our_thread(otlp, act):
         return thread.submit(act).result()
 
 
-def test_the_scripts_own_providers_are_left_alone():
+def test_the_global_providers_are_not_set():
     code = """
 from opentelemetry import metrics, trace, _logs
 from zerowatch.metrics.exporters.otlp import Otlp

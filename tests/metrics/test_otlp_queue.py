@@ -70,7 +70,7 @@ def make_outbox(sender):
     return make
 
 
-def test_after_three_failures_it_waits_longer_and_longer():
+def test_from_the_third_failure_on_the_pauses_double():
     clock = FakeClock()
     circuit = CircuitBreaker(clock)
 
@@ -85,7 +85,7 @@ def test_after_three_failures_it_waits_longer_and_longer():
     assert pauses == [0, 0, 30, 60, 120, 240, 300]
 
 
-def test_one_success_forgets_the_failures():
+def test_a_success_resets_the_failure_count():
     circuit = CircuitBreaker(FakeClock())
 
     circuit.failed()
@@ -96,7 +96,7 @@ def test_one_success_forgets_the_failures():
     assert circuit.is_closed
 
 
-def test_failures_are_counted_and_what_was_to_be_sent_is_lost(make_outbox, sender):
+def test_failed_exports_are_counted_and_their_traces_dropped(make_outbox, sender):
     recorder = Recorder()
     outbox = make_outbox(recorder)
     for _ in range(5):
@@ -142,7 +142,7 @@ def test_a_collector_that_takes_traces_only_is_logged_and_still_gets_traces(
     assert ["otel.metrics=false" in record.message for record in caplog.records] == [True]
 
 
-def test_other_ranks_say_it_in_a_lower_voice(make_outbox, caplog):
+def test_ranks_other_than_zero_log_at_info_level(make_outbox, caplog):
     caplog.set_level(logging.INFO)
     outbox = make_outbox(rank=5)
 
@@ -153,7 +153,7 @@ def test_other_ranks_say_it_in_a_lower_voice(make_outbox, caplog):
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
-def test_it_is_tried_again_after_the_pause(make_outbox, sender):
+def test_exports_are_retried_after_the_pause(make_outbox, sender):
     clock = FakeClock()
     outbox = make_outbox(now=clock)
     for _ in range(5):
@@ -171,7 +171,7 @@ def test_it_is_tried_again_after_the_pause(make_outbox, sender):
     assert outbox.dropped == 3
 
 
-def test_at_the_end_of_a_run_a_dead_collector_is_not_tried_again(make_outbox, sender):
+def test_the_last_flush_does_not_retry_during_a_pause(make_outbox, sender):
     outbox = make_outbox()
     for _ in range(5):
         outbox.add_trace(TRACE)
@@ -184,7 +184,7 @@ def test_at_the_end_of_a_run_a_dead_collector_is_not_tried_again(make_outbox, se
     assert outbox.dropped == 5
 
 
-def test_once_given_up_nothing_more_is_sent_or_said(make_outbox, sender, caplog):
+def test_after_give_up_nothing_is_sent_or_logged(make_outbox, sender, caplog):
     outbox = make_outbox()
     outbox.add_trace(TRACE)
 
@@ -196,7 +196,7 @@ def test_once_given_up_nothing_more_is_sent_or_said(make_outbox, sender, caplog)
     assert caplog.records == []
 
 
-def test_what_finds_no_room_is_lost_and_counted(make_outbox):
+def test_records_beyond_the_queue_size_are_dropped_and_counted(make_outbox):
     outbox = make_outbox()
 
     for _ in range(MAX_TRACES + 2):
@@ -207,7 +207,7 @@ def test_what_finds_no_room_is_lost_and_counted(make_outbox):
     assert outbox.dropped == 5
 
 
-def test_log_lines_leave_in_portions(make_outbox, sender):
+def test_log_lines_are_sent_in_batches(make_outbox, sender):
     sender.takes = True
     outbox = make_outbox()
     for _ in range(65):

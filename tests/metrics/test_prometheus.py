@@ -46,7 +46,7 @@ def openmetrics_text(recorder: Recorder, rank: int = 0) -> str:
     return exposition(recorder.snapshot(), rank, OPENMETRICS)[1].decode()
 
 
-def test_promtool_finds_nothing_to_say_about_any_metric():
+def test_promtool_accepts_all_metrics():
     promtool = program("promtool", apt="prometheus")
     text = classic_text(recorder_of_everything())
 
@@ -67,7 +67,7 @@ def test_every_metric_is_in_the_classic_text_under_its_catalog_name():
     assert names == scalars | parts
 
 
-def test_a_strict_reader_takes_the_openmetrics_text_and_finds_every_metric():
+def test_the_openmetrics_parser_accepts_the_text_with_every_metric():
     families = parse_openmetrics(openmetrics_text(recorder_of_everything()))
 
     kinds = {family.name: (family.type, family.documentation) for family in families}
@@ -78,7 +78,7 @@ def test_a_strict_reader_takes_the_openmetrics_text_and_finds_every_metric():
 
 
 @pytest.mark.parametrize("text_of", [classic_text, openmetrics_text])
-def test_every_series_carries_its_rank(text_of):
+def test_every_series_has_the_label_rank(text_of):
     text = text_of(recorder_of_everything(), 3)
 
     series = [line for line in text.splitlines() if not line.startswith("#")]
@@ -97,7 +97,7 @@ def test_metrics_without_a_value_are_left_out():
     )
 
 
-def test_the_facts_of_the_run_are_a_series_of_value_one():
+def test_the_run_info_is_a_series_with_value_one():
     recorder = Recorder()
     recorder.set_info(RUN_INFO, "night-7", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "8")
 
@@ -129,7 +129,7 @@ def test_buckets_are_cumulative_and_end_with_the_count():
     }
 
 
-def test_an_exemplar_stands_at_its_bucket_in_openmetrics_only():
+def test_an_exemplar_is_at_its_bucket_in_openmetrics_only():
     recorder = Recorder()
     recorder.observe(STEP_SECONDS, 0.07, exemplar={"trace_id": TRACE_ID})
 
@@ -153,7 +153,7 @@ def test_an_exemplar_stands_at_its_bucket_in_openmetrics_only():
         ("text/plain;version=0.0.4", "text/plain; version=0.0.4"),
     ],
 )
-def test_the_client_chooses_the_form(accept, content_type):
+def test_the_accept_header_chooses_the_format(accept, content_type):
     answered, body = exposition(recorder_of_everything().snapshot(), 0, accept)
 
     assert answered.startswith(content_type)
@@ -167,7 +167,7 @@ def test_a_diverged_loss_is_still_exported():
     assert classic_text(recorder).endswith('zerowatch_loss{rank="0"} NaN\n')
 
 
-def test_label_values_from_outside_are_escaped():
+def test_label_values_are_escaped():
     recorder = Recorder()
     recorder.set(MEMORY_BYTES, 1, 'cuda:"0"\\\n', "allocated")
 
@@ -181,7 +181,7 @@ def span_of(trace_flags: trace.TraceFlags, trace_id: int = int(TRACE_ID, 16)) ->
     return trace.NonRecordingSpan(context)
 
 
-def test_inside_a_sampled_span_its_trace_is_named():
+def test_a_sampled_span_gives_its_trace_id():
     with trace.use_span(span_of(trace.TraceFlags(trace.TraceFlags.SAMPLED))):
         labels = current_trace_labels()
 
@@ -196,16 +196,16 @@ def test_inside_a_sampled_span_its_trace_is_named():
     ],
     ids=["not sampled", "not valid"],
 )
-def test_a_span_that_nobody_can_look_up_is_not_named(span):
+def test_a_span_that_is_not_sampled_or_not_valid_gives_no_trace_id(span):
     with trace.use_span(span):
         assert current_trace_labels() is None
 
 
-def test_outside_of_any_span_there_is_no_trace():
+def test_outside_a_span_there_is_no_trace_id():
     assert current_trace_labels() is None
 
 
-def test_opentelemetry_is_not_imported_on_the_users_behalf():
+def test_opentelemetry_is_not_imported_to_find_the_trace():
     code = (
         "import sys; from zerowatch.metrics.exporters.trace_context import current_trace_labels; "
         "print(current_trace_labels(), 'opentelemetry' in sys.modules)"

@@ -68,14 +68,14 @@ def prometheus(run, tmp_path_factory):
         yield server
 
 
-def test_both_ranks_are_found_by_targets_and_keep_their_own_rank_label(prometheus):
+def test_both_ranks_are_discovered_and_keep_their_rank_label(prometheus):
     assert values(prometheus, "zerowatch_steps_total") == {
         ("night-7", "0"): 10,
         ("night-7", "1"): 11,
     }
 
 
-def test_an_exemplar_leads_from_a_bucket_to_its_trace(prometheus):
+def test_exemplars_are_stored_with_their_trace_id(prometheus):
     now = time.time()
 
     found = prometheus.ask(
@@ -90,7 +90,7 @@ def test_an_exemplar_leads_from_a_bucket_to_its_trace(prometheus):
     ]
 
 
-def test_lingering_lets_prometheus_learn_that_the_run_is_over(prometheus, run):
+def test_lingering_ends_after_prometheus_has_scraped_the_end_of_the_run(prometheus, run):
     recorders, servers, _ = run
     recorders[1].set(RUN_ACTIVE, 0)
 

@@ -55,7 +55,7 @@ def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, record
     assert 0.2 < lingered < 5
 
 
-def test_lingering_is_not_ended_by_another_page(make_server, recorder):
+def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder):
     server = make_server(linger_seconds=0.6)
     address = server.start()
     scrape(address)
@@ -94,7 +94,7 @@ def test_lingering_is_not_ended_by_another_page(make_server, recorder):
         "an old gap is forgotten",
     ],
 )
-def test_the_patience_follows_the_scrapes_seen(scraped_at, now, patience):
+def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, patience):
     clock = iter([*scraped_at, now])
     scrapes = Scrapes(now=lambda: next(clock))
     for _ in scraped_at:
@@ -103,7 +103,7 @@ def test_the_patience_follows_the_scrapes_seen(scraped_at, now, patience):
     assert scrapes.patience_seconds(20) == pytest.approx(patience)
 
 
-def test_a_scrape_each_minute_is_waited_for_by_the_default_setting():
+def test_the_default_setting_waits_for_a_scraper_with_an_interval_of_a_minute():
     most = ServeSettings().linger_seconds
     clock = [0.0]
 
@@ -137,7 +137,7 @@ def test_each_of_two_prometheus_servers_is_waited_for():
     assert scrapes.patience_seconds(20) == 0
 
 
-def test_a_look_by_hand_neither_ends_nor_prolongs_the_wait():
+def test_a_single_manual_request_neither_ends_nor_extends_the_wait():
     clock = [0.0]
     visits = [(0, "prometheus", 1), (2, "curl", 1), (5, "prometheus", 1), (6, "curl", 0)]
 
@@ -148,7 +148,7 @@ def test_a_look_by_hand_neither_ends_nor_prolongs_the_wait():
     assert scrapes.patience_seconds(20) == pytest.approx(6)
 
 
-def test_who_has_not_come_for_a_minute_is_not_waited_for():
+def test_a_client_that_has_stopped_scraping_is_not_waited_for():
     clock = [0.0]
     visits = [(0, "gone", 1), (5, "gone", 1), (60, "here", 1), (70, "here", 0)]
 

@@ -13,7 +13,7 @@ from zerowatch.metrics.series import Recorder
 FACTS = ("run-1", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "2")
 
 
-def test_a_counter_grows_by_what_is_added():
+def test_add_increases_a_counter():
     recorder = Recorder()
 
     recorder.add(STEPS, 2)
@@ -42,7 +42,7 @@ def test_series_of_one_metric_differ_by_their_labels():
     assert snapshot.total(COLLECTIVE_CALLS) == 5
 
 
-def test_new_facts_replace_the_old_ones():
+def test_set_info_replaces_the_previous_labels():
     recorder = Recorder()
 
     recorder.set_info(RUN_INFO, *FACTS)
@@ -51,7 +51,7 @@ def test_new_facts_replace_the_old_ones():
     assert dict(recorder.snapshot().values[RUN_INFO]) == {("run-2", *FACTS[1:]): 1.0}
 
 
-def test_an_observation_counts_in_the_first_bucket_whose_bound_it_does_not_pass():
+def test_an_observation_counts_in_the_first_bucket_whose_bound_is_not_lower():
     recorder = Recorder()
     below, on, above_all = 0.00005, 0.002, 60.0
 
@@ -77,7 +77,7 @@ def test_a_bucket_keeps_its_last_exemplar():
     assert [(exemplar.labels, exemplar.value) for exemplar in seen] == [({"trace_id": "bb"}, 0.04)]
 
 
-def test_an_unknown_label_value_is_rejected_and_leaves_no_trace():
+def test_an_unknown_label_value_is_rejected_and_creates_no_series():
     recorder = Recorder()
 
     with pytest.raises(ValueError, match=r"collective_calls_total: op='all_reduces' is none of"):
@@ -112,7 +112,7 @@ def test_a_snapshot_does_not_change_afterwards():
     assert distribution.count == 1
 
 
-def test_a_commit_is_seen_whole_by_a_concurrent_snapshot():
+def test_a_concurrent_snapshot_contains_a_commit_completely():
     recorder = Recorder()
     halfway, read_begun, read_done = threading.Event(), threading.Event(), threading.Event()
     seen = []

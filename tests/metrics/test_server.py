@@ -37,7 +37,7 @@ def test_a_client_that_asks_for_openmetrics_gets_it(make_server):
     assert text.endswith("# EOF\n")
 
 
-def test_targets_are_served_as_json_where_there_are_any(make_server):
+def test_targets_are_served_as_json(make_server):
     address = make_server(targets=lambda: TARGETS).start()
 
     status, content_type, text = get(address, "/targets")
@@ -45,7 +45,7 @@ def test_targets_are_served_as_json_where_there_are_any(make_server):
     assert (status, content_type, json.loads(text)) == (200, "application/json", TARGETS)
 
 
-def test_a_rank_without_targets_says_who_has_them(make_server):
+def test_a_rank_without_targets_refers_to_rank_zero(make_server):
     address = make_server(rank=1).start()
 
     status, _, text = get(address, "/targets")
@@ -54,7 +54,7 @@ def test_a_rank_without_targets_says_who_has_them(make_server):
     assert text == "No such page. Rank 1 serves / /metrics /healthz; /targets is on rank 0.\n"
 
 
-def test_a_wrong_path_is_answered_with_the_right_ones(make_server):
+def test_an_unknown_path_is_answered_with_the_known_paths(make_server):
     address = make_server(targets=lambda: TARGETS).start()
 
     assert get(address, "/metric") == (
@@ -64,24 +64,24 @@ def test_a_wrong_path_is_answered_with_the_right_ones(make_server):
     )
 
 
-def test_health_and_the_front_page_answer(make_server):
+def test_the_health_page_and_the_index_page_are_served(make_server):
     address = make_server().start()
 
     assert get(address, "/healthz") == (200, "text/plain", "ok\n")
     assert '<a href="/metrics">' in get(address, "/")[2]
 
 
-def test_a_query_does_not_change_the_page(make_server):
+def test_a_query_string_is_ignored(make_server):
     address = make_server().start()
 
     assert get(address, "/healthz?verbose=1")[0] == 200
 
 
-def test_nothing_is_served_when_serving_is_switched_off(make_server):
+def test_nothing_is_served_when_serving_is_disabled(make_server):
     assert make_server(enabled=False).start() is None
 
 
-def test_the_log_stays_quiet_while_serving(make_server, caplog, capfd):
+def test_requests_are_not_logged(make_server, caplog, capfd):
     caplog.set_level(logging.DEBUG)
     address = make_server().start()
 
@@ -98,7 +98,9 @@ def serving_threads() -> list[str]:
     return [each for each in names if "process_request_thread" in each or each == "zerowatch-http"]
 
 
-def test_a_client_that_hangs_up_leaves_no_traceback_and_no_failure(make_server, recorder, capfd):
+def test_a_client_that_disconnects_causes_no_traceback_and_no_counted_failure(
+    make_server, recorder, capfd
+):
     host, port = make_server().start().rsplit(":", 1)
 
     for _ in range(3):
@@ -113,7 +115,7 @@ def test_a_client_that_hangs_up_leaves_no_traceback_and_no_failure(make_server, 
     assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") is None
 
 
-def test_a_failing_scrape_answers_500_is_counted_and_logged_once(make_server, recorder, caplog):
+def test_a_failing_scrape_returns_500_is_counted_and_logged_once(make_server, recorder, caplog):
     def broken_targets():
         raise ValueError("no store")
 
@@ -129,7 +131,7 @@ def test_a_failing_scrape_answers_500_is_counted_and_logged_once(make_server, re
     assert get(address)[0] == 200
 
 
-def test_slow_clients_do_not_pile_up_threads_and_give_way_when_they_leave(make_server, recorder):
+def test_slow_clients_use_a_limited_number_of_threads(make_server, recorder):
     address = make_server().start()
     host, port = address.rsplit(":", 1)
 
@@ -145,7 +147,7 @@ def test_slow_clients_do_not_pile_up_threads_and_give_way_when_they_leave(make_s
     assert get(address)[0] == 200
 
 
-def test_the_cpu_time_of_serving_is_accounted_for(make_server, recorder):
+def test_the_cpu_time_of_serving_is_counted(make_server, recorder):
     address = make_server().start()
     get(address)
 
@@ -156,7 +158,7 @@ def test_the_cpu_time_of_serving_is_accounted_for(make_server, recorder):
     assert seconds() < 1
 
 
-def test_after_close_nobody_listens_and_closing_again_is_fine(make_server):
+def test_after_close_the_port_is_free_and_close_can_be_called_again(make_server):
     server = make_server()
     host, port = server.start().rsplit(":", 1)
 
@@ -176,7 +178,7 @@ def test_a_server_that_never_started_can_be_closed(make_server):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_lets_go_of_the_port_and_leaves_the_parents_server_alone(make_server):
+def test_close_in_a_forked_child_releases_the_port_and_keeps_the_server_of_the_parent(make_server):
     server = make_server()
     address = server.start()
 

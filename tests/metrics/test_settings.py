@@ -24,14 +24,14 @@ def error_of(arguments=None, ds_block=None) -> str:
     return str(caught.value)
 
 
-def test_without_any_source_the_defaults_hold():
+def test_without_any_source_the_defaults_apply():
     settings = load_settings()
 
     assert settings == Settings()
     assert (settings.serve.host, settings.serve.port) == ("127.0.0.1", 9464)
 
 
-def test_each_source_overrules_the_ones_below_it(monkeypatch, tmp_path):
+def test_each_source_overrides_the_sources_below_it(monkeypatch, tmp_path):
     ports = [load_settings().serve.port]
     (tmp_path / "zerowatch.toml").write_text("[serve]\nport = 1001\n")
     ports.append(load_settings().serve.port)
@@ -44,7 +44,7 @@ def test_each_source_overrules_the_ones_below_it(monkeypatch, tmp_path):
     assert ports == [9464, 1001, 1002, 1003, 1004]
 
 
-def test_sources_are_combined_setting_by_setting(monkeypatch, tmp_path):
+def test_sources_are_merged_setting_by_setting(monkeypatch, tmp_path):
     (tmp_path / "zerowatch.toml").write_text("[serve]\nhost = '127.0.0.2'\nport = 1001\n")
     monkeypatch.setenv("ZEROWATCH_SERVE_LINGER_SECONDS", "3")
 
@@ -65,7 +65,7 @@ def test_sources_are_combined_setting_by_setting(monkeypatch, tmp_path):
         ("ZEROWATCH_TUNER_COMM_RATIO_HIGH", "0.3", "tuner", "comm_ratio_high", 0.3),
     ],
 )
-def test_every_depth_of_setting_has_an_environment_variable(
+def test_settings_of_every_section_have_an_environment_variable(
     monkeypatch, variable, text, section, option, value
 ):
     monkeypatch.setenv(variable, text)
@@ -75,14 +75,14 @@ def test_every_depth_of_setting_has_an_environment_variable(
     assert getattr(getattr(settings, section) if section else settings, option) == value
 
 
-def test_an_empty_environment_variable_is_as_good_as_none(monkeypatch):
+def test_an_empty_environment_variable_is_ignored(monkeypatch):
     monkeypatch.setenv("ZEROWATCH_RUN_ID", "")
     monkeypatch.setenv("ZEROWATCH_SERVE_TLS_KEY", "")
 
     assert load_settings() == Settings()
 
 
-def test_a_misspelt_setting_is_named_with_its_source_and_the_likely_one():
+def test_a_misspelt_setting_is_reported_with_its_source_and_a_suggestion():
     message = error_of({"serve": {"prot": 1}})
 
     assert message == (
@@ -90,7 +90,7 @@ def test_a_misspelt_setting_is_named_with_its_source_and_the_likely_one():
     )
 
 
-def test_a_misspelt_section_gets_a_suggestion_too():
+def test_a_misspelt_section_is_reported_with_a_suggestion():
     message = error_of(None, {"serv": {"port": 1}})
 
     assert message == (
@@ -99,11 +99,11 @@ def test_a_misspelt_section_gets_a_suggestion_too():
     )
 
 
-def test_a_setting_like_no_other_gets_no_suggestion():
+def test_an_unknown_setting_without_a_close_match_gets_no_suggestion():
     assert error_of({"xyzzy": 1}) == "setting 'xyzzy' (call argument) does not exist"
 
 
-def test_a_misspelt_environment_variable_is_named_with_the_likely_one(monkeypatch):
+def test_a_misspelt_environment_variable_is_reported_with_a_suggestion(monkeypatch):
     monkeypatch.setenv("ZEROWATCH_SERVE_PROT", "1")
 
     assert error_of() == (
@@ -135,36 +135,36 @@ def test_an_unknown_choice_is_reported_with_the_choices():
     assert message.endswith("got 'exact'")
 
 
-def test_a_fault_in_the_file_names_the_file(tmp_path):
+def test_an_invalid_value_in_the_file_is_reported_with_the_file_name(tmp_path):
     (tmp_path / "zerowatch.toml").write_text("[serve]\nport = -1\n")
 
     assert error_of().startswith("setting 'serve.port' (zerowatch.toml): ")
 
 
-def test_a_file_that_is_no_toml_is_named(tmp_path):
+def test_a_file_that_is_not_valid_toml_is_reported(tmp_path):
     (tmp_path / "zerowatch.toml").write_text("serve: {port: 1}\n")
 
     assert error_of().startswith("zerowatch.toml is not valid TOML: ")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_an_unreadable_file_is_reported(tmp_path):
     (tmp_path / "zerowatch.toml").touch(mode=0o000)
 
     assert error_of() == "zerowatch.toml cannot be read: Permission denied"
 
 
-def test_a_run_id_that_would_leave_the_run_folder_is_refused():
+def test_a_run_id_with_a_path_is_rejected():
     assert error_of({"run_id": "../elsewhere"}).startswith("setting 'run_id' (call argument): ")
 
 
-def test_a_certificate_without_its_key_is_refused():
+def test_a_certificate_without_its_key_is_rejected():
     message = error_of({"serve": {"tls_certificate": "a.pem"}})
 
     assert "tls_certificate and tls_key go together" in message
 
 
-def test_a_client_authority_without_a_certificate_is_refused():
+def test_a_client_authority_without_a_certificate_is_rejected():
     message = error_of({"serve": {"tls_client_ca": "a.pem"}})
 
     assert "tls_client_ca needs tls_certificate and tls_key" in message
@@ -179,7 +179,7 @@ def test_a_certificate_and_its_key_may_come_from_different_sources(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["http://127.0.0.1:4318", "https://c.example/otlp/", "http://c"])
-def test_a_collectors_base_url_is_taken_as_it_is(text):
+def test_a_base_url_of_a_collector_is_accepted_unchanged(text):
     assert load_settings({"otel": {"endpoint": text}}).otel.endpoint == text
 
 
@@ -195,20 +195,22 @@ def test_an_invalid_base_url_is_reported_with_an_example(text):
 
 
 @pytest.mark.parametrize("password", ["hunter2", "hun@ter2", "hun/ter2"])
-def test_a_password_in_an_address_is_refused_and_not_shown(monkeypatch, password):
+def test_an_address_with_a_password_is_rejected_and_the_password_is_not_shown(
+    monkeypatch, password
+):
     monkeypatch.setenv("ZEROWATCH_OTEL_ENDPOINT", f"http://me:{password}@c:4318")
 
     assert error_of().endswith("got 'http://***@c:4318'")
 
 
-def test_what_the_tuner_may_do_is_one_of_the_known_words():
+def test_an_unknown_numerics_level_is_rejected():
     message = error_of({"tuner": {"numerics": "exact"}})
 
     assert message.startswith("setting 'tuner.numerics' (call argument): Input should be 'bitwise'")
     assert message.endswith("got 'exact'")
 
 
-def test_the_tuners_thresholds_are_the_dashboards():
+def test_the_thresholds_of_the_tuner_are_those_of_the_dashboards():
     tuner = load_settings().tuner
 
     assert tuner.comm_ratio_high == COMM_RATIO_HIGH
