@@ -193,8 +193,8 @@ def _restarting(timing: Timing) -> Alert:
         summary=f"Training {RUN} keeps restarting",
         description=(
             f"The run restarted {NUMBER} times within half an hour. Each time it resumes from its "
-            "last save, and it may not get much further. Read the end of the log of the rank that "
-            "ended first."
+            "last checkpoint, and it may not get much further. Read the end of the log of the rank "
+            "that ended first."
         ),
         dashboard="zerowatch-memory",
     )

@@ -353,8 +353,8 @@ REPLAYS_AND_RESTARTS = sized(
     ),
     fault_count(
         title="Restarts",
-        description="How often the run restarted from its last save after a failure. If it is not "
-        "0, see the log of the rank that ended first, or `oom/` in the run folder.",
+        description="How often the run restarted from its last checkpoint after a failure. If it "
+        "is not 0, see the log of the rank that ended first, or `oom/` in the run folder.",
         expression=of_first_rank(window.RESTARTS),
         legend="restarts",
         empty=NOT_A_TRAINING_RUN,

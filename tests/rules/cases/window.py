@@ -57,8 +57,8 @@ CASES = (
             dashboard="zerowatch-memory",
             summary="Training night-7 keeps restarting",
             description="The run restarted 3 times within half an hour. Each time it resumes from "
-            "its last save, and it may not get much further. Read the end of the log of the rank "
-            "that ended first.",
+            "its last checkpoint, and it may not get much further. Read the end of the log of the "
+            "rank that ended first.",
         ),
     ),
     Case(
