@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.bench_options import Options
 from bench.result_table import Row
-from scripts.trainer.variable_length import Ended, Job, compare
+from scripts.trainer.variable_length import Job, JobResult, compare
 
 WINDOWS, QUICK_WINDOWS = 2000, 60
 SAMPLES = 16
@@ -26,12 +26,12 @@ def bench(options: Options) -> Iterator[Row]:
         yield from rows(stage, windows, plain, owned)
 
 
-def run(mode: str, windows: int, stage: int, folder: Path) -> Ended:
+def run(mode: str, windows: int, stage: int, folder: Path) -> JobResult:
     job = Job(mode=mode, windows=windows, room_bytes=ROOM_BYTES, stage=stage)
     return job.run(folder, timeout_seconds=120 + PER_WINDOW_SECONDS * windows)
 
 
-def rows(stage: int, windows: int, plain: Ended, owned: Ended) -> Iterator[Row]:
+def rows(stage: int, windows: int, plain: JobResult, owned: JobResult) -> Iterator[Row]:
     """Yield the table's lines on one stage."""
     what = f"stage {stage}, 2 ranks, {ROOM_BYTES >> 20} MiB of room"
     reached = len(plain.of("plain")[0])

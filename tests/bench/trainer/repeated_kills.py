@@ -9,7 +9,7 @@ from statistics import median
 
 from bench.bench_options import Options
 from bench.result_table import Row
-from scripts.trainer.run_restart_job import Course, train
+from scripts.trainer.run_restart_job import RestartResult, train
 
 KILLS, EARLY_KILLS = 20, 4
 STEPS, SAVE_EVERY = 200, 5
@@ -53,7 +53,7 @@ def bench(options: Options) -> Iterator[Row]:
     )
 
 
-def _train(steps: int, kills: int, early: int) -> Course:
+def _train(steps: int, kills: int, early: int) -> RestartResult:
     with tempfile.TemporaryDirectory(prefix="zerowatch-restart-") as name:
         return train(
             Path(name),
@@ -66,12 +66,12 @@ def _train(steps: int, kills: int, early: int) -> Course:
         )
 
 
-def _ended(course: Course, rank: int) -> tuple[list[float], int]:
+def _ended(course: RestartResult, rank: int) -> tuple[list[float], int]:
     (event,) = course.of(rank, "ended")
     return event["weights"], event["samples"]
 
 
-def _restart_seconds(killed: Course) -> list[float]:
+def _restart_seconds(killed: RestartResult) -> list[float]:
     """Return the seconds from each kill until the next attempt trained, if it did."""
     resumed = {event["attempt"]: event["at"] for event in killed.of(0, "resumed")}
     return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.bench_options import Options
 from bench.result_table import Row
-from bench.tuner_link.two_host_jobs import Ended, missing, on_link
+from bench.tuner_link.two_host_jobs import JobResult, missing, on_link
 
 RATE = "100mbit"
 SEEDS = (1, 2, 3)
@@ -39,7 +39,7 @@ def bench(options: Options) -> Iterator[Row]:
         yield _row(before["loss"], after, asked["steps"])
 
 
-def _train(rate: str | None, asked: Mapping[str, Any]) -> Ended:
+def _train(rate: str | None, asked: Mapping[str, Any]) -> JobResult:
     return on_link(rate, "tuner/loss_effect_job.py", asked, timeout_seconds=600)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.bench_options import Options
 from bench.result_table import Row
-from scripts.tuner.run_tuner_memory import Ended, run
+from scripts.tuner.run_tuner_memory import JobResult, run
 
 KINDS = ("leak", "growing")
 
@@ -31,17 +31,17 @@ def bench(options: Options) -> Iterator[Row]:
             )
 
 
-def _run(kind: str, arm: str) -> Ended:
+def _run(kind: str, arm: str) -> JobResult:
     with tempfile.TemporaryDirectory(prefix="zerowatch-bench-") as name:
         return run(Path(name, arm), kind, arm)
 
 
-def _num_errors(ended: Ended) -> int:
+def _num_errors(ended: JobResult) -> int:
     """Return the number of OOM errors; of a plain loop only the exit code shows one."""
     ooms = (ended.windows[-1].get("ooms") or {}) if ended.windows else {}
     return int(sum(each or 0 for each in ooms.values())) + (ended.code != 0 and not ooms)
 
 
-def _first_alarm(ended: Ended) -> int | None:
+def _first_alarm(ended: JobResult) -> int | None:
     """Return the window with which the risk was first above a half."""
     return next((one["window"] for one in ended.windows if (one.get("risk") or 0) > 0.5), None)

@@ -24,7 +24,7 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """The reports of rank 0, and the decisions of its tuner."""
 
     reports: Sequence[Report]
@@ -54,7 +54,7 @@ class Job:
         if any(rank.poll() is not None for rank in self.ranks):
             self.wait(0)
 
-    def wait(self, seconds: float) -> Ended:
+    def wait(self, seconds: float) -> JobResult:
         """Wait for the end of the job.
 
         Raises:
@@ -70,7 +70,7 @@ class Job:
         if not reports or not reports[-1].get("ended"):
             tails = [(self.folder / f"out-{n}").read_text(errors="replace")[-3000:] for n in (0, 1)]
             raise RuntimeError("the job on the link did not end:\n" + "\n".join(tails))
-        return Ended(reports=reports[:-1], decisions=self.decisions())
+        return JobResult(reports=reports[:-1], decisions=self.decisions())
 
     def decisions(self) -> list[Report]:
         """Return the decisions of the tuner so far."""
@@ -114,7 +114,7 @@ def job(hosts: Sequence[Host], script: str, asked: Mapping[str, Any]) -> Iterato
 
 def on_link(
     rate: str | None, script: str, asked: Mapping[str, Any], timeout_seconds: float
-) -> Ended:
+) -> JobResult:
     """Run a script on two hosts joined by a link of this bandwidth."""
     with two_hosts(rate) as hosts, job(hosts, script, asked) as running:
         return running.wait(timeout_seconds)

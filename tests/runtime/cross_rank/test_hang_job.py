@@ -32,7 +32,7 @@ MISSING_RANK = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobResult:
     """What a job left."""
 
     exit_code: int
@@ -43,7 +43,7 @@ class Ended:
     steps: dict[str, int]
 
 
-def rank_1_is_stuck(folder: Path) -> Ended:
+def rank_1_is_stuck(folder: Path) -> JobResult:
     """Seconds are those until both ranks have reported."""
     with running(folder, RANK_1_IS_STUCK="yes", **QUICKLY) as job:
         job.wait_until(lambda: (folder / "stuck").exists(), "rank 1 is stuck")
@@ -57,7 +57,7 @@ def rank_1_is_stuck(folder: Path) -> Ended:
         return ended(job, code, seconds=seconds, hangs=hangs)
 
 
-def rank_1_is_stopped(folder: Path) -> Ended:
+def rank_1_is_stopped(folder: Path) -> JobResult:
     """Seconds are those from the signal to the end of rank 0."""
     with running(folder, ZEROWATCH_HANG_ABORT="true", **QUICKLY) as job:
         job.wait_for_steps(300)  # by then it has sent heartbeats
@@ -72,8 +72,8 @@ def rank_1_is_stopped(folder: Path) -> Ended:
         return ended(job, job.process.wait(PATIENCE_SECONDS), seconds=seconds, hangs={})
 
 
-def ended(job: Job, exit_code: int, *, seconds: float, hangs: dict[str, float]) -> Ended:
-    return Ended(
+def ended(job: Job, exit_code: int, *, seconds: float, hangs: dict[str, float]) -> JobResult:
+    return JobResult(
         exit_code=exit_code,
         reports={file.name: file.read_text() for file in sorted(job.run.glob("hang-*.txt"))},
         recorded={
@@ -101,7 +101,7 @@ def hangs_served(job: Job) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
     """Both jobs, side by side: they mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
     cases = {"stuck": rank_1_is_stuck, "stopped": rank_1_is_stopped}
@@ -111,7 +111,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 
 def test_every_rank_reports_a_hang_and_the_one_that_detected_it_counts_it(
-    jobs: dict[str, Ended],
+    jobs: dict[str, JobResult],
 ) -> None:
     job = jobs["stuck"]
 
@@ -121,7 +121,7 @@ def test_every_rank_reports_a_hang_and_the_one_that_detected_it_counts_it(
 
 
 def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
-    jobs: dict[str, Ended],
+    jobs: dict[str, JobResult],
 ) -> None:
     waiting, stuck = jobs["stuck"].reports.values()
 
@@ -132,21 +132,21 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     assert "in block_training" in stuck.partition("Python stacks")[2]
 
 
-def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, Ended]) -> None:
+def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, JobResult]) -> None:
     recorded = jobs["stuck"].recorded
 
     assert recorded.keys() == {"hang-rank-0-1.flight.json", "hang-rank-1-1.flight.json"}
     assert all("gloo:all_reduce" in names for names in recorded.values())
 
 
-def test_training_is_not_touched_and_goes_on_after_a_hang(jobs: dict[str, Ended]) -> None:
+def test_training_is_not_touched_and_goes_on_after_a_hang(jobs: dict[str, JobResult]) -> None:
     job = jobs["stuck"]
 
     assert job.exit_code == 0
     assert job.steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}
 
 
-def test_a_stopped_rank_is_named_and_abort_ends_the_waiting_one(jobs: dict[str, Ended]) -> None:
+def test_a_stopped_rank_is_named_and_abort_ends_the_waiting_one(jobs: dict[str, JobResult]) -> None:
     job = jobs["stopped"]
 
     assert list(job.reports) == ["hang-rank-0-1.txt"]

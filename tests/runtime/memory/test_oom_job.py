@@ -29,7 +29,7 @@ TOLERANCE_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobResult:
     """Output of a job: its own measurements, step log, report and printed lines."""
 
     finished: Finished
@@ -71,11 +71,11 @@ def train(folder: Path, *arguments: object) -> Finished:
     return start(sys.executable, script, *arguments, cwd=folder, variables=variables)
 
 
-def ended(folder: Path, finished: Finished) -> Ended:
+def ended(folder: Path, finished: Finished) -> JobResult:
     (measured,) = folder.glob("measured.json")
     (log,) = (folder / "runs").glob("*/rank-0.jsonl")
     (report,) = log.parent.glob("oom/rank-0-1.txt")
-    return Ended(
+    return JobResult(
         finished=finished,
         measured=json.loads(measured.read_text()),
         records=[json.loads(line) for line in log.read_text().splitlines()],
@@ -85,7 +85,7 @@ def ended(folder: Path, finished: Finished) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
     """Run both jobs at the same time, as they mostly wait."""
     folder = tmp_path_factory.mktemp("ooms")
     with ThreadPoolExecutor() as pool:
@@ -97,7 +97,7 @@ KINDS = ("leak", "long")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_job_ends_by_its_own_unchanged_error(kind: str, jobs: dict[str, Ended]) -> None:
+def test_the_job_ends_by_its_own_unchanged_error(kind: str, jobs: dict[str, JobResult]) -> None:
     job = jobs[kind]
 
     assert job.finished.returncode == 1
@@ -109,7 +109,7 @@ def test_the_job_ends_by_its_own_unchanged_error(kind: str, jobs: dict[str, Ende
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_report_is_written_and_its_path_logged(kind: str, jobs: dict[str, Ended]) -> None:
+def test_one_report_is_written_and_its_path_logged(kind: str, jobs: dict[str, JobResult]) -> None:
     job = jobs[kind]
 
     logged = [line for line in job.finished.stderr.splitlines() if "out of memory on cpu" in line]
@@ -123,7 +123,7 @@ def test_one_report_is_written_and_its_path_logged(kind: str, jobs: dict[str, En
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_report_has_the_request_the_step_and_the_limit(
-    kind: str, jobs: dict[str, Ended]
+    kind: str, jobs: dict[str, JobResult]
 ) -> None:
     job = jobs[kind]
     now = job.measured["at_the_end"]
@@ -147,7 +147,9 @@ def test_the_report_has_the_request_the_step_and_the_limit(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_report_has_all_categories_and_their_sizes(kind: str, jobs: dict[str, Ended]) -> None:
+def test_the_report_has_all_categories_and_their_sizes(
+    kind: str, jobs: dict[str, JobResult]
+) -> None:
     job = jobs[kind]
     parameters = job.measured["parameters"]
 
@@ -161,7 +163,7 @@ def test_the_report_has_all_categories_and_their_sizes(kind: str, jobs: dict[str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_peaks_are_those_of_the_log(kind: str, jobs: dict[str, Ended]) -> None:
+def test_the_last_peaks_are_those_of_the_log(kind: str, jobs: dict[str, JobResult]) -> None:
     job = jobs[kind]
     logged = {
         record["step"]: record["memory_bytes"]["cpu"]["peak_allocated"]
@@ -180,7 +182,7 @@ def test_the_last_peaks_are_those_of_the_log(kind: str, jobs: dict[str, Ended]) 
 
 
 def test_a_leak_is_predicted_at_least_twenty_steps_before_the_error(
-    jobs: dict[str, Ended],
+    jobs: dict[str, JobResult],
 ) -> None:
     job = jobs["leak"]
     end = job.measured["step"]
@@ -197,7 +199,7 @@ def test_a_leak_is_predicted_at_least_twenty_steps_before_the_error(
 
 
 def test_a_batch_that_is_too_long_is_predicted_as_it_begins_and_not_before(
-    jobs: dict[str, Ended],
+    jobs: dict[str, JobResult],
 ) -> None:
     job = jobs["long"]
 
@@ -209,7 +211,7 @@ def test_a_batch_that_is_too_long_is_predicted_as_it_begins_and_not_before(
 
 
 def test_the_remedy_for_a_batch_that_is_too_long_is_accurate(
-    jobs: dict[str, Ended],
+    jobs: dict[str, JobResult],
 ) -> None:
     """Without a limit this model's peak is 7.8 times nearer to its floor with an eighth of it.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripts.launching import steps_logged
-from scripts.trainer.run_restart_job import Course, train
+from scripts.trainer.run_restart_job import RestartResult, train
 from servers.free_port import free_port
 
 pytestmark = pytest.mark.jobs
@@ -16,7 +16,7 @@ STEPS, SAVE_EVERY = 30, 4
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Course:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RestartResult:
     return train(tmp_path_factory.mktemp("uninterrupted"), steps=STEPS, save_every=SAVE_EVERY)
 
 
@@ -31,14 +31,14 @@ def port() -> str:
 
 
 @pytest.fixture(scope="module")
-def killed(folder: Path, port: str) -> Course:
+def killed(folder: Path, port: str) -> RestartResult:
     return train(
         folder, steps=STEPS, save_every=SAVE_EVERY, kills=2, seed=3, ZEROWATCH_SERVE_PORT=port
     )
 
 
 def test_samples_and_weights_equal_those_of_an_uninterrupted_run(
-    uninterrupted: Course, killed: Course
+    uninterrupted: RestartResult, killed: RestartResult
 ) -> None:
     assert (uninterrupted.code, killed.code) == (0, 0)
     for rank in (0, 1):
@@ -49,7 +49,7 @@ def test_samples_and_weights_equal_those_of_an_uninterrupted_run(
         assert ended["samples"] == through["samples"] == 8 * STEPS
 
 
-def test_each_attempt_resumes_from_the_last_checkpoint(killed: Course) -> None:
+def test_each_attempt_resumes_from_the_last_checkpoint(killed: RestartResult) -> None:
     resumed = killed.of(0, "resumed")
 
     assert [event["attempt"] for event in resumed] == [0, 1, 2]
@@ -59,7 +59,7 @@ def test_each_attempt_resumes_from_the_last_checkpoint(killed: Course) -> None:
         assert kill.step - SAVE_EVERY <= event["step"] <= kill.step + 1
 
 
-def test_run_id_log_and_ports_stay_the_same(killed: Course, folder: Path, port: str) -> None:
+def test_run_id_log_and_ports_stay_the_same(killed: RestartResult, folder: Path, port: str) -> None:
     for rank in (0, 1):
         events = killed.of(rank, "resumed")
         assert {event["run_id"] for event in events} == {killed.of(0, "resumed")[0]["run_id"]}
@@ -72,7 +72,7 @@ def test_run_id_log_and_ports_stay_the_same(killed: Course, folder: Path, port: 
 
 
 def test_after_a_fatal_out_of_memory_error_micro_batches_are_smaller(
-    tmp_path: Path, uninterrupted: Course
+    tmp_path: Path, uninterrupted: RestartResult
 ) -> None:
     course = train(tmp_path, steps=9, save_every=2, full_after=5)
 

@@ -35,7 +35,7 @@ KNOBS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ranks = run_apart("tuner/tuner_knobs_job.py", tmp_path_factory.mktemp("knobs"), world_size=2)
-    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].last_words
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].output_tail
     return [rank.report for rank in ranks]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from scripts.tuner.run_tuner_memory import Ended, run
+from scripts.tuner.run_tuner_memory import JobResult, run
 
 pytestmark = pytest.mark.jobs
 
@@ -14,7 +14,7 @@ KINDS, ARMS = ("leak",), ("off", "auto")
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Ended]:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], JobResult]:
     """All jobs concurrently: they mostly wait."""
     folder = tmp_path_factory.mktemp("short_of_memory")
     with ThreadPoolExecutor() as pool:
@@ -35,7 +35,7 @@ def test_without_a_tuner_memory_runs_out(jobs, kind: str):
 def test_with_a_tuner_memory_never_runs_out(jobs, kind: str):
     auto = jobs[kind, "auto"]
 
-    assert auto.code == 0, auto.said
+    assert auto.code == 0, auto.stderr_tail
     assert auto.out_of_memory == 0
     assert sum(window["replays"] for window in auto.windows) == 0
 

@@ -15,7 +15,7 @@ Results = dict[str, Any]
 
 def results_of(ranks: int, numerics: str, folder: Any) -> list[Results]:
     ended = run_apart("tuner/tuned_checks.py", folder, world_size=ranks, arguments=(numerics,))
-    assert all(rank.report for rank in ended), ended[0].last_words
+    assert all(rank.report for rank in ended), ended[0].output_tail
     return [rank.report for rank in ended]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scripts.separate_ranks import Ended, run_apart
+from scripts.separate_ranks import RankResult, run_apart
 
 pytestmark = pytest.mark.jobs
 
@@ -28,20 +28,20 @@ SECONDS_TO_RAISE = 60.0  # half a second where nobody else uses the machine; glo
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
     folder = tmp_path_factory.mktemp("faults")
     ranks = run_apart(
         "tuner/tuner_faults_job.py", folder, world_size=2, arguments=("0,2,3", "apply")
     )
-    assert all("stage 3" in rank.report for rank in ranks), ranks[0].last_words
+    assert all("stage 3" in rank.report for rank in ranks), ranks[0].output_tail
     return ranks
 
 
 @pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
     folder = tmp_path_factory.mktemp("faults-of-three")
     ranks = run_apart("tuner/tuner_faults_job.py", folder, world_size=3, arguments=("2", "verify"))
-    assert all("stage 2" in rank.report for rank in ranks), ranks[0].last_words
+    assert all("stage 2" in rank.report for rank in ranks), ranks[0].output_tail
     return ranks
 
 
@@ -89,7 +89,7 @@ def check_fault(found: list[dict[str, Any]], reason: str) -> None:
         assert rank["values"] == found[0]["values"]
 
 
-def check_survivor(rank: Ended) -> None:
+def check_survivor(rank: RankResult) -> None:
     death = rank.report["death"]
     assert rank.returncode == 0
     assert death["raised"] == "RuntimeError"

@@ -1,7 +1,7 @@
 """A real Prometheus and Alertmanager with the shipped rules, and the history of each alert.
 
 with alerting(folder, Timing(scale=1 / 30), [targets_url]) as monitoring:
-    monitoring.alerts.look()
+    monitoring.alerts.poll()
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AlertHistory:
     spells: list[Spell] = field(default_factory=list)
     _lasting: dict[str, Spell] = field(default_factory=dict)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Record new alerts, and alerts that have ended."""
         now, held = time.monotonic(), {each["fingerprint"]: each for each in self._ask()}
         for name in self._lasting.keys() - held.keys():
@@ -97,7 +97,7 @@ class AlertHistory:
         """Poll until the condition is true; return False after the timeout."""
 
         def look_once() -> bool:
-            self.look()
+            self.poll()
             return condition()
 
         return eventually(look_once, seconds, pause=LOOK_SECONDS)
@@ -160,7 +160,7 @@ def alerting(folder: Path, timing: Timing, targets: Sequence[str]) -> Iterator[M
 
 def _answers(history: AlertHistory) -> bool:
     with suppress(OSError):
-        history.look()
+        history.poll()
         return True
     return False
 

@@ -65,7 +65,7 @@ class Story:
 
     def begin(self, act: Callable[[], object], *alerts: str, **labels: str) -> None:
         """Cause a fault that these alerts should report."""
-        self.history.look()
+        self.history.poll()
         now = time.monotonic()
         for alert in alerts:
             self.faults[alert] = Fault(alert, labels, self.history, began=now)

@@ -15,15 +15,17 @@ TIMEOUT_SECONDS = 150.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RankResult:
     """How a rank ended; `report` is the JSON that it wrote, empty if it wrote none."""
 
     returncode: int
     report: dict[str, Any]
-    last_words: str
+    output_tail: str
 
 
-def run_apart(script: str, folder: Path, *, world_size: int, arguments: tuple = ()) -> list[Ended]:
+def run_apart(
+    script: str, folder: Path, *, world_size: int, arguments: tuple = ()
+) -> list[RankResult]:
     """Run `script FOLDER ARGUMENTS` on each rank; it writes FOLDER/rank-r.json."""
     ranks = fork_ranks(
         world_size,
@@ -48,10 +50,10 @@ def meet() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-def ended(folder: Path, number: int, rank: Finished) -> Ended:
+def ended(folder: Path, number: int, rank: Finished) -> RankResult:
     file = folder / f"rank-{number}.json"
-    return Ended(
+    return RankResult(
         returncode=rank.returncode,
         report=json.loads(file.read_text()) if file.exists() else {},
-        last_words=(rank.stdout + rank.stderr)[-3000:],
+        output_tail=(rank.stdout + rank.stderr)[-3000:],
     )

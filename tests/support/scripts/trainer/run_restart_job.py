@@ -30,7 +30,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RestartResult:
     """Outcome of a job: its exit code, the kills, and each rank's events, in order."""
 
     code: int
@@ -61,7 +61,7 @@ def train(
     seed: int = 0,
     timeout_seconds: float = 180.0,
     **variables: str,
-) -> Course:
+) -> RestartResult:
     """Run the job to its end on two ranks, killing one in each of its attempts but the last.
 
     Args:
@@ -89,7 +89,7 @@ def train(
             done.append(killer.kill(len(done), moment))
         code = job.wait(timeout=killer.seconds_left())
     events = [_events(folder, rank) for rank in range(2)]
-    return Course(code=code, kills=done, events=events, output=output.read_text())
+    return RestartResult(code=code, kills=done, events=events, output=output.read_text())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Job:
     room_bytes: int
     stage: int = 2
 
-    def run(self, folder: Path, timeout_seconds: float) -> Ended:
+    def run(self, folder: Path, timeout_seconds: float) -> JobResult:
         """Train; each rank writes a line after each window, so that an error loses none."""
         arguments = json.dumps(
             {
@@ -58,7 +58,7 @@ class Job:
             timeout=timeout_seconds,
         )
         ranks = [folder / f"{self.mode}-{rank}.jsonl" for rank in range(RANKS)]
-        return Ended(
+        return JobResult(
             code=done.returncode,
             output=done.stderr,
             windows=[
@@ -68,7 +68,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobResult:
     """Outcome of a job.
 
     Attributes:
@@ -108,7 +108,7 @@ class Comparison:
     same_plan_is_bitwise: bool
 
 
-def compare(ended: Ended, windows: int, samples: int) -> Comparison:
+def compare(ended: JobResult, windows: int, samples: int) -> Comparison:
     """Compare the runs of an "owned" job.
 
     Args:

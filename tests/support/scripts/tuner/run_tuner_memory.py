@@ -20,11 +20,11 @@ VARIABLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class JobResult:
     """Outcome of a job: its exit code, the end of its output, and a line for each window."""
 
     code: int
-    said: str
+    stderr_tail: str
     windows: list[dict[str, Any]]
 
     @property
@@ -33,10 +33,10 @@ class Ended:
         return sum(each or 0 for each in self.windows[-1]["ooms"].values())
 
 
-def run(folder: Path, kind: str, arm: str) -> Ended:
+def run(folder: Path, kind: str, arm: str) -> JobResult:
     folder.mkdir()
     script = SCRIPTS / "tuner" / "tuner_memory.py"
     finished = start(sys.executable, script, kind, arm, cwd=folder, variables=VARIABLES)
     lines = (folder / "windows.jsonl").read_text().splitlines()
     windows = [json.loads(line) for line in lines]
-    return Ended(code=finished.returncode, said=finished.stderr[-3000:], windows=windows)
+    return JobResult(code=finished.returncode, stderr_tail=finished.stderr[-3000:], windows=windows)
