@@ -1,1 +1,1 @@
-"""Checkpoints of a run: saved completely or not at all, and loaded bit for bit."""
+"""Checkpoints of a TrainingRun: each is complete or absent, and a resumed run is bitwise equal."""

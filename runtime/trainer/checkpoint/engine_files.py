@@ -1,4 +1,4 @@
-"""The engine's own files in a checkpoint: written and read by DeepSpeed, one shard per rank."""
+"""Files of the engine in a checkpoint, one shard per rank, written and read by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ...common.patching import AttributePatch
 from .folder import EngineInfo
 from .run_state import write_error
 
-# Without it, a disk that is full at this file leaves the other ranks waiting.
+# Method that copies a script into the checkpoint. It is wrapped too: if it raised on a full disk,
+# the other ranks would wait at the barrier.
 _COPY = "_copy_recovery_script"
 
 

@@ -1,4 +1,4 @@
-"""Folder of a run's checkpoints, each of which is complete or absent.
+"""Folder of a run's checkpoints, each of which is complete or absent, and their manifests.
 
     FOLDER/latest                    name of the checkpoint to load; DeepSpeed's tools read it too
     FOLDER/step-00000012/            a complete checkpoint, described by zerowatch.json in it
@@ -23,7 +23,7 @@ from ....metrics.atomic_file import atomic_write, sync
 
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
-FORMAT = 1
+FORMAT = 1  # version of the manifest's format
 _COMPLETE = re.compile(r"step-\d{8,}(-\d+)?")
 _PARTIAL = re.compile(rf"\.partial-{_COMPLETE.pattern}")
 _TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.\d+")
@@ -67,7 +67,7 @@ class CheckpointFolder:
         return found
 
     def latest(self) -> str | None:
-        """Return the name in `latest`; None without that file.
+        """Return the name in the file `latest`; None if there is no such file.
 
         Raises:
             OSError: It cannot be read.
@@ -127,7 +127,7 @@ def partial_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Properties that an engine must share with the one that was saved.
+    """Properties in which an engine must equal the one that the checkpoint was written from.
 
     Attributes:
         zero_stage: 0 to 3.
@@ -148,16 +148,16 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Contents of `zerowatch.json`.
+    """Manifest of a checkpoint: the contents of its file `zerowatch.json`.
 
     Attributes:
-        serial: Increases with each checkpoint; steps do not after an older one was loaded.
+        serial: Number that increases with each checkpoint, even if an older one is loaded between.
         steps: Windows committed.
         samples: Samples committed, of all ranks together.
-        micro_steps: The engine's own count.
-        engine: The engine that was saved.
-        config: The ds config that it was made with.
-        rebuilt: Whether the config is not the caller's.
+        micro_steps: DeepSpeed's own count of micro-batches.
+        engine: Properties of the engine.
+        config: Its ds config.
+        rebuilt: Whether the engine was rebuilt, so that the config is not the caller's.
         files: Size of each file in bytes, by name.
     """
 
@@ -171,7 +171,7 @@ class Manifest:
     files: Mapping[str, int]
 
     def to_json(self) -> str:
-        """Return it as JSON text.
+        """Return the manifest as JSON text.
 
         Raises:
             CheckpointError: The ds config holds something that JSON cannot represent.
@@ -207,7 +207,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_files(folder: Path, files: Mapping[str, int]) -> None:
-    """Check that all files exist, in full length.
+    """Check that all files of a checkpoint exist with the size in the manifest.
 
     Raises:
         CheckpointError: A file is missing or has another length.
@@ -257,7 +257,7 @@ _SAME_CONFIG = (
 
 
 def recovery_hint(checkpoint: Path) -> str:
-    """Return what to do if a checkpoint cannot be used."""
+    """Return the part of an error message that says what to do if a checkpoint cannot be used."""
     return (
         f"To load an earlier one, write its name into {checkpoint.parent / 'latest'}; to start "
         "from scratch, use another folder"

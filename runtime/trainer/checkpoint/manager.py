@@ -1,4 +1,8 @@
-"""Checkpoints of a run, and its plan file, which a restart reads even if no checkpoint followed."""
+"""Checkpoints of a TrainingRun, and its plan file.
+
+The plan file has the micro-batch sizes that a restart needs, even if no checkpoint was written
+after they were learned.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves and loads checkpoints, and writes the run's plan whenever it changes.
+    """Writes and loads checkpoints, and writes the plan file whenever the plan changes.
 
     Args:
         engine_holder: Holder of the engine.
@@ -50,7 +54,7 @@ class CheckpointManager:
         window_runner.on_fatal_oom.append(self._record_failure)
 
     def save(self, folder: str | Path, client: Any, keep: int) -> Path:
-        """Save a checkpoint; see `TrainingRun.save`."""
+        """Write a checkpoint; see `TrainingRun.save`."""
         holder, runner = self._engine_holder, self._window_runner
         state = RunState(
             steps=runner.steps,

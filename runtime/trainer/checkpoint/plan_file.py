@@ -1,7 +1,7 @@
-"""`plan.json` of a run folder: what a restart must know before it trains, however the run ended.
+"""`plan.json` of a run folder: the micro-batch plan that a restarted run starts from.
 
-Checkpoints are rare. The plan changes when memory runs out, which is when a process may die. So
-each change is written at once, and a process that an out-of-memory error ends adds the failure.
+Checkpoints are rare, and the plan changes when memory runs out, which may end the process. So each
+change is written at once, and a process that ends by an out-of-memory error adds the failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saving of a checkpoint: every rank writes its files, then all of them become valid at once."""
+"""Writing of a checkpoint: each rank writes its files, then one rename makes all of them valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNHARMED = "Earlier checkpoints are unchanged, and training may go on"
 
 
 class _Numbers(NamedTuple):
-    """What distinguishes a checkpoint from earlier ones: its serial number, and its repeat."""
+    """Numbers of a checkpoint: its serial number, and how many others have the same step."""
 
     serial: int = 0
     repeat: int = 0
@@ -32,7 +32,7 @@ class _Numbers(NamedTuple):
 def save_checkpoint(
     folder: str | Path, engine: Any, host_group: HostCollectives, state: RunState, keep: int = 2
 ) -> Path:
-    """Save a run between two windows, and return the checkpoint's folder; all ranks must call it.
+    """Write a checkpoint between two windows, and return its folder; all ranks must call it.
 
     A kill at any moment leaves either this checkpoint complete or the previous one unchanged.
 
@@ -90,7 +90,7 @@ def _agreed_numbers(
 
 
 def _own_part(partial: Path) -> Iterator[Path]:
-    """Yield this rank's part of the files, divided among the ranks of a machine."""
+    """Yield the files that this rank syncs to the disk; the ranks of a node divide them."""
     files = sorted(_files(partial))
     first, every = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     yield from files[first::every]

@@ -1,4 +1,4 @@
-"""Two ranks, the second one slow: trains with shares by speed, with even shares, and with both.
+"""Two ranks, the second one slow: trains with a split by speed, an even split, and both.
 
 JSON per rank.
 
