@@ -1,4 +1,4 @@
-"""Starts docker/compose.yaml for real and goes through a run's life in it.
+"""Starts docker/compose.yaml and follows the life of a run: training, crash and normal end.
 
     PYTHONPATH=tests python -m compose.compose_up
 
@@ -30,7 +30,7 @@ RANK_DOWN = "ZerowatchRankDown"
 
 
 def main() -> None:
-    """Go through it all; an AssertionError says what went wrong."""
+    """Run all checks in turn; an AssertionError describes the first failure."""
     compose_file = ROOT / "docker" / "compose.yaml"
     services = yaml.safe_load(compose_file.read_text())["services"]
     chosen = [name for name in services if name in OURS or has_image(services[name]["image"])]
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def starts_and_fills(project: Project, services: list[str]) -> None:
-    """All services become healthy, both ranks are found, and rules yield series."""
+    """Check that services become healthy, both ranks are found and rules have series."""
     begun = time.monotonic()
     project.compose("up", "--detach", *services)
     seconds_until(
@@ -86,7 +86,7 @@ def starts_and_fills(project: Project, services: list[str]) -> None:
 
 
 def a_kill_raises_an_alert(project: Project) -> None:
-    """Kill the trainer, and see the alert in Alertmanager and in the alert log."""
+    """Kill the trainer, and check that the alert reaches Alertmanager and the alert log."""
     run = run_of(project)
     docker("kill", project.container("trainer"))
     took = seconds_until(
@@ -98,7 +98,7 @@ def a_kill_raises_an_alert(project: Project) -> None:
 
 
 def a_normal_end_is_silent(project: Project) -> None:
-    """Let another run end by itself, and see that nobody calls its ranks down."""
+    """Let another run end normally, and check that its ranks are not reported as down."""
     killed = run_of(project)
     project.compose("up", "--detach", "trainer", DEMO_STEPS="40")
     seconds_until(

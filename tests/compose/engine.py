@@ -1,4 +1,4 @@
-"""A compose project for as long as a test needs it, and what its servers say."""
+"""A compose project for the time of a test, and queries to its servers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIABLES = (
 
 
 def why_no_engine() -> str | None:
-    """Return why no containers can be run here, or None."""
+    """Return the reason why containers cannot run on this machine, or None."""
     if shutil.which("docker") is None:
         return "needs docker on PATH"
     asked = subprocess.run(["docker", "info"], capture_output=True, text=True)
@@ -82,7 +82,7 @@ class Project:
         return list(found["data"]["result"]) if found else []
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Return what Alertmanager holds."""
+        """Return the alerts in Alertmanager."""
         return list(get_json(f"{self.alertmanager}/api/v2/alerts") or [])
 
     def leftovers(self) -> list[str]:
@@ -103,7 +103,7 @@ def docker(*arguments: str) -> str:
 
 
 def has_image(name: str) -> bool:
-    """Whether an image is here, or can be had."""
+    """Whether an image is present or can be pulled."""
     here = subprocess.run(["docker", "image", "inspect", name], capture_output=True)
     return (
         here.returncode == 0
@@ -112,7 +112,7 @@ def has_image(name: str) -> bool:
 
 
 def get_json(url: str) -> Any:
-    """Return what is behind a URL, None as long as nobody answers."""
+    """Return the JSON at a URL; None while nothing answers."""
     try:
         with urllib.request.urlopen(url, timeout=10) as response:
             return json.load(response)
@@ -121,7 +121,7 @@ def get_json(url: str) -> Any:
 
 
 def seconds_until(condition: Callable[[], object], *, within: float, what: str) -> float:
-    """Wait for a condition and return how long it took; fails where it does not come to hold."""
+    """Wait for a condition and return how long it took; fail after the time limit."""
     begun = time.monotonic()
     while not condition():
         if time.monotonic() - begun > within:

@@ -1,4 +1,4 @@
-"""The compose files and what they mount: safe, pinned, and fit for old and new versions."""
+"""Tests of the compose files: security, pinned images, mounted files, old and new compose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def content(name: str) -> dict[str, Any]:
 
 
 def services() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each service that is whole in its file; overlays change some of compose.yaml's."""
+    """Yield each service that its file defines completely; overlays only change some."""
     for name in FILES:
         for service, settings in content(name)["services"].items():
             if name == "compose.yaml" or service not in content("compose.yaml")["services"]:
@@ -43,7 +43,7 @@ SERVICES = dict(services())
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_old_and_new_versions_of_compose_take_the_file(name: str) -> None:
+def test_the_file_matches_the_schemas_of_old_and_new_compose(name: str) -> None:
     file = content(name)
 
     assert REFUSED_AT_THE_TOP.isdisjoint(file)
@@ -55,7 +55,7 @@ def test_old_and_new_versions_of_compose_take_the_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", [None, *OVERLAYS])
-def test_compose_itself_takes_the_file(overlay: str | None) -> None:
+def test_compose_accepts_the_file(overlay: str | None) -> None:
     command = compose_program() if shutil.which("docker") else shutil.which("docker-compose")
     if not command:
         pytest.skip("needs docker-compose (apt-get install docker-compose) or docker compose")
@@ -79,20 +79,20 @@ def test_an_image_is_pinned(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_port_is_open_on_loopback_only_and_can_be_changed(service: str) -> None:
+def test_published_ports_are_on_loopback_and_configurable(service: str) -> None:
     for port in SERVICES[service].get("ports", []):
         assert re.fullmatch(r"127\.0\.0\.1:\$\{[A-Z_]+_PORT:-\d+\}:\d+", port)
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_says_whether_it_is_healthy(service: str) -> None:
+def test_a_service_has_a_health_check(service: str) -> None:
     check = SERVICES[service]["healthcheck"]
 
     assert check["test"][0] in ("CMD", "CMD-SHELL")
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_has_no_more_rights_than_it_needs(service: str) -> None:
+def test_a_service_runs_without_extra_privileges(service: str) -> None:
     settings = SERVICES[service]
 
     assert settings["read_only"] is True
@@ -104,7 +104,7 @@ def test_a_service_has_no_more_rights_than_it_needs(service: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_mounted_from_here_is_read_only_and_exists_once_built(name: str) -> None:
+def test_mounted_files_are_read_only_and_exist_after_a_build(name: str) -> None:
     for settings in content(name)["services"].values():
         for volume in settings.get("volumes", []):
             source, _, rest = volume.partition(":")
@@ -115,7 +115,7 @@ def test_what_is_mounted_from_here_is_read_only_and_exists_once_built(name: str)
                 assert source in content("compose.yaml")["volumes"]
 
 
-def test_the_trainers_settings_are_settings() -> None:
+def test_the_environment_of_the_trainer_has_valid_settings() -> None:
     for settings in SERVICES.values():
         names = [name for name in settings.get("environment", {}) if name.startswith("ZEROWATCH_")]
         for name in names:
@@ -140,7 +140,7 @@ def test_the_example_env_file_names_every_variable_and_no_password() -> None:
     assert offered["GRAFANA_ADMIN_PASSWORD"] == ""
 
 
-def test_the_stack_command_knows_the_ports_of_the_compose_file() -> None:
+def test_the_stack_command_uses_the_ports_of_the_compose_file() -> None:
     text = (DOCKER / "compose.yaml").read_text()
     in_file = set(re.findall(r"127\.0\.0\.1:\$\{(\w+):-(\d+)\}:\d+", text))
 
@@ -153,7 +153,7 @@ def test_the_stack_command_knows_the_ports_of_the_compose_file() -> None:
     assert known == in_file
 
 
-def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+def test_promtool_accepts_the_configuration(tmp_path: Path) -> None:
     promtool = program("promtool", apt="prometheus")
 
     # --syntax-only: the rule files lie elsewhere in the container.
@@ -165,7 +165,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_grafana_finds_the_datasources_by_the_uids_that_dashboards_name() -> None:
+def test_provisioned_datasources_have_the_uids_that_dashboards_use() -> None:
     file = DOCKER / "grafana" / "provisioning" / "datasources" / "zerowatch.yaml"
 
     sources = yaml.safe_load(file.read_text())
@@ -182,7 +182,7 @@ def test_grafana_finds_the_datasources_by_the_uids_that_dashboards_name() -> Non
     } == names
 
 
-def test_grafana_reads_the_dashboards_where_compose_mounts_them() -> None:
+def test_the_provisioned_dashboard_path_is_the_mounted_path() -> None:
     file = DOCKER / "grafana" / "provisioning" / "dashboards" / "zerowatch.yaml"
     (provider,) = yaml.safe_load(file.read_text())["providers"]
     grafana = SERVICES["grafana"]
@@ -195,7 +195,7 @@ def test_grafana_reads_the_dashboards_where_compose_mounts_them() -> None:
     assert (ROOT / "dashboards" / "rendered" / "grafana" / home.name).is_file()
 
 
-def test_tempo_has_only_what_both_of_its_generations_take() -> None:
+def test_the_tempo_configuration_uses_options_of_both_versions_only() -> None:
     settings = yaml.safe_load((DOCKER / "tempo" / "tempo.yaml").read_text())
 
     assert settings.keys() == {"server", "distributor", "storage", "usage_report"}

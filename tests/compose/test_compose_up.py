@@ -1,4 +1,4 @@
-"""The stack in containers, for real."""
+"""Starts the whole stack in real containers."""
 
 from __future__ import annotations
 

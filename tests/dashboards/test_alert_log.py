@@ -1,4 +1,4 @@
-"""The alert log prints one readable line for each alert it receives."""
+"""Tests of the alert log: the printed lines, and the HTTP server that receives the messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESOLVED = FIRING | {"status": "resolved", "endsAt": "2026-11-21T21:50:00Z"}
 
 
 class Log:
-    """The program itself, as compose runs it: by its file."""
+    """The alert log in a process of its own, started by its file as compose does."""
 
     def __init__(self, output: Path) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}/"

@@ -1,4 +1,4 @@
-"""The generated files that are committed are those that the sources make, and nothing else."""
+"""Tests of the build: the committed files are up to date, and differing files are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `dashboards` and `stack`: what they refuse, and what they leave unloaded."""
+"""Tests of the commands `dashboards` and `stack`: options, error messages and imports."""
 
 from __future__ import annotations
 

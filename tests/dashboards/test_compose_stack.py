@@ -1,4 +1,4 @@
-"""`zerowatch stack` hands on to compose, and says in one line what stands in the way."""
+"""Tests of the stack in containers with a fake docker: commands, reports and error messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Docker:
 
     @property
     def composed(self) -> list[str]:
-        """The last call of compose that does something, from the name of the project on."""
+        """The arguments of the last compose command, from the project name on."""
         lines = (self.folder / "asked").read_text().splitlines()
         calls = [arguments for line in lines if "--project-name" in (arguments := json.loads(line))]
         return calls[-1][1:] if calls else []

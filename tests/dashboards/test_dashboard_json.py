@@ -1,4 +1,4 @@
-"""The layer mends what grafanalib writes for Grafanas of old, each fault by name."""
+"""Tests of the JSON of panels and dashboards: it has no obsolete keys of grafanalib."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = {
 
 
 def drawn(*panels: Panel):
-    """Return the JSON of panels on a dashboard, without the heading."""
+    """Return the JSON of panels on a dashboard, without their heading."""
     dashboard = Dashboard(name="a_b", title="Title", description="Why.", rows=(Row("Row", panels),))
     return dashboard_json(dashboard)["panels"][1:]
 

@@ -1,4 +1,4 @@
-"""Every dashboard is well made; and each fault that the lint looks for, it finds."""
+"""The dashboards pass the lint, and the lint reports each fault put into a dashboard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def first(dashboard, kind):
 
 
 def ask(expression, **more):
-    """Put a query into a dashboard."""
+    """Return a function that puts a query into a dashboard."""
 
     def seed(dashboard):
         first(dashboard, "timeseries")["targets"][0].update(expr=expression, **more)
@@ -117,7 +117,7 @@ def test_the_lint_reports_each_seeded_fault(words):
 
 
 def test_queries_by_rank_return_a_limited_number_of_series():
-    """A selector by rank is aggregated, narrowed to the worst, or of rank 0."""
+    """Each selector of the chosen ranks is aggregated or limited by topk or bottomk."""
     unbounded = [
         expression
         for dashboard in DASHBOARDS

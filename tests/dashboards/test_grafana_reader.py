@@ -1,4 +1,4 @@
-"""The queries that the tests send are those that Grafana would send."""
+"""Tests of the reader of dashboards: it sends the queries that Grafana would send."""
 
 from __future__ import annotations
 

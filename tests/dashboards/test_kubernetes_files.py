@@ -1,4 +1,4 @@
-"""The Kubernetes objects are complete, valid, and made of the same rules and dashboards."""
+"""Tests of the Kubernetes objects: complete, valid, with the same rules and dashboards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def manifests(generated: dict[str, str]) -> dict[str, str]:
 
 
 def kustomized(folder: Path) -> Iterator[Path]:
-    """Yield every file that a kustomization takes in; a folder stands for its kustomization."""
+    """Yield every file that a kustomization lists, including those of listed folders."""
     for resource in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
         path = (folder / resource).resolve()
         if path == RENDERED:  # generated, and tested as such

@@ -1,4 +1,4 @@
-"""`zerowatch stack --native` watches the runs of a directory with real servers from PATH."""
+"""Tests of the native stack with real servers: start, status, alerts, stop and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; st
 
 
 class Ranks:
-    """Two ranks of a run that serve, with the targets.json that rank 0 writes."""
+    """Two ranks of a run that serve metrics, and the targets.json of their run folder."""
 
     def __init__(self, runs: Path) -> None:
         self.recorders = [Recorder(), Recorder()]
@@ -63,7 +63,7 @@ class Ranks:
 
 
 class Stack:
-    """The commands, as they are typed in a working directory."""
+    """Runs the commands of the native stack in a working directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,7 +83,7 @@ class Stack:
         return done.stdout
 
     def status(self) -> list[str]:
-        """Ask in this process, which is quicker."""
+        """Return the status without starting a process, which is faster."""
         folder = self.folder / ".zerowatch-stack"
         return NativeStack(self.folder / "runs", self.environment, folder).status()
 

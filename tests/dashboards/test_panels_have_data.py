@@ -1,4 +1,4 @@
-"""A real run fills every panel, rule and alert; what a run on CPU cannot fill is listed here.
+"""Every panel, recording rule and alert has data in a real run; exceptions on CPU are listed.
 
 `pytest -s` on this file prints how many series each query got.
 """
@@ -79,7 +79,7 @@ scrape_configs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Question:
-    """Something that should have data, and how to ask for it."""
+    """A query that should have data, and the function that sends it."""
 
     place: str
     name: str
@@ -88,7 +88,7 @@ class Question:
 
 
 class Answers:
-    """What a Prometheus holds for the dashboards, the recording rules and the alerts."""
+    """The number of series that each query of dashboards, recording rules and alerts returns."""
 
     def __init__(self, prometheus: Prometheus, rules: Mapping[str, Any]) -> None:
         self.prometheus = prometheus
@@ -100,7 +100,7 @@ class Answers:
         self.num_series = {question: len(question.ask()) for question in self.questions}
 
     def excuses(self, promql: str) -> set[str]:
-        """Return the absent selectors that an expression reads, by recording rules too."""
+        """Return the selectors of ABSENT that an expression reads, also by recording rules."""
         found = set()
         for name, matchers in selectors(promql):
             found |= self.excuses(self._recorded[name]) if name in self._recorded else set()
@@ -111,7 +111,7 @@ class Answers:
         return found
 
     def missing(self, place: str = "") -> list[str]:
-        """Name what has no data without an excuse, on one dashboard or anywhere."""
+        """Return the queries that have no data without an excuse, of one place or of all."""
         return [
             f"{question.place}: {question.name}: {question.promql}"
             for question in self.questions
@@ -158,7 +158,7 @@ DASHBOARDS = [json.loads(text) for text in dashboard_files().values()]
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> Iterator[Answers]:
-    """Ask until nothing is missing, or patience ends."""
+    """Train for real and send all queries until each has data or the time limit is reached."""
     folder = tmp_path_factory.mktemp("dashboards")
     texts = {
         Path(path).stem: text
@@ -231,7 +231,7 @@ def test_series_listed_as_absent_are_used_by_some_query(answers):
 
 
 def test_print_the_number_of_series_of_each_query(answers):
-    """For the eye: shown by `pytest -s`."""
+    """Print a table that is visible with `pytest -s`."""
     print("\n| where | what | series | if none, why |\n|---|---|---|---|")
     for question, count in answers.num_series.items():
         why = "" if count else "; ".join(ABSENT[a] for a in answers.excuses(question.promql))

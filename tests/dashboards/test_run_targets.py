@@ -1,4 +1,4 @@
-"""Of the run folders' targets, each address belongs to the newest run."""
+"""Tests of the file_sd file of the runs: each address has the labels of the newest run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus says of targets, rules and alerts becomes lines that say what to do."""
+"""Tests of the lines on targets, rules and alerts that `zerowatch stack status` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorder with a running job's values, and servers that are closed after the test."""
+"""Fixtures: a recorder with values of a running job, and servers closed after the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog: complete, well named, and small enough to be scraped from every rank."""
+"""Tests of the catalog: promised metrics, naming rules and the number of series per rank."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_series_of_rank_zero_alone_fit_into_its_additional_limit():
 
 
 def series_of(spec: MetricSpec) -> int:
-    """Return how many series a metric has at most on a rank of the job above."""
+    """Return the maximum number of series of a metric on one rank of the job above."""
     lines = len(spec.buckets) + len(("+Inf", "sum", "count")) if spec.buckets else 1
     names = set(spec.label_names)
     if spec.name == "zerowatch_memory_leak_bytes_per_step":  # a device leaks in one category

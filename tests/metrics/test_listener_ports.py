@@ -1,4 +1,4 @@
-"""Where a rank listens: on its own port if it can, else on another, else nowhere."""
+"""Tests of the port of the HTTP listener: fallback ports, errors and advertised addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def port_of(listening: socket.socket) -> int:
 
 @contextlib.contextmanager
 def row_of_taken_ports():
-    """Take a port and the five that a rank would fall back to, wherever all six are free."""
+    """Listen on a port and its five fallback ports, at the first place where all six are free."""
     while True:
         with contextlib.ExitStack() as row, contextlib.suppress(OSError, OverflowError):
             first = row.enter_context(socket.create_server(("127.0.0.1", 0)))

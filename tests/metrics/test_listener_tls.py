@@ -1,4 +1,4 @@
-"""Serving over TLS: who is let in, and what is said about files that cannot be used."""
+"""Tests of the HTTP listener with TLS: accepted clients, and errors about unusable files."""
 
 from __future__ import annotations
 

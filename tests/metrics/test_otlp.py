@@ -1,4 +1,4 @@
-"""What a collector gets: the same metrics as a scrape, traces, log lines, and who sends them."""
+"""Tests of OTLP export: metrics, traces, log lines and resource attributes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recorder_of_everything() -> Recorder:
 
 
 def scraped(recorder, rank):
-    """Return every series of /metrics: its value by name and labels."""
+    """Return the value of every series of /metrics, by name and labels."""
     text = exposition(recorder.snapshot(), rank, "")[1].decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
@@ -92,7 +92,7 @@ def scraped(recorder, rank):
 
 
 def received(collector):
-    """Return every series a collector was sent, under the names that Prometheus would give it."""
+    """Return the value of every series sent to a collector, by its Prometheus name and labels."""
     found = {}
     for metric in collector.metrics():
         kind = metric.WhichOneof("data")
@@ -446,7 +446,7 @@ def test_instrumentation_is_suppressed_on_the_sending_thread_only(environment):
 
 
 def is_suppressed():
-    """Ask what opentelemetry.instrumentation.utils.is_instrumentation_enabled does."""
+    """Return the value that is_instrumentation_enabled of opentelemetry checks."""
     return context.get_value(context._SUPPRESS_INSTRUMENTATION_KEY)
 
 

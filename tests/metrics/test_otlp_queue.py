@@ -1,4 +1,4 @@
-"""A collector that rejects exports: paused, retried, counted, logged once."""
+"""Tests of the OTLP queue with a collector that rejects exports: pauses, counts and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that is scraped: valid in both forms, complete, and carrying rank and trace ids."""
+"""Tests of the Prometheus and OpenMetrics texts: valid, complete, with ranks and exemplars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Prometheus finds two ranks by /targets, scrapes them and keeps their exemplars."""
+"""A real Prometheus discovers two ranks by /targets, scrapes them and stores exemplars."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ scrape_configs:
 
 
 def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, str | None], float]:
-    """Return an instant query's values by the labels run and rank."""
+    """Return the values of an instant query, by the labels run and rank."""
     return {
         (series["metric"].get("run"), series["metric"].get("rank")): float(series["value"][1])
         for series in prometheus.series(expression)
@@ -34,7 +34,7 @@ def values(prometheus: Prometheus, expression: str) -> dict[tuple[str | None, st
 
 @pytest.fixture(scope="module")
 def run():
-    """Two ranks of a run, of which rank 0 serves the targets of both."""
+    """Start the servers of two ranks, of which rank 0 serves the targets of both."""
     targets: list[dict] = []
     recorders, servers = [Recorder(), Recorder()], []
     with contextlib.ExitStack() as closing:

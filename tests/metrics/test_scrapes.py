@@ -1,4 +1,4 @@
-"""The end of a run: how long a rank waits for Prometheus to read that it is over."""
+"""Tests of lingering: how long a rank waits at its end for the last scrapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerowatch.metrics.settings import ServeSettings
 
 
 def scrape(address: str) -> None:
-    """Scrape, and wait for the server to have taken note, which it does after its answer."""
+    """Scrape, and wait until the server has recorded the scrape, which it does after its answer."""
     threads_before = threading.active_count()
     get(address)
     assert eventually(lambda: threading.active_count() <= threads_before)
@@ -118,7 +118,7 @@ def test_a_single_scrape_is_followed_by_a_short_wait():
 
 
 def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:
-    """Return what is known after visits: when, by whom, and the run_active that was read."""
+    """Return the scrapes recorded after `visits`: time, client and the value of run_active."""
     scrapes = Scrapes(now=lambda: clock[0])
     for at, client, run_active in visits:
         clock[0] = at

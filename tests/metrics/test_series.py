@@ -1,4 +1,4 @@
-"""The recorder: what is written is what a snapshot reads, and nothing the catalog does not know."""
+"""Tests of the recorder and its snapshots: values, labels, histograms and commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server of a rank: what it serves, and how it behaves in trouble."""
+"""Tests of the HTTP server of a rank: pages, failures, slow clients and closing."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_requests_are_not_logged(make_server, caplog, capfd):
 
 
 def serving_threads() -> list[str]:
-    """Name the server's threads; earlier tests of the process may have left others."""
+    """Return the names of the server's threads, without other threads of the process."""
     names = [thread.name for thread in threading.enumerate()]
     return [each for each in names if "process_request_thread" in each or each == "zerowatch-http"]
 

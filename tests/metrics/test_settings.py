@@ -1,4 +1,4 @@
-"""Settings: which source wins, and what is said about a value that cannot be used."""
+"""Tests of the settings: precedence of the sources, and errors about invalid values."""
 
 from __future__ import annotations
 

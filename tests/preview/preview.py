@@ -1,7 +1,7 @@
-"""Draws dashboards with Grafana's published panels and the values of a live Prometheus.
+"""Draws dashboards with the panels that Grafana publishes and the data of a Prometheus.
 
-Some panels are not published; likenesses of our own stand in. So a picture is a preview, no proof
-of what Grafana draws. The first use installs about 420 MB of npm packages below .build/, once.
+Some kinds of panel are not published and are imitated here, so Grafana itself may draw them
+differently. The first use installs about 420 MB of npm packages below .build/.
 
     python tests/preview/preview.py --prometheus http://127.0.0.1:9090 --out pictures overview
 """
@@ -37,7 +37,7 @@ WAIT_SECONDS = 60
 
 
 def main() -> None:
-    """Draw the dashboards that are asked for."""
+    """Draw the dashboards given on the command line; by default all."""
     options = parsed()
     bundle()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def parsed() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the page needs in addition to the dashboard."""
+    """Return the settings of the page: data source, time range and run."""
     step = max(1, round(options.range / POINTS))
     now = int(time.time())
     return {
@@ -88,7 +88,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_json(name: str, content: dict[str, Any]) -> None:
-    """Put a file where the page fetches it."""
+    """Write a file to the folder that is served to the page."""
     (CACHE / name).write_text(json.dumps(content))
 
 
@@ -140,10 +140,10 @@ def served() -> Iterator[str]:
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
+    """Serves files without logging requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Leave out the line for each request."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def browser_page() -> Iterator[Page]:
 
 
 def draw(page: Page, address: str, picture: Path) -> list[str]:
-    """Take a picture of the dashboard, and return what went wrong in it."""
+    """Save a picture of the dashboard, and return the errors that the page reported."""
     failures: list[str] = []
     page.on("pageerror", lambda error: failures.append(str(error)[:300]))
     page.goto(address)

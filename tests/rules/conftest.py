@@ -1,4 +1,4 @@
-"""The rule files, as they are shipped."""
+"""Fixtures: the rule files as they are shipped, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zerowatch.dashboards.prometheus_files import rule_files
 
 @pytest.fixture(scope="session")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files, as fresh as the code."""
+    """Return a folder with the rule files, generated from the current code."""
     return written(rule_files(), tmp_path_factory.mktemp("rules"))
 
 
 @pytest.fixture(scope="session")
 def alert_rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without what only dashboards need, so that promtool is quicker."""
+    """Return a folder with only the rules that alerts need, so that promtool is faster."""
     files = rule_files()
     recording = yaml.safe_load(files[RECORDING])
     for group in recording["groups"]:

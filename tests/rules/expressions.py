@@ -1,4 +1,4 @@
-"""What a PromQL expression selects."""
+"""Checks that a PromQL expression selects only existing metrics and labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Selector:
 
 
 def selectors(expression: str) -> set[Selector]:
-    """Parse an expression; return what it selects."""
+    """Return the selectors of a PromQL expression."""
     return {
         Selector(node.name or "", frozenset(matcher.name for matcher in node.matchers.matchers))
         for node in nodes(promql_parser.parse(expression))
@@ -26,7 +26,7 @@ def selectors(expression: str) -> set[Selector]:
 
 
 def unknown(expression: str) -> list[str]:
-    """Say what an expression selects that does not exist."""
+    """Return the metrics and labels that an expression selects but that do not exist."""
     return [
         f"{one.name}: {', '.join(sorted(one.labels - KNOWN.get(one.name, set()))) or 'no metric'}"
         for one in selectors(expression)

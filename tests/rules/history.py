@@ -1,4 +1,4 @@
-"""What a Prometheus has scraped of a run, as the series that promtool takes.
+"""Series as Prometheus would have scraped them from a run, in the notation of promtool.
 
 A stretch is (minutes, value): a counter grows by that value per second, a gauge stands at it.
 """
@@ -20,7 +20,7 @@ USUAL_PHASES = {"data": 0.02, "forward": 0.3, "backward": 0.6, "optimizer": 0.05
 
 
 def gauge(*stretches: Stretch) -> str:
-    """Write a value that is set."""
+    """Return the values of a gauge."""
     values: list[str] = []
     for value, _ in _scrapes(stretches):
         stale = value is GONE and values and values[-1] not in ("stale", "_")
@@ -29,7 +29,7 @@ def gauge(*stretches: Stretch) -> str:
 
 
 def counter(*stretches: Stretch) -> str:
-    """Write a value that grows; after a gap it starts again."""
+    """Return the values of a counter, which starts again at 0 after a gap."""
     values: list[str] = []
     total = 0.0
     for growth, seconds in _scrapes(stretches):
@@ -43,7 +43,7 @@ def counter(*stretches: Stretch) -> str:
 
 
 def _scrapes(stretches: tuple[Stretch, ...]) -> Iterator[tuple[float | None, float]]:
-    """Yield each scrape's value, and the seconds since the one before."""
+    """Yield the value of each scrape, and the seconds since the scrape before."""
     begun, moment = 0.0, 0
     for minutes, value in stretches:
         while moment < begun + 60 * minutes:
@@ -53,7 +53,7 @@ def _scrapes(stretches: tuple[Stretch, ...]) -> Iterator[tuple[float | None, flo
 
 
 def of_rank(rank: int, metric: str, values: str, **labels: str) -> Series:
-    """Write one rank's series, with the labels that Prometheus adds."""
+    """Return the series of one rank, with the labels that Prometheus adds."""
     known = {
         "job": "zerowatch",
         "instance": f"10.0.0.{rank}:9464",
@@ -67,18 +67,18 @@ def of_rank(rank: int, metric: str, values: str, **labels: str) -> Series:
 
 
 def of_both(metric: str, values: str, **labels: str) -> Series:
-    """Write the same series for ranks 0 and 1."""
+    """Return the same series for ranks 0 and 1."""
     return of_rank(0, metric, values, **labels) | of_rank(1, metric, values, **labels)
 
 
 def answers(*stretches: Stretch, rank: int) -> Series:
-    """Write whether a rank answered; where the value is GONE it did not."""
+    """Return the series `up` of a rank, which is 0 where `values` is GONE."""
     reached = tuple((minutes, 0 if value is GONE else 1) for minutes, value in stretches)
     return of_rank(rank, "up", gauge(*reached))
 
 
 def training(minutes: float) -> Series:
-    """Write two ranks that train: two steps a second, and nothing is wrong."""
+    """Return the series of two healthy ranks that take two steps per second."""
     series: Series = {}
     for rank in (0, 1):
         series |= training_rank(rank, (minutes, 1))
@@ -86,7 +86,7 @@ def training(minutes: float) -> Series:
 
 
 def training_rank(rank: int, *stretches: Stretch) -> Series:
-    """Write one rank that trains while the value is 1, has ended at 0, and is GONE otherwise."""
+    """Return the series of one rank: 1 means it trains, 0 that it ended, GONE that it is down."""
 
     def paced(per_second: float) -> str:
         return counter(*((m, v if v is GONE else v * per_second) for m, v in stretches))

@@ -1,4 +1,4 @@
-"""Cases for promtool: which alert fires on which history, from when, and until when."""
+"""Test cases for promtool: which alert fires on given series, from when and until when."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case:
     until: str = ""
 
     def test(self) -> dict[str, Any]:
-        """Return what promtool is to test."""
+        """Return the case in the format of promtool."""
         return {
             "name": self.title,
             "interval": f"{SCRAPE_SECONDS}s",
@@ -100,18 +100,18 @@ def annotations_of(alert: str, *, dashboard: str, summary: str, description: str
 
 
 def evaluations(until_seconds: int) -> range:
-    """Return the moments at which rules are evaluated, in seconds."""
+    """Return the times in seconds at which rules are evaluated."""
     return range(0, until_seconds + 1, EVALUATION_SECONDS)
 
 
 def seconds(duration: str) -> int:
-    """Read a duration such as "13m15s"."""
+    """Return the seconds of a duration such as "13m15s"."""
     sizes = {"h": 3600, "m": 60, "s": 1}
     return sum(int(n) * sizes[unit] for n, unit in re.findall(r"(\d+)([hms])", duration))
 
 
 def written(files: Mapping[str, str], folder: Path) -> Path:
-    """Write files by their paths in a folder, and return it."""
+    """Write files into a folder by their paths, and return the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -119,7 +119,7 @@ def written(files: Mapping[str, str], folder: Path) -> Path:
 
 
 def failures(rules: Path, tests: Iterable[Mapping[str, Any]], folder: Path) -> str:
-    """Run promtool's tests over the rule files in `rules`; return what failed, in its words."""
+    """Run test cases on the rule files in `rules`; return promtool's report of failures."""
     file = folder / "tests.yaml"
     content = {
         "rule_files": [str(rules / name) for name in RULE_FILES],
@@ -134,6 +134,6 @@ def failures(rules: Path, tests: Iterable[Mapping[str, Any]], folder: Path) -> s
 
 
 def _groups(rules: Path) -> list[str]:
-    """Return the names of all groups: what is recorded first, as alerts are made of it."""
+    """Return the names of all groups; recording rules first, because alerts depend on them."""
     files = [yaml.safe_load((rules / name).read_text()) for name in RULE_FILES]
     return [group["name"] for file in files for group in file["groups"]]

@@ -1,4 +1,4 @@
-"""A real Alertmanager takes our configuration, routes by severity, and silences consequences."""
+"""Tests of the configuration in a real Alertmanager: routing by severity, and inhibition."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def amtool(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_amtool_takes_the_configuration(rules):
+def test_amtool_accepts_the_configuration(rules):
     ended = amtool("check-config", rules / FILE)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "3 receivers" in ended.stdout
 
 
-def test_amtool_refuses_a_configuration_without_a_receiver(tmp_path):
+def test_amtool_rejects_a_configuration_without_a_receiver(tmp_path):
     files = rule_files()
     wrong = files[FILE].replace("- name: info", "- name: inform")
 
@@ -57,7 +57,7 @@ def test_an_alert_goes_to_the_receiver_of_its_severity(alert, rules):
     assert ended.stdout.strip() == alert.severity
 
 
-def test_an_alert_of_somebody_else_goes_somewhere(rules):
+def test_an_alert_of_another_severity_goes_to_the_default_receiver(rules):
     config = f"--config.file={rules / FILE}"
 
     ended = amtool("config", "routes", "test", config, "alertname=Other", "severity=page")
@@ -65,7 +65,7 @@ def test_an_alert_of_somebody_else_goes_somewhere(rules):
     assert ended.stdout.strip() == "warning"
 
 
-def test_the_webhook_is_where_it_is_asked_for():
+def test_the_address_of_the_webhook_is_configurable():
     text = rule_files(webhook_url="http://127.0.0.1:1/hook")[FILE]
 
     assert text.count("url: http://127.0.0.1:1/hook") == 3
@@ -73,7 +73,7 @@ def test_the_webhook_is_where_it_is_asked_for():
 
 
 class Alertmanager:
-    """A process on loopback that cannot reach its webhook, which nobody minds."""
+    """An Alertmanager process on loopback, whose webhook need not exist."""
 
     def __init__(self, folder: Path) -> None:
         files = rule_files(Timing(scale=1 / 30), webhook_url="http://127.0.0.1:1/")
@@ -207,7 +207,7 @@ ACTIVE, SUPPRESSED = "active", "suppressed"
         ),
     ],
 )
-def test_what_silences_what(run, raised, expected, alertmanager):
+def test_an_alert_inhibits_exactly_its_consequences(run, raised, expected, alertmanager):
     alertmanager.raise_(*(labels(name, run, **own) for name, own in raised))
 
     # An alert counts as active until it was looked at for the first time.

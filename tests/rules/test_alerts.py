@@ -1,4 +1,4 @@
-"""Each alert fires, at which evaluation, and recovers; and is quiet where nothing is wrong."""
+"""Each alert fires at the expected evaluation and resolves, and does not fire otherwise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_alerts(case, alert_rules, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_tried_that_each_alert_fires_and_recovers(name):
+def test_each_alert_has_a_case_in_which_it_fires_and_resolves(name):
     fired = [case for case in CASES if case.alert.get("alertname") == name]
 
     assert fired and all(case.recovers_at for case in fired)
@@ -35,7 +35,7 @@ def test_it_is_tried_that_each_alert_fires_and_recovers(name):
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.alert], ids=lambda case: case.title
 )
-def test_an_alert_carries_its_own_severity_and_component(case):
+def test_firing_alerts_have_their_severity_and_component(case):
     alert = OF_NAME[case.alert["alertname"]]
 
     assert case.alert.items() >= alert.labels.items()

@@ -1,4 +1,4 @@
-"""What is recorded has the value that can be worked out by hand."""
+"""The recording rules have the values that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -114,15 +114,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("rule", CASES, ids=lambda rule: rule.name)
-def test_what_is_recorded(rule, rules, tmp_path):
+def test_a_recording_rule_has_the_computed_value(rule, rules, tmp_path):
     own_series, values = CASES[rule]
     series = training(MINUTES) | own_series
 
     assert failures(rules, [look(rule, series, values)], tmp_path) == ""
 
 
-def test_nothing_is_divided_by_zero_while_an_evaluation_takes_no_steps(rules, tmp_path):
-    """Infinity would break a graph's scale, and pass any limit of an alert."""
+def test_no_rule_is_infinite_during_an_evaluation_without_steps(rules, tmp_path):
+    """Infinity would break the scale of a graph and exceed the threshold of any alert."""
     series = dict.fromkeys(training(MINUTES), standing(1))
     series |= of_both(PHASES, growing(1), phase="eval") | of_both(EXPOSED, growing(0.1), group="dp")
     series |= of_both(f"{STEP_SECONDS}_sum", standing(1))
@@ -135,14 +135,14 @@ def test_nothing_is_divided_by_zero_while_an_evaluation_takes_no_steps(rules, tm
     assert failures(rules, [test], tmp_path) == ""
 
 
-def test_a_wrong_value_would_be_noticed(rules, tmp_path):
+def test_a_wrong_expected_value_fails(rules, tmp_path):
     wrong = look(recorded.STEPS_RATE, training(MINUTES), {"": 2.1})
 
     assert "FAILED" in failures(rules, [wrong], tmp_path)
 
 
-def test_what_alerts_need_is_tried():
-    """Each of the names that stand in an expression of an alert."""
+def test_each_recording_rule_used_by_an_alert_has_a_case():
+    """Every recording rule that an alert uses has a case above."""
     expressions = " ".join(alert.expression for alert in alerts(Timing()))
     needed = {rule for rules in GROUPS.values() for rule in rules if rule.name in expressions}
 
@@ -152,7 +152,7 @@ def test_what_alerts_need_is_tried():
 
 
 def look(rule, series: dict[str, str], values: dict[str, float]):
-    """Compare in whole millionths: rates are not exact, and promtool's comparison is."""
+    """Round to millionths, because rates are not exact and promtool compares exactly."""
     expected = [
         {
             "labels": "{" + ", ".join(filter(None, ['job="zerowatch", run="night-7"', own])) + "}",

@@ -1,4 +1,4 @@
-"""Each alert has its page in the runbook, complete, and with queries that work."""
+"""Tests of the runbook: each alert has a complete page, whose queries are valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [alert.name for alert in alerts(Timing())]
 
 
 def pages(text: str) -> dict[str, str]:
-    """Return the pages by the anchors that GitHub makes of their headings."""
+    """Return the pages by the anchors that GitHub generates from their headings."""
     parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
     titles = [title.lower().replace(" ", "-") for title in parts[::2]]
     return dict(zip(titles, parts[1::2], strict=True))
@@ -66,14 +66,14 @@ def test_a_page_has_its_five_sections(page):
 
 
 @pytest.mark.parametrize(("anchor", "threshold"), PERCENTAGES.items(), ids=PERCENTAGES)
-def test_the_first_percentage_of_a_page_is_the_alert_s_threshold(anchor, threshold):
+def test_the_first_percentage_of_a_page_is_the_threshold_of_the_alert(anchor, threshold):
     first = re.search(r"([\d.]+) %", PAGES[anchor])
 
     assert first and float(first[1]) == pytest.approx(100 * threshold)
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_names_only_what_exists(query):
+def test_a_query_uses_existing_metrics_and_labels(query):
     assert unknown(query) == []
 
 
@@ -82,13 +82,13 @@ def test_a_query_is_about_one_run(query):
     assert all("run" in selector.labels for selector in selectors(query))
 
 
-def test_links_within_the_runbook_lead_to_a_page():
+def test_links_within_the_runbook_have_a_target():
     anchors = re.findall(r"\]\(#(.+?)\)", TEXT)
 
     assert set(anchors) == PAGES.keys()
 
 
-def test_settings_that_are_named_exist():
+def test_settings_named_in_the_runbook_exist():
     rooms = {name: field.annotation for name, field in Settings.model_fields.items()}
     named = set(re.findall(r"`([a-z]+)\.([a-z_]+)`", TEXT)) - {("metrics", "thresholds")}
 

@@ -1,4 +1,4 @@
-"""Cases of the alerts on communication."""
+"""Test cases of the alerts on communication."""
 
 from __future__ import annotations
 

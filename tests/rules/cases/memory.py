@@ -1,4 +1,4 @@
-"""Cases of the alerts on memory."""
+"""Test cases of the alerts on memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the alerts on zerowatch itself."""
+"""Test cases of the alerts on zerowatch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the alerts on training and on idle devices."""
+"""Test cases of the alerts on training and on idle devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the alerts on replayed windows and restarts."""
+"""Test cases of the alerts on replayed windows and restarts."""
 
 from __future__ import annotations
 

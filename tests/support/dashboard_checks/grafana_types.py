@@ -1,4 +1,4 @@
-"""Checks dashboards against the types that Grafana publishes for each release, by TypeScript.
+"""Checks dashboards with TypeScript against the types that Grafana publishes per release.
 
 A dashboard is written as literals: the compiler refuses unknown keys and wrong enum values.
 """

@@ -41,7 +41,7 @@ def faults(dashboard: Json) -> list[str]:
 
 
 def panels(dashboard: Json) -> Iterator[Json]:
-    """Yield all panels but headings."""
+    """Yield all panels except headings."""
     return (panel for panel in dashboard["panels"] if panel["type"] != "row")
 
 
@@ -93,7 +93,7 @@ def link_faults(dashboard: Json) -> Iterator[str]:
 
 
 def overlap(one: Json, other: Json) -> bool:
-    """Whether two places share a cell."""
+    """Whether two positions overlap."""
     return all(
         one[start] < other[start] + other[length] and other[start] < one[start] + one[length]
         for start, length in (("x", "w"), ("y", "h"))
@@ -177,7 +177,7 @@ def parsed(expression: str) -> Any:
 
 
 def keeps_name(node: Any) -> bool:
-    """Whether the series of a query still have the name of a metric."""
+    """Whether the series of a query keep the name of a metric."""
     if isinstance(node, promql_parser.ParenExpr):
         return keeps_name(node.expr)
     if isinstance(node, promql_parser.BinaryExpr):
@@ -188,14 +188,14 @@ def keeps_name(node: Any) -> bool:
 
 
 def substituted(expression: str) -> str:
-    """Put values in place of Grafana's variables."""
+    """Replace the variables of Grafana by values."""
     for macro, value in MACROS.items():
         expression = expression.replace(macro, value)
     return re.sub(r"\$\{?(\w+)(:\w+)?\}?", r"\1", expression)
 
 
 def selector_faults(selector: Any) -> Iterator[str]:
-    """Yield series and labels that no metric has, and variables that the query leaves out."""
+    """Yield a fault for each unknown series or label, and for each missing variable."""
     if selector.name not in SERIES:
         yield f"nobody writes {selector.name}"
         return
