@@ -117,12 +117,7 @@ def _for_symptom(inputs: TunerInput, symptom: Symptom) -> Iterator[Proposal]:
         if spec.device_only and inputs.reading.on_cpu:
             continue
         for value in _untried_values(inputs, spec, trigger):
-            changes = in_several_buckets(
-                inputs.configuration,
-                {spec.name: value},
-                inputs.options.get(REDUCE_BUCKET_SIZE.name, ()),
-                inputs.facts,
-            )
+            changes = _in_several_buckets(inputs, {spec.name: value})
             proposal = _proposal(inputs, changes, symptom, spec.description)
             if proposal is not None:
                 yield proposal
@@ -181,7 +176,7 @@ def _proposal(
     inputs: TunerInput, changes: Configuration, symptom: Symptom, why: str
 ) -> Proposal | None:
     """Return a proposal with the partners of its changes; None if not possible or not allowed."""
-    whole = with_partners(inputs.configuration, changes)
+    whole = _with_partners(inputs.configuration, changes)
     if any(whole[knob] != value for knob, value in changes.items()):
         return None
     options = inputs.options
@@ -217,14 +212,7 @@ def _required_numerics(inputs: TunerInput, changes: Configuration) -> Numerics |
 
 
 def _untried_values(inputs: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
-    values = candidate_values(
-        spec,
-        trigger,
-        inputs.configuration,
-        inputs.options.get(spec.name, ()),
-        inputs.facts,
-        inputs.samples_per_rank,
-    )
+    values = _candidate_values(inputs, spec, trigger)
     return [value for value in values if (spec.name, value) not in inputs.denied]
 
 
@@ -298,32 +286,23 @@ def _bandwidth_symptom(inputs: TunerInput) -> Symptom:
     )
 
 
-def candidate_values(
-    spec: KnobSpec,
-    trigger: Trigger,
-    configuration: Configuration,
-    options: Sequence[Value],
-    facts: JobFacts,
-    samples_per_rank: int,
-) -> list[Value]:
+def _candidate_values(inputs: TunerInput, spec: KnobSpec, trigger: Trigger) -> list[Value]:
     """Return the values of a knob to try against a symptom, the most promising first.
 
     Args:
+        inputs: Configuration in use, and possible values.
         spec: The knob.
         trigger: Direction, or values, that the symptom asks for.
-        configuration: The complete configuration in use.
-        options: Possible values of the knob in this job.
-        facts: Properties of the job.
-        samples_per_rank: Samples of one rank in a window.
     """
-    now = configuration[spec.name]
+    now = inputs.configuration[spec.name]
     if isinstance(trigger, tuple):
         return [value for value in trigger if value != now]
+    options = inputs.options.get(spec.name, ())
     numbers = sorted(value for value in options if isinstance(value, int))
     if not isinstance(now, int):
         return []
-    limit = spec.saturation_size(facts)
-    up = [] if trigger == "down" else _larger(spec, now, numbers, limit, samples_per_rank)
+    limit = spec.saturation_size(inputs.facts)
+    up = [] if trigger == "down" else _larger(spec, now, numbers, limit, inputs.samples_per_rank)
     down = [] if trigger == "up" else _smaller(spec, now, numbers, limit)
     if trigger == "down" and spec.buffer_is_preallocated and now > limit:
         # The smallest buffer that still holds everything frees memory at no cost in time.
@@ -331,7 +310,7 @@ def candidate_values(
     return [*up, *down]
 
 
-def with_partners(configuration: Configuration, changes: Configuration) -> dict[str, Value]:
+def _with_partners(configuration: Configuration, changes: Configuration) -> dict[str, Value]:
     """Return changes with those of other knobs that they need.
 
     Knobs without effect in the resulting configuration are switched off.
@@ -346,24 +325,17 @@ def with_partners(configuration: Configuration, changes: Configuration) -> dict[
     return {**result, **useless}
 
 
-def in_several_buckets(
-    configuration: Configuration, changes: Configuration, options: Sequence[Value], facts: JobFacts
-) -> dict[str, Value]:
-    """Return changes with a smaller bucket where they need several buckets to have an effect.
-
-    Args:
-        configuration: The complete configuration in use.
-        changes: Change of one knob, and of those that it needs.
-        options: Possible bucket sizes in this job.
-        facts: Properties of the job.
-    """
-    bucket, limit = configuration.get(REDUCE_BUCKET_SIZE.name), facts.num_gradients
+def _in_several_buckets(inputs: TunerInput, changes: Configuration) -> dict[str, Value]:
+    """Return changes with a smaller bucket where they need several buckets to have an effect."""
+    bucket = inputs.configuration.get(REDUCE_BUCKET_SIZE.name)
+    limit = inputs.facts.num_gradients
     needs_several = any(
         value and SPECS[name].needs_several_buckets for name, value in changes.items()
     )
     if not needs_several or not isinstance(bucket, int) or bucket <= limit / 2:
         return dict(changes)
     largest = limit / REDUCE_BUCKET_SIZE.step_factor
+    options = inputs.options.get(REDUCE_BUCKET_SIZE.name, ())
     smaller = [size for size in options if isinstance(size, int) and size <= largest]
     return {**changes, REDUCE_BUCKET_SIZE.name: max(smaller)} if smaller else dict(changes)
 
