@@ -40,13 +40,21 @@ from .thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
+# About 30 years: far above any useful time, and below what the clocks of the system can wait for.
+MAX_SECONDS = 1e9
+# Above any memory; a larger integer does not fit into a float.
+MAX_BYTES = 2**63
+Seconds = Annotated[float, Field(le=MAX_SECONDS)]
+Bytes = Annotated[ByteSize, Field(le=MAX_BYTES)]
 RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
 
 
 class Section(BaseModel):
-    """Base of the sections: an instance is read-only, and an unknown option is an error."""
+    """Base of the sections: an instance is read-only; an unknown option, inf and nan are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ServeSettings(Section):
@@ -63,7 +71,7 @@ class ServeSettings(Section):
     advertise_host: str | None = None
     """Host name in /targets; by default the address listened on, or this machine's name if that is
     a wildcard address."""
-    linger_seconds: float = Field(default=75.0, ge=0)
+    linger_seconds: Seconds = Field(default=75.0, ge=0)
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
     scrape intervals, only for scrapers seen in the last 3 of their intervals; 20 s after a single
     scrape."""
@@ -108,7 +116,7 @@ class FlopsSettings(Section):
 class SamplingSettings(Section):
     """How often devices are read."""
 
-    device_seconds: float = Field(default=1.0, gt=0)
+    device_seconds: Seconds = Field(default=1.0, gt=0)
     """Seconds between two readings of a device."""
 
 
@@ -117,7 +125,7 @@ class CrossRankSettings(Section):
 
     enabled: bool = True
     """Whether to compare; if false, waiting for other ranks cannot be separated from transfer."""
-    interval_seconds: float = Field(default=5.0, ge=0.1)
+    interval_seconds: Seconds = Field(default=5.0, ge=0.1)
     """Seconds between two exchanges of reports between the ranks."""
 
 
@@ -126,7 +134,7 @@ class HangSettings(Section):
 
     enabled: bool = True
     """Whether to detect hangs."""
-    seconds: float = Field(default=30.0, gt=0)
+    seconds: Seconds = Field(default=30.0, gt=0)
     """Seconds without progress that count as a hang, if also ten times the median step."""
     abort: bool = False
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
@@ -137,15 +145,15 @@ class MemorySettings(Section):
 
     enabled: bool = True
     """Whether to measure categories, predict peaks and write reports."""
-    detailed_sample_seconds: float = Field(default=10.0, gt=0)
+    detailed_sample_seconds: Seconds = Field(default=10.0, gt=0)
     """Seconds between two steps that are sampled in detail: memory by category and by phase."""
     reset_peak_counters: bool = True
     """Whether to reset peak counters at each reading: the kernel's peak RSS, and those of CUDA's
     allocator (transparent to the script). If false, peaks are not attributed to steps and
     out-of-memory prediction is disabled."""
-    device_limit_bytes: ByteSize | None = Field(default=None, gt=0)
+    device_limit_bytes: Bytes | None = Field(default=None, gt=0)
     """A budget for the GPU, such as 60GiB, if less than what the device has."""
-    host_limit_bytes: ByteSize | None = Field(default=None, gt=0)
+    host_limit_bytes: Bytes | None = Field(default=None, gt=0)
     """A budget for the RSS of this process, if less than what the host allows."""
     leak_sites: bool = False
     """Whether to trace allocations once memory seems to leak; tracing is slow."""
@@ -184,9 +192,9 @@ class OtelSettings(Section):
     """Whether to send zerowatch's own log lines, and no others."""
     every_steps: int = Field(default=100, ge=1)
     """Trace every n-th step, the same on all ranks; slow steps are traced as well."""
-    metrics_seconds: float = Field(default=15.0, ge=1)
+    metrics_seconds: Seconds = Field(default=15.0, ge=1)
     """Seconds between two exports of the metrics."""
-    timeout_seconds: float = Field(default=5.0, gt=0)
+    timeout_seconds: Seconds = Field(default=5.0, gt=0)
     """Timeout of an export; training never waits for one, the end of a run at most 1 s."""
 
 
@@ -208,7 +216,7 @@ class TunerSettings(Section):
     exploration_ratio: float = Field(default=0.05, ge=0, le=1)
     """Largest share of the training time so far, plus 10 minutes, that trials may cost; 0 for no
     trials."""
-    observe_seconds: float = Field(default=20.0, gt=0)
+    observe_seconds: Seconds = Field(default=20.0, gt=0)
     """Seconds of training that a diagnosis of a TrainingRun is made from; 30 for any other."""
     cooldown_steps: int = Field(default=200, ge=0)
     """Steps of the cooldown after an accepted change, in which nothing else is tried; fewer if 10
@@ -351,7 +359,9 @@ def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str)
     # A rejected URL may contain a password.
     shown = re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"]))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
-    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}")
+    never = option == "hang.seconds" and fault["type"] in ("finite_number", "less_than_equal")
+    hint = "; to detect no hangs, set hang.enabled=false" if never else ""
+    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}{hint}")
 
 
 def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:

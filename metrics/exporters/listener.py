@@ -12,6 +12,7 @@ import errno
 import logging
 import socket
 import ssl
+import stat
 import sys
 import threading
 import time
@@ -293,9 +294,14 @@ def _load_client_authority(context: ssl.SSLContext, authority: Path) -> None:
 def _check_readable(setting: str, path: Path) -> None:
     """Raise an error with the file's name, which the ssl module omits."""
     try:
-        path.read_bytes()
+        # Reading a FIFO or a terminal would wait for a writer.
+        reason = None if stat.S_ISREG(path.stat().st_mode) else "it is not a regular file"
+        if reason is None:
+            path.read_bytes()
     except OSError as error:
+        reason = error.strerror
+    if reason is not None:
         raise SettingsError(
-            f"serve.{setting}: cannot read {path} ({error.strerror}); "
+            f"serve.{setting}: cannot read {path} ({reason}); "
             "give a PEM file that this user may read"
-        ) from None
+        )

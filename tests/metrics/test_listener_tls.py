@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import ssl
+import threading
+from pathlib import Path
 
 import pytest
 from fakes.certificates import Authority
@@ -105,6 +108,26 @@ def test_a_missing_tls_file_disables_serving_and_is_named(
         f"{tmp_path}/nowhere.pem (No such file or directory); give a PEM file that this user may "
         "read"
     )
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+@pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])
+def test_a_tls_file_that_is_no_regular_file_is_not_read(
+    make_tls_server, tmp_path, caplog, setting, kind
+):
+    path = {"FIFO": tmp_path / "fifo", "folder": tmp_path, "device": Path("/dev/zero")}[kind]
+    os.mkfifo(tmp_path / "fifo")
+    started: list[str | None] = []
+    server = make_tls_server(**{setting: path})
+
+    # On a thread of its own, as a read of the FIFO would never return.
+    thread = threading.Thread(target=lambda: started.append(server.start()), daemon=True)
+    thread.start()
+    thread.join(30)
+
+    assert started == [None]
+    [record] = caplog.records
+    assert f"serve.{setting}: cannot read {path} (it is not a regular file)" in record.message
 
 
 @pytest.mark.parametrize("setting", ["tls_certificate", "tls_key", "tls_client_ca"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.settings import Settings, load_settings
@@ -215,3 +217,40 @@ def test_the_thresholds_of_the_tuner_are_those_of_the_dashboards():
 
     assert tuner.comm_ratio_high == COMM_RATIO_HIGH
     assert tuner.device_utilization_low == DEVICE_UTILIZATION_LOW
+
+
+def float_options() -> list[str]:
+    return [
+        f"{section}.{name}"
+        for section, field in Settings.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name, inner in field.annotation.model_fields.items()
+        if float in (inner.annotation, *get_args(inner.annotation))
+    ]
+
+
+def test_there_are_options_with_a_fraction():
+    assert {"hang.seconds", "serve.linger_seconds"} <= set(float_options())
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400"])
+@pytest.mark.parametrize("option", float_options())
+def test_a_number_that_is_not_finite_is_an_error(option, value):
+    section, name = option.split(".")
+
+    messages = [error_of({section: {name: given}}) for given in (value, float(value))]
+
+    assert all(f"{option!r} (call argument)" in message for message in messages)
+    assert all("finite" in message or "greater than" in message for message in messages)
+
+
+@pytest.mark.parametrize("option", [name for name in float_options() if "seconds" in name])
+def test_a_time_beyond_what_a_clock_can_wait_for_is_an_error(option):
+    section, name = option.split(".")
+
+    assert f"{option!r} (call argument): " in error_of({section: {name: 1e308}})
+    assert load_settings({section: {name: 30 * 86400}})
+
+
+def test_the_error_about_an_infinite_hang_limit_names_the_switch():
+    assert "hang.enabled=false" in error_of({"hang": {"seconds": float("inf")}})
