@@ -34,6 +34,9 @@ _OVERRIDES = ("custom_loss_scaler", "external_loss_scale")
 # count is then a number or a tensor.
 _DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 ADAMS = frozenset({*_DEEPSPEED_ADAMS, "Adam", "AdamW"})
+# These have one update count for all tensors of a group: that of the last tensor with a gradient.
+# The counts of the other tensors stay as they are.
+_COUNTING_IN_LAST_TENSOR = ("FusedAdam", "FusedLion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,8 @@ def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
 
     The optimizer has one update count for all weights that are flattened together.
     """
+    if _counts_in_last_tensor(snapshot):
+        return None
     for members in snapshot.members:
         counted = [
             (name, snapshot.parameters[name].scalars)
@@ -244,6 +249,10 @@ def unequal_members(snapshot: TrainingStateSnapshot) -> str | None:
             if _comparable(scalars) != _comparable(counted[0][1]):
                 return name
     return None
+
+
+def _counts_in_last_tensor(snapshot: TrainingStateSnapshot) -> bool:
+    return snapshot.optimizer.__name__ in _COUNTING_IN_LAST_TENSOR
 
 
 def _comparable(scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,8 +451,24 @@ def _make_states(layout: list[OptimizerTensor], snapshot: TrainingStateSnapshot)
                 own[key] = torch.zeros_like(
                     optimizer_tensor.tensor, dtype=dtype, requires_grad=False
                 )
-        for key, value in known.scalars.items():
+        for key, value in _scalars(optimizer_tensor, known, snapshot).items():
             own[key] = copy.deepcopy(value)
+
+
+def _scalars(
+    optimizer_tensor: OptimizerTensor, known: ParamSnapshot, snapshot: TrainingStateSnapshot
+) -> Mapping[str, Any]:
+    """Return the scalar states of a tensor, of which `known` is a member with states."""
+    is_whole_parameter = optimizer_tensor.replicated and len(optimizer_tensor.members) == 1
+    if is_whole_parameter or not _counts_in_last_tensor(snapshot):
+        return known.scalars
+    group = [snapshot.parameters[name] for name in snapshot.members[optimizer_tensor.group]]
+    counts = {
+        name: max(kept.scalars[name] for kept in group if name in kept.scalars)
+        for name in _UPDATE_COUNTS
+        if name in known.scalars
+    }
+    return {**known.scalars, **counts}
 
 
 def _update_partitions(optimizer: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.engine.rebuild_cases import CASES, TRANSITIONS
+from scripts.engine.rebuild_cases import CASES, DEFAULT_OPTIMIZER, TRANSITIONS
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.jobs
 
 ON_TWO_RANKS = (
     *TRANSITIONS,
+    *DEFAULT_OPTIMIZER,
     "stage 2, optimizer to the host",
     "stage 3, all to the host",
     "stage 3, all to the device",

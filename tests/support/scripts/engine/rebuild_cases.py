@@ -129,6 +129,22 @@ OPTIMIZERS = {
         ("factory", 3, 1),
     )
 }
+# DeepSpeed's own optimizer, between stage 0 and each other stage.
+DEFAULT_OPTIMIZER = {
+    f"{precision}, default optimizer, stage {old} to {new}": Case(
+        old=PLAIN[old],
+        new=PLAIN[new],
+        optimizer="config",
+        precision=precision,
+        exact=old == new,
+    )
+    for precision in ("fp32", "bf16")
+    for old, new in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (3, 0))
+} | {
+    "default optimizer, stage 0 to 1 on the host": Case(
+        old=PLAIN[0], new=offloaded(1), optimizer="config"
+    ),
+}
 _WARMUP = {
     "scheduler": {
         "type": "WarmupDecayLR",
@@ -176,4 +192,12 @@ PRECISIONS = {
         old=PLAIN[3], new=offloaded(3, param=True), precision="bf16"
     ),
 }
-CASES = {**TRANSITIONS, **OFFLOADS, **LAYOUTS, **OPTIMIZERS, **SCHEDULES, **PRECISIONS}
+CASES = {
+    **TRANSITIONS,
+    **OFFLOADS,
+    **LAYOUTS,
+    **OPTIMIZERS,
+    **DEFAULT_OPTIMIZER,
+    **SCHEDULES,
+    **PRECISIONS,
+}

@@ -19,12 +19,8 @@ get_accelerator().is_fp16_supported = lambda: True
 
 WIDTH, ODD = 12, 29  # an odd number divides evenly over no ranks
 EPSILON = 1e-4  # of Adam and its variants, which otherwise amplify rounding of tiny gradients
-OWN = {
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.01, "eps": EPSILON, "torch_adam": True},
-    }
-}
+# DeepSpeed's default: FusedAdam, which counts the updates of a group in its last tensor only.
+OWN = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": EPSILON}}}
 
 
 class Net(torch.nn.Module):
@@ -72,7 +68,7 @@ class Run:
     def make_engine(self, model: torch.nn.Module, config: dict[str, Any]) -> Any:
         return deepspeed.initialize(
             model=model,
-            model_parameters=[each for each in model.parameters() if each.requires_grad],
+            model_parameters=_groups(model) if self.optimizer is None else _trained(model),
             optimizer=self.optimizer,
             lr_scheduler=self.schedule,
             config=config,
@@ -108,22 +104,33 @@ class Run:
         self.engine = self.optimizer = self.schedule = None
 
 
-def _optimizer(name: str, model: torch.nn.Module) -> Any:
-    groups = [
-        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() > 1], "lr": 0.02},
-        {
-            "params": [p for p in model.parameters() if p.requires_grad and p.dim() <= 1],
-            "weight_decay": 0.0,
-        },
+def _groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return two parameter groups of several tensors each."""
+    trained = _trained(model)
+    return [
+        {"params": [each for each in trained if _num_dims(each) > 1], "lr": 0.02},
+        {"params": [each for each in trained if _num_dims(each) <= 1], "weight_decay": 0.0},
     ]
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def _num_dims(parameter: Any) -> int:
+    """Return the dimensions of a whole parameter, also where stage 3 has partitioned it."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _optimizer(name: str, model: torch.nn.Module) -> Any:
+    groups = _groups(model)
     match name:
         case "config":
             return None
         case "factory":
             return lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=EPSILON)
         case "Adagrad":  # DeepSpeed makes one group of its groups
-            trained = [each for each in model.parameters() if each.requires_grad]
-            return torch.optim.Adagrad(trained, lr=0.01, eps=EPSILON)
+            return torch.optim.Adagrad(_trained(model), lr=0.01, eps=EPSILON)
         case "RMSprop":  # it divides by less than Adam at first
             return torch.optim.RMSprop(groups, lr=0.003, momentum=0.9, eps=0.01)
         case "SGD":
