@@ -73,8 +73,8 @@ class ServeSettings(Section):
     a wildcard address."""
     linger_seconds: Seconds = Field(default=75.0, ge=0)
     """Maximum seconds to wait at exit until regular scrapers have read that the run is over: 1.2
-    scrape intervals, only for scrapers seen in the last 3 of their intervals; 20 s after a single
-    scrape."""
+    scrape intervals, only for scrapers seen in the last 3 of their intervals. A single request is
+    not waited for."""
     tls_certificate: Path | None = None
     """PEM file of the server's certificate; switches HTTPS on."""
     tls_key: Path | None = None

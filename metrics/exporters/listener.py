@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import socket
 import ssl
 import stat
@@ -29,13 +30,32 @@ from ..settings import ServeSettings
 
 logger = logging.getLogger(__name__)
 
+# Time for a whole request and its response, after which the connection is closed.
 CLIENT_TIMEOUT_SECONDS = 5.0
 MAX_CLIENTS = 8
+# With all threads in use a new client takes the place of the oldest one that is this old. A scrape
+# is done in milliseconds.
+CROWDED_TIMEOUT_SECONDS = 1.0
+# Longest wait for the thread of a client whose connection was closed.
+THREAD_END_SECONDS = 0.5
+# Delay after an accept that failed for lack of descriptors or memory: the client stays in the
+# queue, and accepting would be tried again at once, for ever.
+ACCEPT_RETRY_SECONDS = 0.5
 # Prometheus and compatible scrapers send it with each scrape.
 SCRAPE_TIMEOUT = "X-Prometheus-Scrape-Timeout-Seconds"
 
-# Off Linux, closing cannot wake the accepting thread and waits up to this long.
+# Interval at which the accepting thread closes the connections that are over time. Off Linux,
+# closing the listener cannot wake that thread, and waits as long.
 POLL_SECONDS = 2.0
+
+# Share of one core that serving may take in the long run, and CPU seconds that it may take at once.
+# A scrape takes some milliseconds.
+CPU_SHARE = 0.02
+CPU_BURST_SECONDS = 0.1
+MAX_PAUSE_SECONDS = 1.0
+
+# Errors of accept that pass: descriptors or memory ran out.
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 # Ports
 HIGHEST_PORT = 65535
@@ -71,6 +91,29 @@ class RequestHandler:
     spent: Callable[[float], None]
 
 
+class CpuBudget:
+    """Paces the accepting of clients, so that however many come training keeps its processor.
+
+    Args:
+        now: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._paid_until = -math.inf
+
+    def spend(self, cpu_seconds: float) -> None:
+        """Account for CPU time that serving has taken."""
+        with self._lock:
+            earliest = self._now() - CPU_BURST_SECONDS / CPU_SHARE
+            self._paid_until = max(self._paid_until, earliest) + cpu_seconds / CPU_SHARE
+
+    def pause_seconds(self) -> float:
+        """Return how long to wait before the next client."""
+        return min(max(self._paid_until - self._now(), 0.0), MAX_PAUSE_SECONDS)
+
+
 class Listener(ThreadingTCPServer):
     """A listening socket with one thread per client, of which there are few.
 
@@ -93,6 +136,10 @@ class Listener(ThreadingTCPServer):
         self._site = site
         self._tls = tls
         self._free_clients = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._client_starts: dict[socket.socket, float] = {}
+        self._clients_lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._cpu_budget = CpuBudget()
         self._accounted_seconds = 0.0
         super().__init__(address, _Handler)  # type: ignore[arg-type]  # typeshed knows only IPv4
 
@@ -110,7 +157,8 @@ class Listener(ThreadingTCPServer):
         self.serve_forever(POLL_SECONDS)
 
     def stop(self) -> None:
-        """End `serve`, which must be running, at once."""
+        """End `serve` at once. Its thread must have been started, or this waits for ever."""
+        self._stopping.set()
         # Wakes the accepting thread, which otherwise polls.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -118,32 +166,85 @@ class Listener(ThreadingTCPServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a client, leaving the TLS handshake to the client's own thread."""
-        client, address = super().get_request()
+        self._stopping.wait(self._cpu_budget.pause_seconds())
+        try:
+            client, address = super().get_request()
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                self._site.failed(error)
+                self._stopping.wait(ACCEPT_RETRY_SECONDS)
+            raise  # it is ignored, and the next client is accepted
         if self._tls is not None:
             client = self._tls.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
         return client, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the client on a thread, or close the connection if all are in use."""
-        if self._free_clients.acquire(blocking=False):
-            super().process_request(request, client_address)
+        """Serve the client on a thread, or close the connection if none can be had."""
+        if not self._take_thread():
+            self._site.failed(None)
+            self.shutdown_request(request)
             return
-        self._site.failed(None)
-        self.shutdown_request(request)
+        with self._clients_lock:
+            self._client_starts[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except (RuntimeError, MemoryError) as error:  # the thread cannot be started
+            self._release_thread(request)
+            self._site.failed(error)
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one client from start to end, on its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free_clients.release()
-            self._site.spent(time.thread_time())  # the thread did nothing else
+            self._release_thread(request)
+            self._spend(time.thread_time())  # the thread did nothing else
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection, which from now on nobody else may close."""
+        with self._clients_lock:
+            self._client_starts.pop(request, None)
+        super().close_request(request)
+
+    def _take_thread(self) -> bool:
+        """Return whether the client may have a thread, if need be that of an old client."""
+        if self._free_clients.acquire(blocking=False):
+            return True
+        with self._clients_lock:
+            oldest = min(self._client_starts.values(), default=math.inf)
+        if time.monotonic() - oldest < CROWDED_TIMEOUT_SECONDS:
+            return False
+        self._disconnect(oldest)
+        return self._free_clients.acquire(timeout=THREAD_END_SECONDS)
+
+    def _release_thread(self, request: Any) -> None:
+        with self._clients_lock:
+            self._client_starts.pop(request, None)
+        self._free_clients.release()
+
+    def _disconnect(self, until: float) -> None:
+        """Disconnect the clients that came up to this time, which ends their threads.
+
+        A timeout of the socket would not do: it begins again with each byte that arrives.
+        """
+        with self._clients_lock:
+            for client, start in self._client_starts.items():
+                if start <= until:
+                    with contextlib.suppress(OSError):
+                        # Not SSLSocket's method, which also changes the object under its thread.
+                        socket.socket.shutdown(client, socket.SHUT_RDWR)
 
     def service_actions(self) -> None:
-        """Account for the accepting thread, which calls this once per loop."""
+        """End overdue requests and account for the accepting thread; called once per loop."""
+        self._disconnect(time.monotonic() - CLIENT_TIMEOUT_SECONDS)
         now = time.thread_time()
-        self._site.spent(now - self._accounted_seconds)
+        self._spend(now - self._accounted_seconds)
         self._accounted_seconds = now
+
+    def _spend(self, cpu_seconds: float) -> None:
+        self._cpu_budget.spend(cpu_seconds)
+        self._site.spent(cpu_seconds)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of the client; report our own, and answer with status 500."""

@@ -36,14 +36,25 @@ def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, 
     """
     registry = CollectorRegistry()
     registry.register(_SnapshotCollector(snapshot, str(rank)))
-    _, content_type = choose_encoder(accept_header)
-    if content_type.startswith("application/openmetrics-text"):
+    content_type = content_type_for(accept_header)
+    if is_openmetrics(content_type):
         # The catalog's names need no escaping, and to look for that takes a third of the time.
         text: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
             registry, escaping=openmetrics.ALLOWUTF8
         )
         return content_type, text
     return content_type, generate_latest(registry)
+
+
+def content_type_for(accept_header: str) -> str:
+    """Return the content type of the answer to a client with this HTTP Accept header."""
+    _, content_type = choose_encoder(accept_header)
+    return content_type
+
+
+def is_openmetrics(content_type: str) -> bool:
+    """Whether a content type is one of OpenMetrics, of which all have the same text."""
+    return content_type.startswith("application/openmetrics-text")
 
 
 class _SnapshotCollector(Collector):

@@ -14,9 +14,6 @@ INTERVALS_UNTIL_GONE = 3  # after so many without a scrape the client is no long
 # Enough gaps that two servers which cannot be distinguished still show their interval.
 REMEMBERED_SCRAPES = 5
 MAX_CLIENTS = 16
-# Of a client that came once the interval is unknown; Prometheus may have started just now.
-SINGLE_SCRAPE_SECONDS = 60.0
-SINGLE_SCRAPE_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(slots=True)
@@ -31,23 +28,17 @@ class _Client:
         """The longest of its last intervals; None after a single scrape."""
         return max((later - earlier for earlier, later in pairwise(self.times)), default=None)
 
-    def is_gone(self, now: float) -> bool:
+    def is_regular(self, now: float) -> bool:
+        """Whether it scrapes at intervals, and has not stopped."""
         interval = self.interval_seconds
-        limit = SINGLE_SCRAPE_SECONDS if interval is None else INTERVALS_UNTIL_GONE * interval
-        return now - self.times[-1] > limit
-
-    def patience_seconds(self, max_seconds: float) -> float:
-        interval = self.interval_seconds
-        if interval is None:
-            return min(max_seconds, SINGLE_SCRAPE_PATIENCE_SECONDS)
-        return min(max_seconds, INTERVALS_OF_PATIENCE * interval)
+        return interval is not None and now - self.times[-1] <= INTERVALS_UNTIL_GONE * interval
 
 
 class Scrapes:
     """The last scrapes of each client.
 
-    Each Prometheus must read that the run is over, or it reports the rank as down. One request,
-    such as from a browser, neither ends nor extends the wait.
+    Each Prometheus must read that the run is over, or it reports the rank as down. A single
+    request, such as from a browser, neither starts, ends nor extends the wait.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -74,15 +65,11 @@ class Scrapes:
 
     def patience_seconds(self, max_seconds: float) -> float:
         """Return how long to wait for the expected scrapes; 0 if none is expected."""
-        awaited = self._awaited()
-        return max((client.patience_seconds(max_seconds) for client in awaited), default=0.0)
+        intervals = (client.interval_seconds or 0.0 for client in self._awaited())
+        return min(max_seconds, INTERVALS_OF_PATIENCE * max(intervals, default=0.0))
 
     def _awaited(self) -> list[_Client]:
-        """Return the clients that scrape regularly and have not read the end.
-
-        Without any, those that scraped once: Prometheus may have started just now.
-        """
+        """Return the clients that scrape regularly and have not read the end."""
         now = self._now()
-        recent = [client for client in self._clients.values() if not client.is_gone(now)]
-        regular = [client for client in recent if client.interval_seconds is not None]
-        return [client for client in regular or recent if not client.end_was_read]
+        clients = self._clients.values()
+        return [each for each in clients if each.is_regular(now) and not each.end_was_read]

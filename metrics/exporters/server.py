@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -17,10 +19,13 @@ from ..catalog.training import RUN_ACTIVE
 from ..series import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response, advertised_address, listen
-from .prometheus import exposition
+from .prometheus import content_type_for, exposition, is_openmetrics
 from .scrapes import Scrapes
 
 logger = logging.getLogger(__name__)
+
+# Least time between two renderings of a format. The metrics change once a second.
+RENDER_SECONDS = 0.5
 
 
 class MetricsServer:
@@ -32,6 +37,7 @@ class MetricsServer:
         local_rank: The rank on this node, added to the port.
         settings: Address, port and TLS of the server.
         targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
+        now: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class MetricsServer:
         local_rank: int,
         settings: ServeSettings,
         targets: Callable[[], list[dict[str, Any]]] | None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder
         self._rank = rank
@@ -54,7 +61,10 @@ class MetricsServer:
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
-        self._scrapes = Scrapes()
+        self._scrapes = Scrapes(now)
+        self._now = now
+        self._rendered: dict[bool, _Rendering] = {}
+        self._render_lock = threading.Lock()
         self._listener: Listener | None = None
         self._process_id = os.getpid()
         self._logged_failures: set[type] = set()
@@ -75,9 +85,14 @@ class MetricsServer:
         except SettingsError as error:
             logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
             return None
-        self._warn_if_public(listener)
+        try:
+            threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
+        except RuntimeError as error:  # the limit of threads or of memory
+            listener.server_close()
+            logger.error("rank %d serves no metrics, training continues: %s", self._rank, error)
+            return None
         self._listener, self._process_id = listener, os.getpid()
-        threading.Thread(target=listener.serve, name="zerowatch-http", daemon=True).start()
+        self._warn_if_public(listener)
         return advertised_address(listener, self._settings.advertise_host)
 
     def wait_for_final_scrape(self) -> None:
@@ -86,7 +101,22 @@ class MetricsServer:
         Otherwise Prometheus would not see that the run has ended, and would report a rank down.
         """
         if self._listener is not None and self._recorder.snapshot().value(RUN_ACTIVE) == 0:
+            with self._render_lock:
+                self._rendered.clear()  # the next scrape reads the end
             self._scrapes.wait_until_end_was_read(self._settings.linger_seconds)
+
+    def close_after_final_scrape(self) -> None:
+        """Close once the final scrape was served, waiting on a thread; at once if none starts."""
+        thread = threading.Thread(target=self._linger, name="zerowatch-linger", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads or of memory
+            logger.warning("rank %d does not wait for a final scrape: %s", self._rank, error)
+            self.close()
+
+    def _linger(self) -> None:
+        self.wait_for_final_scrape()
+        self.close()
 
     def close(self) -> None:
         """Stop serving at once. Safe to call twice, and in a forked child."""
@@ -113,14 +143,32 @@ class MetricsServer:
         return route(accept) if route else self._not_found()
 
     def _metrics(self, accept: str) -> Response:
-        snapshot = self._recorder.snapshot()
-        content_type, body = exposition(snapshot, self._rank, accept)
-        run_active = snapshot.value(RUN_ACTIVE)
+        rendering = self._render(accept)
         return Response(
-            content_type=content_type,
-            body=body,
-            sent=lambda client: self._scrapes.note(client, run_active=run_active),
+            content_type=content_type_for(accept),
+            body=rendering.body,
+            sent=lambda client: self._scrapes.note(client, run_active=rendering.run_active),
         )
+
+    def _render(self, accept: str) -> _Rendering:
+        """Return the metrics as text, the last one of the format if it is recent.
+
+        Rendering takes milliseconds in which training cannot run Python, and clients may ask as
+        often as they like.
+        """
+        openmetrics = is_openmetrics(content_type_for(accept))
+        with self._render_lock:
+            last = self._rendered.get(openmetrics)
+            if last is not None and self._now() - last.at_seconds < RENDER_SECONDS:
+                return last
+            snapshot = self._recorder.snapshot()
+            _, body = exposition(snapshot, self._rank, accept)
+            rendering = self._rendered[openmetrics] = _Rendering(
+                body=body,
+                run_active=snapshot.value(RUN_ACTIVE),
+                at_seconds=self._now(),
+            )
+            return rendering
 
     def _index(self, _: str) -> Response:
         links = "".join(f'<p><a href="{path}">{path}</a></p>' for path in self._routes)
@@ -147,6 +195,15 @@ class MetricsServer:
 
     def _on_cpu_spent(self, seconds: float) -> None:
         self._recorder.add(WATCH_SECONDS, seconds, "http_thread")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendering:
+    """All metrics as text, the value of run_active in it, and when it was made."""
+
+    body: bytes
+    run_active: float | None
+    at_seconds: float
 
 
 def _json(value: object) -> Response:

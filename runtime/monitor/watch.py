@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -206,11 +205,10 @@ class Watch:
         if failed:
             self._server.close()
         elif at_exit:
-            self._serve_until_scraped()
+            self._server.wait_for_final_scrape()
+            self._server.close()
         else:
-            threading.Thread(
-                target=self._serve_until_scraped, name="zerowatch-linger", daemon=True
-            ).start()
+            self._server.close_after_final_scrape()
 
     def close_after_fork(self) -> None:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""
@@ -225,10 +223,6 @@ class Watch:
         self._memory.close_hooks()
         self._cross_rank.close_hooks()
         self._collectives.close()
-
-    def _serve_until_scraped(self) -> None:
-        self._server.wait_for_final_scrape()
-        self._server.close()
 
 
 class NullWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 
@@ -24,13 +25,14 @@ def recorder():
 def make_server(recorder):
     with contextlib.ExitStack() as servers:
 
-        def make(*, rank=0, local_rank=0, targets=None, **settings):
+        def make(*, rank=0, local_rank=0, targets=None, now=time.monotonic, **settings):
             server = MetricsServer(
                 recorder=recorder,
                 rank=rank,
                 local_rank=local_rank,
                 settings=ServeSettings(**{"port": 0, **settings}),
                 targets=targets,
+                **({} if now is time.monotonic else {"now": now}),
             )
             servers.callback(server.close)
             return server

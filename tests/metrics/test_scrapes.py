@@ -42,9 +42,11 @@ def test_a_rank_that_is_still_training_does_not_linger(make_server):
 
 
 def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, recorder):
-    server = make_server(linger_seconds=20)
+    clock = [0.0]
+    server = make_server(linger_seconds=60, now=lambda: clock[0])
     address = server.start()
-    scrape(address)
+    for clock[0] in (0, 30):
+        scrape(address)
     recorder.set(RUN_ACTIVE, 0)
     last_scrape = threading.Timer(0.3, get, [address])
     last_scrape.start()
@@ -52,13 +54,15 @@ def test_lingering_ends_as_soon_as_a_scrape_has_read_the_end(make_server, record
     lingered = seconds_of(server.wait_for_final_scrape)
     last_scrape.join()
 
-    assert 0.2 < lingered < 5
+    assert 0.2 < lingered < 25
 
 
 def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder):
-    server = make_server(linger_seconds=0.6)
+    clock = [0.0]
+    server = make_server(linger_seconds=0.6, now=lambda: clock[0])
     address = server.start()
-    scrape(address)
+    for clock[0] in (0, 30):
+        scrape(address)
     recorder.set(RUN_ACTIVE, 0)
     visit = threading.Timer(0.1, get, [address, "/healthz"])
     visit.start()
@@ -73,7 +77,7 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
     ("scraped_at", "now", "patience"),
     [
         ([], 0, 0),
-        ([0], 10, 20),
+        ([0], 10, 0),
         ([0, 15], 16, 18),
         ([0, 5, 10], 12, 6),
         ([0, 60], 61, 20),
@@ -84,7 +88,7 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
     ],
     ids=[
         "never scraped",
-        "scraped once: the interval is unknown",
+        "scraped once: no scraper",
         "1.2 intervals",
         "1.2 short intervals",
         "never more than the setting",
@@ -113,8 +117,16 @@ def test_the_default_setting_waits_for_a_scraper_with_an_interval_of_a_minute():
     assert (most, scrapes.patience_seconds(most)) == (75, pytest.approx(72))
 
 
-def test_a_single_scrape_is_followed_by_a_short_wait():
-    assert scraped([0.0], [(0, "curl", 1)]).patience_seconds(75) == 20
+def test_a_single_request_is_not_waited_for():
+    assert scraped([0.0], [(0, "curl", 1)]).patience_seconds(75) == 0
+
+
+def test_after_a_single_request_a_server_closes_at_once(make_server, recorder):
+    server = make_server(linger_seconds=75)
+    scrape(server.start())
+    recorder.set(RUN_ACTIVE, 0)
+
+    assert seconds_of(server.wait_for_final_scrape) < 10
 
 
 def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:

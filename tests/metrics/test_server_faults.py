@@ -1,0 +1,255 @@
+"""Tests of the HTTP server under faults: greedy and slow clients, no threads, no descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import socket
+import socketserver
+import threading
+import time
+
+import pytest
+from fakes.scraper import eventually, get
+
+from zerowatch.metrics.catalog.overhead import EXPORTER_FAILURES
+from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
+from zerowatch.metrics.exporters import listener, server
+from zerowatch.metrics.exporters.listener import MAX_CLIENTS, CpuBudget
+
+OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
+
+
+def answers(address: str) -> bool:
+    """Whether a scrape is answered now."""
+    try:
+        return get(address)[0] == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def refuse_threads(monkeypatch, name: str) -> None:
+    """Let the start of threads fail whose name contains `name`, as under a limit of processes."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if name in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+
+
+@pytest.fixture
+def renderings(monkeypatch):
+    """The Accept headers for which the metrics were rendered."""
+    rendered = []
+
+    def count(snapshot, rank, accept):
+        rendered.append(accept)
+        return exposition(snapshot, rank, accept)
+
+    exposition = server.exposition
+    monkeypatch.setattr(server, "exposition", count)
+    return rendered
+
+
+def test_scrapes_in_quick_succession_are_answered_with_one_rendering(
+    make_server, recorder, renderings
+):
+    clock = [100.0]
+    address = make_server(now=lambda: clock[0]).start()
+
+    first = [get(address)[2] for _ in range(5)]
+    recorder.add(STEPS, 1)
+    clock[0] += 0.9 * server.RENDER_SECONDS
+    early = get(address)[2]
+    clock[0] += 0.2 * server.RENDER_SECONDS
+    late = get(address)[2]
+
+    assert {*first, early} == {first[0]}
+    assert 'zerowatch_steps_total{rank="0"} 5.0\n' in late
+    assert len(renderings) == 2
+
+
+def test_each_format_has_its_own_rendering(make_server, renderings):
+    address = make_server(now=lambda: 100.0).start()
+
+    texts = [get(address, **headers)[2] for headers in ({}, OPENMETRICS, {}, OPENMETRICS)]
+
+    assert [text.endswith("# EOF\n") for text in texts] == [False, True, False, True]
+    assert len(renderings) == 2
+
+
+def test_the_end_of_the_run_is_rendered_at_once(make_server, recorder):
+    running = make_server(now=lambda: 100.0, linger_seconds=0)
+    address = running.start()
+    get(address)
+
+    recorder.set(RUN_ACTIVE, 0)
+    running.wait_for_final_scrape()
+
+    assert 'zerowatch_run_active{rank="0"} 0.0\n' in get(address)[2]
+
+
+def test_clients_are_accepted_as_fast_as_the_cpu_budget_allows():
+    clock = [50.0]
+    budget = CpuBudget(now=lambda: clock[0])
+    served_seconds = 0.0
+
+    while clock[0] < 150:  # greedy clients, each of which costs 3 ms
+        clock[0] += budget.pause_seconds() or 0.003
+        budget.spend(0.003)
+        served_seconds += 0.003
+
+    assert served_seconds <= 1.01 * (listener.CPU_BURST_SECONDS + 100 * listener.CPU_SHARE)
+
+
+def test_a_scraper_every_second_is_never_delayed_by_the_cpu_budget():
+    clock = [50.0]
+    budget = CpuBudget(now=lambda: clock[0])
+    pauses = []
+
+    for _ in range(1000):
+        clock[0] += 1
+        pauses.append(budget.pause_seconds())
+        budget.spend(0.015)
+
+    assert max(pauses) == 0
+
+
+def test_a_server_beyond_its_cpu_budget_accepts_nobody_and_can_be_closed(make_server):
+    running = make_server()
+    host, port = running.start().rsplit(":", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuBudget, "pause_seconds", lambda _: 60.0)
+        with socket.create_connection((host, int(port)), timeout=0.5) as client:
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+            closing = threading.Thread(target=running.close, daemon=True)
+            closing.start()
+            closing.join(30)
+
+    assert not closing.is_alive()
+
+
+def drip(client: socket.socket, stop: threading.Event) -> None:
+    """Send a request that never ends, one header at a time."""
+    with contextlib.suppress(OSError):
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        while not stop.wait(0.2):
+            client.sendall(b"X: y\r\n")
+
+
+@pytest.fixture
+def drippers():
+    """A function that opens dripping connections; they end with the test."""
+    stop = threading.Event()
+    with contextlib.ExitStack() as clients:
+
+        def start(address: str, number: int) -> list[socket.socket]:
+            host, port = address.rsplit(":", 1)
+            opened = []
+            for _ in range(number):
+                client = socket.create_connection((host, int(port)), timeout=30)
+                clients.enter_context(client)
+                thread = threading.Thread(target=drip, args=(client, stop))
+                thread.start()
+                clients.callback(thread.join)
+                opened.append(client)
+            clients.callback(stop.set)
+            return opened
+
+        yield start
+
+
+def test_dripping_clients_do_not_keep_a_scraper_out(make_server, drippers):
+    address = make_server().start()
+    drippers(address, MAX_CLIENTS)
+
+    assert eventually(lambda: answers(address), seconds=10, pause=0.1)
+
+
+def test_a_request_has_one_deadline_however_many_bytes_arrive(make_server, drippers, monkeypatch):
+    monkeypatch.setattr(listener, "CLIENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "POLL_SECONDS", 0.1)
+    address = make_server().start()
+    [client] = drippers(address, 1)
+    client.settimeout(20)
+
+    with contextlib.suppress(ConnectionResetError):
+        assert client.recv(1) == b""
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_place_to_the_next_client(
+    make_server, recorder, caplog
+):
+    address = make_server().start()
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_threads(patch, "process_request_thread")
+        for _ in range(MAX_CLIENTS + 1):
+            assert not answers(address)
+
+    assert answers(address)
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == MAX_CLIENTS + 1
+    assert len(caplog.records) == 1
+
+
+def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(make_server, recorder):
+    address = make_server().start()
+    host, port = address.rsplit(":", 1)
+    tries = []
+
+    def full_table(_):
+        tries.append(1)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with socket.create_connection((host, int(port)), timeout=30) as waiting:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(socketserver.TCPServer, "get_request", full_table)
+            waiting.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            with socket.create_connection((host, int(port)), timeout=30):
+                assert eventually(lambda: len(tries) > 0, seconds=30)
+                before = len(tries)
+                time.sleep(1)
+                assert len(tries) - before < 10
+        assert waiting.recv(12) == b"HTTP/1.0 200"
+
+    assert recorder.snapshot().value(EXPORTER_FAILURES, "prometheus") == len(tries)
+    assert answers(address)
+
+
+def test_a_server_whose_thread_cannot_be_started_is_off(make_server, monkeypatch, caplog):
+    refuse_threads(monkeypatch, "zerowatch-http")
+    first = make_server()
+
+    address = first.start()
+    closing = threading.Thread(target=first.close, daemon=True)
+    closing.start()
+    closing.join(10)
+
+    assert address is None
+    assert not closing.is_alive()
+    assert "serves no metrics, training continues" in caplog.text
+
+
+def test_the_port_of_a_server_whose_thread_cannot_be_started_is_free(make_server):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_threads(patch, "zerowatch-http")
+        make_server(port=port, strict_port=True).start()
+
+    assert make_server(port=port, strict_port=True).start() == f"127.0.0.1:{port}"
+
+
+def test_without_a_thread_to_linger_on_the_server_closes_at_once(make_server, monkeypatch):
+    running = make_server()
+    address = running.start()
+    refuse_threads(monkeypatch, "zerowatch-linger")
+
+    running.close_after_final_scrape()
+
+    assert not answers(address)
