@@ -1,4 +1,4 @@
-"""Communication as we measure it, against those who measure it in other ways.
+"""Communication times of real ranks against PyTorch's profiler and other measurements.
 
 The seconds of two real ranks against PyTorch's profiler and against a script's own stopwatch; the
 bytes against what a network interface counted.

@@ -1,4 +1,4 @@
-"""Time for which collectives block training on CPU, exactly, on a manual clock."""
+"""Tests of the time for which collectives block training on CPU, by a fake clock."""
 
 from __future__ import annotations
 

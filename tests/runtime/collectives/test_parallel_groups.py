@@ -1,4 +1,4 @@
-"""Pipeline, tensor, expert and sequence parallel runs on two ranks: what the watch sees of them."""
+"""Pipeline, tensor, expert and sequence parallel runs on two ranks, as monitoring records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time for which collectives block the compute stream, exactly, on a fake device."""
+"""Tests of the time for which collectives block the compute stream, on a fake device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums over a step's calls, against computed figures."""
+"""Tests of the sums over a step's calls, against computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's calls followed: none is lost between polls, and dropped calls still count."""
+"""Tests of `CallSequence`: no call is lost between polls, and dropped calls still count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collective's exposed time by its causes, against the formula done by hand."""
+"""Tests of `ExposedTimeCauses`: the split of exposed time, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from zerowatch.runtime.cross_rank.comm_costs import ExposedTimeCauses
 
 
 def split(**changed: float | None) -> ExposedTimeCauses:
-    """Split 10 ms exposed of 10 ms, of which 4 were waited and 1 is latency; V = 1.5."""
+    """Split 10 ms, all exposed, with 4 ms of waiting, 1 ms of latency and a volume ratio of 1.5.
+
+    Arguments replace these values.
+    """
     arguments = {
         "exposed": 0.010,
         "duration": 0.010,
@@ -28,7 +31,7 @@ def check(causes: ExposedTimeCauses, *expected: float) -> None:
     assert astuple(causes) == pytest.approx(expected, abs=1e-12)
 
 
-def test_each_cause_gets_its_share() -> None:
+def test_exposed_time_is_split_into_all_four_causes() -> None:
     check(split(), 0.004, 0.001, 0.005 / 3, 0.010 / 3)
 
 

@@ -1,4 +1,4 @@
-"""Cross-rank threads as a whole: several ranks, one store, and what may go wrong between them."""
+"""Tests of `ComparisonThread`: several ranks over one store, with failures between them."""
 
 from __future__ import annotations
 

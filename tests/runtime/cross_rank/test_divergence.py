@@ -1,4 +1,4 @@
-"""Which members diverged from the common sequence of collectives, given what they issued."""
+"""Tests of `diverged_ranks`: which members left the common sequence of collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The likely cause of a collective's error: this rank, or another one."""
+"""Tests of the likely cause of a collective's error: this rank, or another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rank is expected to make no progress: by its own state, and by its peers."""
+"""Tests of `ExpectedPauses`: when a rank or a peer is expected to make no progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `HangContext` reads of collectives and peers, with calls made by hand."""
+"""Tests of `HangContext`: what it reads of collectives and peers."""
 
 from __future__ import annotations
 

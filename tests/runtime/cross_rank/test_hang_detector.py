@@ -1,4 +1,4 @@
-"""When training hangs, with a clock that is set by hand."""
+"""Tests of `HangDetector`: when training counts as hanging, by a fake clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zerowatch.runtime.cross_rank.hang_detector import HangDetector, HangState, 
 
 
 class Clockwork:
-    """A detector with a limit of 30 s, updated each second of a clock that is set by hand."""
+    """A detector with a limit of 30 s, updated each second of a fake clock."""
 
     def __init__(self, *, steps: int = 3, step_seconds: float = 1.0) -> None:
         self.detector = HangDetector(30.0)

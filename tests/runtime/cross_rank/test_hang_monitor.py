@@ -1,4 +1,4 @@
-"""A hang detected by the watch: counted, announced, reported, logged, and aborted if set."""
+"""Tests of `HangMonitor`: a hang is counted, announced, reported and logged, and may abort."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, ca
     assert report.read_text().splitlines()[0] == said
 
 
-def test_a_disabled_watch_detects_nothing(tmp_path: Path) -> None:
+def test_a_disabled_monitor_detects_nothing(tmp_path: Path) -> None:
     rank = WatchedRank(tmp_path, enabled=False)
 
     rank.pass_seconds(100)

@@ -1,4 +1,4 @@
-"""What a report of a hang says, from plain data and from real stacks."""
+"""Tests of the report of a hang, from constructed data and with real stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heartbeats: ages come from counts, and few requests are made."""
+"""Tests of heartbeats: their ages, and how few requests to the store they take."""
 
 from __future__ import annotations
 

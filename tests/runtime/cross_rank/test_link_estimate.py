@@ -1,4 +1,4 @@
-"""What a link can do, fitted to durations of which the truth is known."""
+"""Tests of `LinkEstimate`: fits to durations of a link with known latency and bandwidth."""
 
 from __future__ import annotations
 

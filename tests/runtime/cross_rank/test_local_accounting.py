@@ -1,4 +1,4 @@
-"""What a rank reports of its calls and what they have cost it, against sums done by hand."""
+"""Tests of `LocalAccounting`: a rank's reports and costs, against sums computed by hand."""
 
 from __future__ import annotations
 

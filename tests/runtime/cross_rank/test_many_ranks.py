@@ -1,4 +1,4 @@
-"""A hundred and thirty ranks' threads in one process, over a real TCPStore: three blocks."""
+"""Tests with the threads of 130 ranks in one process, over a real TCPStore: three blocks."""
 
 from __future__ import annotations
 

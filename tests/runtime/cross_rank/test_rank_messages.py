@@ -1,4 +1,4 @@
-"""Reports and results as they are sent: what is encoded decodes, and other text is rejected."""
+"""Tests of the encoding of reports and results: they decode, and other text is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hundred ranks in blocks of 64 over one store, simulated: which results each of them gets."""
+"""Tests of `StoreChannel` with two hundred simulated ranks in blocks of 64 over one store."""
 
 from __future__ import annotations
 

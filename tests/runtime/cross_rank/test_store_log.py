@@ -1,4 +1,4 @@
-"""Logs in real c10d stores: in order, bounded, and without blocking."""
+"""Tests of logs in real c10d stores: in order, bounded, and without blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross-rank threads while the store fails, is not known yet, or has another namespace."""
+"""Tests of the comparison threads while the store fails, is unknown, or changes namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does that shows no progress, by real stacks and those of torch's compiler."""
+"""Tests of stacks that show no progress: real ones, and those of torch's compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that cannot be compared: without a cause, no part of the link, and still exposed."""
+"""Tests of calls that cannot be compared: exposed, without a cause, no part of the link."""
 
 from __future__ import annotations
 

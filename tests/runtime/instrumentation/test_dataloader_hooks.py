@@ -1,4 +1,4 @@
-"""The time that the training thread waits for data, of real loaders, by a clock set by hand."""
+"""Tests of `DataLoaderHooks`: the measured wait for data, with real loaders and a fake clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs per token, against what PyTorch counts for real transformers; and devices' peaks."""
+"""Tests of FLOPs per token against PyTorch's count for real transformers, and of peak FLOP/s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory hooks: shapes, the rate of readings, and detailed samples."""
+"""Tests of `MemoryHooks`: shapes of micro-batches, intervals of readings, detailed samples."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from zerowatch.runtime.memory.memory_reader import MemoryReader
 
 
 class Engine(SimpleNamespace):
-    """Something that can be held weakly."""
+    """Stands in for an engine; it can be referenced weakly."""
 
 
 class Job:
-    """Hooks over a probe whose peak the test sets, on a clock that the test turns."""
+    """Memory hooks over a probe whose peak the test sets, by a clock that the test sets."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, detail_seconds: float | None = None
     ) -> None:
         self.clock = FakeClock()
         monkeypatch.setattr(memory_hooks.time, "monotonic", self.clock)
+        # A detailed sample then costs no time, so that a busy machine does not delay the next one.
+        monkeypatch.setattr(memory_hooks.time, "perf_counter", self.clock)
         self.held = {"cpu": {"gradients": 10}}
         monkeypatch.setattr(memory_hooks, "bytes_by_category", lambda engine: dict(self.held))
         self.engine = Engine()
@@ -105,19 +107,19 @@ def test_a_detailed_sample_has_the_peak_of_each_phase_and_the_engine_s_bytes(
     job = Job(monkeypatch, detail_seconds=10.0)
     job.step()
 
-    look = job.step().detail
+    detail = job.step().detail
 
-    assert look.phase_peaks["cpu"]["forward"] == 700.0
-    assert look.phase_peaks["cpu"]["backward"] == 900.0
-    assert look.held_before == look.held_after == {"cpu": {"gradients": 10}}
+    assert detail.phase_peaks["cpu"]["forward"] == 700.0
+    assert detail.phase_peaks["cpu"]["backward"] == 900.0
+    assert detail.held_before == detail.held_after == {"cpu": {"gradients": 10}}
 
 
 def test_detailed_samples_are_taken_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, detail_seconds=10.0)
 
-    looked_at = [job.step().detail is not None for _ in range(25)]
+    has_detail = [job.step().detail is not None for _ in range(25)]
 
-    assert [number for number, seen in enumerate(looked_at) if seen] == [1, 11, 21]
+    assert [number for number, seen in enumerate(has_detail) if seen] == [1, 11, 21]
 
 
 def test_a_step_with_many_micro_batches_is_read_a_few_times_only(
@@ -167,9 +169,9 @@ def test_a_peak_that_another_thread_has_read_stays_that_of_its_phase(
     job.peak_bytes = 600.0
     job.phases.leave()
 
-    look = job.step().detail
+    detail = job.step().detail
 
-    assert look.phase_peaks["cpu"]["forward"] == 3000.0
+    assert detail.phase_peaks["cpu"]["forward"] == 3000.0
 
 
 def test_of_very_many_shapes_the_largest_are_kept(job: Job) -> None:

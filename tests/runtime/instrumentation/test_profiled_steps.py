@@ -1,4 +1,4 @@
-"""Profiled steps: the split of their time, and no effect on the script's own profiles."""
+"""Tests of profiled steps: the split of their time, and the script's own profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose loop is the script's own gets advice, and is not changed."""
+"""Tests of `Advisor`: a run with its own training loop gets advice, and is not changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Run:
         self.advisor.poll()
 
     def later(self, seconds=MIN_SECONDS, steps=MIN_STEPS):
-        """Train for a while, and look again."""
+        """Train for a while, and diagnose again."""
         self.clock.seconds += seconds
         self.engine.global_steps += steps
         self.advisor.poll()

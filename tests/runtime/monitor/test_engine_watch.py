@@ -1,4 +1,4 @@
-"""A watch on a real engine: patches are restored, and records are right."""
+"""Tests of a watch on a real engine: patches are restored, and records are right."""
 
 from __future__ import annotations
 

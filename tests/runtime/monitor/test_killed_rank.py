@@ -1,4 +1,4 @@
-"""A killed rank leaves a log that holds every step but, at most, the last."""
+"""A killed rank leaves a step log that lacks the last step at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collector gets of one rank's steps: which are traced, their parents and exemplars."""
+"""Tests of `OtelExporter`: which steps are traced, their parents and their exemplars."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_LOGGER = logging.getLogger("zerowatch")
 
 
 class Rank:
-    """One rank's telemetry, whose steps are made by hand."""
+    """One rank's telemetry, whose steps the tests construct."""
 
     def __init__(
         self, collector, *, rank=0, world_size=2, local_rank=None, attempt=0, find_gpu=dict, **otel

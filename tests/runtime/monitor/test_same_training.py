@@ -1,4 +1,4 @@
-"""Watching changes nothing, and counts what PyTorch's Flight Recorder counts."""
+"""Monitoring does not change training, and counts the same calls as the Flight Recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long run of tiny steps: watching neither leaks memory nor makes more and more series."""
+"""A long run of tiny steps: monitoring leaks no memory, and its number of series stays."""
 
 from __future__ import annotations
 

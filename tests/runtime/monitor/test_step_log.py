@@ -1,4 +1,4 @@
-"""The step log on real disks that fill up, vanish or fail."""
+"""Tests of the step log on real disks that fill up, vanish or fail."""
 
 from __future__ import annotations
 

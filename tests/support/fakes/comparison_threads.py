@@ -1,4 +1,4 @@
-"""Several ranks' comparison threads in one process, over one store and one clock set by hand."""
+"""Several ranks' comparison threads in one process, over one store, by one fake clock."""
 
 from __future__ import annotations
 
