@@ -2,9 +2,9 @@
 
     python -m zerowatch.dashboards.run_targets --runs runs --to targets.json
 
-Each run folder contains a targets.json, which remains after the run. The next run usually serves on
-the same ports, so two files may name the same address. The newest file then determines the labels;
-otherwise the series of the new run would have the name of the old one.
+Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
+does not. The next run usually serves on the same ports, so two files may name the same address: then
+the newest file determines the labels.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..metrics.atomic_file import atomic_write
 
 POLL_SECONDS = 2.0
+# Ranks end some seconds apart, and each is scraped once more at its end. An address is therefore
+# listed for so long after rank 0 has withdrawn it.
+WITHDRAWN_SECONDS = 30.0
 Targets = list[dict[str, Any]]
 
 
@@ -35,6 +39,31 @@ def newest_targets(runs: Path) -> Targets:
             for address in target["targets"]:
                 owners[address] = {"targets": [address], "labels": target["labels"]}
     return [owners[address] for address in sorted(owners)]
+
+
+class RunTargets:
+    """The targets of all runs, with those that were withdrawn a moment ago.
+
+    Args:
+        runs: The folder of run folders.
+        now: A monotonic clock, in seconds.
+    """
+
+    def __init__(self, runs: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._runs = runs
+        self._now = now
+        self._listed: dict[str, tuple[float, dict[str, Any]]] = {}
+
+    def read(self) -> Targets:
+        """Return the targets as they are now."""
+        now = self._now()
+        self._listed |= {each["targets"][0]: (now, each) for each in newest_targets(self._runs)}
+        self._listed = {
+            address: (at, target)
+            for address, (at, target) in self._listed.items()
+            if now - at < WITHDRAWN_SECONDS
+        }
+        return [self._listed[address][1] for address in sorted(self._listed)]
 
 
 def _age_key(file: Path) -> tuple[float, str]:
@@ -69,8 +98,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
+    targets = RunTargets(options.runs)
     while True:
-        write_if_changed(options.to, newest_targets(options.runs))
+        write_if_changed(options.to, targets.read())
         time.sleep(POLL_SECONDS)
 
 

@@ -267,8 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a GET request."""
-        path = self.path.partition("?")[0]
-        answer = self.server.answer(path, self.headers.get("Accept", ""))
+        answer = self.server.answer(self.path, self.headers.get("Accept", ""))
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))

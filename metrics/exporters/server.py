@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import parse_qs
 
 from ...errors import SettingsError
 from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
@@ -38,6 +39,8 @@ class MetricsServer:
         settings: Address, port and TLS of the server.
         targets: Returns all ranks of the run in Prometheus' http_sd format; on rank 0 only.
         now: A monotonic clock, in seconds.
+        serves_run: Whether this rank is of the run with that id. A scrape of another run is refused
+            (`/metrics?run=<id>`), because a later run may serve at the address of an earlier one.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class MetricsServer:
         settings: ServeSettings,
         targets: Callable[[], list[dict[str, Any]]] | None,
         now: Callable[[], float] = time.monotonic,
+        serves_run: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._recorder = recorder
         self._rank = rank
         self._local_rank = local_rank
         self._settings = settings
+        self._serves_run = serves_run
         self._routes: dict[str, Callable[[str], Response]] = {
             "/": self._index,
             "/metrics": self._metrics,
@@ -105,18 +110,25 @@ class MetricsServer:
                 self._rendered.clear()  # the next scrape reads the end
             self._scrapes.wait_until_end_was_read(self._settings.linger_seconds)
 
-    def close_after_final_scrape(self) -> None:
-        """Close once the final scrape was served, waiting on a thread; at once if none starts."""
-        thread = threading.Thread(target=self._linger, name="zerowatch-linger", daemon=True)
+    def close_after_final_scrape(self, before_close: Callable[[], object] = lambda: None) -> None:
+        """Close once the final scrape was served, waiting on a thread; at once if none starts.
+
+        Args:
+            before_close: Called after the final scrape.
+        """
+
+        def linger() -> None:
+            self.wait_for_final_scrape()
+            before_close()
+            self.close()
+
+        thread = threading.Thread(target=linger, name="zerowatch-linger", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the limit of threads or of memory
             logger.warning("rank %d does not wait for a final scrape: %s", self._rank, error)
+            before_close()
             self.close()
-
-    def _linger(self) -> None:
-        self.wait_for_final_scrape()
-        self.close()
 
     def close(self) -> None:
         """Stop serving at once. Safe to call twice, and in a forked child."""
@@ -138,7 +150,11 @@ class MetricsServer:
                 host,
             )
 
-    def _answer(self, path: str, accept: str) -> Response:
+    def _answer(self, target: str, accept: str) -> Response:
+        path, _, query = target.partition("?")
+        for run in parse_qs(query).get("run", ()):
+            if not self._serves_run(run):
+                return _not_this_run(run)
         route = self._routes.get(path)
         return route(accept) if route else self._not_found()
 
@@ -204,6 +220,14 @@ class _Rendering:
     body: bytes
     run_active: float | None
     at_seconds: float
+
+
+def _not_this_run(run: str) -> Response:
+    return Response(
+        content_type="text/plain",
+        body=f"Run {run} is not served here; another one is.\n".encode(),
+        status=HTTPStatus.NOT_FOUND,
+    )
 
 
 def _json(value: object) -> Response:

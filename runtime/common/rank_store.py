@@ -162,7 +162,8 @@ class TargetDiscovery:
 
 def _target(run_id: str, rank: int, entry: dict[str, str]) -> dict[str, object]:
     labels = {"run": run_id, "node": entry["host"], "rank": str(rank)}
-    return {"targets": [entry["address"]], "labels": labels}
+    # Makes Prometheus scrape /metrics?run=<id>. Another run that gets the address later refuses it.
+    return {"targets": [entry["address"]], "labels": {**labels, "__param_run": run_id}}
 
 
 class StoreClientFactory:

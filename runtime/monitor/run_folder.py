@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 RUN_ID_TIMEOUT_SECONDS = 30.0
 # Records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
+TARGETS_FILE = "targets.json"
 
 
 class RunFolder:
@@ -46,6 +47,8 @@ class RunFolder:
         self._held: list[StepRecord] = []
         self._lost = 0
         self._since = time.monotonic()
+        self._has_own_id = False
+        self._targets_text: str | None = None
         self.run_id = share_run_id(store, process, settings.run_id)
         if self.run_id is not None:
             self._open(self.run_id)
@@ -73,7 +76,25 @@ class RunFolder:
         if self._process.rank != 0 or not self._settings.serve.enabled:
             return
         if self._targets.poll() and self.path is not None:
-            write_or_warn(self.path / "targets.json", json.dumps(self.targets(), indent=2) + "\n")
+            self._targets_text = json.dumps(self.targets(), indent=2) + "\n"
+            write_or_warn(self.path / TARGETS_FILE, self._targets_text)
+
+    def withdraw_targets(self) -> None:
+        """Empty the targets file after a normal end, on rank 0. Safe to call twice.
+
+        After a failure the file keeps its targets, so that Prometheus reports the ranks as down.
+        """
+        text, self._targets_text = self._targets_text, None
+        if text is None or self.path is None:
+            return
+        file = self.path / TARGETS_FILE
+        # Not if a later watch with the same run id has replaced it, or if somebody removed it.
+        if file.is_file() and file.read_text() == text:
+            write_or_warn(file, "[]\n")
+
+    def serves_run(self, run: str) -> bool:
+        """Whether this rank is of that run. Any thread."""
+        return self._has_own_id or run == self.run_id
 
     def targets(self) -> list[dict[str, object]]:
         """Return the addresses of the ranks' metrics in Prometheus' http_sd form."""
@@ -105,6 +126,7 @@ class RunFolder:
         return run_id
 
     def _own_run_id(self) -> str:
+        self._has_own_id = True
         run_id = f"{new_run_id()}-rank{self._process.rank}"
         logger.warning(
             "no run id from rank 0, which may not be monitored. Rank %d writes to %s; set "

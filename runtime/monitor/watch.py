@@ -120,6 +120,7 @@ class Watch:
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._cross_rank = memory, cross_rank
         self._otel, self._thread = otel, thread
+        self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
         self._closed = False
 
@@ -206,9 +207,10 @@ class Watch:
             self._server.close()
         elif at_exit:
             self._server.wait_for_final_scrape()
+            self._withdraw_targets()
             self._server.close()
         else:
-            self._server.close_after_final_scrape()
+            self._server.close_after_final_scrape(self._withdraw_targets)
 
     def close_after_fork(self) -> None:
         """Deactivate the watch in a forked child: close the sockets, touch no thread."""

@@ -6,7 +6,14 @@ import json
 import os
 from pathlib import Path
 
-from zerowatch.dashboards.run_targets import newest_targets, write_if_changed
+from fakes.clock import FakeClock
+
+from zerowatch.dashboards.run_targets import (
+    WITHDRAWN_SECONDS,
+    RunTargets,
+    newest_targets,
+    write_if_changed,
+)
 
 
 def write_run(runs: Path, name: str, *addresses: str, at: float = 0.0) -> Path:
@@ -63,3 +70,30 @@ def test_the_file_is_written_only_if_its_content_changes(tmp_path: Path) -> None
 
     assert untouched == 1
     assert json.loads(file.read_text()) == [{"targets": ["a:1"], "labels": {}}]
+
+
+def test_a_withdrawn_address_is_listed_until_its_last_scrape(tmp_path: Path) -> None:
+    clock = FakeClock()
+    file = write_run(tmp_path, "one", "127.0.0.1:9464")
+    targets = RunTargets(tmp_path, clock)
+    during = targets.read()
+
+    file.write_text("[]")
+    clock.seconds += WITHDRAWN_SECONDS - 1
+    just_ended = targets.read()
+    clock.seconds += 1
+
+    assert len(during) == 1
+    assert just_ended == during
+    assert targets.read() == []
+
+
+def test_a_new_run_takes_over_a_withdrawn_address_at_once(tmp_path: Path) -> None:
+    targets = RunTargets(tmp_path)
+    file = write_run(tmp_path, "one", "127.0.0.1:9464")
+    targets.read()
+
+    file.write_text("[]")
+    write_run(tmp_path, "two", "127.0.0.1:9464")
+
+    assert [target["labels"]["run"] for target in targets.read()] == ["two"]

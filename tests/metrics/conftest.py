@@ -25,7 +25,9 @@ def recorder():
 def make_server(recorder):
     with contextlib.ExitStack() as servers:
 
-        def make(*, rank=0, local_rank=0, targets=None, now=time.monotonic, **settings):
+        def make(
+            *, rank=0, local_rank=0, targets=None, now=time.monotonic, serves_run=None, **settings
+        ):
             server = MetricsServer(
                 recorder=recorder,
                 rank=rank,
@@ -33,6 +35,7 @@ def make_server(recorder):
                 settings=ServeSettings(**{"port": 0, **settings}),
                 targets=targets,
                 **({} if now is time.monotonic else {"now": now}),
+                **({} if serves_run is None else {"serves_run": serves_run}),
             )
             servers.callback(server.close)
             return server

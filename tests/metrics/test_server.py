@@ -37,6 +37,16 @@ def test_a_client_that_asks_for_openmetrics_gets_it(make_server):
     assert text.endswith("# EOF\n")
 
 
+def test_a_scrape_of_another_run_is_refused(make_server):
+    address = make_server(serves_run=lambda run: run == "night-8").start()
+
+    pages = [get(address, f"/metrics?run={run}") for run in ("night-7", "night-8")]
+
+    assert [status for status, _, _ in pages] == [404, 200]
+    assert "night-7" in pages[0][2]
+    assert "zerowatch_steps_total" not in pages[0][2]
+
+
 def test_targets_are_served_as_json(make_server):
     address = make_server(targets=lambda: TARGETS).start()
 

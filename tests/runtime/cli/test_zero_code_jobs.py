@@ -151,3 +151,16 @@ def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_ran
     assert finished.returncode == 2
     line = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
     assert line in finished.stderr.splitlines()
+
+
+@pytest.mark.parametrize(("arguments", "num_targets"), [((), 0), (("no more data",), 1)])
+def test_a_run_has_targets_after_a_failure_but_not_after_a_normal_end(
+    tmp_path, one_rank, arguments, num_targets
+):
+    script = SCRIPTS / "cli" / "end_or_fail.py"
+
+    finished = monitored(script, *arguments, cwd=tmp_path, **one_rank)
+
+    assert finished.returncode == bool(arguments), finished.stderr
+    (file,) = tmp_path.glob("runs/*/targets.json")
+    assert len(json.loads(file.read_text())) == num_targets
