@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import CommandLineError
 from . import stack_ports
-from .stack_health import health_lines
+from .stack_health import RUNBOOK, health_lines
 from .stack_ports import DOCKER_FOLDER, Port, chosen, port_settings, refuse_taken
 
 PROJECT = "zerowatch"
@@ -101,6 +101,7 @@ def _banner(compose: Sequence[str]) -> list[str]:
         f"  Alertmanager  {chosen(stack_ports.ALERTMANAGER, settings).url}",
         f"  alerts        {_spelled(compose)} logs -f alert-log",
         f"  traces        ZEROWATCH_OTEL_ENDPOINT={chosen(stack_ports.OTLP, settings).url}",
+        f"  runbook       {RUNBOOK}",
     ]
 
 

@@ -22,7 +22,9 @@ import psutil
 from ..errors import CommandLineError
 from . import stack_ports
 from .alert_log import COMPOSE_URL
-from .stack_health import JOB, answers, health_lines
+from .alerts.alert import Links
+from .run_targets import newest_targets, write_if_changed
+from .stack_health import JOB, RUNBOOK, answers, health_lines
 from .stack_ports import LOOPBACK, Port, chosen, port_settings, refuse_taken
 
 STATE_FOLDER = Path(".zerowatch-stack")
@@ -201,14 +203,21 @@ class NativeStack:
                 f"nothing is up that was started in {self._folder.parent}; "
                 "`zerowatch stack up --native` starts it"
             ]
-        no_run = (
+        prometheus, alertmanager = self._prometheus.url, self._alertmanager.url
+        return [
+            *(self._state(child) for child in children),
+            *health_lines(prometheus, alertmanager, no_run=self._why_no_run()),
+        ]
+
+    def _why_no_run(self) -> str:
+        if newest_targets(self._runs):
+            return f"Prometheus has not read the runs in {self._runs} yet; it does within seconds"
+        if any(self._runs.glob("*/targets.json")):
+            return f"Prometheus has nothing to scrape: all runs in {self._runs} have ended"
+        return (
             f"Prometheus has found no run yet: no folder in {self._runs} holds a targets.json; a "
             "job that is started in this directory writes one"
         )
-        return [
-            *(self._state(child) for child in children),
-            *health_lines(self._prometheus.url, self._alertmanager.url, no_run=no_run),
-        ]
 
     @property
     def _ports(self) -> tuple[Port, ...]:
@@ -226,6 +235,7 @@ class NativeStack:
             f"  Prometheus    {self._prometheus.url}",
             f"  Alertmanager  {self._alertmanager.url}",
             f"  alerts        tail -f {self._processes.log('alert-log')}",
+            f"  runbook       {RUNBOOK}",
         ]
 
     def _commands(self) -> dict[str, list[str]]:
@@ -274,9 +284,15 @@ class NativeStack:
         (self._folder / ".gitignore").write_text("*\n")
         kept = {port.variable: str(port.number) for port in self._ports}
         self._kept_ports.write_text(json.dumps(kept) + "\n")
+        targets, rules = self._folder / "targets.json", self._folder / "rules"
+        write_if_changed(targets, newest_targets(self._runs))
+        rules.mkdir(exist_ok=True)
+        for file in (RENDERED / "prometheus").glob("*.yaml"):
+            text = file.read_text().replace(Links().runbook, RUNBOOK.as_uri())
+            (rules / file.name).write_text(text)
         configuration = prometheus_configuration(
-            rules=RENDERED / "prometheus",
-            targets=self._folder / "targets.json",
+            rules=rules,
+            targets=targets,
             alertmanager=_listen(self._alertmanager),
         )
         # JSON is valid YAML.

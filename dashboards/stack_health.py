@@ -7,6 +7,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..metrics.catalog.training import RUN_ACTIVE
@@ -14,17 +15,19 @@ from .promql import select
 
 JOB = "zerowatch"
 TIMEOUT_SECONDS = 5.0
-# Selects the ranks that ended normally. Prometheus keeps their targets until another run has the
-# same addresses, and reports them as down.
+RUNBOOK = Path(__file__).resolve().parent / "runbook.md"
+# Selects the ranks that ended normally. Prometheus keeps targets that it got by HTTP until another
+# run has the same addresses, and reports them as down.
 ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
 # Part of the error that Prometheus reports for a failed scrape, and what to do. The first match
 # is used.
 _REMEDIES = (
     (
         "connection refused",
-        "nothing listens there: the job has crashed or was killed, or ended more than a day ago, "
-        "or it serves on 127.0.0.1 of another machine or container; then set serve.host",
+        "nothing listens there: the job has crashed or was killed, or ended while Prometheus was "
+        "down, or it serves on 127.0.0.1 of another machine or container; then set serve.host",
     ),
+    ("HTTP status 404", "another run or program serves at that address; this one has ended"),
     (
         "no such host",
         "Prometheus does not know that name: set serve.advertise_host to one that it does",
@@ -87,6 +90,8 @@ def target_lines(
 def _target_line(target: Mapping[str, Any], over: set[tuple[str | None, str | None]]) -> str:
     labels = target["labels"]
     name = f"run {labels.get('run', '-')} rank {labels.get('rank', '-')}"
+    if target["health"] == "unknown":
+        return f"{name}: not scraped yet, {target['scrapeUrl']}"
     if target["health"] != "down":
         return f"{name}: {target['health']}, {target['scrapeUrl']}"
     if (labels.get("run"), labels.get("rank")) in over:
@@ -117,6 +122,7 @@ def alert_lines(alerts: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
         f"alerts: {len(firing)} firing" + (f", {held_back} held back" if held_back else ""),
         *sorted(_alert_line(alert["labels"], alert["annotations"]) for alert in firing),
+        *([f"what to do, by alert: {RUNBOOK}"] if firing else []),
     ]
 
 

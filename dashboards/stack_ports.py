@@ -98,7 +98,7 @@ def refuse_taken(ports: Iterable[Port], running: Collection[str] = ()) -> None:
         if port.service not in running and is_taken(port.number):
             raise CommandLineError(
                 f"stack: port {port.number} of {LOOPBACK}, for {port.service}, is taken; free it, "
-                f"or choose another by {port.variable}=NUMBER in the environment or in {ENV_FILE}"
+                f"or choose another: export {port.variable}=NUMBER"
             )
 
 

@@ -8,9 +8,11 @@ import os
 import socket
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,6 +32,7 @@ from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer
 from zerowatch.metrics.series import Recorder
 from zerowatch.metrics.settings import ServeSettings
+from zerowatch.runtime.common.rank_store import _target
 
 COMMAND = [sys.executable, "-c", "from zerowatch.dashboards.cli import stack; stack()"]
 
@@ -87,6 +90,16 @@ class Stack:
         folder = self.folder / ".zerowatch-stack"
         return NativeStack(self.folder / "runs", self.environment, folder).status()
 
+    def query(self, expression: str) -> list[object]:
+        """Return the series of an instant query."""
+        return self.ask(f"query?{urllib.parse.urlencode({'query': expression})}")["result"]
+
+    def ask(self, page: str) -> Any:
+        """Return what the API of Prometheus answers."""
+        url = f"http://127.0.0.1:{self.environment['PROMETHEUS_PORT']}/api/v1/{page}"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return json.load(response)["data"]
+
     def children(self) -> list[Child]:
         notes = json.loads((self.folder / ".zerowatch-stack" / "stack.json").read_text())
         return [Child(**note) for note in notes]
@@ -118,6 +131,33 @@ def test_a_run_that_starts_later_is_found_and_its_end_differs_from_a_crash(stack
     assert "connection refused (nothing listens there" in down
 
 
+def test_metrics_of_another_run_at_an_address_are_not_stored_under_the_old_run(
+    stack: Stack,
+) -> None:
+    recorder = Recorder()
+    recorder.set(RUN_ACTIVE, 1)
+    server = MetricsServer(
+        recorder=recorder,
+        rank=0,
+        local_rank=0,
+        settings=ServeSettings(port=0),
+        targets=None,
+        serves_run=lambda run: run == "another-folders",
+    )
+    with contextlib.closing(server):
+        entry = {"address": str(server.start()), "host": "here"}
+        folder = stack.folder / "runs" / "killed"
+        folder.mkdir(parents=True)
+        (folder / "targets.json").write_text(json.dumps([_target("killed", 0, entry)]))
+        refused = eventually(lambda: "run killed rank 0: DOWN" in "".join(stack.status()), 40, 0.2)
+        stored = stack.query(f'{RUN_ACTIVE.name}{{run="killed"}}')
+
+    assert refused, stack.status()
+    (line,) = [line for line in stack.status() if line.startswith("run killed")]
+    assert "another run or program serves at that address" in line
+    assert stored == []
+
+
 def test_status_lists_the_processes_and_no_failing_rule(stack: Stack) -> None:
     printed = stack.run("status")
 
@@ -140,6 +180,29 @@ def test_an_alert_reaches_the_alert_log(stack: Stack) -> None:
     assert eventually(
         lambda: "FIRING critical ZerowatchTried run=night-7" in log.read_text(), 30, 0.2
     )
+
+
+def test_alerts_link_to_the_runbook_of_the_installed_package(stack: Stack) -> None:
+    groups = stack.ask("rules")["groups"]
+
+    alerts = {rule["name"]: rule for group in groups for rule in group["rules"] if "alerts" in rule}
+    url = urllib.parse.urlsplit(alerts["ZerowatchRankDown"]["annotations"]["runbook_url"])
+    assert url.scheme == "file"
+    assert f"## {alerts['ZerowatchRankDown']['name']}" in Path(url.path).read_text()
+    assert any(f"runbook       {url.path}" in line for line in stack.run("up").splitlines())
+
+
+def test_runs_that_were_not_read_yet_or_have_ended_are_reported_as_such(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    reasons = []
+    for content in ("[]", '[{"targets": ["127.0.0.1:1"], "labels": {"run": "one"}}]'):
+        (folder / "targets.json").write_text(content)
+        reasons.append(here(tmp_path)._why_no_run())
+
+    assert "all runs in" in reasons[0]
+    assert "not read" in reasons[1]
+    assert not any("holds a targets.json" in reason for reason in reasons)
 
 
 def test_a_second_up_changes_nothing_and_reports_it(stack: Stack) -> None:
@@ -231,11 +294,23 @@ def test_a_port_in_use_is_reported_before_anything_is_started(tmp_path: Path) ->
         port = str(server.getsockname()[1])
 
         with pytest.raises(
-            CommandLineError, match=f"port {port} .*alert-log, is taken.*ALERT_LOG_P"
-        ):
+            CommandLineError, match=f"port {port} .*alert-log, is taken.*export ALERT_LOG_PORT="
+        ) as raised:
             here(tmp_path, ALERT_LOG_PORT=port).up()
 
+    assert ".env" not in str(raised.value)  # of an installed package, which nobody edits
     assert not (tmp_path / "state").exists()
+
+
+def test_runs_are_found_from_the_start_of_the_stack(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    targets = [{"targets": ["127.0.0.1:1"], "labels": {"run": "one"}}]
+    (folder / "targets.json").write_text(json.dumps(targets))
+
+    here(tmp_path)._write_configuration()
+
+    assert json.loads((tmp_path / "state" / "targets.json").read_text()) == targets
 
 
 def test_the_same_port_for_two_services_is_rejected(tmp_path: Path) -> None:

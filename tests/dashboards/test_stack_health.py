@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zerowatch.dashboards.stack_health import alert_lines, rule_lines, target_lines
+from zerowatch.dashboards.stack_health import RUNBOOK, alert_lines, rule_lines, target_lines
 
 NO_RUN = "no run yet"
 
@@ -44,6 +44,7 @@ def test_reachable_ranks_are_listed_in_numerical_order() -> None:
             'net/http: HTTP/1.x transport connection broken: malformed HTTP response "\\x15"',
             "scheme: https",
         ),
+        ("server returned HTTP status 404 Not Found", "another run or program"),
         ("server returned HTTP status 500 Internal Server Error", "the log of the job"),
     ],
 )
@@ -55,6 +56,12 @@ def test_an_unreachable_rank_is_reported_with_the_reason_and_what_to_do(
     assert line.startswith("run night-7 rank 0: DOWN, http://a:9464/metrics: ")
     assert error in line
     assert cure in line
+
+
+def test_a_rank_that_was_not_scraped_yet_is_not_reported_as_unknown() -> None:
+    lines = target_lines([target(0, health="unknown")], ended=[], no_run=NO_RUN)
+
+    assert lines == ["run night-7 rank 0: not scraped yet, http://a:9464/metrics"]
 
 
 def test_a_rank_that_ended_normally_is_not_reported_as_down() -> None:
@@ -98,4 +105,6 @@ def test_inhibited_and_silenced_alerts_are_only_counted() -> None:
     assert alert_lines(alerts) == [
         "alerts: 1 firing, 1 held back",
         "ZerowatchRankDown run=night-7 rank=1: Rank 1 does not answer",
+        f"what to do, by alert: {RUNBOOK}",
     ]
+    assert "## ZerowatchRankDown" in RUNBOOK.read_text()
