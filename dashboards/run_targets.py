@@ -3,8 +3,8 @@
     python -m zerowatch.dashboards.run_targets --runs runs --to targets.json
 
 Each run folder contains a targets.json. A run that ends normally empties it; one that was killed
-does not. The next run usually serves on the same ports, so two files may name the same address: then
-the newest file determines the labels.
+does not. The next run usually serves on the same ports, so two files may name the same address:
+then the newest file determines the labels.
 """
 
 from __future__ import annotations
