@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -104,6 +104,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._values: dict[MetricSpec, dict[LabelValues, float]] = {}
         self._histograms: dict[MetricSpec, dict[LabelValues, _Histogram]] = {}
+        self._functions: dict[tuple[MetricSpec, LabelValues], Callable[[], float]] = {}
 
     def commit(self) -> AbstractContextManager[object]:
         """Return a context manager, inside which several writes become visible together."""
@@ -113,6 +114,12 @@ class Recorder:
         """Set a gauge, or a counter whose total is known, to `value`."""
         with self._lock:
             self._series(spec, labels)[labels] = value
+
+    def set_function(self, spec: MetricSpec, function: Callable[[], float], *labels: str) -> None:
+        """Call `function`, which must not raise, for the value of a gauge in each snapshot."""
+        with self._lock:
+            _check_labels(spec, labels)
+            self._functions[spec, labels] = function
 
     def add(self, spec: MetricSpec, amount: float, *labels: str) -> None:
         """Increase a counter by `amount`, which is not negative."""
@@ -165,8 +172,11 @@ class Recorder:
     def snapshot(self) -> Snapshot:
         """Return a copy of all values, which contains each commit completely or not at all."""
         with self._lock:
+            values = {spec: dict(series) for spec, series in self._values.items()}
+            for (spec, labels), function in self._functions.items():
+                values.setdefault(spec, {})[labels] = float(function())
             return Snapshot(
-                values={spec: dict(series) for spec, series in self._values.items()},
+                values=values,
                 distributions={
                     spec: {labels: h.freeze() for labels, h in series.items()}
                     for spec, series in self._histograms.items()

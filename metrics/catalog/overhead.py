@@ -21,7 +21,8 @@ WATCH_SECONDS = counter(
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
-    "Hooks that raised; such a hook is removed and training goes on.",
+    "Hooks that raised and were removed. Under names such as `watch thread`: exceptions after "
+    "which a thread started over, with the loss of a second of records at most.",
     Label(name="hook"),
 )
 DROPPED_RECORDS = counter(
@@ -29,8 +30,12 @@ DROPPED_RECORDS = counter(
     "Records lost, by the part that lost them.",
     Label(
         name="part",
-        values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp"),
+        values=("collectives", "steps", "timing", "graph_capture", "run_log", "otlp", "listeners"),
     ),
+)
+DEAD_THREADS = gauge(
+    "dead_threads",
+    "Monitoring threads that died, counted at each scrape: their metrics no longer change.",
 )
 EXPORTER_FAILURES = counter(
     "exporter_failures_total", "Exports that failed.", Label(name="exporter")
@@ -43,6 +48,7 @@ METRICS = (
     WATCH_SECONDS,
     HOOK_FAILURES,
     DROPPED_RECORDS,
+    DEAD_THREADS,
     EXPORTER_FAILURES,
     WATCH_LAST_UPDATE_TIMESTAMP,
 )

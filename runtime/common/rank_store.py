@@ -214,6 +214,10 @@ class StoreClientFactory:
         token = self._namespace.find(common_store(self._client, self._watch_index))
         return token not in (None, self._token)
 
+    def close(self) -> None:
+        """Drop the last client; its connection closes once its stores are gone, too."""
+        self._client, self._is_waiting = None, False
+
     def _new_client(self) -> Store:
         """Clone the last client, as its timeout, unlike that of the job's store, is short."""
         if self._client is not None:

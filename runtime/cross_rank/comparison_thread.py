@@ -102,7 +102,7 @@ class ComparisonThread:
         self._num_requested = self._num_done = 0  # reports that `report_now` waits for
         self._connect = fail_open.wrap("cross_rank", self._connect_once)
         self._poll = fail_open.wrap("cross_rank", self._poll_once)
-        self._thread = threading.Thread(target=self._run, name="zerowatch-cross-rank", daemon=True)
+        self._thread = fail_open.thread("cross-rank", self._run)
 
     @property
     def peers(self) -> Mapping[int, Heartbeat]:
@@ -131,8 +131,7 @@ class ComparisonThread:
         if self._connection is not None:  # no call may outlive the interpreter
             self._connection.set_timeout(CLOSING_SECONDS)
         self._wake.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(2 * CLOSING_SECONDS)
+        self._thread.join(2 * CLOSING_SECONDS)
 
     def report_now(self) -> None:
         """Send a report at once and wait until it is sent, for a second at most. Any thread."""
@@ -165,6 +164,8 @@ class ComparisonThread:
             self._poll()
         self._patience_seconds = 0.0
         self._poll()
+        if self._connection is not None:
+            self._connection.close_for_good()
         self.cpu_seconds = time.thread_time()
 
     @property

@@ -72,6 +72,11 @@ class StoreConnection:
         """Drop the client; it may be opened again at once."""
         self._client = None
 
+    def close_for_good(self) -> None:
+        """Drop the client and its network connection; it must not be opened again."""
+        self._client = None
+        self._clients.close()
+
     def set_timeout(self, timeout_seconds: float) -> None:
         """Limit how long any call waits for a response from now on. Any thread."""
         client = self._client

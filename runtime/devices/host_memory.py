@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -50,8 +51,10 @@ class HostMemory:
         return self._peak_mark is not None
 
     def read(self) -> Mapping[str, float]:
-        """Return the states allocated, peak_allocated, reserved and limit, in bytes."""
+        """Return allocated, peak_allocated, reserved and limit in bytes; {} once closed."""
         status = self._status.read()
+        if not status:
+            return {}
         self._reset_peak()
         resident = _bytes(status, _RSS)
         peak, virtual, data = (_bytes(status, name) for name in (_PEAK_RSS, _VIRTUAL, _DATA))
@@ -61,7 +64,10 @@ class HostMemory:
         return {**readings, "peak_allocated": peak} if peak else readings
 
     def close(self) -> None:
-        """Do nothing: the files close with their last reference."""
+        """Close the files. Safe to call twice, and while another thread reads."""
+        self._status.close()
+        if self._peak_mark is not None:
+            self._peak_mark.close()
 
     def _reset_peak(self) -> None:
         if self._peak_mark is None:
@@ -108,22 +114,31 @@ class HostLimit:
 class _KernelFile:
     """Keeps a file of /proc open, so that reading it is one system call.
 
-    It is closed only with its last reference: a late reader or writer could
-    otherwise use a descriptor that by then belongs to another file.
+    The lock is for late readers and writers on other threads: they could otherwise use a descriptor
+    that by then belongs to another file.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDONLY) -> None:
         self._descriptor = os.open(path, flags)
-        # Not at exit: a daemon thread may still be reading then.
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        self._lock = threading.Lock()
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False  # a daemon thread may still be reading then
 
     def read(self) -> bytes:
-        """Return the current contents."""
-        return os.pread(self._descriptor, _READ_BYTES, 0)
+        """Return the current contents; nothing once closed."""
+        with self._lock:
+            return os.pread(self._descriptor, _READ_BYTES, 0) if self._close.alive else b""
 
     def write(self, command: bytes) -> None:
-        """Send the kernel a command."""
-        os.pwrite(self._descriptor, command, 0)
+        """Send the kernel a command; do nothing once closed."""
+        with self._lock:
+            if self._close.alive:
+                os.pwrite(self._descriptor, command, 0)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        with self._lock:
+            self._close()
 
 
 def _bytes(status: bytes, name: bytes) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from ...metrics.catalog import training
 from ...metrics.exporters.server import MetricsServer
 from ...metrics.series import Recorder
 from ...metrics.settings import Settings
-from ...metrics.step_record import StepRecord
 from ..collectives.group_roles import p2p_role, role_of
 from ..collectives.instrument import CollectiveInstrumentation
 from ..common.accelerator import training_device_index
@@ -35,6 +33,7 @@ from .overhead_metrics import OverheadMetrics
 from .run_folder import RunFolder
 from .run_info import RunInfoPublisher, warn_of_comms_logger
 from .step_metrics import StepMetrics
+from .subscriptions import Subscriptions
 from .watch import EngineRef, Watch
 from .watch_thread import WatchThread
 
@@ -102,7 +101,10 @@ def build_watch(
         otel = OtelExporter(context, partial(hardware_ids, device_index=device))
         undo.callback(otel.close)
         advisor = Advisor(context, otel.send)
-        listeners: list[Callable[[StepRecord], object]] = [*cross_rank.listeners]
+        subscriptions = Subscriptions(fail_open)
+        undo.callback(subscriptions.close)
+        listeners = [*cross_rank.listeners, subscriptions.pass_on]
+        undo.callback(folder.close)
         thread = WatchThread(
             step_metrics=step_metrics,
             sampler=DeviceSampler(
@@ -120,6 +122,7 @@ def build_watch(
             listeners=listeners,
             on_device=device is not None,
         )
+        undo.callback(thread.stop)
 
         # The hooks in training, which feed the thread.
         warn_of_comms_logger()
@@ -145,6 +148,7 @@ def build_watch(
             cross_rank=cross_rank,
             otel=otel,
             folder=folder,
+            subscriptions=subscriptions,
         )
         watch = Watch(
             engine=engine_ref,
@@ -156,6 +160,8 @@ def build_watch(
             folder=folder,
             run_info=run_info,
             listeners=listeners,
+            subscriptions=subscriptions,
+            overhead=overhead,
             collectives=collectives,
             instrumentation=instrumentation,
             memory=memory,

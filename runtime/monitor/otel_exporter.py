@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...metrics.catalog import communication, training
@@ -23,6 +24,7 @@ from ...metrics.exporters.otlp_queue import OtlpQueue
 from ...metrics.exporters.telemetry_data import AttributeValue, Example, Span, StepTrace
 from ...metrics.settings import OtelSettings
 from ..collectives.groups import CollectiveCall
+from ..common.fail_open import MonitoringThread
 from ..instrumentation.watch_context import WatchContext
 from .otel_spans import SlowSteps, child_spans, is_sampled, span_id_of, trace_id_of
 from .step_log import keeps_every_step
@@ -72,7 +74,7 @@ class OtelExporter:
         self._lines: LogCapture | None = None
         self._outbox: OtlpQueue | None = None
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: MonitoringThread | None = None
         wrap = context.fail_open.wrap
         self._trace_held_steps = wrap("traces", self.trace)
         otlp = wrap("otlp", _open_otlp)(self._settings, self._rank)
@@ -149,8 +151,8 @@ class OtelExporter:
         if settings.logs:
             self._lines = LogCapture(wrap("log lines", self._add_line))
             self._lines.open()
-        self._thread = threading.Thread(
-            target=self._run, args=(otlp, self._outbox), name="zerowatch-otlp", daemon=True
+        self._thread = self._context.fail_open.thread(
+            "otlp", partial(self._run, otlp, self._outbox)
         )
         self._thread.start()
 

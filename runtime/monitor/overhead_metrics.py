@@ -13,6 +13,7 @@ from .cross_rank_monitor import CrossRankMonitor
 from .memory_monitor import MemoryMonitor
 from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
+from .subscriptions import Subscriptions
 from .watch_thread import WatchThread
 
 
@@ -30,11 +31,15 @@ class OverheadMetrics:
         cross_rank: CrossRankMonitor,
         otel: OtelExporter,
         folder: RunFolder,
+        subscriptions: Subscriptions,
     ) -> None:
         self._context = context
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._thread, self._cross_rank = memory, thread, cross_rank
-        self._otel, self._folder = otel, folder
+        self._otel, self._folder, self._subscriptions = otel, folder, subscriptions
+        context.recorder.set_function(
+            overhead.DEAD_THREADS, lambda: context.fail_open.num_dead_threads
+        )
 
     def publish(self) -> None:
         """Publish all values as they are now."""
@@ -70,4 +75,6 @@ class OverheadMetrics:
             "timing": thread.untimed_calls,
             "run_log": self._folder.dropped,
         }
+        if self._subscriptions.has_listeners:
+            dropped["listeners"] = self._subscriptions.dropped
         return dropped | ({"otlp": self._otel.dropped} if self._otel.is_on else {})

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from .cross_rank_monitor import CrossRankMonitor
     from .memory_monitor import MemoryMonitor
     from .otel_exporter import OtelExporter
+    from .overhead_metrics import OverheadMetrics
     from .run_folder import RunFolder
     from .run_info import RunInfoPublisher
+    from .subscriptions import Subscriptions
     from .watch_thread import WatchThread
 
 
@@ -58,6 +60,9 @@ class WatchHandle(Protocol):
 
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
         """Call `listener` with the record of each step."""
+
+    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
+        """Call a function of zerowatch on the watch thread with the record of each step."""
 
     def snapshot(self) -> Snapshot:
         """Return all values as they are now."""
@@ -105,6 +110,8 @@ class Watch:
         folder: RunFolder,
         run_info: RunInfoPublisher,
         listeners: list[Callable[[StepRecord], object]],
+        subscriptions: Subscriptions,
+        overhead: OverheadMetrics,
         collectives: CollectiveInstrumentation,
         instrumentation: EngineInstrumentation,
         memory: MemoryMonitor,
@@ -115,12 +122,13 @@ class Watch:
     ) -> None:
         self.settings, self.recorder, self.fail_open = settings, recorder, fail_open
         self.address, self.advisor = address, advisor
-        self._engine, self._listeners = engine, listeners
+        self._engine, self._listeners, self._subscriptions = engine, listeners, subscriptions
         self._server, self._folder, self._run_info = server, folder, run_info
         self._collectives, self._instrumentation = collectives, instrumentation
         self._memory, self._cross_rank = memory, cross_rank
         self._otel, self._thread = otel, thread
         self._withdraw_targets = fail_open.wrap("run folder", folder.withdraw_targets)
+        self._publish_overhead = fail_open.wrap("overhead", overhead.publish)
         self._on_run_error = fail_open.wrap("oom report", memory.on_run_error)
         self._closed = False
 
@@ -144,11 +152,24 @@ class Watch:
         return self._engine() is engine
 
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
-        """Call `listener` with the record of each step.
+        """Call `listener` with the record of each step, usually within a second of it.
 
-        It runs on the watch thread, within a second of the step. A listener that raises is counted
-        as a hook failure, logged once and dropped.
+        All listeners share a thread, which they may block: that delays neither training nor
+        monitoring. Records that a listener is more than 1024 steps late for, or has not returned
+        for 5 s after `close`, are dropped and counted. A listener that raises is counted as a hook
+        failure, logged once and dropped.
+
+        Raises:
+            TypeError: `listener` cannot be called.
         """
+        if not callable(listener):
+            raise TypeError(
+                f"Watch.subscribe takes a function of a StepRecord, got {type(listener).__name__}"
+            )
+        self.fail_open.wrap("listener", self._subscriptions.add)(listener)
+
+    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
+        """Call a function of zerowatch, which never blocks, on the watch thread with each step."""
         self._listeners.append(self.fail_open.wrap("listener", listener))
 
     def rebind_engine(self, engine: Any) -> None:
@@ -198,11 +219,13 @@ class Watch:
             self._close_hooks()
             self._thread.enqueue(self._collectives.call_recorder.drain())
             self._thread.stop()
+            self._subscriptions.close()
             self._cross_rank.stop()
             self._memory.close()
             self.recorder.set(training.RUN_ACTIVE, 0)
             self._folder.close()
             self._otel.close()
+            self._publish_overhead()
         if failed:
             self._server.close()
         elif at_exit:
@@ -243,6 +266,9 @@ class NullWatch:
         return False
 
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
+        """Never call the listener."""
+
+    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
 
     def snapshot(self) -> Snapshot:

@@ -7,9 +7,10 @@ CPU caches each line of Python takes several times as long.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import logging
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from .otel_exporter import OtelExporter
 from .run_folder import RunFolder
 from .step_metrics import FinishedStep, StepMetrics
 
+logger = logging.getLogger(__name__)
+
 Listener = Callable[[StepRecord], object]
 
 # Time between two publications.
@@ -42,6 +45,8 @@ LAST_POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 10.0
 # Batches and steps in the queue; more are dropped and counted.
 MAX_PENDING = 1024
+# Longest wait for the thread at the end.
+STOP_SECONDS = 5.0
 # Calls of a step that are kept for its trace. Of more calls, only the longest are kept.
 MAX_KEPT_CALLS = 16384
 LONGEST_CALLS = 512
@@ -59,7 +64,7 @@ class WatchThread:
         otel: Gets the steps of each second with their calls, if it makes traces.
         events: Gets back the device events that were read.
         fail_open: Wraps all calls of the parts.
-        listeners: Get the records of each second; the list may grow.
+        listeners: Get the records of each second, and must not block; the list may grow.
         on_device: Whether calls are timed by events of the accelerator.
 
     Attributes:
@@ -107,7 +112,8 @@ class WatchThread:
         self._publish = fail_open.wrap("publish", step_metrics.publish)
         self._close = fail_open.wrap("devices", sampler.close)
         self._tasks: list[Callable[[], object]] = [fail_open.wrap("devices", sampler.read_devices)]
-        self._thread = threading.Thread(target=self._run, name="zerowatch-watch", daemon=True)
+        self._is_stopping = self._is_abandoned = False
+        self._thread = fail_open.thread("watch", self._run)
 
     def start(self, tasks: Mapping[str, Callable[[], object]]) -> None:
         """Start the thread.
@@ -126,18 +132,39 @@ class WatchThread:
             self.dropped_steps += isinstance(item, RawStep)
             self.dropped_calls += _batch_of(item).discard()
 
-    def stop(self, timeout_seconds: float = 5.0) -> None:
-        """Publish what has arrived and end. Safe to call twice, and if the thread never ran."""
+    def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+        """Publish what has arrived and end. Safe to call twice, and if the thread never ran.
+
+        What is not published in time, such as while a disk does not respond, is counted as dropped.
+        """
+        self._is_stopping = True
         self._inbox.put(None)
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_seconds)
+        if not self._thread.was_started:
+            self._close()
+        elif not self._is_abandoned and not self._thread.join(timeout_seconds):
+            self._abandon(timeout_seconds)
+
+    def _abandon(self, timeout_seconds: float) -> None:
+        self._is_abandoned = True
+        num_lost = sum(isinstance(item, RawStep) for item in list(self._pending))
+        with contextlib.suppress(queue.Empty):
+            while True:
+                num_lost += isinstance(self._inbox.get_nowait(), RawStep)
+        self.dropped_steps += num_lost
+        logger.warning(
+            "the watch thread did not end within %g s; %d step(s) are neither in the run log nor "
+            "in the metrics. Check whether the disk of run_log.folder responds.",
+            timeout_seconds,
+            num_lost,
+        )
 
     def _run(self) -> None:
         if self._on_device and not accelerator.current.allow_queries_while_capturing():
             self._events.disabled = True
         running = True
-        while running:
-            running = self._drain()
+        while running and not self._is_abandoned:
+            is_stopping = self._is_stopping  # after a failure, the end of the queue may be gone
+            running = self._drain() and not is_stopping
             self._finish(final=not running)
             now = time.monotonic()
             if now >= self._tick_due or not running:
@@ -164,7 +191,7 @@ class WatchThread:
 
     def _finish_pending(self, *, final: bool) -> None:
         """Complete, in order, the batches and steps of which all calls and values have arrived."""
-        while self._pending:
+        while self._pending and not self._is_abandoned:
             head = self._pending[0]
             if not head.settled():
                 self._waiting_since = self._waiting_since or time.monotonic()

@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 
-from zerowatch.metrics.catalog import CATALOG, tuner, window
+from zerowatch.metrics.catalog import CATALOG, overhead, tuner, window
 from zerowatch.metrics.catalog.spec import MetricSpec
 
 # What the design promises, written out a second time: dashboards and alerts of users rely on it.
@@ -84,6 +84,7 @@ compression_error_ratio gauge codec
 watch_seconds_total counter part
 hook_failures_total counter hook
 dropped_records_total counter part
+dead_threads gauge
 """
 PROMISED_VALUES = {
     "group": "dp tp pp ep sp world other",
@@ -229,6 +230,8 @@ def series_of(spec: MetricSpec) -> int:
     names = set(spec.label_names)
     if spec.name == "zerowatch_memory_leak_bytes_per_step":  # a device leaks in one category
         return OPEN_SETS["device"]
+    if spec is overhead.DROPPED_RECORDS:  # without listeners, which only a script adds
+        return len(spec.labels[0].values) - 1
     if spec is window.COMPRESSION_ERROR:  # one codec at a time
         return 1
     if not names & {"op", "group"}:

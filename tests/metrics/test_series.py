@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_SECONDS
+from zerowatch.metrics.catalog.overhead import DEAD_THREADS
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
 from zerowatch.metrics.series import Recorder
 
@@ -140,3 +141,14 @@ def test_a_concurrent_snapshot_contains_a_commit_completely():
     reader.join(5)
 
     assert seen == [(1, 8)]
+
+
+def test_a_gauge_with_a_function_has_its_value_of_the_moment_of_the_snapshot():
+    recorder, dead = Recorder(), []
+    recorder.set_function(DEAD_THREADS, lambda: len(dead))
+
+    first = recorder.snapshot()
+    dead.append("watch")
+
+    assert first.value(DEAD_THREADS) == 0
+    assert recorder.snapshot().value(DEAD_THREADS) == 1

@@ -62,7 +62,7 @@ class TrainingData:
         self._last_end = perf_counter()
         watch = engine_holder.engine.watch
         if host_group.world_size > 1:
-            watch.subscribe(self._add_record)
+            watch.subscribe_inside(self._add_record)
         if self.balances and not watch.is_open:
             logger.warning(
                 "balance=True without monitoring: from ZeRO stage 2 on the time that ranks wait "

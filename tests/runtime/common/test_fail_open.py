@@ -1,6 +1,12 @@
 from __future__ import annotations
 
-from zerowatch.runtime.common.fail_open import FailOpen
+import ctypes
+import threading
+import time
+
+import pytest
+
+from zerowatch.runtime.common.fail_open import MAX_RESTARTS, FailOpen
 
 
 def test_a_hook_that_raises_is_counted_logged_once_and_not_called_again(caplog) -> None:
@@ -38,3 +44,87 @@ def test_system_exit_propagates() -> None:
         code = leaving.code
 
     assert code == 3
+
+
+def test_only_a_hook_of_an_own_thread_may_catch_system_exit() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    fail_open = FailOpen()
+
+    assert fail_open.wrap("listener", leave, BaseException)() is None
+    assert fail_open.failures == {"listener": 1}
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), ValueError("a bug")])
+def test_a_thread_that_raises_is_counted_logged_and_starts_over(caplog, error) -> None:
+    left = [error, error]
+
+    def body() -> None:
+        if left:
+            raise left.pop()
+
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", body, pause_seconds=0.0)
+    thread.start()
+
+    assert thread.join(30)
+    assert left == []
+    assert fail_open.failures == {"watch thread": 2}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert type(error).__name__ in caplog.records[0].message
+
+
+def test_a_thread_survives_an_exception_that_another_thread_sets() -> None:
+    stop, seen = threading.Event(), []
+
+    def body() -> None:
+        seen.append(threading.get_ident())
+        while not stop.wait(0.001):
+            pass
+
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", body, pause_seconds=0.0)
+    thread.start()
+    for number in (1, 2):
+        wait_until(lambda number=number: len(seen) == number)
+        target = ctypes.c_ulong(seen[-1])
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(target, ctypes.py_object(SystemExit)) == 1
+    wait_until(lambda: len(seen) == 3)
+
+    num_dead = fail_open.num_dead_threads
+    stop.set()
+    assert thread.join(30)
+    assert fail_open.failures == {"watch thread": 2}
+    assert num_dead == fail_open.num_dead_threads == 0
+
+
+def test_a_thread_that_always_fails_ends_and_is_counted_as_dead_until_it_is_stopped(caplog) -> None:
+    def body() -> None:
+        raise SystemExit
+
+    fail_open = FailOpen()
+    thread = fail_open.thread("watch", body, pause_seconds=0.0)
+    thread.start()
+    wait_until(lambda: not thread.is_alive())
+
+    assert fail_open.num_dead_threads == 1
+    assert fail_open.failures == {"watch thread": MAX_RESTARTS}
+    assert caplog.records[-1].levelname == "ERROR"
+    assert "watch thread" in caplog.records[-1].message
+    assert thread.join(30)
+    assert fail_open.num_dead_threads == 0
+
+
+def test_a_thread_that_was_never_started_has_ended_and_is_not_dead() -> None:
+    fail_open = FailOpen()
+
+    assert fail_open.thread("watch", lambda: None).join(30)
+    assert fail_open.num_dead_threads == 0
+
+
+def wait_until(condition, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)

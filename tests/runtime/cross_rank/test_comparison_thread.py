@@ -6,11 +6,15 @@ import logging
 import threading
 import time
 
+import psutil
 import pytest
+from fakes.clock import FakeClock
 from fakes.comparison_threads import INTERVAL_SECONDS, STUCK_SECONDS, ComparedRank, ComparedRanks
 from fakes.rank_sets import FakeGroup
+from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog import communication
+from zerowatch.runtime.common.rank_store import StoreClientFactory
 from zerowatch.runtime.cross_rank.comparison_thread import (
     CLOSING_SECONDS,
     IDLE_SECONDS_BEFORE_HEARTBEATS,
@@ -18,7 +22,7 @@ from zerowatch.runtime.cross_rank.comparison_thread import (
     poll_interval_seconds,
 )
 from zerowatch.runtime.cross_rank.store_channel import PATIENCE_EXCHANGES
-from zerowatch.runtime.cross_rank.store_log import MAX_ENTRIES
+from zerowatch.runtime.cross_rank.store_log import MAX_ENTRIES, StoreConnection
 
 EXPOSED, WAIT = communication.COMM_EXPOSED_SECONDS, communication.COMM_WAIT_SECONDS
 
@@ -311,3 +315,26 @@ def test_an_announced_hang_makes_heartbeats_be_read_at_once_for_any_own_limit() 
 
 def test_stopping_what_was_never_started_is_harmless() -> None:
     ComparedRanks(1)[0].thread.stop()
+
+
+def test_a_thread_that_has_ended_leaves_no_connection_to_the_store() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads, connected, left = [], [], []
+    for index in range(3):
+        clients = StoreClientFactory(0, 0, index, default=lambda: server)
+        before = num_own_sockets(server.port)
+        threads.append(ComparedRank(0, FakeClock(), None, FakeGroup((0, 1))).thread)
+        threads[-1]._connection = StoreConnection(clients)
+        threads[-1].start()
+        threads[-1].report_now()
+        connected.append(num_own_sockets(server.port) - before)
+        threads[-1].stop()
+        left.append(num_own_sockets(server.port) - before)
+
+    assert (connected, left) == ([1] * 3, [0] * 3)
+
+
+def num_own_sockets(port: int) -> int:
+    """Count this process's connections to a port of this machine."""
+    connections = psutil.Process().net_connections("tcp")
+    return sum(bool(each.raddr) and each.raddr.port == port for each in connections)

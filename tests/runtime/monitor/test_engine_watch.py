@@ -12,7 +12,16 @@ from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, start
 pytestmark = pytest.mark.jobs
 
 SCRIPT = SCRIPTS / "monitor" / "engine_checks.py"
-HELPERS = {"make", "listen", "step", "wrapped_places", "standing", "run_in_fork", "free_port"}
+HELPERS = {
+    "make",
+    "listen",
+    "step",
+    "wrapped_places",
+    "standing",
+    "wait_until",
+    "run_in_fork",
+    "free_port",
+}
 CHECKS = [
     node.name
     for node in ast.parse(SCRIPT.read_text()).body

@@ -21,6 +21,9 @@ class FakeClients:
         moved, self.has_moved = self.has_moved, False
         return moved
 
+    def close(self) -> None:
+        """Do nothing: the store is the test's."""
+
 
 def connected(store: Store, now: Callable[[], float] = lambda: 0.0) -> StoreConnection:
     """Return an open connection to a store."""

@@ -7,6 +7,7 @@ exit status in FOLDER/NAME.status.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import logging
@@ -33,6 +34,7 @@ from zerowatch.metrics.catalog import communication, overhead, training
 from zerowatch.metrics.step_record import StepRecord
 from zerowatch.runtime.collectives.ops import OPERATIONS
 from zerowatch.runtime.instrumentation.engine_hooks import ENGINE_METHODS
+from zerowatch.runtime.monitor.cross_rank_monitor import CrossRankMonitor
 
 # DeepSpeed imports this with the first engine, and the compiler with it: once, before the forks.
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -100,6 +102,13 @@ def wrapped_places(engine) -> list[tuple[object, str]]:
 
 def standing(places: list[tuple[object, str]]) -> list[object]:
     return [vars(owner).get(name, "absent") for owner, name in places]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def every_name_is_restored() -> None:
@@ -410,6 +419,116 @@ def a_watch_that_cannot_start_lets_training_be() -> None:
     engine.watch.close()
 
 
+def a_watch_whose_comparison_thread_cannot_start_leaves_no_thread() -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    CrossRankMonitor.start = refuse
+    engine = make()
+    step(engine)
+
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("zerowatch")], names
+    assert "forward" not in vars(engine)
+    engine.watch.close()
+
+
+def twenty_watches_leave_no_descriptor() -> None:
+    engine = make(watched=False)
+    numbers = []
+    for _ in range(21):
+        watch = zerowatch.watch(engine, QUIET)
+        step(engine)
+        watch.close()
+        numbers.append(len(os.listdir("/proc/self/fd")))
+
+    assert numbers[-1] == numbers[0], numbers
+
+
+def a_listener_that_exits_is_dropped_and_all_steps_are_recorded() -> None:
+    engine = make()
+    engine.watch.subscribe(lambda _: sys.exit("the script's own exit"))
+    records = listen(engine)
+    for _ in range(5):
+        step(engine)
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert len(records) == 5
+    assert snapshot.value(training.STEPS) == 5
+    assert snapshot.value(overhead.HOOK_FAILURES, "listener") == 1
+    assert snapshot.value(overhead.DEAD_THREADS) == 0
+
+
+def a_listener_that_blocks_stops_neither_the_metrics_nor_the_close() -> None:
+    engine, release, last_update = make(), threading.Event(), overhead.WATCH_LAST_UPDATE_TIMESTAMP
+    engine.watch.subscribe(lambda _: release.wait())
+    step(engine)
+    wait_until(lambda: engine.watch.snapshot().value(training.STEPS) == 1)
+    for _ in range(4):
+        step(engine)
+    blocked_at = time.time()
+    # The hang detector is checked on the same thread.
+    wait_until(lambda: (engine.watch.snapshot().value(last_update) or 0) > blocked_at)
+    wait_until(lambda: engine.watch.snapshot().value(training.STEPS) == 5)
+    engine.watch._subscriptions.close(timeout_seconds=0.1)
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert snapshot.value(training.STEPS) == 5
+    assert snapshot.value(overhead.DROPPED_RECORDS, "listeners") == 4
+    assert snapshot.value(overhead.DROPPED_RECORDS, "steps") == 0
+    release.set()
+
+
+def steps_that_a_blocked_disk_keeps_are_counted_at_close() -> None:
+    engine, release, entered = make(), threading.Event(), threading.Event()
+    watch_thread = engine.watch._thread
+    watch_thread._append = lambda _: (entered.set(), release.wait())
+    for _ in range(5):
+        step(engine)
+    assert entered.wait(30)
+    watch_thread.stop(timeout_seconds=0.1)
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert snapshot.value(overhead.DROPPED_RECORDS, "steps") >= 4
+    release.set()
+
+
+def a_watch_thread_that_is_interrupted_starts_over() -> None:
+    engine = make()
+    records = listen(engine)
+    step(engine)
+    wait_until(lambda: len(records) == 1)
+    for name in ("zerowatch-watch", "zerowatch-cross-rank"):
+        [thread] = [thread for thread in threading.enumerate() if thread.name == name]
+        target = ctypes.c_ulong(thread.ident)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(target, ctypes.py_object(SystemExit)) == 1
+    failures = zerowatch.runtime.initialize._process.fail_open.failures
+    wait_until(lambda: failures.total() == 2)
+    step(engine)
+    wait_until(lambda: len(records) == 2)
+    engine.watch.close()
+
+    snapshot = engine.watch.snapshot()
+    assert snapshot.value(training.STEPS) == 2
+    assert snapshot.value(overhead.HOOK_FAILURES, "watch thread") == 1
+    assert snapshot.value(overhead.HOOK_FAILURES, "cross-rank thread") == 1
+    assert snapshot.value(overhead.DEAD_THREADS) == 0
+
+
+def what_cannot_be_called_is_no_listener() -> None:
+    engine = make()
+    try:
+        engine.watch.subscribe("print")
+    except TypeError as error:
+        message = str(error)
+    engine.watch.close()
+
+    assert "Watch.subscribe" in message
+
+
 def a_forked_child_lets_go_of_everything() -> None:
     settings = {"serve": {"port": 0}, "run_log": {"enabled": False}}
     engine = make(watched=False)
@@ -507,7 +626,7 @@ CHECKS = [
     for value in list(globals().values())
     if callable(value)
     and getattr(value, "__module__", None) == "__main__"
-    and value not in (Net, make, listen, step, wrapped_places, standing)
+    and value not in (Net, make, listen, step, wrapped_places, standing, wait_until)
 ]
 
 

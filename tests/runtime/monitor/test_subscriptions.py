@@ -1,0 +1,99 @@
+"""Listeners of a watch: slow ones, blocked ones, and ones that raise."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.monitor.subscriptions import MAX_WAITING, Subscriptions
+
+
+@pytest.fixture
+def fail_open() -> FailOpen:
+    return FailOpen()
+
+
+@pytest.fixture
+def subscriptions(fail_open: FailOpen) -> Subscriptions:
+    return Subscriptions(fail_open)
+
+
+def test_listeners_have_got_every_record_in_order_after_close(subscriptions: Subscriptions) -> None:
+    first, second = [], []
+    subscriptions.add(first.append)
+    subscriptions.add(second.append)
+
+    for number in range(100):
+        subscriptions.pass_on(number)
+    subscriptions.close()
+
+    assert first == second == list(range(100))
+    assert subscriptions.dropped == 0
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
+def test_a_listener_that_raises_anything_is_dropped_and_the_others_go_on(
+    subscriptions: Subscriptions, fail_open: FailOpen, error: type[BaseException]
+) -> None:
+    def leave(_: object) -> None:
+        raise error
+
+    seen = []
+    subscriptions.add(leave)
+    subscriptions.add(seen.append)
+
+    for number in range(3):
+        subscriptions.pass_on(number)
+    subscriptions.close()
+
+    assert seen == [0, 1, 2]
+    assert fail_open.failures == {"listener": 1}
+
+
+def test_records_that_a_blocked_listener_never_gets_are_counted_and_logged(
+    subscriptions: Subscriptions, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+    seen = []
+
+    def block(record: object) -> None:
+        seen.append(record)
+        entered.set()
+        release.wait()
+
+    subscriptions.add(block)
+    subscriptions.pass_on(0)
+    assert entered.wait(30)
+    for number in range(MAX_WAITING + 5):
+        subscriptions.pass_on(number)
+    dropped_before = subscriptions.dropped
+    subscriptions.close(timeout_seconds=0.01)
+    dropped = subscriptions.dropped
+    release.set()
+
+    assert (dropped_before, dropped, seen) == (5, MAX_WAITING + 5, [0])
+    assert len(caplog.records) == 2
+    assert f"{MAX_WAITING} record(s)" in caplog.records[-1].message
+
+
+def test_no_thread_is_started_without_a_listener(subscriptions: Subscriptions) -> None:
+    before = threading.active_count()
+
+    subscriptions.pass_on(0)
+    subscriptions.close()
+
+    assert threading.active_count() == before
+
+
+def test_a_listener_may_close_the_subscriptions_itself(subscriptions: Subscriptions) -> None:
+    subscriptions.add(lambda _: subscriptions.close())
+
+    subscriptions.pass_on(0)
+
+    end = time.monotonic() + 30
+    while not subscriptions._closed:
+        assert time.monotonic() < end
+        time.sleep(0.001)
