@@ -1,19 +1,19 @@
-"""Alerts on zerowatch itself: expensive monitoring, and a tuner in safe mode."""
+"""Alerts on zerowatch itself: expensive or dead monitoring, and a tuner in safe mode."""
 
 from __future__ import annotations
 
-from ...metrics.catalog import tuner
+from ...metrics.catalog import overhead, tuner
 from ...metrics.thresholds import WATCH_RATIO_HIGH
 from ..promql import by, select
 from ..recording_rules import WATCH_RATIO_BY_RANK
 from ..timing import MINUTE, Timing
-from .alert import PERCENT, RUN, Alert
+from .alert import PERCENT, RANK, RUN, Alert
 from .guards import after_some_steps, while_training
 
 
 def overhead_alerts(timing: Timing) -> tuple[Alert, ...]:
     """Return the alerts; `timing` sets their PromQL ranges."""
-    return (_watch_overhead(timing), _tuner_safe_mode())
+    return (_watch_overhead(timing), _monitoring_dead(), _tuner_safe_mode())
 
 
 def _watch_overhead(timing: Timing) -> Alert:
@@ -31,6 +31,24 @@ def _watch_overhead(timing: Timing) -> Alert:
             "usual. The dashboard shows which part of it is expensive, and the runbook lists the "
             "settings that make each part cheaper."
         ),
+        dashboard="zerowatch-overhead",
+    )
+
+
+def _monitoring_dead() -> Alert:
+    return Alert(
+        name="ZerowatchMonitoringDead",
+        component="watch",
+        severity="warning",
+        expression=while_training(
+            f"{by('max', select(overhead.DEAD_THREADS), 'rank')} > 0", "rank"
+        ),
+        for_seconds=0,
+        keep_firing_seconds=5 * MINUTE,
+        summary=f"Rank {RANK} of training {RUN} is no longer fully monitored",
+        description="A monitoring thread of this rank has died. Training continues, but some of "
+        "the rank's metrics no longer change, and alerts that use them do not fire. The log of the "
+        "rank has the traceback.",
         dashboard="zerowatch-overhead",
     )
 

@@ -118,8 +118,9 @@ TRUST = (
     ),
     fault_count(
         title="Failed hooks",
-        description="Failures of hooks since the start. zerowatch removes a failed hook, and "
-        "training continues. The log has its traceback once. Please report it.",
+        description="Failures of hooks and threads since the start. zerowatch removes a failed "
+        "hook and starts a thread over; training continues. The log has the traceback. Please "
+        "report it.",
         expression=total(overhead.HOOK_FAILURES, "hook"),
         legend="{{hook}}",
         empty="none",

@@ -12,6 +12,13 @@ OVERHEAD = {
     "component": "watch",
     **LABELS,
 }
+DEAD = {
+    "alertname": "ZerowatchMonitoringDead",
+    "severity": "warning",
+    "component": "watch",
+    "rank": "1",
+    **LABELS,
+}
 SAFE_MODE = {
     "alertname": "ZerowatchTunerSafeMode",
     "severity": "warning",
@@ -52,6 +59,28 @@ CASES = (
         title="Does not fire if monitoring takes 1.5 % of the time",
         series=cost((15, 0.01)),
         until="15m",
+    ),
+    Case(
+        title="Fires at once if a monitoring thread of a rank is dead",
+        series=training(15)
+        | of_rank(0, "zerowatch_dead_threads", gauge((15, 0)))
+        | of_rank(1, "zerowatch_dead_threads", gauge((3, 0), (5, 1), (7, 0))),
+        alert=DEAD,
+        fires_at="3m15s",
+        recovers_at="13m15s",
+        annotations=annotations_of(
+            "ZerowatchMonitoringDead",
+            dashboard="zerowatch-overhead",
+            summary="Rank 1 of training night-7 is no longer fully monitored",
+            description="A monitoring thread of this rank has died. Training continues, but some "
+            "of the rank's metrics no longer change, and alerts that use them do not fire. The log "
+            "of the rank has the traceback.",
+        ),
+    ),
+    Case(
+        title="Does not fire while all monitoring threads run",
+        series=training(5) | of_both("zerowatch_dead_threads", gauge((5, 0))),
+        until="5m",
     ),
     Case(
         title="Fires at once if the tuner enters safe mode",
