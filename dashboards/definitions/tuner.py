@@ -31,7 +31,14 @@ from .shared_panels import sized, step_seconds
 
 NO_TUNER = "no tuner in this run"
 OFF_AND_ON = (Named(0, "-", "transparent"), Named(1, "in this state", "blue"))
-VERDICTS = {"accepted": "green", "rolled_back": "orange", "rejected": "text", "advised": "blue"}
+VERDICTS = {
+    "accepted": "green",
+    "rolled_back": "orange",
+    "rejected": "text",
+    "interrupted": "text",
+    "not_undone": "red",
+    "advised": "blue",
+}
 
 NOW = (
     Table(
@@ -182,8 +189,9 @@ KNOBS = (
         title="How to read a decision",
         description="Explains the verdicts of the tuner.",
         content="**accepted**: it measured better, or memory was running out; the change is kept. "
-        "**rolled_back**: the trial did harm (slower, out of memory, loss up), or was interrupted; "
-        "the change is undone. **rejected**: the gain was too small, or the tuner did not try it, "
+        "**rolled_back**: the trial did harm (slower, out of memory, loss up); "
+        "the change is undone. **interrupted**: the trial ended without a result and is undone. "
+        "**not_undone**: the change could not be undone, and is still in use. **rejected**: the gain was too small, or the tuner did not try it, "
         "because it did not fit in memory or could not be set. **advised**: worth trying, but "
         "yours to decide. `decisions.jsonl` in the run folder has each decision with its reasons.",
         width=8,

@@ -51,8 +51,11 @@ TUNER_SYMPTOM = gauge(
 )
 TUNER_DECISIONS = counter(
     "tuner_decisions_total",
-    "Decisions by verdict.",
-    Label(name="verdict", values=("accepted", "rolled_back", "rejected", "advised")),
+    "Decisions by verdict; not_undone: training continues with a change that was to be undone.",
+    Label(
+        name="verdict",
+        values=("accepted", "rolled_back", "rejected", "interrupted", "not_undone", "advised"),
+    ),
 )
 TUNER_EXPLORATION_SECONDS = counter(
     "tuner_exploration_seconds_total",

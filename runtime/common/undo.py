@@ -87,6 +87,13 @@ class UndoStack:
             raise errors[0]
 
 
+def all_or_none(changes: Iterable[Callable[[], Undo]]) -> Undo:
+    """Make changes one after the other, and return the undo of all; none is left if one fails."""
+    undo = UndoStack()
+    undo.do(changes)
+    return undo
+
+
 def chain(undos: Sequence[Undo]) -> Undo:
     """Return one undo that calls all of these, the last one first."""
 

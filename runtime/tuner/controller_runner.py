@@ -16,6 +16,7 @@ from .policy.types import StepTime, SwitchRequest, SwitchResult
 
 logger = logging.getLogger(__name__)
 
+_OWN_FAILURE = "the tuner itself failed"
 POLL_SECONDS = 1.0  # between two batches of windows, and two checks of the stop file
 
 T = TypeVar("T")
@@ -114,6 +115,8 @@ class ControllerRunner:
             self._in_use = request.target
         elif not request.checked:  # a failed rollback is not repeated
             self._in_use = self._controller.configuration.known_good
+        if request.why == _OWN_FAILURE:  # the controller reports nothing any more
+            _log_rollback(result)
         self._guarded(lambda: self._controller.on_switched(request, result))
         self._sync_state()
 
@@ -151,7 +154,7 @@ class ControllerRunner:
     @property
     def _rollback_switch(self) -> SwitchRequest:
         known_good = self._controller.configuration.known_good
-        return SwitchRequest(target=known_good, why="the tuner itself failed", checked=False)
+        return SwitchRequest(target=known_good, why=_OWN_FAILURE, checked=False)
 
     def _call(self, function: Callable[[], T]) -> T:
         return function()
@@ -168,3 +171,13 @@ class ControllerRunner:
         else:
             logger.warning("tuner resumed, stop file %s is gone", path)
             self._guarded(self._controller.thaw)
+
+
+def _log_rollback(result: SwitchResult) -> None:
+    if result.done:
+        logger.warning("trial rolled back on all ranks: %s", _OWN_FAILURE)
+    else:
+        left = f"; left: {result.left}" if result.left else ""
+        logger.error(
+            "trial could not be undone, training continues with it (%s%s)", result.reason, left
+        )

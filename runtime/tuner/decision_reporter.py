@@ -54,6 +54,7 @@ class DecisionReporter:
         self._metrics = TunerMetrics(context.recorder)
         self._decision_log = DecisionLog()
         self._num_decisions = 0
+        self._in_use: Configuration = {}
         self._logged = {MEMORY_IDLE}  # by itself no reason to act
 
     def on_state(self, state: State) -> None:
@@ -62,6 +63,7 @@ class DecisionReporter:
 
     def on_configuration(self, configuration: Configuration) -> None:
         """Publish the values of the knobs."""
+        self._in_use = dict(configuration)
         self._metrics.set_configuration(configuration)
 
     def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
@@ -88,11 +90,13 @@ class DecisionReporter:
             number=self._num_decisions,
             unix_seconds=self._clock(),
             step=self._step(),
+            in_use=self._in_use,
             world_size=self._context.identity.world_size,
             mode=self._mode,
         )
         message = format_decision(record)
-        logger.info("%s%s", message, _advice_diff(record, decision.inputs))
+        level = logging.WARNING if record.verdict == "not_undone" else logging.INFO
+        logger.log(level, "%s%s", message, _advice_diff(record, decision.inputs))
         self._decision_log.write(self._context.folder(), record, decision)
         self._metrics.add_decision(record)
         self._send(decision_span(record, message, _trial_seconds(decision)))

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from enum import IntEnum
 from time import perf_counter
+from typing import NamedTuple
 
 from ...errors import ZerowatchError
 from ..common.all_or_none import is_peer_failure
@@ -69,17 +70,25 @@ def apply_switch(
     began = clock()
     transaction = _RankTransaction(request, knobs)
     try:
-        reason = _run(transaction, host_group)
-        if reason is None:
+        failure = _run(transaction, host_group)
+        if failure is None:
             return SwitchResult(done=True, seconds=clock() - began)
         transaction.undo()
         undone = not host_group.all_max(int(not transaction.is_as_before))
+        left = "" if undone else "; ".join(_gather(transaction.left, host_group))
     except (RuntimeError, ZerowatchError):
         transaction.undo()
         raise
     if not undone:
-        logger.error("rollback incomplete after: %s", reason)
-    return SwitchResult(done=False, reason=reason, seconds=clock() - began, undone=undone)
+        logger.error("rollback incomplete after: %s; left: %s", failure.reason, left or "unknown")
+    return SwitchResult(
+        done=False,
+        reason=failure.reason,
+        seconds=clock() - began,
+        refused=failure.refused,
+        undone=undone,
+        left=left,
+    )
 
 
 class _RankTransaction:
@@ -146,6 +155,16 @@ class _RankTransaction:
             return False
         return same and not self._undo_failed
 
+    @property
+    def left(self) -> str:
+        """What this rank reads back that is not as before, as text."""
+        try:
+            now, before = dict(self._knobs.values()), self._before or {}
+        except FAILURES:
+            return "knobs cannot be read"
+        changed = (name for name in sorted(now) if name not in before or before[name] != now[name])
+        return ", ".join(f"{name}={json.dumps(now[name])}" for name in changed)
+
     def _attempt(self, phase: str, run: Callable[[], None]) -> None:
         try:
             run()
@@ -157,23 +176,31 @@ class _RankTransaction:
             logger.warning("%s: %s failed: %s", self._request.why, phase, self.problem)
 
 
-def _run(transaction: _RankTransaction, host_group: HostCollectives) -> str | None:
-    """Run the phases until one fails on some rank; return the reason, None if none failed."""
+class _Failure(NamedTuple):
+    """Why a switch failed, and whether a rank refused it before anything was changed."""
+
+    reason: str
+    refused: bool
+
+
+def _run(transaction: _RankTransaction, host_group: HostCollectives) -> _Failure | None:
+    """Run the phases until one fails on some rank; return None if none failed."""
     for phase in (transaction.check, transaction.apply, transaction.verify):
         phase()
         fault = host_group.all_max(transaction.fault)
         if fault != Fault.NONE:
             is_cause = transaction.fault == fault
-            return _gather_reason((is_cause and transaction.problem) or "", host_group)
+            reasons = _gather((is_cause and transaction.problem) or "", host_group)
+            reason = next(iter(reasons), "a rank gave no reason")
+            return _Failure(reason, refused=phase == transaction.check)
     return None
 
 
-def _gather_reason(own: str, host_group: HostCollectives) -> str:
-    """Return the reason of the first rank that gives one."""
+def _gather(own: str, host_group: HostCollectives) -> list[str]:
+    """Return the texts of all ranks that give one, each with its rank."""
     own = own.encode()[:REASON_BYTES].decode(errors="ignore")
-    reasons = host_group.all_gather_text(own, REASON_BYTES)
-    given = [f"rank {rank}: {each.strip()}" for rank, each in enumerate(reasons) if each.strip()]
-    return next(iter(given), "a rank gave no reason")
+    texts = host_group.all_gather_text(own, REASON_BYTES)
+    return [f"rank {rank}: {each.strip()}" for rank, each in enumerate(texts) if each.strip()]
 
 
 def _message(error: BaseException) -> str:

@@ -98,7 +98,7 @@ PROMISED_VALUES = {
     "link": "nvlink pcie",
     "direction of device_link_bytes_total": "sent received",
     "direction of offload_bytes_total": "to_host to_device to_nvme from_nvme",
-    "verdict": "accepted rolled_back rejected advised",
+    "verdict": "accepted rolled_back rejected interrupted not_undone advised",
     "outcome of ooms_total": "replayed fatal killed raised",
     "outcome of window_replays_total": "committed gave_up",
     "outcome of engine_rebuilds_total": "committed undone refused",

@@ -14,6 +14,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ....errors import ZerowatchError
 from ...common.deepspeed_internals import clear_release_cache
-from ...common.undo import Undo, UndoOnce, chain, own_attributes, restore_attributes
+from ...common.undo import Undo, UndoOnce, all_or_none, own_attributes, restore_attributes
 from .zero_optimizer import synchronize_device, total_elements, zero_3_optimizer
 
 logger = logging.getLogger(__name__)
@@ -78,11 +79,10 @@ class ActivationCheckpointing:
         if reason is not None:
             raise ZerowatchError(f"activation checkpointing cannot be switched on: {reason}")
         synchronize_device()
-        undo = self._switch_on(engine.module)
-        if zero_3_optimizer(engine) is None:
-            return undo
-        clear_release_cache()
-        return UndoOnce(chain([clear_release_cache, undo]))
+        changes = [partial(self._switch_on, engine.module)]
+        if zero_3_optimizer(engine) is not None:
+            changes.append(_clear_release_cache)
+        return all_or_none(changes)
 
     def _switch_on(self, model: nn.Module) -> Undo:
         if self._modules is None and _has_own_switch(model):
@@ -90,7 +90,12 @@ class ActivationCheckpointing:
             return _enable_own_switch(model)
         modules = choose_modules(model, self._modules)
         logger.info("activation checkpointing on for %s", ", ".join(modules))
-        return chain([checkpoint_forward(module) for module in modules.values()])
+        return all_or_none(partial(checkpoint_forward, module) for module in modules.values())
+
+
+def _clear_release_cache() -> Undo:
+    clear_release_cache()
+    return clear_release_cache
 
 
 def checkpoint_forward(module: nn.Module) -> Undo:
@@ -105,10 +110,10 @@ def checkpoint_forward(module: nn.Module) -> Undo:
     is_on = True
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = original if unbound is None else functools.partial(unbound, self)
+        run = original if unbound is None else partial(unbound, self)
         if not (is_on and self.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
-        contexts = functools.partial(_contexts, self)
+        contexts = partial(_contexts, self)
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     ours = MethodType(functools.wraps(original)(forward), module)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ...common.deepspeed_internals import ENGINE, missing_reason
-from ...common.undo import Undo, chain, set_attributes
+from ...common.undo import Undo, all_or_none, set_attributes
 from .bucket_settings import (
     CONTIGUOUS_GRADIENTS_SETTING,
     MULTI_RANK_BUCKET_ALLREDUCE_SETTING,
@@ -78,7 +79,9 @@ class MinimalBuckets:
 
     def attach(self, engine: Any) -> Undo:
         """Lower the sizes between two windows, and return the undo."""
-        return chain([setting.apply(engine, minimum) for setting, minimum in _to_lower(engine)])
+        return all_or_none(
+            partial(setting.apply, engine, minimum) for setting, minimum in _to_lower(engine)
+        )
 
 
 def _to_lower(engine: Any) -> list[tuple[LiveSetting, int]]:

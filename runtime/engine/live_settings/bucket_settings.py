@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ...common.deepspeed_internals import (
     missing_reason,
 )
 from ...common.patching import AttributePatch
-from ...common.undo import Undo, UndoOnce, chain, set_attributes
+from ...common.undo import FAILURES, Undo, UndoOnce, all_or_none, chain, set_attributes
 from .live_setting import LiveSetting, SettingValue
 from .zero_optimizer import (
     largest_itemsize,
@@ -66,10 +67,11 @@ class _ReduceBucketSize(LiveSetting):
     def _set(self, engine: Any, value: SettingValue) -> Undo:
         if not _has_bucket_setting(engine):
             return _set_whole_gradient_bucket_size(engine, value)
-        undo_size = set_attributes(engine.optimizer, reduce_bucket_size=value)
-        if zero_3_optimizer(engine) is None:
-            return undo_size
-        return chain([undo_size, _resize_buffers(engine.optimizer, value)])
+        zero = engine.optimizer
+        changes = [partial(set_attributes, zero, reduce_bucket_size=value)]
+        if zero_3_optimizer(engine) is not None:
+            changes.append(partial(_resize_buffers, zero, value))
+        return all_or_none(changes)
 
     def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         zero_3 = zero_3_optimizer(engine)
@@ -170,7 +172,11 @@ class _ContiguousGradients(LiveSetting):
         undo_flag = set_attributes(zero_3, contiguous_gradients=value)
         size = engine.optimizer.reduce_bucket_size if value else None
         # The undo restores the flag first: it decides whether buffers are allocated.
-        return chain([_resize_buffers(zero_3, size), undo_flag])
+        try:
+            return chain([_resize_buffers(zero_3, size), undo_flag])
+        except FAILURES:
+            undo_flag()
+            raise
 
     def _is_consistent(self, engine: Any, value: SettingValue) -> bool:
         zero_3 = zero_3_optimizer(engine)
@@ -229,11 +235,12 @@ class _OverlapComm(LiveSetting):
         accelerator = get_accelerator()
         reduce_stream = accelerator.Stream() if value else accelerator.default_stream()
         gather_stream = accelerator.Stream() if value else accelerator.default_stream()
-        return chain(
+        offload, coordinator = zero_3.parameter_offload, param_coordinator(zero_3)
+        return all_or_none(
             [
-                set_attributes(zero_3, reduce_and_partition_stream=reduce_stream),
-                set_attributes(zero_3.parameter_offload, **{_ALLGATHER_STREAM: gather_stream}),
-                set_attributes(param_coordinator(zero_3), **{_COORDINATOR_STREAM: gather_stream}),
+                partial(set_attributes, zero_3, reduce_and_partition_stream=reduce_stream),
+                partial(set_attributes, offload, **{_ALLGATHER_STREAM: gather_stream}),
+                partial(set_attributes, coordinator, **{_COORDINATOR_STREAM: gather_stream}),
             ]
         )
 
@@ -266,12 +273,19 @@ def _missing_hooks(zero_1_2: Any) -> str | None:
 
 
 def _resize_buffers(zero_3: Any, elements: int | None) -> Undo:
-    """Resize the bucket buffers of ZeRO 3, or drop them for None; frees the old ones first."""
+    """Resize the bucket buffers of ZeRO 3, or drop them for None; frees the old ones first.
+
+    If memory does not suffice, buffers of the old sizes are allocated again.
+    """
     before = {
         dtype: None if bucket.buffer is None else bucket.buffer.numel()
         for dtype, bucket in zero_3.ipg_buckets.items()
     }
-    _allocate_buffers(zero_3, dict.fromkeys(before, elements))
+    try:
+        _allocate_buffers(zero_3, dict.fromkeys(before, elements))
+    except FAILURES:
+        _allocate_buffers(zero_3, before)
+        raise
     reference = weakref.ref(zero_3)
 
     def undo() -> None:

@@ -198,18 +198,13 @@ class GuardSchedule:
         return replace(self, windows_left=CLEAN_WINDOWS)
 
 
-def needs_guard(
-    *, is_changed: bool, headroom_bytes: float | None, limit_bytes: float | None
-) -> bool:
+def needs_guard(*, headroom_bytes: float | None, limit_bytes: float | None) -> bool:
     """Return whether a rank requests the guard, by its own memory.
 
     Args:
-        is_changed: Whether memory use was changed since the last window.
         headroom_bytes: Limit less the predicted next peak; None while it is unknown.
         limit_bytes: Limit of the process, or of torch on the device; None without a limit.
     """
-    if is_changed:
-        return True
     if headroom_bytes is None or not limit_bytes:
         return False
     return headroom_bytes < MEMORY_HEADROOM_LOW * limit_bytes
@@ -259,7 +254,7 @@ class PeakHistory:
         if not self._peaks or self._limit_bytes is None:
             return False
         headroom = self._limit_bytes - self._peaks[-1].peak_bytes
-        return needs_guard(is_changed=False, headroom_bytes=headroom, limit_bytes=self._limit_bytes)
+        return needs_guard(headroom_bytes=headroom, limit_bytes=self._limit_bytes)
 
     def measured(self) -> MemoryMeasurements:
         """Return the peaks of the last steps, and the limit."""

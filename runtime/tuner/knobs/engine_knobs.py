@@ -268,7 +268,11 @@ def restore_attachments(engine_holder: EngineHolder) -> Undo:
     An engine in between may not support an attachment, and drops it.
     """
     compressor = engine_holder.compressor
-    changes = (EngineChange.ACTIVATION_CHECKPOINTING, EngineChange.OPTIMIZER_STATE_OFFLOAD)
+    changes = (
+        EngineChange.ACTIVATION_CHECKPOINTING,
+        EngineChange.MINIMAL_BUCKETS,
+        EngineChange.OPTIMIZER_STATE_OFFLOAD,
+    )
     attachments = {change: engine_holder.attached(change) for change in changes}
 
     def undo() -> None:

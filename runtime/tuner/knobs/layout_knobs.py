@@ -51,6 +51,11 @@ class ZeroLayouts:
         """Return the layout in use."""
         return configured_layout(self._source.config)
 
+    def is_engine_as_configured(self) -> bool:
+        """Whether the engine has the stage of the ds config."""
+        stage = zero_stage(self._source.config)
+        return bool(self._source.engine.zero_optimization_stage() == stage)
+
     def changed_config(self, target: Configuration) -> dict[str, Any] | None:
         """Return the ds config with a layout; None if it is the layout in use.
 
@@ -125,6 +130,10 @@ class ZeroLayoutKnob(ReadableKnob):
     def get(self) -> Value:
         """Return the value in use."""
         return self._layouts.now()[self.name]
+
+    def is_applied(self, value: Value) -> bool:
+        """Whether the ds config has the value, and the engine its stage."""
+        return value == self.get() and self._layouts.is_engine_as_configured()
 
     def options(self) -> Sequence[Value]:
         """Return the values with an effect that a rebuild supports, and the one in use."""

@@ -162,7 +162,11 @@ class RunKnobs:
             raise ZerowatchError(f"the engine was not rebuilt: {ready.error}") from ready.error
         undo.add(restore_attachments(engine_holder))
         before = engine_holder.config
-        engine_holder.rebuild_as(config)
+        try:
+            engine_holder.rebuild_as(config)
+        except ZerowatchError:
+            undo()  # another engine of the old ds config may have lost an attachment
+            raise
         undo.add(partial(engine_holder.rebuild_as, before))
         with CollectiveAttempt(self._host_group) as rest:
             undo.do(self._changes(target))

@@ -178,7 +178,7 @@ class TrialResult:
         gain: Throughput of B over A, minus 1; the mean of all pairs.
         lower: Lower bound of the gain, at the level of acceptance; after an early end, by the least
             favourable single steps of A and B.
-        upper: Upper bound of the gain.
+        upper: Upper bound of the gain, at the level of a futile trial, by which such a one ends.
         pairs: Compared pairs of blocks.
         steps: Windows of the trial.
         reason: Why the trial ended, as half a sentence.
@@ -337,14 +337,13 @@ class AbComparison:
     def _check_bounds(self) -> None:
         plan = self._plan
         found = winsorized_mean([pair.difference for pair in self._pairs])
-        lower, upper = found.lower(plan.look_level), found.upper(plan.look_level)
-        highest = found.upper(FUTILITY_LEVEL)
+        lower, upper = found.lower(plan.look_level), found.upper(FUTILITY_LEVEL)
         verdict: Verdict = "rejected"
         if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"
-        elif highest < log1p(min(HARM_GAIN, plan.min_gain / 2)):
+        elif upper < log1p(min(HARM_GAIN, plan.min_gain / 2)):
             verdict, reason = "rolled_back", "its upper bound shows harm"
-        elif highest < log1p(plan.min_gain):
+        elif upper < log1p(plan.min_gain):
             reason = "its upper bound is below the least gain"
         elif len(self._pairs) >= plan.max_pairs:
             reason = "inconclusive after the maximum of pairs"

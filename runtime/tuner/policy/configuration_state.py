@@ -82,8 +82,9 @@ class ConfigurationState:
         A rebuilt engine may have other knobs; values of knobs that are gone are kept for a
         rollback.
         """
-        self.in_use = self.wanted = {**self.in_use, **self._knobs.values()}
-        self.known_good = self.in_use
+        self.wanted = {**self.in_use, **self._knobs.values()}
+        self.known_good = self.wanted
+        self.on_applied(self.wanted)
 
 
 class PendingAccept:
@@ -122,11 +123,21 @@ class PendingAccept:
         self._listener.on_decision(decision)
         return True
 
-    def fail(self, reason: str) -> None:
-        """Reject the configuration, because it could not be set."""
+    def fail(self, reason: str, *, refused: bool = False) -> None:
+        """Reject the configuration, because it could not be set.
+
+        Args:
+            reason: Why not, as half a sentence.
+            refused: Whether a rank refused it before anything was changed; then only for this run.
+        """
         if self._decision is not None:
-            self._search.on_failed(self._decision.proposal.changes)
+            self._search.on_failed(self._decision.proposal.changes, refused=refused)
             self._drop("rejected", f"it could not be set: {reason}")
+
+    def take(self) -> Decision | None:
+        """Return the decision, which is no longer pending then; None if none is."""
+        decision, self._decision = self._decision, None
+        return decision
 
     def abandon(self) -> None:
         """Roll the configuration back, because something else interrupted the switch."""

@@ -7,9 +7,11 @@ request. Pure but for the metrics that it reads.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 
 from ....metrics.thresholds import OOM_RISK_HIGH
@@ -92,6 +94,7 @@ class Controller:
         self.configuration = ConfigurationState(knobs, listener)
         self._trial: Trial | None = None
         self._pending_accept = PendingAccept(self.configuration, self._search, listener)
+        self._unreported: list[Decision] = []  # until what they undo is out of use on all ranks
         self._inputs: TunerInput | None = None  # of the last proposals, from which more may follow
         self._num_failures, self._step_seconds = 0, 1.0
         self._num_settling = 0  # windows to skip
@@ -120,15 +123,15 @@ class Controller:
             if self.state is State.PREFLIGHT:
                 self._enter(State.APPLIED)
             self._complete_accept()
+            self._report_undone()
             return
         self.configuration.wanted = self.configuration.in_use
-        if self._trial is not None:
+        if not result.undone or not request.checked:
+            self._keep_what_is_left(result)
+        elif self._trial is not None:
             self._abort_trial(f"it could not be set: {result.reason}", failed=not result.refused)
         else:
-            self._pending_accept.fail(result.reason)
-        if not result.undone or not request.checked:
-            self._enter_safe_mode(result.reason)
-            self.configuration.commit()
+            self._pending_accept.fail(result.reason, refused=result.refused)
 
     def on_window_end(self, step: StepTime) -> None:
         """Handle a committed window."""
@@ -160,14 +163,15 @@ class Controller:
 
     def on_user_change(self) -> None:
         """Treat the present values of the knobs as known to be good, because the user set them."""
-        self._discard_trial()
+        self._interrupt_trial("the script changed a setting")
         self.configuration.reset()
+        self._report_undone()
         self._restart_observation()
 
     def freeze(self) -> None:
         """Roll back what is on trial, and try nothing until `thaw`."""
         if self.state is not State.FROZEN:
-            self._discard_trial()
+            self._interrupt_trial("the stop file exists")
             self._enter(State.FROZEN)
 
     def thaw(self) -> None:
@@ -179,7 +183,8 @@ class Controller:
 
     def close(self) -> None:
         """Record that the run ends normally, so that the trial does not count as crashed."""
-        self._history.on_trial_end()
+        self._interrupt_trial("the run ended")
+        self._report_all()
 
     def _enter(self, state: State) -> None:
         if state is self.state:
@@ -263,7 +268,7 @@ class Controller:
         if problem is not None and self.configuration.is_on_trial:
             self._abort_trial(problem, failed=True)
         elif trial.is_invalidated:
-            self._discard_trial()
+            self._interrupt_trial("training changed its speed without the change")
             self._on_speed_shift("other")
         else:
             if self.state is State.APPLIED:
@@ -294,12 +299,55 @@ class Controller:
 
     def _roll_back(self, decision: Decision) -> None:
         self._enter(State.ROLLBACK)
-        self._listener.on_decision(decision)
         self._discard_trial()
         self._inputs = decision.inputs
+        self._unreported.append(decision)
+        self._report_undone()
+
+    def _interrupt_trial(self, reason: str) -> None:
+        """End what is on trial without a verdict on it; it may be tried again.
+
+        Args:
+            reason: Why, as half a sentence.
+        """
+        trial = self._trial
+        self._discard_trial()
+        if trial is not None:
+            self._unreported.append(trial.decision("interrupted", reason))
+            self._report_undone()
+
+    def _report_undone(self) -> None:
+        """Report the decisions against changes, once no rank uses these changes any more."""
+        if self.configuration.is_settled:
+            self._report_all()
+
+    def _report_all(self) -> None:
+        decisions, self._unreported = self._unreported, []
+        for decision in decisions:
+            self._listener.on_decision(decision)
+
+    def _keep_what_is_left(self, result: SwitchResult) -> None:
+        """Keep a configuration that could not be undone, report it, and try nothing more."""
+        trial, good = self._trial, self.configuration.known_good
+        pending = self._pending_accept.take()
+        kept = [*self._unreported, *([] if pending is None else [pending])]
+        if trial is not None:
+            self._history.reject(trial.proposal.changes)
+            kept.append(trial.decision("not_undone", ""))
+        self._trial, self._unreported = None, []
+        self.configuration.commit()
+        in_use = self.configuration.in_use
+        changed = [each for each in in_use if each not in good or good[each] != in_use[each]]
+        own = ", ".join(f"{each}={json.dumps(in_use[each])}" for each in changed)
+        left = "; ".join(filter(None, (own, result.left))) or "an unknown configuration"
+        found = f"training continues with {left} ({result.reason})"
+        for each in kept:
+            reason = f"{each.reason}; {found}" if each.verdict == "rolled_back" else found
+            self._listener.on_decision(replace(each, verdict="not_undone", reason=reason))
+        self._enter_safe_mode(found)
 
     def _discard_trial(self) -> None:
-        """End what is on trial without a verdict; it may be tried again."""
+        """End what is on trial, without a report."""
         self._observer.interrupt()
         self._history.on_trial_end()
         self._search.num_fruitless += self._trial is not None and self._trial.has_started
@@ -330,7 +378,7 @@ class Controller:
         if self._trial is not None or self._pending_accept.is_pending:
             if self.state in (State.APPLIED, State.TRIAL):  # it may be the cause
                 self._abort_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
-            self._discard_trial()
+            self._interrupt_trial(f"the risk of running out of memory is {step.oom_risk:.0%}")
             return
         decision = self._memory_relief.find(step, self.configuration.known_good)
         if decision is not None:
@@ -338,7 +386,7 @@ class Controller:
 
     def _enter_safe_mode(self, reason: str) -> None:
         """Try nothing more in this run; only act on a risk of running out of memory."""
-        self._discard_trial()
+        self._interrupt_trial(reason)
         logger.warning("tuner in safe mode, nothing more is tried in this run: %s", reason)
         self._num_failures = MAX_FAILURES
         if self.state is not State.FROZEN:

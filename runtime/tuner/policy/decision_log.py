@@ -55,6 +55,7 @@ class DecisionRecord:
         verdict: The verdict.
         reason: Why, as half a sentence.
         context: Context in which the verdict holds: link, sample length, ranks.
+        in_use: Configuration that training continues with, by knob.
         world_size: Ranks of the job.
         mode: Whether the tuner may act.
     """
@@ -75,6 +76,7 @@ class DecisionRecord:
     verdict: Verdict
     reason: str
     context: str
+    in_use: Configuration
     world_size: int
     mode: Mode
 
@@ -99,6 +101,7 @@ def make_record(
     number: int,
     unix_seconds: float,
     step: int,
+    in_use: Configuration,
     world_size: int,
     mode: Mode,
 ) -> DecisionRecord:
@@ -121,6 +124,7 @@ def make_record(
         verdict=decision.verdict,
         reason=decision.reason,
         context=inputs.context or context_of(inputs.reading),
+        in_use=in_use,
         world_size=world_size,
         mode=mode,
     )

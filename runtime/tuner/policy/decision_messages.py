@@ -20,6 +20,8 @@ _VERDICTS: Mapping[Verdict, str] = {
     "accepted": "accepted",
     "rolled_back": "rolled back",
     "rejected": "rejected",
+    "interrupted": "trial ended without a result",
+    "not_undone": "could not be undone",
     "advised": "advised, not applied",
 }
 ACCUMULATION_KEY = "gradient_accumulation_steps"

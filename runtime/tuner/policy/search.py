@@ -167,9 +167,15 @@ class Search:
         if any(knob in SPECS and SPECS[knob].tier == "rebuild" for knob in changed):
             self.rebuild_seconds = seconds
 
-    def on_failed(self, changes: Configuration) -> None:
-        """Record that a change could not be made; of several knobs the first one is blamed."""
-        self._history.reject(changes)
+    def on_failed(self, changes: Configuration, *, refused: bool) -> None:
+        """Record that a change could not be made; of several knobs the first one is blamed.
+
+        A later run may try again what a rank refused, for example for lack of memory.
+        """
+        if refused:
+            self._history.mark_failed(changes)
+        else:
+            self._history.reject(changes)
         self._failed.add(next(iter(changes.items())))
 
     def on_accepted(self, decision: Decision, configuration: Configuration) -> None:

@@ -18,10 +18,12 @@ Tier = Literal["live", "rebuild"]
 Mode = Literal["advise", "auto"]
 # What becomes of a proposal, as in the label `verdict` of metrics:
 # - accepted: it stays in use.
-# - rolled_back: it was in use, and was undone: slower, out of memory, loss too high, interrupted.
+# - rolled_back: it was in use, and was undone: slower, out of memory, loss too high.
 # - rejected: its gain is too small or not certain, or it was not tried, e.g. for lack of memory.
+# - interrupted: its trial ended without a result, and was undone; it may be tried again.
+# - not_undone: it could not be undone on all ranks; training continues with what was read back.
 # - advised: it is logged as advice, and not applied.
-Verdict = Literal["accepted", "rolled_back", "rejected", "advised"]
+Verdict = Literal["accepted", "rolled_back", "rejected", "interrupted", "not_undone", "advised"]
 
 
 class Numerics(IntEnum):
@@ -202,6 +204,7 @@ class SwitchResult:
         refused: Whether a rank refused before anything was changed, e.g. for lack of memory.
         undone: Whether, after a failure, all ranks are verified to be as before. If not, nothing
             may be changed any more.
+        left: What differs from before on each rank, as text; "" if nothing does.
     """
 
     done: bool
@@ -209,6 +212,7 @@ class SwitchResult:
     seconds: float = 0.0
     refused: bool = False
     undone: bool = True
+    left: str = ""
 
 
 class KnobSetter(Protocol):

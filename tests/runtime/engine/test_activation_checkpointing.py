@@ -230,3 +230,19 @@ def state_of(model: nn.Module) -> list[tuple[str, dict, list]]:
         )
         for name, each in model.named_modules()
     ]
+
+
+def test_if_one_module_cannot_be_switched_none_stays_switched():
+    class Fixed(Layer):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "forward":
+                raise RuntimeError("this forward is fixed")
+            super().__setattr__(name, value)
+
+    model = Model()
+    model.layers.append(Fixed())
+
+    with pytest.raises(RuntimeError, match="fixed"):
+        ActivationCheckpointing("layers.*").attach(engine_of(model))
+
+    assert [name for name, each in model.named_modules() if "forward" in vars(each)] == []

@@ -7,12 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scripts.engine.live_settings_cases import CASES, ON_FOUR_RANKS, Case
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
 from zerowatch.errors import ZerowatchError
-from zerowatch.runtime.engine.live_settings.all_settings import TIMER_SYNCHRONIZED_SETTING
+from zerowatch.runtime.common.undo import set_attributes
+from zerowatch.runtime.engine.live_settings import all_settings, bucket_settings
+from zerowatch.runtime.engine.live_settings.all_settings import (
+    TIMER_SYNCHRONIZED_SETTING,
+    MinimalBuckets,
+)
 from zerowatch.runtime.engine.live_settings.bucket_settings import REDUCE_BUCKET_SIZE_SETTING
 
 # Over more than two ranks these change the order of sums; the others are bitwise neutral.
@@ -150,3 +156,42 @@ def an_engine() -> SimpleNamespace:
         allreduce_gradients=lambda: None,
         tput_timer=SimpleNamespace(config=SimpleNamespace(synchronized=True)),
     )
+
+
+def test_minimal_buckets_that_fail_half_way_leave_no_size_changed(monkeypatch):
+    class Engine:
+        first = 10
+
+    class First:
+        def apply(self, engine, minimum):
+            return set_attributes(engine, first=minimum)
+
+    class Second:
+        def apply(self, engine, minimum):
+            raise MemoryError
+
+    engine, lower = Engine(), [(First(), 1), (Second(), 1)]
+    monkeypatch.setattr(all_settings, "_to_lower", lambda engine: lower)
+
+    with pytest.raises(MemoryError):
+        MinimalBuckets().attach(engine)
+
+    assert engine.first == 10
+
+
+def test_a_bucket_that_memory_does_not_suffice_for_leaves_the_old_buffers(monkeypatch):
+    bucket = SimpleNamespace(buffer=torch.empty(4))
+    zero_3 = SimpleNamespace(ipg_buckets={torch.float32: bucket}, contiguous_gradients=True)
+    empty = torch.empty
+
+    def limited(elements, **options):
+        if elements > 4:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(elements, **options)
+
+    monkeypatch.setattr(torch, "empty", limited)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        bucket_settings._resize_buffers(zero_3, 8)
+
+    assert bucket.buffer.numel() == 4

@@ -194,16 +194,15 @@ def test_larger_micro_batches_arm_the_guard_and_smaller_ones_do_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "headroom", "limit", "expected"),
+    ("headroom", "limit", "expected"),
     [
-        (True, None, None, True),
-        (False, None, 10 * GIB, False),
-        (False, 0.5 * GIB, None, False),
-        (False, 0.5 * GIB, 10 * GIB, True),
-        (False, 1.0 * GIB, 10 * GIB, False),
+        (None, 10 * GIB, False),
+        (0.5 * GIB, None, False),
+        (0.5 * GIB, 10 * GIB, True),
+        (1.0 * GIB, 10 * GIB, False),
     ],
 )
 def test_a_rank_requests_the_guard_where_its_headroom_is_low(
-    changed: bool, headroom: float | None, limit: float | None, expected: bool
+    headroom: float | None, limit: float | None, expected: bool
 ) -> None:
-    assert needs_guard(is_changed=changed, headroom_bytes=headroom, limit_bytes=limit) == expected
+    assert needs_guard(headroom_bytes=headroom, limit_bytes=limit) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from random import Random
 
 import pytest
 
@@ -119,6 +120,25 @@ def test_slight_harm_is_rolled_back_at_the_first_interim_analysis() -> None:
 
     assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
     assert found.upper < -0.01
+
+
+def test_the_recorded_bounds_support_the_reason_of_the_verdict() -> None:
+    reasons = set()
+    for seed in range(300):
+        noise, trial = Random(seed), AbComparison(LIVE)
+        factor = noise.choice((0.9, 0.97, 1.0, 1.03, 1.1))
+        while trial.result is None:
+            seconds = noise.gauss(1.0, 0.05)
+            trial.add(seconds * factor if trial.variant == "B" else seconds)
+        found = trial.result
+
+        reasons.add(found.reason)
+        assert found.lower <= found.gain <= found.upper
+        if found.reason == "its upper bound shows harm":
+            assert found.upper < min(-0.01, LIVE.min_gain / 2)
+        elif found.reason == "its upper bound is below the least gain":
+            assert found.upper < LIVE.min_gain
+    assert {"its upper bound shows harm", "its upper bound is below the least gain"} <= reasons
 
 
 def test_an_allowed_loss_is_not_rolled_back() -> None:

@@ -64,10 +64,11 @@ def test_large_gains_are_always_found_with_their_size(plan: TrialPlan) -> None:
     assert fmean(one.gain for one in found) == pytest.approx(0.3, abs=0.01)
 
 
-def test_the_interval_nearly_always_contains_the_gain() -> None:
-    held = [one.lower <= gain <= one.upper for gain in (0.0, 0.05) for one in results(LIVE, gain)]
+def test_the_lower_bound_nearly_always_holds_and_the_upper_one_in_nine_of_ten() -> None:
+    found = [(gain, one) for gain in (0.0, 0.05) for one in results(LIVE, gain)]
 
-    assert fmean(held) > 0.95
+    assert fmean(one.lower <= gain for gain, one in found) > 0.95
+    assert fmean(gain <= one.upper for gain, one in found) > 0.85
 
 
 def test_harm_of_five_percent_is_rolled_back_within_the_first_interim_analyses() -> None:

@@ -18,7 +18,7 @@ class FakeSearch:
     def on_accepted(self, decision, configuration) -> None:
         self.events.append("accepted")
 
-    def on_failed(self, changes) -> None:
+    def on_failed(self, changes, *, refused) -> None:
         self.events.append("failed")
 
 

@@ -166,6 +166,99 @@ def test_a_change_that_a_rank_refuses_is_not_tried_again() -> None:
     assert job.controller.state == "observe"
 
 
+def test_a_rollback_is_reported_once_all_ranks_have_made_it() -> None:
+    job = Job()
+    job.saving = 1.1
+    reported_while_in_use = []
+
+    for _ in range(100):
+        before, num = dict(job.now), len(job.decisions)
+        job.run(1)
+        if len(job.decisions) > num:
+            reported_while_in_use.append(before != START and job.now != START)
+
+    assert "rolled_back" in {one.verdict for one in job.decisions}
+    assert not any(reported_while_in_use)
+
+
+def test_a_change_that_cannot_be_undone_is_reported_as_in_use() -> None:
+    job = Job()
+    job.answer = lambda request: (
+        DONE if request.checked else SwitchResult(done=False, reason="rank 0: not rebuilt")
+    )
+
+    job.run(200)
+
+    (found,) = job.decisions
+    assert job.now["micro_batch_samples"] == 8
+    assert found.verdict == "not_undone"
+    assert "micro_batch_samples=8" in found.reason
+    assert "rank 0: not rebuilt" in found.reason
+    assert job.configurations[-1] == job.now
+
+
+def test_a_verdict_whose_rollback_fails_is_not_reported_as_rolled_back() -> None:
+    job = Job()
+    job.until_trial()
+    job.answer = lambda _: SwitchResult(done=False, reason="stuck")
+    job.replays = 1
+
+    job.run(3)
+
+    (found,) = job.decisions
+    assert found.verdict == "not_undone"
+    assert found.reason.startswith("memory ran out; training continues with micro_batch_samples=8")
+
+
+def test_a_change_left_on_another_rank_alone_is_reported() -> None:
+    job = Job()
+    job.answer = lambda _: SwitchResult(
+        done=False, reason="rank 0: no", undone=False, left="rank 1: micro_batch_samples=8"
+    )
+
+    job.run(100)
+
+    (found,) = job.decisions
+    assert found.verdict == "not_undone"
+    assert "rank 1: micro_batch_samples=8" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda job: job.controller.freeze(), "stop file"),
+        (lambda job: job.controller.on_user_change(), "the script"),
+        (lambda job: job.controller.close(), "the run ended"),
+    ],
+)
+def test_a_trial_that_is_given_up_is_reported_with_its_reason(end, reason) -> None:
+    job = Job()
+    job.until_trial()
+
+    end(job)
+    job.run(3)
+
+    first = job.decisions[0]
+    assert first.verdict == "interrupted"
+    assert reason in first.reason
+    assert [one.verdict for one in job.decisions].count("interrupted") == 1
+
+
+def test_each_trial_that_starts_ends_with_one_decision() -> None:
+    job = Job()
+
+    for step in range(600):
+        job.pace = 3.0 if step // 97 % 2 else 1.0
+        job.run(1)
+        if step % 151 == 150:
+            job.controller.freeze()
+            job.controller.thaw()
+    job.controller.close()
+
+    assert job.num_trials > 5
+    assert len(job.decisions) == job.num_trials
+
+
 def test_after_two_changes_that_failed_nothing_more_is_tried() -> None:
     job = Job()
     job.answer = lambda _: SwitchResult(done=False, reason="rank 1: no")
@@ -217,7 +310,7 @@ def test_a_loss_that_jumps_rolls_back_another_rounding() -> None:
     job.run(300, until=lambda: job.now["gradient_compression"] == "int8")
     job.loss = 2.0
 
-    job.run(1)
+    job.run(3)
 
     assert "the loss went up" in job.decisions[-1].reason
 
@@ -361,5 +454,6 @@ def test_a_trial_is_discarded_when_the_speed_of_a_changes() -> None:
     job.run(24, until=lambda: len(job.states) > num_before)
 
     assert job.states[num_before:] == ["observe"]
-    assert not job.decisions, "that was no verdict"
+    assert [one.verdict for one in job.decisions] == ["interrupted"], "that was no verdict"
+    assert "changed its speed" in job.decisions[0].reason
     assert not job.controller.configuration.is_on_trial

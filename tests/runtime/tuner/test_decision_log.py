@@ -12,7 +12,15 @@ from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE, Decision
 
 
 def decided(found, number=1):
-    return make_record(found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto")
+    return make_record(
+        found,
+        number=number,
+        unix_seconds=1.8e9,
+        step=41,
+        in_use={"micro_batch_samples": 16},
+        world_size=2,
+        mode="auto",
+    )
 
 
 @pytest.mark.parametrize("seconds_after", [0.03, 0.07, 0.2, None])

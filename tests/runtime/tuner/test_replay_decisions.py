@@ -12,7 +12,15 @@ from zerowatch.runtime.tuner.policy.decision_log import decision_line, make_reco
 
 
 def decided(found, number=1):
-    return make_record(found, number=number, unix_seconds=1.8e9, step=41, world_size=2, mode="auto")
+    return make_record(
+        found,
+        number=number,
+        unix_seconds=1.8e9,
+        step=41,
+        in_use={"micro_batch_samples": 16},
+        world_size=2,
+        mode="auto",
+    )
 
 
 def record_of(found, **others):

@@ -134,9 +134,19 @@ def test_a_failure_of_one_rank_is_undone_on_all_with_its_reason(world_size, faul
 def test_nothing_is_changed_if_a_rank_refuses():
     knobs = [FakeKnobs(), FakeKnobs(unsupported_reason=lambda: "no room")]
 
-    exchange(knobs, request())
+    ended = exchange(knobs, request())
 
     assert [each.calls for each in knobs] == [["unsupported_reason"], ["unsupported_reason"]]
+    assert [each[1].refused for each in ended] == [True, True]
+
+
+@pytest.mark.parametrize("phase", ["apply", "verify"])
+def test_a_failure_after_the_check_is_no_refusal(phase):
+    knobs = [FakeKnobs(), FakeKnobs(**{phase: raising(ZerowatchError("no"))})]
+
+    ended = exchange(knobs, request())
+
+    assert [each[1].refused for each in ended] == [False, False]
 
 
 def test_a_rollback_is_not_checked():
@@ -154,6 +164,7 @@ def test_all_ranks_learn_that_one_could_not_undo():
     ended = exchange(knobs, request())
 
     assert [each[1].undone for each in ended] == [False, False]
+    assert {each[1].left for each in ended} == {'rank 0: bucket=200, codec="int8", overlap=true'}
     assert knobs[1].current == BEFORE
 
 

@@ -46,7 +46,7 @@ class Job:
 
     Attributes:
         now: Configuration in use.
-        states, decisions: Events of the controller.
+        states, decisions, configurations, num_trials: Events of the controller.
         kept, trials: The stored history by context; what is recorded as on trial.
         coverage, oom_risk, replays, loss: Values that the next windows report.
         is_watched: Whether metrics are updated.
@@ -61,6 +61,8 @@ class Job:
         self.now = dict(START)
         self.states: list[State] = []
         self.decisions: list[Decision] = []
+        self.configurations: list[Configuration] = []
+        self.num_trials = 0
         self.kept: dict[str, HistoryEntry] = dict(after.kept) if after else {}
         self.trials: list[Configuration] = []
         self.coverage, self.oom_risk, self.replays, self.loss = 1.0, 0.0, 0, 1.0
@@ -157,13 +159,13 @@ class Job:
         self.states.append(state)
 
     def on_configuration(self, configuration: Configuration) -> None:
-        pass
+        self.configurations.append(configuration)
 
     def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
         pass
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
-        pass
+        self.num_trials += 1
 
     def on_decision(self, decision: Decision) -> None:
         self.decisions.append(decision)

@@ -103,6 +103,7 @@ def decision_record(changes: Sequence[Change] | None = None, **others: Any) -> D
         "verdict": "accepted",
         "reason": "each step was far faster",
         "context": "link 2^25 B/s",
+        "in_use": {"micro_batch_samples": 16},
         "world_size": 2,
         "mode": "auto",
     }
