@@ -191,7 +191,8 @@ KNOBS = (
         content="**accepted**: it measured better, or memory was running out; the change is kept. "
         "**rolled_back**: the trial did harm (slower, out of memory, loss up); "
         "the change is undone. **interrupted**: the trial ended without a result and is undone. "
-        "**not_undone**: the change could not be undone, and is still in use. **rejected**: the gain was too small, or the tuner did not try it, "
+        "**not_undone**: the change could not be undone, and is still in use. **rejected**: the "
+        "gain was too small, or the tuner did not try it, "
         "because it did not fit in memory or could not be set. **advised**: worth trying, but "
         "yours to decide. `decisions.jsonl` in the run folder has each decision with its reasons.",
         width=8,

@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -79,7 +79,7 @@ class ActivationCheckpointing:
         if reason is not None:
             raise ZerowatchError(f"activation checkpointing cannot be switched on: {reason}")
         synchronize_device()
-        changes = [partial(self._switch_on, engine.module)]
+        changes: list[Callable[[], Undo]] = [partial(self._switch_on, engine.module)]
         if zero_3_optimizer(engine) is not None:
             changes.append(_clear_release_cache)
         return all_or_none(changes)

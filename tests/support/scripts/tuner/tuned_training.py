@@ -6,7 +6,7 @@ Trials are short, and every other one is accepted, with any measurement.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -65,7 +65,9 @@ def be_quick() -> None:
     Search._plan = plan  # type: ignore[method-assign]
 
 
-def make(folder: Path, bucket: int = BUCKET, **options: Any) -> Run:
+def make(
+    folder: Path, bucket: int = BUCKET, settings: Mapping[str, Any] = SETTINGS, **options: Any
+) -> Run:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     model = torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
@@ -75,11 +77,10 @@ def make(folder: Path, bucket: int = BUCKET, **options: Any) -> Run:
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 2, "reduce_bucket_size": bucket},
             "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         },
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         loss=lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(),
-        settings=SETTINGS | {"run_log": {"folder": str(folder / "runs")}},
+        settings={**settings, "run_log": {"folder": str(folder / "runs")}},
         **options,
     )
 
