@@ -139,14 +139,14 @@ class HangMonitor:
     def _on_resumed(self) -> None:
         self._is_announced = False
         self._context.announce_hang(False)
-        _start_thread(
+        _run_on_thread(
             "zerowatch-hang",
             lambda: logger.warning("rank %d: training resumed", self._context.rank),
         )
 
     def _start_report(self, *, is_announced: bool) -> None:
         evidence = self._evidence(is_announced=is_announced)
-        self._writing = _start_thread("zerowatch-hang", lambda: self._report(evidence))
+        self._writing = _run_on_thread("zerowatch-hang", lambda: self._report(evidence))
 
     def _evidence(self, *, is_announced: bool) -> HangEvidence:
         context = self._context
@@ -183,7 +183,9 @@ class HangMonitor:
     def _abort(self) -> None:
         """End the process at once; neither log nor output may delay that."""
         self.close()
-        _start_thread("zerowatch-abort", self._log_abort_and_flush).join(FLUSH_SECONDS)
+        thread = _start_thread("zerowatch-abort", self._log_abort_and_flush)
+        if thread is not None:
+            thread.join(FLUSH_SECONDS)
         self._exit_process(ABORT_EXIT_CODE)
 
     def _log_abort_and_flush(self) -> None:
@@ -196,8 +198,19 @@ class HangMonitor:
         sys.stderr.flush()
 
 
-def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread:
-    """Run a function that may block on its own thread."""
+def _run_on_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
+    """Run a function that may block on its own thread, or here if none can be started."""
+    thread = _start_thread(name, body)
+    if thread is None:
+        body()
+    return thread
+
+
+def _start_thread(name: str, body: Callable[[], object]) -> threading.Thread | None:
+    """Start a thread; return None if the system allows no more threads."""
     thread = threading.Thread(target=body, name=name, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
     return thread

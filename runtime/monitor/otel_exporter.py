@@ -154,7 +154,14 @@ class OtelExporter:
         self._thread = self._context.fail_open.thread(
             "otlp", partial(self._run, otlp, self._outbox)
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the limit of threads or of memory
+            self.close()
+            self._outbox, self.makes_traces = None, False
+            logger.warning(
+                "nothing is sent to the OpenTelemetry collector, training goes on: %s", error
+            )
 
     def _run(self, otlp: Otlp, outbox: OtlpQueue) -> None:
         wrap = self._context.fail_open.wrap

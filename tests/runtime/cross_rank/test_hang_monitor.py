@@ -119,3 +119,21 @@ def test_a_log_that_blocks_delays_neither_checks_nor_abort(
     finally:
         logging.getLogger("zerowatch").removeHandler(handler)
         stuck.set()
+
+
+def test_without_a_thread_for_the_report_a_hang_is_reported_and_aborted_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rank = WatchedRank(tmp_path, abort=True)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    rank.pass_seconds(60)
+    rank.phase_timer.enter(FORWARD)
+    rank.pass_seconds(1)
+
+    assert (rank.num_hangs, rank.exits) == (1, [70])
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [line.partition(":")[0] for line in caplog.messages] == ["training hangs", "rank 0"]

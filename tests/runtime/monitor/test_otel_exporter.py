@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from time import perf_counter_ns
 from types import SimpleNamespace
 
@@ -101,6 +102,27 @@ def test_without_an_endpoint_nothing_is_sent(make_rank, monkeypatch):
     assert not rank.telemetry.is_on
     assert not rank.telemetry.makes_traces
     rank.telemetry.close()
+
+
+def test_if_its_thread_cannot_be_started_nothing_is_sent_and_training_goes_on(
+    make_rank, monkeypatch, caplog
+):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "zerowatch-otlp":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    handlers = list(OWN_LOGGER.handlers)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        rank = make_rank(logs=True)
+
+    assert not rank.telemetry.is_on
+    assert not rank.telemetry.makes_traces
+    assert handlers == OWN_LOGGER.handlers
+    assert "can't start new thread" in caplog.text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
