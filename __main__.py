@@ -13,6 +13,10 @@ from .errors import ZerowatchError
 
 # Options that the deepspeed launcher and torch.distributed.launch put after a module's name.
 _LAUNCHER_RANK_OPTIONS = ("--local_rank=", "--local-rank=")
+# What click 8.2 and later raise for a group without a command; click 8.1 prints the help itself.
+_NoArguments: type[click.UsageError] | tuple[()] = getattr(
+    click.exceptions, "NoArgsIsHelpError", ()
+)
 # The module of each command; it is imported when the command is used or listed.
 _MODULES = {
     "run": ".runtime.cli.main",
@@ -57,7 +61,7 @@ def main() -> None:
     """Run the command line; a usage error prints one line and exits with code 2."""
     try:
         code = commands(prog_name="zerowatch", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _NoArguments as error:
         error.show()
         sys.exit(2)
     except (ZerowatchError, click.UsageError) as error:

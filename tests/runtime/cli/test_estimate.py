@@ -251,3 +251,20 @@ class Terminal:
 
     def flush(self) -> None:
         """Nothing is buffered."""
+
+
+def test_errors_are_one_line_with_click_before_8_2_as_well(ds_json):
+    script = (
+        "import click, sys\n"
+        "if hasattr(click.exceptions, 'NoArgsIsHelpError'):\n"
+        "    del click.exceptions.NoArgsIsHelpError\n"
+        "from zerowatch.__main__ import main\n"
+        f"sys.argv = ['zerowatch', 'estimate', {str(ds_json)!r}]\n"
+        "main()\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("zerowatch: Missing option '--world'")
+    assert len(done.stderr.splitlines()) == 1
