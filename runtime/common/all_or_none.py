@@ -18,9 +18,13 @@ class PeerFailedError(RuntimeError):
 def is_peer_failure(error: BaseException) -> bool:
     """Whether an error was raised on this rank only because another rank failed."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, PeerFailedError):
+    seen: set[int] = set()  # causes may form a cycle
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, PeerFailedError):
+            return True
+        seen.add(id(cause))
         cause = cause.__cause__
-    return cause is not None
+    return False
 
 
 class CollectiveAttempt:

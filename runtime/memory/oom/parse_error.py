@@ -30,6 +30,8 @@ _DEVICE_LIBRARY = re.compile(
     r"|\b(?:CU|HIP)\w{1,40}_ALLOC_FAILED\b"
     r"|\bCUDNN_STATUS_\w{1,40}_ALLOCATION_FAILED\b"
     r"|\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'"
+    # CUDA's own words for the error, which extensions pass on alone or after a colon.
+    r"|(?im:(?:^|[:\]] ?)(?:error: )?out of memory[.!]?$)"
 )
 _HOST_ALLOCATOR = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory"
@@ -89,7 +91,9 @@ def is_caused_by_oom(error: BaseException) -> bool:
     An error raised while another was handled (`__context__`) does not count.
     """
     link: BaseException | None = error
-    while link is not None:
+    for _ in range(MAX_CHAIN):  # causes may form a cycle
+        if link is None:
+            return False
         if _parse(link) is not None:
             return True
         link = link.__cause__

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from zerowatch.runtime.common.all_or_none import CollectiveAttempt, PeerFailedError
+from zerowatch.runtime.common.all_or_none import (
+    CollectiveAttempt,
+    PeerFailedError,
+    is_peer_failure,
+)
 
 
 class HostGroupOfTwo:
@@ -55,3 +59,13 @@ def test_a_failure_on_another_rank_is_found_at_the_end_of_the_attempt() -> None:
 def test_a_keyboard_interrupt_is_raised_unchanged() -> None:
     with pytest.raises(KeyboardInterrupt), CollectiveAttempt(HostGroupOfTwo()):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("last, expected", [(PeerFailedError("rank 1"), True), (None, False)])
+def test_a_peer_s_failure_is_found_among_causes_even_in_a_cycle(
+    last: BaseException | None, expected: bool
+) -> None:
+    first, second = RuntimeError("one"), RuntimeError("two")
+    first.__cause__, second.__cause__ = second, last or first
+
+    assert is_peer_failure(first) is expected

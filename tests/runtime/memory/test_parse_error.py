@@ -13,7 +13,7 @@ import torch
 from fakes.ooms import GIB, MIB, ON_CPU, ON_CUDA, parse_oom_error
 from torch.utils.data import DataLoader
 
-from zerowatch.runtime.memory.oom.parse_error import OomError
+from zerowatch.runtime.memory.oom.parse_error import OomError, is_caused_by_oom
 
 HUGE = 2**50  # bytes that no machine grants, even with overcommit
 
@@ -56,6 +56,14 @@ TEXTS = {
         "cuda",
         None,
     ),
+    "an extension, in CUDA's words alone": ("out of memory", "device library", "cuda", None),
+    "an extension": ("Triton Error [CUDA]: out of memory", "device library", "cuda", None),
+    "an extension, with its place": (
+        "kernel.cu:41: Out of memory.\nsee the log",
+        "device library",
+        "cuda",
+        None,
+    ),
     "torch's allocator on the host": (ON_CPU, "host allocator", "cpu", 512.0 * MIB),
     "the same on Windows": (
         "[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough memory: you "
@@ -79,6 +87,8 @@ OTHERS = {
     "locked memory": "Call to ibv_reg_mr failed with error Cannot allocate memory",
     "another NCCL error": "unhandled cuda error\nLast error:\nCuda failure 1 'invalid argument'",
     "a script's own words": "the cache is out of memory slots",
+    "a peer": "another rank ran out of memory in this window",
+    "a worker's shared memory": "DataLoader worker is killed: out of shared memory",
 }
 
 
@@ -276,3 +286,10 @@ def test_enomem_is_out_of_memory_and_other_os_errors_are_not() -> None:
         message="[Errno 12] Cannot allocate memory",
     )
     assert parse_oom_error(OSError(errno.ENOSPC, "No space left on device")) is None
+
+
+@pytest.mark.parametrize("make, expected", [(cycle, False), (cause, True), (context, False)])
+def test_only_causes_count_and_a_cycle_of_them_ends(
+    make: Callable[[], BaseException], expected: bool
+) -> None:
+    assert is_caused_by_oom(make()) is expected
