@@ -21,10 +21,11 @@ from .policy.diagnose import MEMORY_IDLE
 from .policy.predict import num_micro_batches
 from .policy.proposals import TunerInput
 from .policy.trial import Decision
-from .policy.types import Configuration, Mode, Proposal, State, Symptom, Value
+from .policy.types import Configuration, Mode, Numerics, Proposal, State, Symptom, Value
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = "nothing"  # stands for the absence of symptoms
 # Metric values are numbers: of a data type its bits, of other text 1, but 0 for "automatic".
 _NUMBERS = {"bf16": 16, "fp16": 16, "int8": 8, "fp8": 8, "automatic": 0}
 
@@ -55,7 +56,7 @@ class DecisionReporter:
         self._decision_log = DecisionLog()
         self._num_decisions = 0
         self._in_use: Configuration = {}
-        self._logged = {MEMORY_IDLE}  # by itself no reason to act
+        self._logged: set[str] = set()
 
     def on_state(self, state: State) -> None:
         """Publish the controller's state."""
@@ -66,16 +67,39 @@ class DecisionReporter:
         self._in_use = dict(configuration)
         self._metrics.set_configuration(configuration)
 
-    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
-        """Publish the symptoms; log the first one when it is new.
+    def on_start(self, *, numerics: Numerics, observe_seconds: float) -> None:
+        """Log that the tuner is on."""
+        logger.info(
+            "tuner: on, observing %g s of training before the first diagnosis; numerics %s",
+            observe_seconds,
+            numerics.setting,
+        )
+
+    def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
+        """Publish the symptoms; log the first one when it is new, and once that there is none.
 
         In mode "advise" nothing is logged here, because the log line of an advice has its symptom.
+
+        Args:
+            symptoms: The symptoms found, the most important one first.
+            seconds: Training time that the diagnosis was made from; None where a figure was
+                missing.
         """
         self._metrics.set_symptoms(symptoms)
-        if self._mode == "auto" and symptoms and symptoms[0].name not in self._logged:
+        if self._mode != "auto":
+            return
+        found = [symptom for symptom in symptoms if symptom.name != MEMORY_IDLE]
+        over = "" if seconds is None else f" (measured over {seconds:.0f} s of training)"
+        if not found and seconds is not None and _NOTHING not in self._logged:
+            self._logged.add(_NOTHING)
+            logger.info("step %d: tuner: nothing holds this run back%s", self._step(), over)
+        elif found and symptoms[0].name not in self._logged:
             self._logged.add(symptoms[0].name)
             logger.info(
-                "step %d: %s: searching for a change", self._step(), format_symptom(symptoms[0])
+                "step %d: %s%s: searching for a change",
+                self._step(),
+                format_symptom(symptoms[0]),
+                over,
             )
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:

@@ -219,6 +219,9 @@ class ActiveTunerSession:
     def _new_runner(self) -> ControllerRunner:
         settings = self._settings.tuner
         history = open_history(self._engine_holder.engine, self._settings, self._facts.world_size)
+        reporter = self._watch.advisor.transfer_reporter(settings.mode)
+        if settings.mode == "auto":
+            reporter.on_start(numerics=self.numerics, observe_seconds=settings.observe_seconds)
         controller = Controller(
             self._knobs,
             self._watch,
@@ -234,14 +237,8 @@ class ActiveTunerSession:
                 total_steps=settings.total_steps,
                 thresholds=Thresholds.of_settings(self._settings),
             ),
-            self._watch.advisor.transfer_reporter(settings.mode),
+            reporter,
             SearchHistory(history.load(), history.load_crashed_trials(), history),
-        )
-        logger.info(
-            "tuner enabled: mode %s, numerics %s; first diagnosis after %g seconds of training",
-            settings.mode,
-            settings.numerics,
-            settings.observe_seconds,
         )
         stop_file = StopFile(settings.stop_file, self._watch)
         return ControllerRunner(controller, self._watch.fail_open, stop_file)

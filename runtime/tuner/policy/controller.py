@@ -17,7 +17,7 @@ from statistics import median
 from ....metrics.thresholds import OOM_RISK_HIGH
 from .configuration_state import ConfigurationState, PendingAccept
 from .controller_interface import WARMUP_STEPS, TunerListener, TunerOptions
-from .diagnose import MEMORY_PRESSURE
+from .diagnose import MEMORY_PRESSURE, exposed_ratio
 from .metrics_delta import MetricsDelta
 from .proposals import TunerInput
 from .search import Search
@@ -227,7 +227,8 @@ class Controller:
 
     def _diagnose(self, reading: MetricsDelta, step: StepTime) -> None:
         inputs = self._search.inputs(reading, step, self.configuration.known_good)
-        self._listener.on_diagnosis(inputs.symptoms)
+        is_known = exposed_ratio(reading, self._options.thresholds) is not None
+        self._listener.on_diagnosis(inputs.symptoms, reading.seconds if is_known else None)
         if not self._options.acts:
             for trial in self._search.advice(inputs):
                 self._listener.on_decision(trial.decision("advised", trial.proposal.why))

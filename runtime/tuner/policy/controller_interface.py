@@ -59,8 +59,14 @@ class TunerListener(Protocol):
     def on_configuration(self, configuration: Configuration) -> None:
         """Handle a change of the configuration in use."""
 
-    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
-        """Handle a diagnosis."""
+    def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
+        """Handle a diagnosis.
+
+        Args:
+            symptoms: The symptoms found.
+            seconds: Training time that it was made from; None where a figure was missing, so that
+                no symptom does not mean that there is none.
+        """
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
         """Handle the start of a trial of a proposal against the configuration in use."""

@@ -105,6 +105,9 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
     comm = interval.total_increase(communication.COMM_SECONDS)
     if exposed == 0 and comm:
         exposed = None  # no cross-rank comparison fell into the interval, or its thread is dead
+    # A publication may contain a little more than the interval.
+    ratio = _ratio(exposed, reading.seconds)
+    scale = 1.0 if ratio is None or ratio <= 1 else 1 / ratio
     causes = {
         cause: None
         if exposed is None
@@ -116,10 +119,13 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
     group = interval.busiest_group()
     return replace(
         reading,
-        exposed_ratio=_ratio(exposed, reading.seconds),
+        exposed_ratio=None if ratio is None else min(ratio, 1.0),
         comm_ratio=_ratio(comm, reading.seconds),
         cause_ratios=known_values(
-            {name: _ratio(each, reading.seconds) for name, each in causes.items()}
+            {
+                name: None if each is None else _ratio(scale * each, reading.seconds)
+                for name, each in causes.items()
+            }
         ),
         coverage=interval.lower(communication.COMM_COVERAGE_RATIO),
         step_wire_bytes=_ratio(wire_bytes, reading.steps),

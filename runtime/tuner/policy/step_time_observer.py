@@ -10,6 +10,7 @@ from math import log
 from statistics import median
 from typing import Literal, Protocol
 
+from ....metrics.catalog import communication
 from ....metrics.series import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
@@ -64,6 +65,7 @@ class StepTimeObserver:
 
     def __init__(self, metrics: MetricsSource, min_seconds: float) -> None:
         self._metrics, self._min_seconds = metrics, min_seconds
+        self._publications = Publications(metrics)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.reset()
 
@@ -88,6 +90,7 @@ class StepTimeObserver:
     def _start_interval(self) -> None:
         self._before: Snapshot | None = None
         self._steps, self._seconds = 0, 0.0
+        self._publications.restart()
 
     def interrupt(self) -> None:
         """Record that other windows come in between, which are not passed to `add`."""
@@ -105,15 +108,68 @@ class StepTimeObserver:
         if shift is not None:
             self.shift = shift
         if self._before is None:
-            self._before = self._metrics.snapshot()
+            self._before = self._publications.next_snapshot(step.seconds)
+            if self._before is not None:
+                self._publications.restart()
             return None
         self._steps += 1
         self._seconds += step.seconds
         if self._steps < MIN_STEPS or self._seconds < self._min_seconds:
             return None
-        before, after = self._before, self._metrics.snapshot()
+        before, after = self._before, self._publications.next_snapshot(step.seconds)
+        if after is None:
+            return None
         self._start_interval()
         return metrics_between(before, after)
+
+
+class Publications:
+    """Takes snapshots right after exposed communication was published.
+
+    It is published for several seconds of training at once. Between two publications its increase
+    is that of the training time between them, however short that is.
+
+    Args:
+        metrics: Metrics of this rank.
+    """
+
+    CHECK_SECONDS = 0.5  # of training between two looks at the metrics
+    MAX_SECONDS = 15.0  # of training, after which the ranks are taken not to be compared
+
+    def __init__(self, metrics: MetricsSource) -> None:
+        self._metrics = metrics
+        self._has_none = False  # they never came
+        self.restart()
+
+    def restart(self) -> None:
+        """Wait for the next publication."""
+        self._reference: float | None = None
+        self._waited = self._next_check = 0.0
+
+    def next_snapshot(self, step_seconds: float) -> Snapshot | None:
+        """Return a snapshot if something was published since the first call; else None.
+
+        A job without communication has no publications to wait for.
+
+        Args:
+            step_seconds: Training time since the last call.
+        """
+        self._waited += step_seconds if self._next_check else 0.0
+        if self._waited < self._next_check:
+            return None
+        self._next_check = self._waited + self.CHECK_SECONDS
+        snapshot = self._metrics.snapshot()
+        published = snapshot.total(communication.COMM_EXPOSED_SECONDS)
+        if self._has_none or not snapshot.total(communication.COMM_SECONDS):
+            return snapshot
+        if self._reference is None:
+            self._reference = published
+        if published != self._reference:
+            return snapshot
+        if self._waited < self.MAX_SECONDS:
+            return None
+        self._has_none = not published
+        return snapshot
 
 
 # The constants of the detector were swept on simulated steps (tests/bench/tuner/simulated_trials).

@@ -13,7 +13,7 @@ from zerowatch.metrics.catalog import tuner
 from zerowatch.metrics.series import Recorder
 from zerowatch.runtime.tuner.decision_reporter import DecisionReporter, TunerMetrics, to_number
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
-from zerowatch.runtime.tuner.policy.types import State, Symptom
+from zerowatch.runtime.tuner.policy.types import Numerics, State, Symptom
 
 
 class Reports:
@@ -181,3 +181,33 @@ def test_an_advisors_symptoms_are_not_logged(tmp_path, caplog):
     Reports(tmp_path, mode="advise").reporter.on_diagnosis(tuner_input().symptoms)
 
     assert not caplog.messages
+
+
+def test_the_start_of_the_tuner_is_logged(reports, caplog):
+    reports.reporter.on_start(numerics=Numerics.BITWISE, observe_seconds=20.0)
+
+    (message,) = caplog.messages
+    assert message.startswith("tuner: on, observing 20 s")
+    assert message.endswith("bitwise")
+
+
+def test_a_diagnosis_without_symptoms_is_logged_once_with_its_training_time(reports, caplog):
+    for _ in range(3):
+        reports.reporter.on_diagnosis((), 21.4)
+
+    (message,) = caplog.messages
+    assert "nothing holds this run back" in message
+    assert "21 s" in message
+
+
+def test_without_complete_figures_nothing_is_said_of_no_symptoms(reports, caplog):
+    reports.reporter.on_diagnosis(())
+
+    assert caplog.messages == []
+
+
+def test_a_symptom_is_logged_with_the_training_time_that_it_was_measured_over(reports, caplog):
+    reports.reporter.on_diagnosis([Symptom(name="data_bound", ratio=0.3, evidence={})], 21.4)
+
+    (message,) = caplog.messages
+    assert "30 % of training time (measured over 21 s of training)" in message

@@ -1,4 +1,4 @@
-"""The detector of shifts of speed: lasting shifts are detected, noise and spikes are not."""
+"""The observer of steps: lasting shifts of speed, and shares of training time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from math import log
 import pytest
 from fakes.noisy_steps import Noise, noisy_steps
 
-from zerowatch.runtime.tuner.policy.step_time_observer import MIN_BASELINE_STEPS, Cusum
+from zerowatch.metrics.catalog import communication, overhead, training
+from zerowatch.metrics.series import Recorder
+from zerowatch.runtime.tuner.policy.step_time_observer import (
+    MIN_BASELINE_STEPS,
+    Cusum,
+    StepTimeObserver,
+)
+from zerowatch.runtime.tuner.policy.types import StepTime
 
 UNSHIFTED = Noise(drift=0.0, shift=0.0)
 
@@ -66,3 +73,56 @@ def test_after_a_shift_the_new_speed_is_the_baseline() -> None:
     detected = [cusum.add(0.2) for _ in range(300)]
 
     assert [one for one in detected if one] == ["slower"]
+
+
+class LateCommunication:
+    """Metrics of a job that waits 35 % of its time, which is published every 5 s, 6 s late."""
+
+    RATIO, EVERY, LATE = 0.35, 5.0, 6.0
+
+    def __init__(self) -> None:
+        self.recorder, self._seconds, self._published = Recorder(), 0.0, 0.0
+
+    def train(self, seconds: float) -> None:
+        self._seconds += seconds
+        self.recorder.add(training.PHASE_SECONDS, seconds, "backward")
+        self.recorder.add(communication.COMM_SECONDS, self.RATIO * seconds, "dp")
+        self.recorder.set(overhead.WATCH_LAST_UPDATE_TIMESTAMP, self._seconds)
+        covered = self._seconds // self.EVERY * self.EVERY - self.LATE
+        if covered > self._published:
+            waited = self.RATIO * (covered - self._published)
+            self._published = covered
+            self.recorder.add(communication.COMM_EXPOSED_SECONDS, waited, "dp")
+            self.recorder.add(communication.COMM_CAUSE_SECONDS, waited, "latency")
+
+
+@pytest.mark.parametrize("min_seconds", [0.5, 2.0, 7.0, 20.0])
+def test_shares_of_communication_are_right_over_any_interval(min_seconds: float) -> None:
+    metrics = LateCommunication()
+    observer = StepTimeObserver(metrics.recorder, min_seconds)
+    found = []
+    for number in range(2000):
+        metrics.train(0.1)
+        reading = observer.add(StepTime(number=number, seconds=0.1, samples=1))
+        if reading is not None:
+            found.append(reading)
+
+    assert len(found) >= 5
+    for reading in found[1:]:
+        assert reading.exposed_ratio == pytest.approx(metrics.RATIO, rel=0.15)
+        assert sum(reading.cause_ratios.values()) == pytest.approx(reading.exposed_ratio)
+    assert all(0 <= reading.exposed_ratio <= 1 for reading in found)
+
+
+def test_ranks_that_are_not_compared_are_not_waited_for_again() -> None:
+    metrics = LateCommunication()
+    metrics.EVERY = 1e9
+    observer = StepTimeObserver(metrics.recorder, 2.0)
+    found = []
+    for number in range(1000):
+        metrics.train(0.1)
+        if observer.add(StepTime(number=number, seconds=0.1, samples=1)) is not None:
+            found.append(number)
+
+    assert found[0] < 400
+    assert found[2] - found[1] < 30

@@ -107,7 +107,7 @@ class OneKnobJob:
     def on_configuration(self, configuration: Configuration) -> None:
         pass
 
-    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
+    def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         pass
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:

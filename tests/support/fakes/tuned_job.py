@@ -161,7 +161,7 @@ class Job:
     def on_configuration(self, configuration: Configuration) -> None:
         self.configurations.append(configuration)
 
-    def on_diagnosis(self, symptoms: Sequence[Symptom]) -> None:
+    def on_diagnosis(self, symptoms: Sequence[Symptom], seconds: float | None = None) -> None:
         pass
 
     def on_trial(self, proposal: Proposal, configuration: Configuration) -> None:
