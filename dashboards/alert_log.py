@@ -8,6 +8,7 @@ It imports only the standard library, because compose runs this file in a plain 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import socket
 import sys
@@ -30,10 +31,10 @@ def alert_line(alert: Mapping[str, Any]) -> str:
             prometheus.io/docs/alerting/latest/configuration, webhook_config.
     """
     labels, notes = alert.get("labels", {}), alert.get("annotations", {})
-    status = str(alert.get("status", "unknown"))
+    status = alert.get("status", "unknown")
     when = alert.get("endsAt" if status == "resolved" else "startsAt", "-")
     head = [
-        _second(str(when)),
+        _second(when),
         status.upper(),
         labels.get("severity", "-"),
         labels.get("alertname", "-"),
@@ -45,6 +46,33 @@ def alert_line(alert: Mapping[str, Any]) -> str:
     parts = [" ".join(head), *(text for text in texts if text)]
     # Replaces line breaks and repeated spaces by one space.
     return " | ".join(" ".join(_printable(part).split()) for part in parts)
+
+
+def parse_message(message: bytes) -> list[dict[str, Any]]:
+    """Return the alerts of a message.
+
+    Raises:
+        ValueError: The message is not one of Alertmanager.
+    """
+    try:
+        content = json.loads(message)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    alerts = content.get("alerts") if isinstance(content, dict) else None
+    if not isinstance(alerts, list) or not all(isinstance(alert, dict) for alert in alerts):
+        raise ValueError("there is no list `alerts`")
+    for alert in alerts:
+        for name in ("labels", "annotations"):
+            if not _is_texts(alert.get(name, {})):
+                raise ValueError(f"the {name} of an alert are not texts by name")
+        for name in ("status", "startsAt", "endsAt"):
+            if not isinstance(alert.get(name, ""), str):
+                raise ValueError(f"{name} of an alert is no text")
+    return alerts
+
+
+def _is_texts(values: object) -> bool:
+    return isinstance(values, dict) and all(isinstance(each, str) for each in values.values())
 
 
 def _second(moment: str) -> str:
@@ -80,14 +108,16 @@ class AlertLog(ThreadingHTTPServer):
         Raises:
             ValueError: The message is not one of Alertmanager.
         """
-        content = json.loads(message)
-        alerts = content.get("alerts") if isinstance(content, dict) else None
-        if not isinstance(alerts, list) or not all(isinstance(alert, dict) for alert in alerts):
-            raise ValueError("there is no list `alerts`")
+        alerts = parse_message(message)
         self.num_alerts += len(alerts)
         # A single write, so that the lines of simultaneous messages do not mix.
         sys.stdout.write("".join(f"{alert_line(alert)}\n" for alert in alerts))
         sys.stdout.flush()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a client that went away; the output and the errors are for others."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -99,7 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MAX_MESSAGE_BYTES:
+        is_number = length.isdecimal() and len(length) <= len(str(MAX_MESSAGE_BYTES))
+        if not is_number or int(length) > MAX_MESSAGE_BYTES:
             self._answer(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"At most {MAX_MESSAGE_BYTES} bytes.\n"
             )
@@ -129,6 +160,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     options = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # in place of an UnicodeEncodeError
     try:
         server = AlertLog(options.host, options.port)
     except OSError as error:

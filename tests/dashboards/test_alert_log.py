@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -44,9 +45,10 @@ class Log:
         self.url = f"http://127.0.0.1:{(port := free_port())}/"
         self._output = output
         file = str(ROOT / "dashboards" / "alert_log.py")
-        with output.open("w") as written:
+        self._errors = output.with_suffix(".errors")
+        with output.open("w") as written, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, file, "--port", str(port)], stdout=written
+                [sys.executable, file, "--port", str(port)], stdout=written, stderr=errors
             )
         assert eventually(self.answers, seconds=10, pause=0.05)
 
@@ -67,6 +69,10 @@ class Log:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text()
 
     @property
     def lines(self) -> list[str]:
@@ -120,12 +126,66 @@ def test_each_alert_of_a_message_is_printed_on_its_own_line(log: Log) -> None:
     assert log.get() == "2 alerts so far.\n"
 
 
-@pytest.mark.parametrize("body", [b"", b"no json", b"[]", b'{"alerts": {}}', b'{"alerts": [1]}'])
-def test_an_invalid_message_is_rejected_and_not_printed(log: Log, body: bytes) -> None:
-    code = log.post(body)
+def test_an_invalid_message_is_rejected_and_not_printed(log: Log) -> None:
+    bodies = {
+        "empty": b"",
+        "no JSON": b"no json",
+        "no UTF-8": b'{"alerts": [{"labels": {"alertname": "\xff"}}]}',
+        "nested too deep": b'{"alerts": ' + 100_000 * b"[",
+        "a list": b"[]",
+        "no list of alerts": b'{"alerts": {}}',
+        "an alert that is a number": b'{"alerts": [1]}',
+        "labels that are a list": message(FIRING, FIRING | {"labels": [1]}),
+        "labels that are null": message(FIRING | {"labels": None}),
+        "annotations that are a text": message(FIRING | {"annotations": "x"}),
+        "a label that is a number": message(FIRING | {"labels": {"alertname": 5}}),
+        "an annotation that is a list": message(FIRING | {"annotations": {"summary": ["x"]}}),
+        "a time that is a number": message(FIRING | {"startsAt": 5}),
+        "a status that is a list": message(FIRING | {"status": []}),
+    }
 
-    assert code == 400
+    codes = {name: log.post(body) for name, body in bodies.items()}
+
+    assert codes == dict.fromkeys(bodies, 400)
     assert len(log.lines) == 1
+    assert log.get() == "0 alerts so far.\n"
+    assert log.errors == ""
+
+
+@pytest.mark.parametrize("length", ["-1", "1.5", "x", "9" * 5000])
+def test_an_impossible_length_is_rejected(log: Log, length: str) -> None:
+    host, port = log.url.removeprefix("http://").rstrip("/").split(":")
+
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(f"POST / HTTP/1.0\r\nContent-Length: {length}\r\n\r\n".encode())
+        answer = client.recv(12)
+
+    assert answer in (b"HTTP/1.0 400", b"HTTP/1.0 413")
+    assert log.errors == ""
+
+
+def test_a_client_that_disconnects_causes_no_traceback(log: Log) -> None:
+    host, port = log.url.removeprefix("http://").rstrip("/").split(":")
+    reset_on_close = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
+            client.sendall(b"POST / HTTP/1.0\r\nContent-Length: 100\r\n\r\n{")
+
+    assert log.post(message(FIRING)) == 200
+    assert log.errors == ""
+
+
+def test_a_text_that_the_output_cannot_encode_is_escaped(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    log = Log(tmp_path / "alerts")
+
+    code = log.post(message(FIRING | {"annotations": {"summary": "50 \u00b5s"}}))
+    log.close()
+
+    assert code == 200
+    assert "50 \\xb5s" in log.lines[1]
 
 
 def test_a_port_in_use_is_reported_in_one_line(log: Log) -> None:
