@@ -1,8 +1,11 @@
-"""Atomic writing of small files: a reader sees either the old content or the new one."""
+"""Atomic writing of small files, and appending to logs; neither follows a symbolic link."""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import stat
 from pathlib import Path
 
 
@@ -18,10 +21,12 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
     Raises:
         OSError: The file cannot be written; the old one is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Exclusive: a link that another user has put there would otherwise be followed.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        with open(descriptor, "w") as file:
             file.write(text)
             if durable:
                 file.flush()
@@ -32,6 +37,25 @@ def atomic_write(path: Path, text: str, *, mode: int = 0o644, durable: bool = Fa
         raise
     if durable:
         sync(path.parent)
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file for appending and reading, create it if missing, and return its descriptor.
+
+    Raises:
+        OSError: It cannot be opened, or is a symbolic link or no regular file.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link; remove it", str(path)) from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file; remove it", str(path))
 
 
 def sync(path: Path) -> None:

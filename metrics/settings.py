@@ -46,7 +46,9 @@ MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 Seconds = Annotated[float, Field(le=MAX_SECONDS)]
 Bytes = Annotated[ByteSize, Field(le=MAX_BYTES)]
-RUN_ID_PATTERN = r"^[A-Za-z0-9._-]{1,80}$"
+# Not "." or "..", and not hidden, as `.tuner` is.
+MAX_RUN_ID_LENGTH = 80
+RUN_ID_PATTERN = rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_RUN_ID_LENGTH - 1}}}"
 
 
 class Section(BaseModel):
@@ -178,6 +180,14 @@ def _base_url(text: str) -> str:
     )
 
 
+def _run_id(text: str) -> str:
+    if re.fullmatch(RUN_ID_PATTERN, text):
+        return text
+    raise PydanticCustomError(
+        "run_id", "must be 1 to 80 letters, digits, '_', '-' and '.', and not begin with '.'"
+    )
+
+
 class OtelSettings(Section):
     """Export to an OpenTelemetry collector by OTLP over HTTP; needs the extra `otel`."""
 
@@ -257,8 +267,9 @@ class Settings(BaseSettings):
 
     enabled: bool = True
     """Whether to monitor at all; false makes every entry point a plain pass-through."""
-    run_id: str | None = Field(default=None, pattern=RUN_ID_PATTERN)
-    """Name of the run and of its folder; by default made on rank 0 and shared with the others."""
+    run_id: Annotated[str, AfterValidator(_run_id)] | None = None
+    """Name of the run and of its folder; by default made on rank 0 and shared with the others. If
+    another live run has it, a number is appended."""
     serve: ServeSettings = ServeSettings()
     run_log: RunLogSettings = RunLogSettings()
     flops: FlopsSettings = FlopsSettings()

@@ -57,4 +57,4 @@ def launcher_run_id() -> str | None:
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return name if may_restart and name != "none" and re.match(RUN_ID_PATTERN, name) else None
+    return name if may_restart and name != "none" and re.fullmatch(RUN_ID_PATTERN, name) else None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ...metrics.backoff import Backoff
-from .process_info import ProcessInfo, launcher_run_id, new_run_id
+from .process_info import ProcessInfo
 
 logger = logging.getLogger(__name__)
 
@@ -114,15 +114,6 @@ class RankStore:
                 error,
             )
             self._store = None
-
-
-def share_run_id(store: RankStore, process: ProcessInfo, chosen: str | None) -> str | None:
-    """Return the run id: the chosen one, or rank 0's; None until rank 0 has written it."""
-    if process.rank != 0:
-        return chosen or store.get("run_id")
-    run_id = chosen or launcher_run_id() or new_run_id()
-    store.put("run_id", run_id)
-    return run_id
 
 
 class TargetDiscovery:

@@ -61,6 +61,7 @@ def build_watch(
         store = RankStore(process, watch_index)
         targets = TargetDiscovery(store, process)
         folder = RunFolder(settings, process, store, targets)
+        undo.callback(folder.close)
         server = MetricsServer(
             recorder=recorder,
             rank=process.rank,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
+import os
 import time
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
-from ...metrics.settings import Settings
+from ...metrics.atomic_file import open_to_append
+from ...metrics.settings import MAX_RUN_ID_LENGTH, Settings
 from ...metrics.step_record import StepRecord
-from ..common.process_info import ProcessInfo, new_run_id
-from ..common.rank_store import RankStore, TargetDiscovery, share_run_id
+from ..common.process_info import ProcessInfo, launcher_run_id, new_run_id
+from ..common.rank_store import RankStore, TargetDiscovery
 from ..common.report_files import write_or_warn
 from .step_log import StepLog, keeps_every_step, write_settings
 
@@ -22,6 +27,8 @@ RUN_ID_TIMEOUT_SECONDS = 30.0
 # Records that are kept until the run has an id.
 MAX_HELD_RECORDS = 1000
 TARGETS_FILE = "targets.json"
+# Locked by rank 0 of a live run.
+LOCK_FILE = "run.lock"
 
 
 class RunFolder:
@@ -49,7 +56,11 @@ class RunFolder:
         self._since = time.monotonic()
         self._has_own_id = False
         self._targets_text: str | None = None
-        self.run_id = share_run_id(store, process, settings.run_id)
+        self._lock: int | None = None
+        self.run_id = store.get("run_id")
+        if process.rank == 0:
+            self.run_id = self._claim(settings.run_id or launcher_run_id() or new_run_id())
+            store.put("run_id", self.run_id)
         if self.run_id is not None:
             self._open(self.run_id)
 
@@ -75,9 +86,9 @@ class RunFolder:
             self._store.poll()
         if self._process.rank != 0 or not self._settings.serve.enabled:
             return
-        if self._targets.poll() and self.path is not None:
+        if self._targets.poll():
             self._targets_text = json.dumps(self.targets(), indent=2) + "\n"
-            write_or_warn(self.path / TARGETS_FILE, self._targets_text)
+            self._write_targets()
 
     def withdraw_targets(self) -> None:
         """Empty the targets file after a normal end, on rank 0. Safe to call twice.
@@ -112,12 +123,13 @@ class RunFolder:
             self._lost += 1
 
     def close(self) -> None:
-        """Close this rank's log."""
+        """Close this rank's log, and leave the run id to others."""
         if self._log is None and self._held:
             self.run_id = self.run_id or self._own_run_id()
             self._open(self.run_id)
         if self._log is not None:
             self._log.close()
+        self._unlock()
 
     def _find_run_id(self) -> str | None:
         run_id = self._store.get("run_id")
@@ -127,6 +139,8 @@ class RunFolder:
 
     def _own_run_id(self) -> str:
         self._has_own_id = True
+        if self._settings.run_id is not None:
+            return self._settings.run_id
         run_id = f"{new_run_id()}-rank{self._process.rank}"
         logger.warning(
             "no run id from rank 0, which may not be monitored. Rank %d writes to %s; set "
@@ -142,10 +156,75 @@ class RunFolder:
             return
         identity = {"run_id": run_id, **asdict(self._process)}
         every_step = keeps_every_step(self._process.world_size, self._process.local_rank)
-        log = StepLog(folder, identity, self._settings.run_log, every_step=every_step)
+        log = StepLog(
+            folder,
+            identity,
+            self._settings.run_log,
+            every_step=every_step,
+            on_deleted=self._restore_files,
+        )
         if self._process.rank == 0:
             write_settings(folder, self._settings)
         for record in self._held:
             log.append(record)
         self._held.clear()
         self._log = log
+
+    def _write_targets(self) -> None:
+        if self.path is not None and self._targets_text is not None:
+            write_or_warn(self.path / TARGETS_FILE, self._targets_text)
+
+    def _restore_files(self) -> None:
+        """Write rank 0's files again, which may have been deleted with its log."""
+        if self._process.rank == 0 and self.path is not None:
+            self._unlock()
+            self._lock_folder(self.path)
+            write_settings(self.path, self._settings)
+            self._write_targets()
+
+    def _claim(self, run_id: str) -> str:
+        """Return the run id, or with a number appended if another live run has it.
+
+        A restart keeps its id, also where the host of the last attempt is gone and a network file
+        system has not yet released its lock.
+        """
+        if not self._settings.run_log.enabled:
+            return run_id
+        if self._lock_folder(self._runs / run_id) or self._process.attempt > 0:
+            return run_id
+        for number in count(2):
+            ending = f"-{number}"
+            other = run_id[: MAX_RUN_ID_LENGTH - len(ending)] + ending
+            if self._lock_folder(self._runs / other):
+                logger.warning(
+                    "run id %s is in use by another live run, which writes to %s. This run is %s; "
+                    "give each run an id of its own (ZEROWATCH_RUN_ID), or none.",
+                    run_id,
+                    self._runs / run_id,
+                    other,
+                )
+                return other
+        raise AssertionError("unreachable")
+
+    def _lock_folder(self, folder: Path) -> bool:
+        """Return False if a live run holds the folder; lock it, where that is possible."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = open_to_append(folder / LOCK_FILE)
+        except OSError:  # the log will report it
+            return True
+        try:
+            # Held by this process only, not by its forked children, which may outlive it.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                os.close(descriptor)
+                return False
+            # Some network file systems have no locks.
+        self._lock = descriptor
+        return True
+
+    def _unlock(self) -> None:
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            os.close(descriptor)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ...metrics.atomic_file import open_to_append
 from ...metrics.settings import RunLogSettings, Settings
 from ...metrics.step_record import LineWriter, StepRecord
 from ..common.report_files import write_or_warn
@@ -26,11 +27,12 @@ THINNED_EVERY = 10
 class StepLog:
     """Appends step records to `rank-<r>.jsonl`.
 
-    Each line is one write, so that a killed process loses at most the step
-    in flight. Above FULL_LOG_WORLD_SIZE ranks only one rank per node writes every step.
+    Each line is one write, so that a killed process loses at most the step in flight. If the file
+    is deleted or renamed, the log goes on in a new one of its name. Above FULL_LOG_WORLD_SIZE ranks
+    only one rank per node writes every step.
 
     Attributes:
-        dropped: Records that could not be written.
+        dropped: Records that could not be written, or were in a file that was deleted.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StepLog:
         settings: RunLogSettings,
         *,
         every_step: bool = True,
+        on_deleted: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Describe the log; the file is opened by the first record.
@@ -49,6 +52,7 @@ class StepLog:
             identity: Fields of every record; `rank` is in the file's name.
             settings: Size and number of segments.
             every_step: Whether to keep every step or every tenth.
+            on_deleted: Called after the file was deleted; the folder may be gone as well.
             now: A monotonic clock, in seconds.
         """
         self.path = folder / f"rank-{identity['rank']}.jsonl"
@@ -58,9 +62,10 @@ class StepLog:
         self._every_step = every_step
         self._now = now
         self._descriptor: int | None = None
-        self._bytes = 0
+        self._bytes = self._records = 0  # of the file, and of those records this process's
         self._retry_at = 0.0
-        self._warned = False
+        self._warned = self._warned_of_deletion = False
+        self._on_deleted = on_deleted
 
     def append(self, record: StepRecord) -> None:
         """Write a record; count it as dropped if that fails."""
@@ -68,9 +73,11 @@ class StepLog:
             return
         line = self._writer.line(record)
         try:
+            self._check_name()
             descriptor = self._open()
             if descriptor is not None:
                 self._write(descriptor, line)
+                self._records += 1
                 return
         except OSError as error:
             self._on_error(error)
@@ -91,12 +98,42 @@ class StepLog:
         if self._descriptor is not None:
             self.close()
             self._rotate()
+            self._records = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = open_to_append(self.path)
         self._bytes = os.fstat(self._descriptor).st_size
         if self._bytes and os.pread(self._descriptor, 1, self._bytes - 1) != b"\n":
             self._write(self._descriptor, b"\n")  # after the partial line of a killed process
         return self._descriptor
+
+    def _check_name(self) -> None:
+        """Close the file if its name is no longer its own: it was deleted, or renamed."""
+        if self._descriptor is None:
+            return
+        status = os.fstat(self._descriptor)
+        self._bytes = status.st_size  # less than was written if it was truncated
+        try:
+            if os.path.samestat(status, os.lstat(self.path)):
+                return
+        except FileNotFoundError:
+            # With its whole folder moved away, the file is still in the right place.
+            if status.st_nlink and not self.path.parent.exists():
+                return
+        self.close()
+        lost, self._records = self._records, 0
+        if status.st_nlink:
+            logger.info("the run log %s was renamed; it goes on in a new file", self.path)
+            return
+        self.dropped += lost
+        if not self._warned_of_deletion:
+            self._warned_of_deletion = True
+            logger.warning(
+                "the run log %s was deleted during the run: %d records are lost, and counted as "
+                "dropped. It goes on in a new file; training is not affected.",
+                self.path,
+                lost,
+            )
+        self._on_deleted()
 
     def _write(self, descriptor: int, line: bytes) -> None:
         written = os.write(descriptor, line)

@@ -156,8 +156,20 @@ def test_an_unreadable_file_is_reported(tmp_path):
     assert error_of() == "zerowatch.toml cannot be read: Permission denied"
 
 
-def test_a_run_id_with_a_path_is_rejected():
-    assert error_of({"run_id": "../elsewhere"}).startswith("setting 'run_id' (call argument): ")
+RUN_IDS_OF_NO_FOLDER = ["../elsewhere", ".", "..", ".tuner", "", "a\n", "a b", 81 * "x"]
+
+
+@pytest.mark.parametrize("run_id", RUN_IDS_OF_NO_FOLDER)
+def test_a_run_id_that_is_no_plain_folder_name_is_rejected(run_id):
+    message = error_of({"run_id": run_id})
+
+    assert message.startswith("setting 'run_id' (call argument): ")
+    assert "1 to 80 letters" in message
+
+
+@pytest.mark.parametrize("run_id", ["night-7", "a.b", "_x", 80 * "x"])
+def test_a_run_id_that_is_a_plain_folder_name_is_accepted(run_id):
+    assert load_settings({"run_id": run_id}).run_id == run_id
 
 
 def test_a_certificate_without_its_key_is_rejected():

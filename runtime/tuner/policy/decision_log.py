@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 
+from ....metrics.atomic_file import open_to_append
 from .diagnose import context_of
 from .trial import Decision
 from .types import Configuration, Mode, Numerics, Symptom, Value, Verdict
@@ -189,7 +190,7 @@ def _sorted_set(values: object) -> list[object]:
 
 def _append(path: Path, line: bytes) -> None:
     """Append by one write call, on a new line if a killed process or full disk cut the last one."""
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = open_to_append(path)
     try:
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

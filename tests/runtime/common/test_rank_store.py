@@ -17,7 +17,6 @@ from zerowatch.runtime.common.rank_store import (
     RankStore,
     StoreClientFactory,
     TargetDiscovery,
-    share_run_id,
 )
 
 WATCH_INDEX = 1
@@ -68,8 +67,8 @@ class Attempt:
 def test_the_ranks_share_the_run_id_and_rank_zero_finds_the_targets(store, monkeypatch, clock):
     attempt = Attempt(store, monkeypatch, 0, 0)
     stores = [attempt.rank_store(rank, clock) for rank in (0, 1)]
-    unknown = share_run_id(stores[1], process(1), None)
-    name = share_run_id(stores[0], process(0), None)
+    unknown = stores[1].get("run_id")
+    stores[0].put("run_id", "night-7")
     discovery = [
         TargetDiscovery(ranks_store, process(rank), clock)
         for rank, ranks_store in enumerate(stores)
@@ -78,9 +77,9 @@ def test_the_ranks_share_the_run_id_and_rank_zero_finds_the_targets(store, monke
         each.announce(f"host-{rank}:9464")
 
     assert unknown is None
-    assert share_run_id(stores[1], process(1), None) == name
+    assert stores[1].get("run_id") == "night-7"
     assert discovery[0].poll()
-    assert [target["targets"] for target in discovery[0].targets(str(name))] == [
+    assert [target["targets"] for target in discovery[0].targets("night-7")] == [
         ["host-0:9464"],
         ["host-1:9464"],
     ]

@@ -1,18 +1,154 @@
-"""The targets file of a run: emptied after a normal end, and bound to the run's id."""
+"""Tests of the run folder: its id among live runs, its deletion, and its targets file."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
+from fakes.steps import step as record
 
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.process_info import ProcessInfo
 from zerowatch.runtime.common.rank_store import RankStore, TargetDiscovery
-from zerowatch.runtime.monitor.run_folder import RunFolder
+from zerowatch.runtime.monitor.run_folder import LOCK_FILE, RunFolder
 
+RUN_ID = "night-7"
 ADDRESS = "127.0.0.1:9464"
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def open_folder(runs: Path, *, rank: int = 0, attempt: int = 0, run_id: str = RUN_ID) -> RunFolder:
+    process = ProcessInfo(rank=rank, local_rank=0, world_size=2, host="here", attempt=attempt)
+    store = RankStore(process, 0)
+    targets = TargetDiscovery(store, process)
+    settings = Settings(run_id=run_id, run_log={"folder": runs})
+    return RunFolder(settings, process, store, targets)
+
+
+@contextlib.contextmanager
+def live_run(folder: Path) -> Iterator[None]:
+    """Another process that holds the lock of a run folder, as a live run does."""
+    folder.mkdir(parents=True)
+    script = (
+        f"import fcntl; file = open({str(folder / LOCK_FILE)!r}, 'w');"
+        "fcntl.lockf(file, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+def test_a_second_live_run_of_one_id_gets_another_id_and_a_warning(tmp_path: Path, caplog) -> None:
+    with live_run(tmp_path / RUN_ID):
+        folder = open_folder(tmp_path)
+        folder.append(record(1))
+        folder.close()
+
+    assert folder.run_id == f"{RUN_ID}-2"
+    assert steps(tmp_path / f"{RUN_ID}-2" / "rank-0.jsonl") == [1]
+    assert [path.name for path in (tmp_path / RUN_ID).iterdir()] == [LOCK_FILE]
+    [warning] = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert f"{RUN_ID}-2" in warning.getMessage()
+
+
+def test_a_longest_id_stays_within_its_limit(tmp_path: Path) -> None:
+    longest = 80 * "x"
+    with live_run(tmp_path / longest):
+        folder = open_folder(tmp_path, run_id=longest)
+        folder.close()
+
+    assert folder.run_id == 78 * "x" + "-2"
+
+
+def test_after_the_end_of_a_run_its_id_can_be_used_again(tmp_path: Path) -> None:
+    with live_run(tmp_path / RUN_ID):
+        pass
+
+    folder = open_folder(tmp_path)
+    folder.close()
+    again = open_folder(tmp_path)
+    again.close()
+
+    assert (folder.run_id, again.run_id) == (RUN_ID, RUN_ID)
+
+
+def test_a_restart_keeps_its_id_even_if_the_lock_of_the_last_attempt_is_still_held(
+    tmp_path: Path,
+) -> None:
+    with live_run(tmp_path / RUN_ID):
+        folder = open_folder(tmp_path, attempt=1)
+        folder.close()
+
+    assert folder.run_id == RUN_ID
+
+
+def test_other_ranks_take_the_id_of_rank_zero(tmp_path: Path, monkeypatch, caplog) -> None:
+    folder = open_folder(tmp_path, rank=1)
+    before = folder.run_id
+    monkeypatch.setattr(folder._store, "get", {"run_id": f"{RUN_ID}-2"}.get)
+    folder.poll()
+
+    assert (before, folder.run_id) == (None, f"{RUN_ID}-2")
+    folder.close()
+
+
+def test_a_rank_that_rank_zero_never_told_its_id_uses_the_chosen_one(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path, rank=1)
+
+    folder.append(record(1))
+    folder.close()
+
+    assert folder.run_id == RUN_ID
+    assert steps(tmp_path / RUN_ID / "rank-1.jsonl") == [1]
+
+
+def test_a_folder_that_was_deleted_is_made_again_with_all_its_files(tmp_path: Path, caplog) -> None:
+    folder = open_folder(tmp_path)
+    for step in (1, 2):
+        folder.append(record(step))
+    before = {path.name for path in (tmp_path / RUN_ID).iterdir()}
+
+    shutil.rmtree(tmp_path / RUN_ID)
+    for step in (3, 4):
+        folder.append(record(step))
+
+    assert {path.name for path in (tmp_path / RUN_ID).iterdir()} == before
+    assert steps(tmp_path / RUN_ID / "rank-0.jsonl") == [3, 4]
+    assert json.loads((tmp_path / RUN_ID / "settings.json").read_text())["run_id"] == RUN_ID
+    assert folder.dropped == 2
+    [warning] = caplog.records
+    assert "deleted" in warning.getMessage()
+    folder.close()
+
+
+@pytest.mark.parametrize("link", ["", "x"])
+def test_a_linked_runs_folder_is_used(tmp_path: Path, link: str) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch")
+
+    folder = open_folder(tmp_path / "runs" / link)
+    folder.append(record(1))
+    folder.close()
+
+    assert steps(tmp_path / "scratch" / link / RUN_ID / "rank-0.jsonl") == [1]
 
 
 def run_folder(runs: Path, address: str = ADDRESS) -> RunFolder:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -157,6 +159,82 @@ print(log.dropped)
     whole = [x for x in (tmp_path / "rank-3.jsonl").read_text().splitlines() if x.endswith("}")]
     assert len(whole) >= 1
     assert int(finished.stdout) == 9 - len(whole)
+
+
+def test_a_deleted_file_is_noticed_counted_and_made_again(tmp_path: Path, caplog) -> None:
+    log = StepLog(tmp_path / "run", IDENTITY, RunLogSettings())
+    for step in (1, 2, 3):
+        log.append(record(step))
+
+    log.path.unlink()
+    log.append(record(4))
+    shutil.rmtree(log.path.parent)
+    log.append(record(5))
+    log.close()
+
+    assert steps(log.path) == [5]
+    assert log.dropped == 4
+    [warning] = caplog.records
+    assert str(log.path) in warning.getMessage()
+
+
+def test_after_a_rename_the_log_goes_on_under_its_name(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings())
+    log.append(record(1))
+
+    log.path.rename(tmp_path / "rank-3.jsonl.1")  # as logrotate does
+    log.append(record(2))
+    log.path.rename(tmp_path / "rank-3.jsonl.2")
+    log.path.touch()  # with `create`
+    log.append(record(3))
+    log.close()
+
+    assert steps(tmp_path / "rank-3.jsonl.1") == [1]
+    assert steps(tmp_path / "rank-3.jsonl.2") == [2]
+    assert steps(log.path) == [3]
+    assert log.dropped == 0
+
+
+def test_a_truncated_file_counts_as_empty(tmp_path: Path) -> None:
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings(segment_bytes=4096, segments=2))
+    for step in range(100):
+        log.append(record(step))
+        os.truncate(log.path, 0)  # as logrotate does with `copytruncate`
+    log.append(record(100))
+    log.close()
+
+    assert steps(log.path) == [100]
+    assert [path.name for path in tmp_path.iterdir()] == [log.path.name]
+
+
+def test_in_a_folder_that_was_moved_the_open_file_goes_on(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "run", IDENTITY, RunLogSettings())
+    log.append(record(1))
+
+    (tmp_path / "run").rename(tmp_path / "moved")
+    log.append(record(2))
+    log.close()
+
+    assert steps(tmp_path / "moved" / log.path.name) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_what_is_no_regular_file_is_not_written_to(tmp_path: Path, caplog, kind: str) -> None:
+    target = tmp_path / "target"
+    log = StepLog(tmp_path, IDENTITY, RunLogSettings())
+    if kind == "link":
+        target.write_text("keep\n")
+    if kind == "pipe":
+        os.mkfifo(log.path)
+    else:
+        log.path.symlink_to(target)
+
+    log.append(record(1))
+
+    assert log.dropped == 1
+    assert len(caplog.records) == 1
+    assert target.exists() == (kind == "link")
+    assert kind != "link" or target.read_text() == "keep\n"
 
 
 def test_many_ranks_write_every_tenth_step_except_one_per_node(tmp_path: Path) -> None:

@@ -102,3 +102,15 @@ def test_without_a_run_folder_nothing_is_written():
 def test_a_damaged_line_raises_a_parse_error(line):
     with pytest.raises(PARSE_ERRORS):
         parse_line(line)
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path, caplog):
+    log, found = DecisionLog(), decision()
+    (tmp_path / "target").write_text("keep")
+    (tmp_path / DECISIONS_FILE).symlink_to(tmp_path / "target")
+
+    log.write(tmp_path, decided(found), found)
+
+    assert (tmp_path / "target").read_text() == "keep"
+    assert log.lost == 1
+    assert len(caplog.records) == 1

@@ -1,0 +1,47 @@
+"""Tests of atomic writes: permissions, leftovers, and files that others put in the way."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from zerowatch.metrics import atomic_file
+from zerowatch.metrics.atomic_file import atomic_write
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "settings.json"
+
+    atomic_write(path, "old", mode=0o600)
+    atomic_write(path, "new", mode=0o600, durable=True)
+
+    assert [each.name for each in path.parent.iterdir()] == ["settings.json"]
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_link_at_a_name_that_can_be_predicted_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / f".settings.json.{os.getpid()}").symlink_to(precious)
+
+    atomic_write(tmp_path / "settings.json", "new")
+
+    assert precious.read_text() == "keep"
+    assert not (tmp_path / "settings.json").is_symlink()
+
+
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(atomic_file.secrets, "token_hex", lambda _: "0")
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / ".settings.json.0").symlink_to(precious)
+
+    with pytest.raises(FileExistsError):
+        atomic_write(tmp_path / "settings.json", "new")
+
+    assert precious.read_text() == "keep"
+    assert (tmp_path / ".settings.json.0").is_symlink()
