@@ -21,7 +21,8 @@ WATCH_SECONDS = counter(
 )
 HOOK_FAILURES = counter(
     "hook_failures_total",
-    "Hooks that raised and were removed. Under names such as `watch thread`: exceptions after "
+    "Exceptions of hooks. The hook is removed, or called again later after a lack of descriptors, "
+    "threads or disk space. Under names such as `watch thread`: exceptions after "
     "which a thread started over, with the loss of a second of records at most.",
     Label(name="hook"),
 )

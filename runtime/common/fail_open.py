@@ -1,24 +1,39 @@
 """Fail-open hooks and threads: no error of monitoring reaches the training.
 
-A hook that raises is counted, logged and disabled. A thread whose work raises is counted, logged
+A hook that raises is counted, logged and disabled; if it ran short of descriptors, threads or disk
+space, which passes, it is called again later. A thread whose work raises is counted, logged
 and starts over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
+
+from ...metrics.backoff import Backoff
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+# Delay before a hook that ran short of something is called again; it doubles up to the last value.
+FIRST_RETRY_SECONDS = 10.0
+LAST_RETRY_SECONDS = 300.0
+# Errors that pass without a change of the program. A MemoryError is not one of them: it may have
+# left a hook on the training thread half done, and its figures wrong.
+SHORTAGES = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN}
+    | {errno.ENOSPC, errno.EDQUOT}
+)
 # A thread that has failed more often ends.
 MAX_RESTARTS = 10
 # Delay before a thread starts over.
@@ -28,14 +43,18 @@ RESTART_SECONDS = 1.0
 class FailOpen:
     """Wraps hooks so that their exceptions never reach the training, and counts those that failed.
 
+    Args:
+        now: A monotonic clock, in seconds.
+
     Attributes:
         failures: Number of failed hooks and of exceptions of threads, by name. It is written on any
             thread and exported by the watch thread, so that a hook never calls the exporters
             itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.failures: Counter[str] = Counter()
+        self._now = now
         self._threads: weakref.WeakSet[MonitoringThread] = weakref.WeakSet()
 
     @property
@@ -65,33 +84,62 @@ class FailOpen:
     ) -> Callable[P, T | None]:
         """Return a function that calls `body`, and returns None from its first exception on.
 
+        After a shortage (`is_shortage`) it returns None for a while only.
+
         Args:
             name: The value of the `hook` label under which a failure is counted.
             body: The hook. It must not call the training's own code.
             catches: What is caught. BaseException only for what never runs on a thread of the
                 script, whose KeyboardInterrupt and SystemExit must pass.
         """
-        dropped = False
+        off = dropped = logged = False
+        backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, self._now)
 
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            nonlocal dropped
-            if dropped:
-                return None
+            nonlocal off, dropped, logged
+            if off:
+                if dropped or not backoff.is_due:
+                    return None
+                off = False
             try:
                 return body(*args, **kwargs)
-            except catches:  # training continues
-                dropped = True
+            except catches as error:  # training continues
+                off = dropped = True
                 self.failures[name] += 1
                 with contextlib.suppress(Exception):  # logging can fail too, such as without memory
-                    logger.warning(
-                        "hook %r failed and was dropped; training goes on, its metrics stop. "
-                        "Please report this.",
-                        name,
-                        exc_info=True,
-                    )
+                    dropped = not is_shortage(error)
+                    backoff.wait()
+                    if dropped or not logged:
+                        logged = True
+                        logger.warning(
+                            "hook %r failed and was dropped; training goes on, its metrics stop. "
+                            "Please report this."
+                            if dropped
+                            else "hook %r ran short of files, threads or disk space and is called "
+                            "again later; training goes on, its metrics stop meanwhile.",
+                            name,
+                            exc_info=True,
+                        )
                 return None
 
         return guarded
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error, or one behind it, is a lack of descriptors, threads or disk space."""
+    behind = error
+    for _ in range(10):  # a chain may have a cycle
+        if isinstance(behind, OSError) and behind.errno in SHORTAGES:
+            return True
+        # The dynamic loader and the interpreter give no number.
+        texts = {ImportError: os.strerror(errno.EMFILE), RuntimeError: "can't start new thread"}
+        if any(isinstance(behind, kind) and text in str(behind) for kind, text in texts.items()):
+            return True
+        earlier = behind.__cause__ or behind.__context__
+        if earlier is None:
+            break
+        behind = earlier
+    return False
 
 
 class MonitoringThread:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import threading
 import time
 
 import pytest
+from fakes.clock import FakeClock
 
-from zerowatch.runtime.common.fail_open import MAX_RESTARTS, FailOpen
+from zerowatch.runtime.common.fail_open import FIRST_RETRY_SECONDS, MAX_RESTARTS, FailOpen
 
 
 def test_a_hook_that_raises_is_counted_logged_once_and_not_called_again(caplog) -> None:
@@ -128,3 +131,76 @@ def wait_until(condition, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+SHORTAGES = {
+    "descriptors": OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    "descriptors of the host": OSError(errno.ENFILE, os.strerror(errno.ENFILE)),
+    "disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "processes": BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)),
+    "threads": RuntimeError("can't start new thread"),
+    "descriptors, in an import": ImportError(
+        f"lib.so: cannot open shared object file: {os.strerror(errno.EMFILE)}"
+    ),
+}
+
+
+@pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)
+def test_a_hook_that_ran_short_of_something_is_called_again_later(error, caplog) -> None:
+    clock = FakeClock()
+    fail_open = FailOpen(now=clock)
+    results: list[Exception | str] = [error, error, "works", "still works"]
+
+    def body() -> str:
+        result = results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    guarded = fail_open.wrap("mine", body)
+    returned = []
+    for pause in (0, 0.9, 0.2, 1.9, 0.2, 0):  # in units of the first delay
+        clock.seconds += pause * FIRST_RETRY_SECONDS
+        returned.append(guarded())
+
+    assert returned == [None, None, None, None, "works", "still works"]
+    assert fail_open.failures == {"mine": 2}
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+
+
+def test_a_shortage_behind_another_error_is_found() -> None:
+    clock = FakeClock()
+    fail_open = FailOpen(now=clock)
+    calls = []
+
+    def body() -> None:
+        calls.append(1)
+        try:
+            raise OSError(errno.EMFILE, "Too many open files")
+        except OSError as error:
+            raise ValueError("cannot read the counters") from error
+
+    guarded = fail_open.wrap("mine", body)
+    guarded()
+    clock.seconds += 2 * FIRST_RETRY_SECONDS
+    guarded()
+
+    assert len(calls) == 2
+
+
+def test_after_a_shortage_another_error_drops_the_hook(caplog) -> None:
+    clock = FakeClock()
+    fail_open = FailOpen(now=clock)
+    errors = [OSError(errno.EMFILE, "Too many open files"), KeyError("gone")]
+
+    def body() -> None:
+        raise errors.pop(0)
+
+    guarded = fail_open.wrap("mine", body)
+    for _ in range(4):
+        guarded()
+        clock.seconds += 10 * FIRST_RETRY_SECONDS
+
+    assert errors == []
+    assert fail_open.failures == {"mine": 2}
+    assert [entry.levelname for entry in caplog.records] == 2 * ["WARNING"]
