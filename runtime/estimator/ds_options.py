@@ -47,7 +47,7 @@ class DsOptions:
         model_dtype: Data type of parameters in training; None where neither fp16 nor bf16 is
             enabled, so that parameters keep their own.
         set_keys: Keys of zero_optimization that the configuration sets.
-        unmodelled: Enabled features that the plan does not model.
+        unmodelled: Enabled features that the estimate does not model.
     """
 
     stage: int

@@ -32,15 +32,15 @@ _STATES = {
 }
 _ADAM_STATES = 2
 
-# Categories of `MemoryPlan.device_bytes` that only backward has; the step frees or copies them.
+# Categories of `MemoryEstimate.device_bytes` that only backward has; the step frees or copies them.
 _BACKWARD_ONLY = ("gathered", "gradients", "comm_buffers")
 
 Moment = Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """The planned bytes of one rank, without activations.
+class MemoryEstimate:
+    """The estimated bytes of one rank, without activations.
 
     Attributes:
         device_bytes: Bytes at the end of backward, by category: parameters, gathered (the most that
@@ -128,7 +128,7 @@ class ModelPartition:
     gathered: int = 0
 
 
-def peak_of(memory: MemoryPlan, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
+def peak_of(memory: MemoryEstimate, *, micro_batches: int = 1, activation_bytes: int = 0) -> Peak:
     """Return the bytes and the moment of a step's peak.
 
     Backward frees activations while it fills gradients, so the larger of its two ends counts.
@@ -155,7 +155,7 @@ def peak_of(memory: MemoryPlan, *, micro_batches: int = 1, activation_bytes: int
 
 
 def largest_micro_batch(
-    memory: MemoryPlan, activations: Activations, limit_bytes: int, *, micro_batches: int = 1
+    memory: MemoryEstimate, activations: Activations, limit_bytes: int, *, micro_batches: int = 1
 ) -> int:
     """Return the samples of the largest micro-batch that fits on the device; 0 if none does."""
 
@@ -173,7 +173,9 @@ def largest_micro_batch(
     return fitting
 
 
-def plan_memory(model: ModelShape, options: DsOptions, partition: ModelPartition) -> MemoryPlan:
+def estimate_memory(
+    model: ModelShape, options: DsOptions, partition: ModelPartition
+) -> MemoryEstimate:
     """Return the bytes of one rank by category, without activations."""
     widest = max((BYTES_OF[p.dtype] for p in model.parameters), default=4)
     width = BYTES_OF[options.model_dtype] if options.model_dtype else widest
@@ -187,7 +189,7 @@ def plan_memory(model: ModelShape, options: DsOptions, partition: ModelPartition
     moved_parameters = held * width if offload_param != "none" else 0
     parameters, optimizer_left = held * width - moved_parameters, optimizer - moved
     persistent = _persistent_elements(model, options) * width
-    return MemoryPlan(
+    return MemoryEstimate(
         device_bytes={
             "parameters": parameters,
             "gathered": partition.gathered * width + gather_buffer,

@@ -1,4 +1,4 @@
-"""Plans the collectives of a step without ZeRO, and with ZeRO-1 and 2.
+"""Estimates the collectives of a step without ZeRO, and with ZeRO-1 and 2.
 
 Without ZeRO, DeepSpeed's engine all-reduces the gradients. ZeRO-1 and 2 reduce gradient buckets,
 check for overflow, and gather the parameters.
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from .buckets import FlatGroup, combine_messages, fill_buckets, flatten
 from .ds_options import DsOptions
 from .model_shape import ModelShape, Topology
-from .plan import PlannedCall
+from .step_estimate import EstimatedCall
 
 BUCKET_ELEMENTS = 500_000_000  # MEMORY_OPT_ALLREDUCE_SIZE, a constant of DeepSpeed
 
 
 def stage_0_calls(
     model: ModelShape, options: DsOptions, topology: Topology
-) -> Iterator[PlannedCall]:
+) -> Iterator[EstimatedCall]:
     """Yield the calls of one step without ZeRO; only its last micro-batch reduces gradients."""
     by_dtype: dict[str, list[int]] = {}
     for parameter in model.parameters:
@@ -33,12 +33,12 @@ def stage_0_calls(
         yield from engine_all_reduces(sizes, options, topology)
     ranks = topology.data_parallel
     if not options.mixed_precision and options.gradient_clipping > 0:
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce", elements=1, dtype="fp32", purpose="norm", group_size=ranks
         )
     if options.mixed_precision and _checks_by_norm(options):
         world = topology.world_size
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce",
             elements=1,
             dtype="fp32",
@@ -46,7 +46,7 @@ def stage_0_calls(
             group="world",
             group_size=world,
         )
-        yield PlannedCall(
+        yield EstimatedCall(
             op="barrier",
             elements=0,
             dtype="uint8",
@@ -64,10 +64,10 @@ def _checks_by_norm(options: DsOptions) -> bool:
 
 def engine_all_reduces(
     sizes: Sequence[int], options: DsOptions, topology: Topology
-) -> Iterator[PlannedCall]:
+) -> Iterator[EstimatedCall]:
     """Yield the engine's all-reduces of gradients of these sizes, in elements."""
     for elements in combine_messages(sizes, BUCKET_ELEMENTS):
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce",
             elements=elements,
             dtype=options.communication_dtype,
@@ -78,7 +78,7 @@ def engine_all_reduces(
 
 def stage_1_and_2_calls(
     model: ModelShape, options: DsOptions, topology: Topology, micro_batches: int
-) -> Iterator[PlannedCall]:
+) -> Iterator[EstimatedCall]:
     """Yield the calls of one step with ZeRO-1 or 2."""
     ranks = topology.data_parallel
     groups = flat_groups(model, options, ranks)
@@ -91,7 +91,7 @@ def stage_1_and_2_calls(
         yield from _step_checks(len(groups), options, ranks)
     if ranks > 1:
         for group in groups:
-            yield PlannedCall(
+            yield EstimatedCall(
                 op="all_gather",
                 elements=group.numel,
                 dtype=group.dtype,
@@ -105,21 +105,21 @@ def flat_groups(model: ModelShape, options: DsOptions, ranks: int) -> list[FlatG
     return [flatten(model, group, options, ranks) for group in model.param_groups()]
 
 
-def _step_checks(num_groups: int, options: DsOptions, ranks: int) -> Iterator[PlannedCall]:
+def _step_checks(num_groups: int, options: DsOptions, ranks: int) -> Iterator[EstimatedCall]:
     """Yield the calls that check for overflow and compute the gradient norm."""
     if options.checks_overflow:
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks
         )
     for _ in range(num_groups if options.compute_grad_norm else 0):
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce", elements=1, dtype="fp32", purpose="norm", group_size=ranks
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GradientReduction:
-    """Plans the collectives of one reduction of all gradients.
+    """Estimate the collectives of one reduction of all gradients.
 
     Attributes:
         order: Parameters in the order in which they enter buckets.
@@ -148,11 +148,11 @@ class _GradientReduction:
             ranks=ranks,
         )
 
-    def calls(self) -> Iterator[PlannedCall]:
+    def calls(self) -> Iterator[EstimatedCall]:
         for bucket in fill_buckets(self.order, self.sizes, self.options.reduce_bucket_size):
             yield from self._bucket(bucket)
 
-    def _bucket(self, bucket: Sequence[int]) -> Iterator[PlannedCall]:
+    def _bucket(self, bucket: Sequence[int]) -> Iterator[EstimatedCall]:
         """Yield the calls of one bucket (average_tensor, reduce_ipg_grads)."""
         contiguous = self.options.contiguous_gradients or self.options.offloads_optimizer
         if not contiguous or not self.options.reduce_scatter:
@@ -174,8 +174,8 @@ class _GradientReduction:
         group = self.group_of[index]
         return group.slices(group.offsets[index], self.sizes[index])
 
-    def _call(self, op: str, elements: int) -> PlannedCall:
-        return PlannedCall(
+    def _call(self, op: str, elements: int) -> EstimatedCall:
+        return EstimatedCall(
             op=op,
             elements=elements,
             dtype=self.options.communication_dtype,

@@ -1,4 +1,4 @@
-"""Plans the collectives of a step with ZeRO-3: parameter gathers, and gradient reductions.
+"""Estimates the collectives of a step with ZeRO-3: parameter gathers, and gradient reductions.
 
 `zero3_coordinator.py` decides which parameters are gathered together.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .buckets import fill_buckets
 from .ds_options import DsOptions
 from .model_shape import ModelShape, ModuleShape, Topology
-from .plan import PlannedCall
+from .step_estimate import EstimatedCall
 from .zero3_coordinator import Gather, ModuleVisit, Zero3Coordinator
 
 _WARM_UP_STEPS = 3
@@ -24,7 +24,7 @@ _WARM_UP_STEPS = 3
 class Stage3Step:
     """The calls of one step, and the largest number of elements gathered at once."""
 
-    calls: tuple[PlannedCall, ...]
+    calls: tuple[EstimatedCall, ...]
     peak_gathered: int
 
 
@@ -38,7 +38,7 @@ def stage_3_step(
     """
     partition = _ParameterPartition(model=model, options=options, topology=topology)
     peak = model.num_parameters if options.offload_param != "none" else 0
-    calls: list[PlannedCall] = []
+    calls: list[EstimatedCall] = []
     if topology.data_parallel > 1:
         gathers, peak = _gathers_of_a_step(model, options, micro_batches)
         calls += [call for gather in gathers for call in partition.gather(gather)]
@@ -119,7 +119,7 @@ def _gathers_of_a_step(
 
 def _reduction(
     model: ModelShape, options: DsOptions, partition: _ParameterPartition
-) -> Iterator[PlannedCall]:
+) -> Iterator[EstimatedCall]:
     """Yield the calls that reduce the gradients of one micro-batch."""
     sizes = {index: parameter.numel for index, parameter in enumerate(model.parameters)}
     limit = options.reduce_bucket_size
@@ -131,7 +131,7 @@ def _reduction(
         else:
             op = "reduce_scatter"
             elements = sum(partition.aligned(index) for index in bucket)
-        yield PlannedCall(
+        yield EstimatedCall(
             op=op,
             elements=elements,
             dtype=options.communication_dtype,
@@ -142,18 +142,18 @@ def _reduction(
 
 def _step_checks(
     model: ModelShape, options: DsOptions, partition: _ParameterPartition
-) -> Iterator[PlannedCall]:
+) -> Iterator[EstimatedCall]:
     """Yield the calls that check for overflow and compute the gradient norm."""
     ranks = partition.ranks
     if options.checks_overflow:
-        yield PlannedCall(
+        yield EstimatedCall(
             op="all_reduce", elements=1, dtype="uint8", purpose="overflow", group_size=ranks
         )
     dtype = "fp64" if not options.offloads_optimizer else "fp32"
     for group in model.param_groups():
         parts = [partition.aligned(index) // ranks for index in group]
         for _ in range(_num_sub_groups(parts, options.sub_group_size)):
-            yield PlannedCall(
+            yield EstimatedCall(
                 op="all_reduce", elements=1, dtype=dtype, purpose="norm", group_size=ranks
             )
 
@@ -185,7 +185,7 @@ class _ParameterPartition:
         numel = self.model.parameters[index].numel
         return numel + -numel % self.ranks
 
-    def gather(self, gather: Gather) -> Iterator[PlannedCall]:
+    def gather(self, gather: Gather) -> Iterator[EstimatedCall]:
         if self.options.allgather_sequential or len(gather.parameters) == 1:
             for index in gather.parameters:
                 yield self._call(gather, "all_gather", self.aligned(index), self._dtype(index))
@@ -195,7 +195,7 @@ class _ParameterPartition:
             op = "all_reduce" if uses_all_reduce else "all_gather"
             yield self._call(gather, op, elements, dtype)
 
-    def gather_persistent(self, indices: Sequence[int]) -> Iterator[PlannedCall]:
+    def gather_persistent(self, indices: Sequence[int]) -> Iterator[EstimatedCall]:
         """Yield the calls at the end of a step, one per parameter (partition_parameters.py)."""
         if self.ranks == 1 and len(indices) != 1:  # a single rank calls only in the sequential path
             return
@@ -213,8 +213,8 @@ class _ParameterPartition:
     def _dtype(self, index: int) -> str:
         return self.options.model_dtype or self.model.parameters[index].dtype
 
-    def _call(self, gather: Gather, op: str, elements: int, dtype: str) -> PlannedCall:
+    def _call(self, gather: Gather, op: str, elements: int, dtype: str) -> EstimatedCall:
         size = self.options.hpz_partition_size if gather.secondary else self.ranks
-        return PlannedCall(
+        return EstimatedCall(
             op=op, elements=elements, dtype=dtype, purpose="parameters", group_size=size
         )

@@ -1,4 +1,4 @@
-"""Makes the shape of a typical decoder of a given size, for plans before a model exists."""
+"""Makes the shape of a typical decoder of a given size, for estimates before a model exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the bytes that a run's steps send with the engine's plan and the lower bound."""
+"""Compares the bytes that a run's steps send with the engine's estimate and the lower bound."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ...metrics.catalog import communication
 from ...metrics.series import Recorder
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ..common.fail_open import FailOpen
-from .engine_plan import is_data_parallel, plan_of_engine
-from .plan import Plan
+from .engine_estimate import estimate_of_engine, is_data_parallel
+from .step_estimate import StepEstimate
 
 logger = logging.getLogger(__name__)
 
-# A plan holds from step 4 on: ZeRO-3 learns the order of the modules in the first steps.
+# An estimate holds from step 4 on: ZeRO-3 learns the order of the modules in the first steps.
 WARM_UP_STEPS = 4
-STEPS_TO_REPORT = 3  # consecutive steps that differ from the plan before it is logged
-# After a change without a rebuild: longer than a trial keeps one setting, so that no plan is made
-# for trials.
+STEPS_TO_REPORT = 3  # consecutive steps that differ from the estimate before it is logged
+# After a change without a rebuild: longer than a trial keeps one setting, so that no estimate is
+# made for trials.
 STEPS_AFTER_CHANGE = 12
-# Share of the planned bytes. Smaller differences, such as a metric's own all_reduce, are INFO.
+# Share of the estimated bytes. Smaller differences, such as a metric's own all_reduce, are INFO.
 NEGLIGIBLE_RATIO = 0.01
 
 Totals = Mapping[str, CollectiveTotals]
 
 # DeepSpeed's methods that are patched while gradients are compressed, or while stage 0 reduces
-# them in buckets of another size. Neither is planned.
+# them in buckets of another size. Neither is modelled.
 _PATCHED_METHODS = (
     "allreduce_gradients",
     "allreduce_bucket",
@@ -41,29 +41,29 @@ _PATCHED_METHODS = (
 
 
 class WireVolumeCheck:
-    """Compares the steps of one engine with its plan, on the watch thread.
+    """Compares the steps of one engine with its estimate, on the watch thread.
 
     Args:
         engine: The engine; only a weak reference is kept.
         recorder: Gets the volume metrics.
-        fail_open: Guards planning.
-        logs_differences: Whether this rank logs a step that differs from the plan.
+        fail_open: Guards estimating.
+        logs_differences: Whether this rank logs a step that differs from the estimate.
     """
 
     def __init__(
         self, engine: Any, recorder: Recorder, fail_open: FailOpen, *, logs_differences: bool
     ) -> None:
         self._recorder = recorder
-        self._plan_engine = fail_open.wrap("estimate", _plan_data_parallel)
+        self._estimate_engine = fail_open.wrap("estimate", _estimate_data_parallel)
         self._logs_differences = logs_differences
         self._ratio: float | None = None
         self._settled_step = 0
         self.rebind_engine(engine)
 
     def rebind_engine(self, engine: Any) -> None:
-        """Compare with the plans of another engine from now on. Any thread."""
+        """Compare with the estimates of another engine from now on. Any thread."""
         self._engine = weakref.ref(engine)
-        self._plans: dict[int, Plan | None] = {}
+        self._estimates: dict[int, StepEstimate | None] = {}
         self._warm_up_steps = WARM_UP_STEPS
         self._variant: EngineVariant | None = None
         self._num_differing = 0
@@ -74,7 +74,7 @@ class WireVolumeCheck:
         return self._ratio
 
     def add(self, record: StepRecord) -> None:
-        """Compare one step with its plan, publish both, and log a lasting difference."""
+        """Compare one step with its estimate, publish both, and log a lasting difference."""
         self._detect_change()
         if self._warm_up_steps:
             self._warm_up_steps -= 1
@@ -83,47 +83,47 @@ class WireVolumeCheck:
             return
         if record.phase_seconds.keys() & {"eval", "checkpoint"}:
             return  # these phases issue collectives of their own
-        plans = self._plans  # another thread may replace it
-        if record.micro_batches not in plans:
-            plans[record.micro_batches] = None
-            # A thread of its own, because planning a large model takes a while.
+        estimates = self._estimates  # another thread may replace it
+        if record.micro_batches not in estimates:
+            estimates[record.micro_batches] = None
+            # A thread of its own, because estimating a large model takes a while.
             threading.Thread(
-                target=self._make_plan,
-                args=(plans, record.micro_batches),
-                name="zerowatch-plan",
+                target=self._make_estimate,
+                args=(estimates, record.micro_batches),
+                name="zerowatch-estimate",
                 daemon=True,
             ).start()
-        plan = plans[record.micro_batches]
-        if plan is not None:
+        estimate = estimates[record.micro_batches]
+        if estimate is not None:
             measured = sum(totals.wire_bytes for totals in record.collectives.values())
-            self._publish(plan, measured)
-            self._log_differences(plan, record, measured)
+            self._publish(estimate, measured)
+            self._log_differences(estimate, record, measured)
 
     def _detect_change(self) -> None:
-        """Discard plans if the engine changed. Records arrive late, some from before the change."""
+        """Discard estimates if the engine changed. Late records may be from before it."""
         engine = self._engine()
         before, self._variant = self._variant, None if engine is None else engine_variant(engine)
         if before is None or self._variant is None or self._variant.equals(before):
             return
-        self._plans, self._num_differing = {}, 0
+        self._estimates, self._num_differing = {}, 0
         self._settled_step = self._variant.step + STEPS_AFTER_CHANGE
 
-    def _make_plan(self, plans: dict[int, Plan | None], micro_batches: int) -> None:
-        plans[micro_batches] = self._plan_engine(self._engine(), micro_batches)
+    def _make_estimate(self, estimates: dict[int, StepEstimate | None], micro_batches: int) -> None:
+        estimates[micro_batches] = self._estimate_engine(self._engine(), micro_batches)
 
-    def _publish(self, plan: Plan, measured: float) -> None:
+    def _publish(self, estimate: StepEstimate, measured: float) -> None:
         recorder = self._recorder
         with recorder.commit():
             recorder.set(communication.COMM_STEP_WIRE_BYTES, measured, "measured")
-            recorder.set(communication.COMM_STEP_WIRE_BYTES, plan.wire_bytes, "predicted")
-            recorder.set(communication.COMM_STEP_WIRE_BYTES, plan.least_wire_bytes, "least")
-            if plan.least_wire_bytes:
-                self._ratio = measured / plan.least_wire_bytes
+            recorder.set(communication.COMM_STEP_WIRE_BYTES, estimate.wire_bytes, "predicted")
+            recorder.set(communication.COMM_STEP_WIRE_BYTES, estimate.least_wire_bytes, "least")
+            if estimate.least_wire_bytes:
+                self._ratio = measured / estimate.least_wire_bytes
                 recorder.set(communication.COMM_VOLUME_RATIO, self._ratio)
 
-    def _log_differences(self, plan: Plan, record: StepRecord, measured: float) -> None:
-        """Log once if several consecutive steps issue other collectives than planned."""
-        differences = _differences(record.collectives, plan.totals())
+    def _log_differences(self, estimate: StepEstimate, record: StepRecord, measured: float) -> None:
+        """Log once if several consecutive steps issue other collectives than estimated."""
+        differences = _differences(record.collectives, estimate.totals())
         self._num_differing = self._num_differing + 1 if differences else 0
         if (
             self._logged
@@ -133,25 +133,27 @@ class WireVolumeCheck:
         ):
             return
         self._logged = True
-        is_negligible = abs(measured - plan.wire_bytes) <= NEGLIGIBLE_RATIO * plan.wire_bytes
+        is_negligible = (
+            abs(measured - estimate.wire_bytes) <= NEGLIGIBLE_RATIO * estimate.wire_bytes
+        )
         logger.log(
             logging.INFO if is_negligible else logging.WARNING,
             "step %d: collectives differ from the %s: %s. The script's own collectives are "
-            "included; `zerowatch estimate` shows the plan",
+            "included; `zerowatch estimate` shows the estimate",
             record.step,
-            "plan" if plan.exact else "plan, which is not exact here",
+            "estimate" if estimate.exact else "estimate, which is not exact here",
             "; ".join(differences),
         )
 
 
-def _plan_data_parallel(engine: Any, micro_batches: int) -> Plan | None:
-    """Plan a step of an engine; None if its configuration or parallelism cannot be planned."""
+def _estimate_data_parallel(engine: Any, micro_batches: int) -> StepEstimate | None:
+    """Estimate a step of an engine; None for an unsupported configuration or parallelism."""
     if engine is None or not is_data_parallel(engine):
         return None
     try:
-        return plan_of_engine(engine, micro_batches)
+        return estimate_of_engine(engine, micro_batches)
     except DsConfigError as error:  # valid for DeepSpeed, perhaps for a newer version
-        logger.info("steps are not compared with a plan: %s", error)
+        logger.info("steps are not compared with an estimate: %s", error)
         return None
 
 
@@ -185,12 +187,12 @@ def engine_variant(engine: Any) -> EngineVariant:
     )
 
 
-def _differences(measured: Totals, planned: Totals) -> list[str]:
-    """Return a description of each operation whose calls or payload bytes differ from the plan."""
+def _differences(measured: Totals, estimated: Totals) -> list[str]:
+    """Describe each operation whose calls or payload bytes differ from the estimate."""
     return [
-        f"{op} {_describe(measured.get(op))}, planned {_describe(planned.get(op))}"
-        for op in sorted(measured.keys() | planned.keys())
-        if _calls_and_bytes(measured.get(op)) != _calls_and_bytes(planned.get(op))
+        f"{op} {_describe(measured.get(op))}, estimated {_describe(estimated.get(op))}"
+        for op in sorted(measured.keys() | estimated.keys())
+        if _calls_and_bytes(measured.get(op)) != _calls_and_bytes(estimated.get(op))
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
 from ...metrics.series import Snapshot
-from ..estimator.engine_plan import is_data_parallel
+from ..estimator.engine_estimate import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
 from ..tuner.decision_reporter import DecisionReporter
 from ..tuner.job_facts import job_facts

@@ -13,7 +13,7 @@ from ...errors import DsConfigError
 from ...metrics.catalog.labels import PHASES
 from ..devices.cuda_allocator import dump_snapshot
 from ..estimator.ds_options import read_options
-from ..estimator.engine_plan import engine_config, planned_layouts
+from ..estimator.engine_estimate import engine_config, estimated_layouts
 from ..instrumentation.memory_hooks import MemoryHooks
 from ..instrumentation.watch_context import WatchContext
 from ..memory.forecast.forecast_service import MemoryForecasts
@@ -50,7 +50,7 @@ class EngineOomContext(OomContext):
         self._predictions = wrap("oom report peaks", forecasts.last_predictions)
         self._limit = wrap("oom report limit", self._configured_limit)
         self._setup = wrap("oom report facts", training_setup)
-        self._planned_layouts = wrap("oom report plan", planned_layouts)
+        self._estimated_layouts = wrap("oom report plan", estimated_layouts)
         self._dump_snapshot = wrap("oom report snapshot", dump_snapshot)
 
     def folder(self) -> Path | None:
@@ -115,10 +115,10 @@ class EngineOomContext(OomContext):
         """Return the predicted peak bytes of a micro-batch of this shape."""
         return self._predict_peak(device, shape)
 
-    def planned_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
+    def estimated_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
         """Return the size of model states under the present layout and all possible ones."""
         engine = self._context.engine()
-        return None if engine is None else self._planned_layouts(engine)
+        return None if engine is None else self._estimated_layouts(engine)
 
     def dump_snapshot(self, device: str, path: Path) -> bool | None:
         """Write torch's memory snapshot of a device to a path; return whether it was written."""

@@ -15,8 +15,8 @@ from ....errors import CommandLineError, DsConfigError
 
 if TYPE_CHECKING:
     from ...estimator.model_shape import ModelShape, Topology
-    from ...estimator.plan import Plan
-    from .inputs import BatchPlan
+    from ...estimator.step_estimate import StepEstimate
+    from .inputs import RankBatch
 
 _ALL = "all"
 
@@ -84,23 +84,23 @@ def estimate(
     Example: zerowatch estimate ds.json --world 8 --params 7B --sequence 4096 --memory 80GiB
     """
     from ...estimator.config_reader import ConfigReader
-    from .inputs import MemoryOptions, plan_batch, read_model
+    from .inputs import MemoryOptions, read_batch, read_model
 
     config = _read_config(config_file)
     _warn_of_misspelt_keys(config, config_file)
     configured_stage = ConfigReader(config, config_file).stage()
     model = read_model(size, model_name)
     topology = _topology(config, world, tp, pp, backend)
-    plans = _plans(config, model.shape, topology, stage, config_file)
+    estimates = _estimates(config, model.shape, topology, stage, config_file)
     given = MemoryOptions(sequence=sequence, micro_batch=micro_batch, memory=memory)
-    batch = plan_batch(given, config, model, topology, config_file)
+    batch = read_batch(given, config, model, topology, config_file)
     if as_json:
-        click.echo(json.dumps(_as_json(plans, model.shape, topology, batch), indent=2))
+        click.echo(json.dumps(_as_json(estimates, model.shape, topology, batch), indent=2))
         return
-    from .plan_tables import Heading, print_plans
+    from .result_tables import Heading, print_estimates
 
     heading = Heading(config_file, model.shape, topology, configured_stage, batch)
-    print_plans(plans, heading, sys.stdout)
+    print_estimates(estimates, heading, sys.stdout)
 
 
 def _read_config(config_file: str) -> Mapping[str, Any]:
@@ -147,18 +147,18 @@ def _topology(
     return Topology(world_size=world, tensor_parallel=tp, pipeline_parallel=pp, backend=backend)
 
 
-def _plans(
+def _estimates(
     config: Mapping[str, Any], model: ModelShape, topology: Topology, stage: str, origin: str
-) -> list[Plan]:
-    from ...estimator.plan_step import plan_step, raise_for_auto, stages_for
+) -> list[StepEstimate]:
+    from ...estimator.estimate_step import estimate_step, raise_for_auto, stages_for
 
     stages = stages_for(topology) if stage == _ALL else (int(stage),)
     raise_for_auto(config, stages, origin)
-    return [plan_step(model, config, topology, stage=one, origin=origin) for one in stages]
+    return [estimate_step(model, config, topology, stage=one, origin=origin) for one in stages]
 
 
 def _as_json(
-    plans: list[Plan], model: ModelShape, topology: Topology, batch: BatchPlan
+    estimates: list[StepEstimate], model: ModelShape, topology: Topology, batch: RankBatch
 ) -> dict[str, Any]:
     activation_bytes = batch.activation_bytes if batch.activations else None
     return {
@@ -168,12 +168,12 @@ def _as_json(
         "batch": {**asdict(batch), "activation_bytes": activation_bytes},
         "plans": [
             {
-                **asdict(plan),
-                "wire_bytes": plan.wire_bytes,
-                "volume_ratio": plan.volume_ratio,
-                "peak": asdict(batch.peak(plan)),
-                "largest_micro_batch": batch.largest(plan),
+                **asdict(estimate),
+                "wire_bytes": estimate.wire_bytes,
+                "volume_ratio": estimate.volume_ratio,
+                "peak": asdict(batch.peak(estimate)),
+                "largest_micro_batch": batch.largest(estimate),
             }
-            for plan in plans
+            for estimate in estimates
         ],
     }

@@ -13,7 +13,7 @@ from ....errors import CommandLineError
 from ...estimator.ds_options import MICRO_BATCH, TOTAL_BATCH, accumulation_steps, read_options
 from ...estimator.model_memory import Activations, Peak, largest_micro_batch, peak_of
 from ...estimator.model_shape import ModelShape, Topology
-from ...estimator.plan import Plan
+from ...estimator.step_estimate import StepEstimate
 from ...estimator.typical_model import typical_activations, typical_transformer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _BYTE_UNITS = {
     for letter, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))
     for unit, size in ((f"{letter}B", 1000**power), (f"{letter}IB", 1024**power))
 }
-_NOT_PLANNED = "not planned with tensor or pipeline parallelism"
+_NOT_MODELLED = "not modelled with tensor or pipeline parallelism"
 # Errors of code that builds a model; any other error shows its traceback.
 _BUILD_ERRORS = (
     ArithmeticError,
@@ -130,7 +130,7 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPlan:
+class RankBatch:
     """Micro-batches of one rank, their activations, and the device's memory.
 
     Attributes:
@@ -154,29 +154,31 @@ class BatchPlan:
             return 0
         return self.activations.bytes_of(self.samples)
 
-    def peak(self, plan: Plan) -> Peak:
+    def peak(self, estimate: StepEstimate) -> Peak:
         """Return the peak of a step, with activations if they are known."""
         return peak_of(
-            plan.memory, micro_batches=self.micro_batches, activation_bytes=self.activation_bytes
+            estimate.memory,
+            micro_batches=self.micro_batches,
+            activation_bytes=self.activation_bytes,
         )
 
-    def largest(self, plan: Plan) -> int | None:
+    def largest(self, estimate: StepEstimate) -> int | None:
         """Return the samples of the largest micro-batch that fits; None if that is unknown."""
         if self.activations is None or self.limit_bytes is None:
             return None
         return largest_micro_batch(
-            plan.memory, self.activations, self.limit_bytes, micro_batches=self.micro_batches
+            estimate.memory, self.activations, self.limit_bytes, micro_batches=self.micro_batches
         )
 
 
-def plan_batch(
+def read_batch(
     given: MemoryOptions,
     config: Mapping[str, Any],
     model: EstimatedModel,
     topology: Topology,
     origin: str,
-) -> BatchPlan:
-    """Plan a rank's micro-batch, with its activations if --sequence is given.
+) -> RankBatch:
+    """Estimate a rank's micro-batch, with its activations if --sequence is given.
 
     Raises:
         CommandLineError: An option is invalid.
@@ -185,12 +187,12 @@ def plan_batch(
     limit = _check(given)
     steps = accumulation_steps(config, topology.data_parallel, origin)
     if given.sequence is None:
-        return BatchPlan(micro_batches=steps, limit_bytes=limit)
+        return RankBatch(micro_batches=steps, limit_bytes=limit)
     samples = given.micro_batch or _samples(config, topology, steps)
-    activations, unknown = None, _NOT_PLANNED
+    activations, unknown = None, _NOT_MODELLED
     if topology.tensor_parallel * topology.pipeline_parallel == 1:
         activations, unknown = _activations(model, config, samples, given.sequence, origin)
-    return BatchPlan(
+    return RankBatch(
         micro_batches=steps,
         samples=samples,
         activations=activations,

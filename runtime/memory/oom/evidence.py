@@ -128,7 +128,7 @@ class OomContext:
         """Return the predicted peak bytes of a micro-batch of this shape."""
         return None
 
-    def planned_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
+    def estimated_layouts(self) -> Mapping[Layout, LayoutBytes] | None:
         """Return the size of model states under the present layout and all possible ones."""
         return None
 
@@ -296,7 +296,7 @@ def _remedies(
             predict_peak=partial(context.predict_peak, device),
             categories=evidence.categories,
             layout=setup.layout if setup else None,
-            planned=context.planned_layouts(),
+            planned=context.estimated_layouts(),
             world_size=setup.world_size if setup else 1,
             accumulation=setup.accumulation if setup else None,
             checkpointing=setup.checkpointing if setup else None,

@@ -11,7 +11,7 @@ from ....errors import DsConfigError
 from ...common.ds_config import EngineSource, merged, training_config, zero_stage
 from ...engine.live_settings.zero_optimizer import total_elements
 from ...engine.rebuild.preconditions import unsupported_reason
-from ...estimator.engine_plan import planned_layouts
+from ...estimator.engine_estimate import estimated_layouts
 from ...memory.oom.would_fit import Layout
 from ..policy.registry import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SPECS, ZERO_STAGE, KnobSpec
 from ..policy.types import Configuration, Value
@@ -87,11 +87,11 @@ class ZeroLayouts:
         """Return the bytes that a layout needs more on the training device; None if unknown."""
         now = self.now()
         try:
-            planned = planned_layouts(self._source.engine)
+            planned = estimated_layouts(self._source.engine)
         except DsConfigError:
             return None
-        then = planned.get(_as_planned({**now, **target}))
-        here = planned.get(_as_planned(now))
+        then = planned.get(_as_layout({**now, **target}))
+        here = planned.get(_as_layout(now))
         if then is None or here is None:
             return None
         more = then.device_bytes - here.device_bytes
@@ -166,6 +166,6 @@ def _is_offloaded(block: object) -> bool:
     return isinstance(block, Mapping) and str(block.get("device") or "none") != "none"
 
 
-def _as_planned(layout: Configuration) -> Layout:
+def _as_layout(layout: Configuration) -> Layout:
     devices = ("cpu" if layout[name] else "none" for name in OFFLOADS)
     return Layout(int(layout[STAGE] or 0), *devices)

@@ -1,4 +1,4 @@
-"""Planned memory against the memory of real engines of two ranks."""
+"""Estimated memory against the memory of real engines of two ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _row(what: str, one: Compared) -> Row:
     return Row(
         what=what,
         measured=f"{one.measured / 1e6:.1f} MB",
-        spread=f"planned {one.planned / 1e6:.1f} MB, {one.error:+.1%}; RSS {one.rss / 1e6:.1f} MB",
+        spread=(
+            f"planned {one.estimated / 1e6:.1f} MB, {one.error:+.1%}; RSS {one.rss / 1e6:.1f} MB"
+        ),
     )
 
 

@@ -68,7 +68,7 @@ def test_remarks_explain_the_all_reduce_and_name_ignored_keys(estimate, ds_json)
     assert "allgather_bucket_size is set and has no effect" in text
 
 
-def test_a_size_alone_is_planned_as_a_typical_transformer(estimate, ds_json):
+def test_a_size_alone_is_estimated_as_a_typical_transformer(estimate, ds_json):
     _, out, _ = estimate(ds_json, *SIZE)
 
     assert "a typical transformer of 7B parameters" in out
@@ -94,13 +94,13 @@ def test_json_has_the_same_plans(estimate, ds_json):
 
     written = json.loads(out)
     assert written["parameters"] == 7_000_000_000
-    assert [plan["stage"] for plan in written["plans"]] == [0, 1, 2, 3]
+    assert [estimate["stage"] for estimate in written["plans"]] == [0, 1, 2, 3]
     assert written["plans"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
     assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
 
 
-def test_the_shapes_of_a_real_model_make_the_plan_exact(estimate, ds_json):
-    model = ("--model", "scripts.estimator.plan_cases:frozen")
+def test_the_shapes_of_a_real_model_make_the_estimate_exact(estimate, ds_json):
+    model = ("--model", "scripts.estimator.traffic_cases:frozen")
 
     code, out, err = estimate(ds_json, "--world", 4, *model, "--stage", 2)
 
@@ -142,10 +142,13 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
         (("--world", 8, "--params", "nan"), "--params nan is not a size"),
         (("--world", 8, "--model", "no_colon"), "names no callable"),
         (("--world", 8, "--model", "no.such.module:build"), "cannot be imported"),
-        (("--world", 8, "--model", "scripts.estimator.plan_cases:nothing"), "cannot be imported"),
-        (("--world", 8, "--model", "scripts.estimator.plan_cases:Block"), "without arguments"),
         (
-            ("--world", 8, "--model", "scripts.estimator.plan_cases:Case.ds_config"),
+            ("--world", 8, "--model", "scripts.estimator.traffic_cases:nothing"),
+            "cannot be imported",
+        ),
+        (("--world", 8, "--model", "scripts.estimator.traffic_cases:Block"), "without arguments"),
+        (
+            ("--world", 8, "--model", "scripts.estimator.traffic_cases:Case.ds_config"),
             "cannot be imported",
         ),
         (("--world", 8, "--model", "builtins:dict"), "returns a dict"),
@@ -219,16 +222,18 @@ def assert_error(result: tuple[int, str, str], *words: str) -> None:
 
 
 def test_a_terminal_gets_a_table_with_styles(ds_json, monkeypatch):
-    from zerowatch.runtime.cli.estimate.plan_tables import Heading, print_plans
+    from zerowatch.runtime.cli.estimate.result_tables import Heading, print_estimates
+    from zerowatch.runtime.estimator.estimate_step import estimate_step
     from zerowatch.runtime.estimator.model_shape import Topology
-    from zerowatch.runtime.estimator.plan_step import plan_step
     from zerowatch.runtime.estimator.typical_model import typical_transformer
 
     written: list[str] = []
     terminal = Terminal(written)
     model, ranks = typical_transformer(10**9), Topology(world_size=8)
 
-    print_plans([plan_step(model, DS_CONFIG, ranks)], Heading("ds.json", model, ranks, 2), terminal)
+    print_estimates(
+        [estimate_step(model, DS_CONFIG, ranks)], Heading("ds.json", model, ranks, 2), terminal
+    )
 
     assert "\x1b[1m" in "".join(written)
 

@@ -40,7 +40,7 @@ def words(out: str) -> str:
     return " ".join(out.split())
 
 
-def plans(out: str) -> list[dict]:
+def estimates(out: str) -> list[dict]:
     return json.loads(out)["plans"]
 
 
@@ -56,10 +56,10 @@ def test_with_a_sequence_activations_have_a_column_and_count_in_the_peak(estimat
     _, out, _ = estimate(*SIZE, "--sequence", 4096, "--json")
     _, table, _ = estimate(*SIZE, "--sequence", 4096)
 
-    peaks = [plan["peak"]["device_bytes"] for plan in plans(out)]
+    peaks = [estimate["peak"]["device_bytes"] for estimate in estimates(out)]
     assert all(
         more > less["peak"]["device_bytes"]
-        for more, less in zip(peaks[1:], plans(without)[1:], strict=True)
+        for more, less in zip(peaks[1:], estimates(without)[1:], strict=True)
     )
     assert "micro-batches of 2 x 4,096 tokens" in table
     assert " activations " in table
@@ -92,11 +92,11 @@ def test_the_micro_batch_is_derived_from_the_total_batch(estimate):
 def test_the_largest_micro_batch_fits_and_one_more_sample_does_not(estimate):
     options = (*SIZE, "--sequence", 2048, "--stage", 3, "--json")
     _, out, _ = estimate(*options, "--memory", "80GiB")
-    (plan,) = plans(out)
+    (estimate,) = estimates(out)
 
     peaks = [
-        plans(estimate(*options, "--micro-batch", size)[1])[0]["peak"]["device_bytes"]
-        for size in (plan["largest_micro_batch"], plan["largest_micro_batch"] + 1)
+        estimates(estimate(*options, "--micro-batch", size)[1])[0]["peak"]["device_bytes"]
+        for size in (estimate["largest_micro_batch"], estimate["largest_micro_batch"] + 1)
     ]
 
     assert peaks[0] <= 80 * 2**30 < peaks[1]
@@ -117,7 +117,7 @@ def test_activations_of_a_real_model_are_traced(estimate):
 
 
 def test_a_model_that_takes_no_token_ids_has_a_plan_without_activations(estimate):
-    model = ("--world", 8, "--model", "scripts.estimator.plan_cases:deep")
+    model = ("--world", 8, "--model", "scripts.estimator.traffic_cases:deep")
 
     code, out, _ = estimate(*model, "--sequence", 7)
 
@@ -128,7 +128,7 @@ def test_a_model_that_takes_no_token_ids_has_a_plan_without_activations(estimate
 def test_activations_with_tensor_parallelism_are_unknown(estimate):
     _, out, _ = estimate(*SIZE, "--tp", 2, "--sequence", 128)
 
-    assert "Activations are unknown: not planned with tensor or pipeline" in words(out)
+    assert "Activations are unknown: not modelled with tensor or pipeline" in words(out)
 
 
 @pytest.mark.parametrize("config", [{}, {"offload_optimizer": {"device": "nvme"}}])

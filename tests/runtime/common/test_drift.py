@@ -27,7 +27,7 @@ ENGINE_HOOKS = "runtime/instrumentation/engine_hooks.py"
 STEP = "runtime/instrumentation/step_collector.py and runtime/monitor/watch.py"
 STREAMS = "runtime/common/accelerator.py and runtime/collectives/stream_waits.py"
 PROFILE = "runtime/instrumentation/profiled_steps.py"
-ESTIMATOR = "runtime/estimator/engine_plan.py"
+ESTIMATOR = "runtime/estimator/engine_estimate.py"
 OFFLOAD = "runtime/memory/offload/"
 RECOVERY = "runtime/trainer/oom_recovery/"
 

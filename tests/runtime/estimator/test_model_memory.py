@@ -1,16 +1,17 @@
-"""Planned memory, activations and peaks, against closed forms and DeepSpeed's source."""
+"""Estimated memory, activations and peaks, against closed forms and DeepSpeed's source."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from scripts.estimator.estimate_cases import Decoder
-from scripts.estimator.plan_cases import deep
+from scripts.estimator.traffic_cases import deep
 
 from zerowatch.runtime.estimator.ds_options import DsOptions
+from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_memory import (
     Activations,
-    MemoryPlan,
+    MemoryEstimate,
     largest_micro_batch,
     peak_of,
 )
@@ -20,7 +21,6 @@ from zerowatch.runtime.estimator.model_shape import (
     ParameterShape,
     Topology,
 )
-from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.trace_activations import (
     LiveBytes,
     UnknownActivationsError,
@@ -31,21 +31,21 @@ from zerowatch.runtime.estimator.typical_model import typical_activations, typic
 MIB = 2**20
 
 
-def memory_of(zero: dict, *numels: int, ranks: int = 4, **config: object) -> MemoryPlan:
-    """Plan a chain of layers of one parameter each, in bf16 by default."""
+def memory_of(zero: dict, *numels: int, ranks: int = 4, **config: object) -> MemoryEstimate:
+    """Estimate a chain of layers of one parameter each, in bf16 by default."""
     layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(len(numels)))
     parameters = tuple(ParameterShape(name=str(n), shape=(size,)) for n, size in enumerate(numels))
     model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
     whole = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
     whole["zero_optimization"] = {"reduce_bucket_size": 100, **zero}
-    return plan_step(model, whole, Topology(world_size=ranks)).memory
+    return estimate_step(model, whole, Topology(world_size=ranks)).memory
 
 
-def memory_plan(**given: int) -> MemoryPlan:
-    """Return a plan with these bytes; all others are 0."""
+def memory_estimate(**given: int) -> MemoryEstimate:
+    """Return an estimate with these bytes; all others are 0."""
     categories = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
     rest = ("step_bytes", "forward_bytes", "resting_bytes", "host_bytes", "nvme_bytes")
-    return MemoryPlan(
+    return MemoryEstimate(
         device_bytes={name: given.pop(name, 0) for name in categories},
         **{**dict.fromkeys(rest, 0), **given},
     )
@@ -105,7 +105,7 @@ def test_offloading_keeps_gradients_and_a_copy_of_the_weights_on_the_host():
 
 
 def test_the_peak_is_at_an_end_of_backward_or_in_the_step():
-    memory = memory_plan(parameters=10, gradients=5, step_bytes=7, optimizer=100)
+    memory = memory_estimate(parameters=10, gradients=5, step_bytes=7, optimizer=100)
 
     peaks = [peak_of(memory, activation_bytes=size) for size in (0, 20)]
 
@@ -113,7 +113,7 @@ def test_the_peak_is_at_an_end_of_backward_or_in_the_step():
 
 
 def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
-    memory = memory_plan(gradients=5, accumulated_forward_bytes=5)
+    memory = memory_estimate(gradients=5, accumulated_forward_bytes=5)
 
     peaks = [peak_of(memory, micro_batches=n, activation_bytes=20).device_bytes for n in (1, 2)]
 
@@ -124,7 +124,7 @@ def test_gradients_of_earlier_micro_batches_stay_while_activations_grow():
 def test_the_largest_micro_batch_is_the_last_that_fits(limit, samples):
     activations = Activations(tokens=1, sample_bytes=7, fixed_bytes=1)
 
-    assert largest_micro_batch(memory_plan(parameters=3), activations, limit) == samples
+    assert largest_micro_batch(memory_estimate(parameters=3), activations, limit) == samples
 
 
 def test_typical_activations_follow_the_paper_without_dropout_but_with_flash_attention():

@@ -1,4 +1,4 @@
-"""Planned memory against real engines of two ranks, and against real passes."""
+"""Estimated memory against real engines of two ranks, and against real passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compared(tmp_path_factory) -> dict[str, Compared]:
     return {one.name: one for one in compare(STATES + WITH_ACTIVATIONS, "small", folder)}
 
 
-def test_the_peak_of_model_states_is_planned_within_five_percent_on_the_median(compared):
+def test_the_peak_of_model_states_is_estimated_within_five_percent_on_the_median(compared):
     errors = [abs(compared[name].error) for name in STATES]
 
     assert median(errors) < 0.05
@@ -36,13 +36,13 @@ def test_the_peak_of_model_states_is_planned_within_five_percent_on_the_median(c
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_memory_between_steps_is_planned_as_a_walk_over_tensors_finds_it(compared, name):
+def test_memory_between_steps_is_estimated_as_a_walk_over_tensors_finds_it(compared, name):
     one = compared[name]
 
-    assert one.held_planned == pytest.approx(one.held_measured, rel=0.01)
+    assert one.held_estimated == pytest.approx(one.held_measured, rel=0.01)
 
 
-def test_the_peak_with_activations_is_planned_within_ten_percent(compared):
+def test_the_peak_with_activations_is_estimated_within_ten_percent(compared):
     assert [abs(compared[name].error) < 0.10 for name in WITH_ACTIVATIONS] == [True]
 
 

@@ -56,7 +56,7 @@ def test_unplanned_collectives_are_logged_once_by_one_rank(ranks):
     assert second["lines"] == []
 
 
-def test_changed_knobs_are_planned_and_compression_is_not_logged(ranks):
+def test_changed_knobs_are_estimated_and_compression_is_not_logged(ranks):
     for rank in ranks:
         configured, turned = rank["stage 2"]["wire"], rank["turned"]["turned"]
         assert turned["measured"] == turned["predicted"] != configured["predicted"]

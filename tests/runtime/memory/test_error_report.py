@@ -364,7 +364,7 @@ def no_memory_left(*_: object) -> None:
 
 
 def test_facts_that_need_too_much_memory_are_left_out(tmp_path: Path) -> None:
-    reporter = OomReporter(0, FakeOomContext(tmp_path, planned_layouts=no_memory_left))
+    reporter = OomReporter(0, FakeOomContext(tmp_path, estimated_layouts=no_memory_left))
 
     assert reporter.on_error(RuntimeError(ON_CPU)) is not None
 

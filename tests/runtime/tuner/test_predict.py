@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from zerowatch.runtime.collectives.ops import wire_factor
+from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
     ModuleShape,
     ParameterShape,
     Topology,
 )
-from zerowatch.runtime.estimator.plan import Plan
-from zerowatch.runtime.estimator.plan_step import plan_step
+from zerowatch.runtime.estimator.step_estimate import StepEstimate
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
 from zerowatch.runtime.tuner.policy.predict import (
     num_micro_batches,
@@ -45,7 +45,9 @@ def configuration(stage: int, micro: int = 4, **others: object) -> dict:
     return {"zero_stage": stage, "micro_batch_samples": micro, **others}
 
 
-def planned(stage: int, *, ranks: int, micro_batches: int, backend: str, **zero: object) -> Plan:
+def planned(
+    stage: int, *, ranks: int, micro_batches: int, backend: str, **zero: object
+) -> StepEstimate:
     modules = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(LAYERS))
     model = ModelShape(
         parameters=tuple(
@@ -58,7 +60,7 @@ def planned(stage: int, *, ranks: int, micro_batches: int, backend: str, **zero:
         "gradient_accumulation_steps": micro_batches,
         "zero_optimization": {"stage": stage, **zero},
     }
-    return plan_step(model, config, Topology(world_size=ranks, backend=backend))
+    return estimate_step(model, config, Topology(world_size=ranks, backend=backend))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -141,7 +141,7 @@ class FakeOomContext(OomContext):
     def predict_peak(self, device: str, shape: Shape) -> float:
         return 450.0 * MIB + 70_000.0 * shape.samples * shape.length
 
-    def planned_layouts(self) -> Mapping[Layout, LayoutBytes]:
+    def estimated_layouts(self) -> Mapping[Layout, LayoutBytes]:
         return {
             Layout(1): LayoutBytes(device_bytes=300.0 * MIB, host_bytes=0.0),
             Layout(2): LayoutBytes(device_bytes=225.0 * MIB, host_bytes=0.0),

@@ -1,4 +1,4 @@
-"""A decoder and DeepSpeed configurations whose planned memory is compared with measurements."""
+"""A decoder and DeepSpeed configurations whose estimated memory is compared with measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trains each case and writes its ranks' memory; `estimate_job.py FOLDER MODEL [CASES...]`.
 
-Three measurements are independent of the plan: a walk over Python's objects for tensors, the live
-bytes of storages (with peaks as in a device's allocator), and RSS.
+Three measurements are independent of the estimate: a walk over Python's objects for tensors, the
+live bytes of storages (with peaks as in a device's allocator), and RSS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from estimate_cases import CASES, MODELS, WITH_ACTIVATIONS, Case
-from measure_plans import forget_stage_3
+from measure_traffic import forget_stage_3
 
 from zerowatch.runtime.estimator.trace_activations import LiveBytes
 

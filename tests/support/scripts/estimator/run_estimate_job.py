@@ -1,4 +1,4 @@
-"""Compares planned memory with that of real engines, and of real forward and backward passes."""
+"""Compares estimated memory with that of real engines, and of real forward and backward passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from scripts.launching import SCRIPTS, TORCHRUN, start
 
 from zerowatch.runtime.estimator.ds_options import DsOptions
+from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_memory import peak_of
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
@@ -19,7 +20,6 @@ from zerowatch.runtime.estimator.model_shape import (
     ParameterShape,
     Topology,
 )
-from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.read_module import read_model_shape
 from zerowatch.runtime.estimator.trace_activations import trace_activations
 from zerowatch.runtime.estimator.typical_model import typical_activations
@@ -32,19 +32,19 @@ RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Planned and measured bytes; `rss` is the growth of the process."""
+    """Estimated and measured bytes; `rss` is the growth of the process."""
 
     name: str
-    planned: int
+    estimated: int
     measured: int
     rss: int
-    held_planned: int = 0
+    held_estimated: int = 0
     held_measured: int = 0
 
     @property
     def error(self) -> float:
-        """Return the error of the plan, relative to the measurement."""
-        return self.planned / self.measured - 1
+        """Return the error of the estimate, relative to the measurement."""
+        return self.estimated / self.measured - 1
 
 
 def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared]:
@@ -57,23 +57,23 @@ def compare(names: Sequence[str], model: str, folder: Path) -> Iterator[Compared
     ranks = [json.loads(file.read_text()) for file in files]
     for name in names:
         read = {key: max(rank[name][key] for rank in ranks) for key in ranks[0][name]}
-        planned, held = _planned({**CASES, **WITH_ACTIVATIONS}[name], model)
+        estimated, held = _estimated({**CASES, **WITH_ACTIVATIONS}[name], model)
         yield Compared(
             name=name,
-            planned=planned,
+            estimated=estimated,
             measured=max(read["passes_peak"], read["step_peak"]),
             rss=read["rss_peak"],
-            held_planned=held,
+            held_estimated=held,
             held_measured=read["walked"],
         )
 
 
-def _planned(case: Case, model: str) -> tuple[int, int]:
+def _estimated(case: Case, model: str) -> tuple[int, int]:
     """Return the bytes at the peak and between steps; on CPU device and host bytes add up."""
     with torch.device("meta"):
         module = MODELS[model]()
     topology = Topology(world_size=RANKS, backend="gloo")
-    memory = plan_step(read_model_shape(module), case.ds_config, topology).memory
+    memory = estimate_step(read_model_shape(module), case.ds_config, topology).memory
     samples, tokens = case.batch
     activations = trace_activations(module, case.dtype, samples=samples, tokens=tokens)
     activation_bytes = activations.bytes_of(samples) if case.batch[0] > 1 else 0
@@ -97,9 +97,9 @@ def compare_activations(names: Sequence[str], folder: Path) -> Iterator[tuple[Co
             module = build()
         traced = trace_activations(module, dtype, samples=samples, tokens=tokens)
         measured = {"name": name, "measured": read["rss"], "rss": read["rss"]}
-        by_trace = Compared(planned=traced.bytes_of(samples), **measured)
+        by_trace = Compared(estimated=traced.bytes_of(samples), **measured)
         formula = _by_formula(module, dtype, tokens)
-        yield by_trace, Compared(planned=samples * formula, **measured)
+        yield by_trace, Compared(estimated=samples * formula, **measured)
 
 
 def _by_formula(module: Decoder, dtype: str, tokens: int) -> int:

@@ -58,7 +58,9 @@ def train(name: str, zero: dict, accumulation: int, lines: list[str]) -> dict:
         if name == "own collectives":
             dist.all_reduce(torch.ones(100_000))
         if number in (5, 6):
-            time.sleep(1.2)  # records are processed once a second, and the plan is made meanwhile
+            time.sleep(
+                1.2
+            )  # records are processed once a second, and the estimate is made meanwhile
     engine.watch.close()
     snapshot = engine.watch.snapshot()
     engine.destroy()
@@ -93,8 +95,8 @@ def change_settings(lines: list[str]) -> dict:
         values = run.watch.snapshot().values[communication.COMM_STEP_WIRE_BYTES]
         return {kind: value for (kind,), value in values.items()}
 
-    def train_until_planned() -> None:
-        """Train until the change is detected, and then until a plan for it exists."""
+    def train_until_estimated() -> None:
+        """Train until the change is detected, and then until an estimate for it exists."""
         for steps in (1, STEPS_AFTER_CHANGE + 1):
             train_more(steps)
             time.sleep(1.2)  # records are processed once a second
@@ -104,12 +106,12 @@ def change_settings(lines: list[str]) -> dict:
     run._tuner._knobs.apply(
         {"reduce_bucket_size": WIDTH * WIDTH, "use_multi_rank_bucket_allreduce": False}
     )
-    train_until_planned()
+    train_until_estimated()
     train_more(STEPS_TO_REPORT + 1)
     time.sleep(1.2)
     volumes = {"turned": wire()}
     run.compress("int8")
-    train_until_planned()
+    train_until_estimated()
     train_more(STEPS_TO_REPORT + 1)
     run.close()
     volumes["compressed"] = wire()

@@ -1,4 +1,4 @@
-"""Plans against the collectives of real engines: calls, payload and wire bytes per step."""
+"""Estimates against the collectives of real engines: calls, payload and wire bytes per step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.estimator.plan_cases import CASES, MODELS, Case, param_groups
+from scripts.estimator.traffic_cases import CASES, MODELS, Case, param_groups
 from scripts.forked_ranks import start_ranks
 from scripts.launching import SCRIPTS
 
 from zerowatch.__main__ import main
+from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_shape import Topology
-from zerowatch.runtime.estimator.plan import Plan
-from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.read_module import forward_order, read_model_shape
+from zerowatch.runtime.estimator.step_estimate import StepEstimate
 
 pytestmark = pytest.mark.jobs
 
@@ -33,7 +33,7 @@ def measured(tmp_path_factory) -> dict[int, dict]:
 
 
 def measure(ranks: int, folder: Path) -> dict:
-    script, file = SCRIPTS / "estimator" / "measure_plans.py", folder / "measured.json"
+    script, file = SCRIPTS / "estimator" / "measure_traffic.py", folder / "measured.json"
     finished = start_ranks(ranks, script, file, cwd=folder)
     assert file.exists(), finished.stderr[-3000:]
     return json.loads(file.read_text())
@@ -47,16 +47,16 @@ def test_the_command_predicts_what_is_measured(
     ds_json = tmp_path / "ds.json"
     ds_json.write_text(json.dumps(case.ds_config))
     arguments = [ds_json, "--world", ranks, "--backend", "gloo", "--stage", case.zero["stage"]]
-    model = f"scripts.estimator.plan_cases:{case.model}"
+    model = f"scripts.estimator.traffic_cases:{case.model}"
     command = ["zerowatch", "estimate", *arguments, "--model", model, "--json"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in command])
 
     with pytest.raises(SystemExit):
         main()
 
-    (planned,) = json.loads(capsys.readouterr().out)["plans"]
-    assert planned["exact"]
-    assert measured[ranks][name]["steps"] == [close_to(summed(planned["collectives"]))] * 2
+    (estimated,) = json.loads(capsys.readouterr().out)["plans"]
+    assert estimated["exact"]
+    assert measured[ranks][name]["steps"] == [close_to(summed(estimated["collectives"]))] * 2
 
 
 def summed(collectives: list[dict]) -> Totals:
@@ -78,16 +78,16 @@ def close_to(totals: Totals) -> dict:
 
 @pytest.mark.parametrize(("ranks", "name"), sorted(set(RUNS) - set(BY_COMMAND)))
 def test_several_param_groups_are_predicted_as_measured(measured, ranks, name):
-    planned = plan_of(CASES[name], ranks)
+    estimated = estimate_of(CASES[name], ranks)
 
-    assert measured[ranks][name]["steps"] == [close_to(totals_of(planned))] * 2
+    assert measured[ranks][name]["steps"] == [close_to(totals_of(estimated))] * 2
 
 
 @pytest.mark.parametrize(("ranks", "name"), [run for run in RUNS if run[1] != "2, run order"])
-def test_a_live_engine_is_planned_as_measured(measured, ranks, name):
+def test_a_live_engine_is_estimated_as_measured(measured, ranks, name):
     steps = measured[ranks][name]["steps"]
 
-    assert measured[ranks][name]["engine_plan"] == close_to(steps[-1])
+    assert measured[ranks][name]["engine_estimate"] == close_to(steps[-1])
 
 
 def test_an_engine_without_a_module_trace_assumes_the_order_of_registration(measured):
@@ -101,21 +101,21 @@ def test_an_engine_without_a_module_trace_assumes_the_order_of_registration(meas
 def test_parameters_and_optimizer_use_the_planned_memory(measured, ranks, name):
     case = CASES[name]
 
-    memory = plan_of(case, ranks).memory
+    memory = estimate_of(case, ranks).memory
 
     if "offload_optimizer" not in case.zero:
-        planned = {key: memory.device_bytes[key] for key in ("parameters", "optimizer")}
-        assert measured[ranks][name]["held"] == planned
+        estimated = {key: memory.device_bytes[key] for key in ("parameters", "optimizer")}
+        assert measured[ranks][name]["held"] == estimated
     else:
         assert memory.host_bytes > measured[ranks][name]["held"]["optimizer"]
 
 
-def plan_of(case: Case, ranks: int) -> Plan:
+def estimate_of(case: Case, ranks: int) -> StepEstimate:
     with torch.device("meta"):
         model = MODELS[case.model]()
     shape = read_model_shape(model, param_groups(model, case.groups), forward_order(model))
-    return plan_step(shape, case.ds_config, Topology(world_size=ranks, backend="gloo"))
+    return estimate_step(shape, case.ds_config, Topology(world_size=ranks, backend="gloo"))
 
 
-def totals_of(plan: Plan) -> Totals:
-    return {op: [t.calls, t.payload_bytes, t.wire_bytes] for op, t in plan.totals().items()}
+def totals_of(estimate: StepEstimate) -> Totals:
+    return {op: [t.calls, t.payload_bytes, t.wire_bytes] for op, t in estimate.totals().items()}

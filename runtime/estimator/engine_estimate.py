@@ -1,4 +1,4 @@
-"""Plans the traffic and memory of a live DeepSpeed engine, from its own ds config and model."""
+"""Estimates the traffic and memory of a live DeepSpeed engine, from its own ds config and model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from ...errors import DsConfigError
 from ..memory.oom.would_fit import Layout, LayoutBytes
 from .config_reader import STAGES
+from .estimate_step import estimate_step
 from .model_memory import peak_of
 from .model_shape import ModelShape, Topology
-from .plan import Plan
-from .plan_step import plan_step
 from .read_module import read_model_shape
+from .step_estimate import StepEstimate
 
 _FORWARD_AND_BACKWARD = 2
 
@@ -27,10 +27,10 @@ _OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 _NVME_OFFLOADS = (("nvme", "none"), ("nvme", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
-def plan_of_engine(engine: Any, micro_batches: int | None = None) -> Plan:
-    """Return the plan of one step of an engine.
+def estimate_of_engine(engine: Any, micro_batches: int | None = None) -> StepEstimate:
+    """Return the estimate of one step of an engine.
 
-    In ZeRO-3 the order of modules is known after two training micro-batches. An earlier plan
+    In ZeRO-3 the order of modules is known after two training micro-batches. An earlier estimate
     assumes the order of registration, and lists that assumption.
 
     Args:
@@ -38,33 +38,35 @@ def plan_of_engine(engine: Any, micro_batches: int | None = None) -> Plan:
         micro_batches: Micro-batches of the step; by default the engine's accumulation steps.
 
     Raises:
-        DsConfigError: Its configuration cannot be planned, for example because of values that
+        DsConfigError: Its configuration cannot be estimated, for example because of values that
             only its initialisation fills in.
     """
     topology = _topology(engine)
-    plan = plan_step(
+    estimate = estimate_step(
         engine_shape(engine), engine_config(engine, micro_batches), topology, origin="engine"
     )
     reasons = tuple(_inexact_reasons(engine, topology.world_size))
-    return replace(plan, exact=plan.exact and not reasons, remarks=(*reasons, *plan.remarks))
+    return replace(
+        estimate, exact=estimate.exact and not reasons, remarks=(*reasons, *estimate.remarks)
+    )
 
 
-def planned_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
+def estimated_layouts(engine: Any) -> Mapping[Layout, LayoutBytes]:
     """Return the bytes of model states under every ZeRO stage and offload the engine supports."""
     config, shape, topology = engine_config(engine), engine_shape(engine), _topology(engine)
-    planned: dict[Layout, LayoutBytes] = {}
+    estimated: dict[Layout, LayoutBytes] = {}
     candidates = [*product(STAGES, _OFFLOADS), *product((3,), _NVME_OFFLOADS)]
     for stage, (optimizer, parameters) in candidates:
         changed = _with_offload(config, optimizer, parameters)
         try:
-            memory = plan_step(shape, changed, topology, stage=stage, origin="engine").memory
+            memory = estimate_step(shape, changed, topology, stage=stage, origin="engine").memory
         except DsConfigError:  # not supported at this stage
             continue
         peak = peak_of(memory, micro_batches=config["gradient_accumulation_steps"])
-        planned[Layout(stage, optimizer, parameters)] = LayoutBytes(
+        estimated[Layout(stage, optimizer, parameters)] = LayoutBytes(
             device_bytes=peak.device_bytes, host_bytes=peak.host_bytes
         )
-    return planned
+    return estimated
 
 
 def engine_shape(engine: Any) -> ModelShape:
@@ -122,9 +124,9 @@ def _with_offload(config: Mapping[str, Any], optimizer: str, parameters: str) ->
 
 def _inexact_reasons(engine: Any, ranks: int) -> Iterable[str]:
     if dist.get_world_size() != ranks:
-        yield "Not exact: only the collectives of data parallelism are planned."
+        yield "Not exact: only the collectives of data parallelism are modelled."
     if getattr(engine, "has_moe_layers", False):
-        yield "Not exact: mixtures of experts are not planned."
+        yield "Not exact: mixtures of experts are not modelled."
 
 
 def _traced_modules(engine: Any) -> Sequence[nn.Module]:

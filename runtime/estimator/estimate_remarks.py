@@ -1,4 +1,4 @@
-"""Writes the sentences of a plan: why it is inexact, what it assumes, and which keys do nothing."""
+"""Writes the sentences of an estimate: its inaccuracies, its assumptions, and unused keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .buckets import fill_buckets
 from .ds_options import DsOptions
 from .model_memory import optimizer_states
 from .model_shape import ModelShape, Topology
-from .plan import Plan
+from .step_estimate import StepEstimate
 
 # Keys that DeepSpeed 0.19.8 reads and then ignores, with the reason.
 _IGNORED = {
@@ -20,9 +20,9 @@ _NOTABLY_LESS = 0.99
 
 
 def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -> list[str]:
-    """Return a sentence for each feature that makes the plan inexact."""
-    reasons = [f"{feature} is on, which is not planned" for feature in options.unmodelled]
-    reasons += model.unplanned + (model.unplanned_in_stage_3 if options.stage == 3 else ())
+    """Return a sentence for each feature that makes the estimate inexact."""
+    reasons = [f"{feature} is on, which is not modelled" for feature in options.unmodelled]
+    reasons += model.unmodelled + (model.unmodelled_in_stage_3 if options.stage == 3 else ())
     if options.stage == 3 and (model.recomputes or options.activation_checkpointing):
         reasons.append(
             "activation checkpointing is on, which gathers parameters once more in backward"
@@ -30,18 +30,18 @@ def inexact_reasons(model: ModelShape, options: DsOptions, topology: Topology) -
     if model.is_synthetic:
         reasons.append(
             "parameter shapes are those of a typical transformer of this size. Bytes are right "
-            "for its total size, and calls are approximate; --model plans your own model"
+            "for its total size, and calls are approximate; --model estimates your own model"
         )
     if topology.tensor_parallel > 1 or topology.pipeline_parallel > 1:
         reasons.append(
             "parameters are divided evenly over tensor and pipeline ranks, whose own collectives "
-            "are not planned"
+            "are not modelled"
         )
     return [f"Not exact: {reason}." for reason in reasons]
 
 
 def assumptions(model: ModelShape, options: DsOptions) -> tuple[str, ...]:
-    """Return the assumptions that would change the plan if they did not hold."""
+    """Return the assumptions that would change the estimate if they did not hold."""
     assumed = []
     if options.stage > 0:
         assumed.append("every trainable parameter gets a gradient in every micro-batch")
@@ -75,9 +75,11 @@ def config_remarks(options: DsOptions, topology: Topology, micro_batches: int) -
     )
 
 
-def result_remarks(plan: Plan, model: ModelShape, options: DsOptions) -> tuple[str, ...]:
-    """Return remarks on the figures of a plan."""
-    return (*_on_parameter_reuse(plan, options), *_on_bucket_size(plan, model, options))
+def result_remarks(
+    estimate: StepEstimate, model: ModelShape, options: DsOptions
+) -> tuple[str, ...]:
+    """Return remarks on the figures of an estimate."""
+    return (*_on_parameter_reuse(estimate, options), *_on_bucket_size(estimate, model, options))
 
 
 def gradient_pattern(options: DsOptions) -> str:
@@ -173,7 +175,7 @@ def _on_backend(options: DsOptions, topology: Topology) -> Iterator[str]:
 def _on_optimizer(options: DsOptions) -> Iterator[str]:
     if optimizer_states(options) is None:
         name = f"{options.optimizer!r}" if options.optimizer else "created by the script"
-        yield f"The optimizer is {name}; its memory is planned as for Adam."
+        yield f"The optimizer is {name}; its memory is estimated as for Adam."
     if options.model_dtype == "fp16":
         yield (
             "A step whose fp16 gradients overflow is skipped: it computes no norm and gathers no "
@@ -181,9 +183,9 @@ def _on_optimizer(options: DsOptions) -> Iterator[str]:
         )
 
 
-def _on_parameter_reuse(plan: Plan, options: DsOptions) -> Iterator[str]:
-    gathered = sum(c.payload_bytes for c in plan.collectives if c.purpose == "parameters")
-    if options.stage == 3 and gathered and (plan.volume_ratio or 1) < _NOTABLY_LESS:
+def _on_parameter_reuse(estimate: StepEstimate, options: DsOptions) -> Iterator[str]:
+    gathered = sum(c.payload_bytes for c in estimate.collectives if c.purpose == "parameters")
+    if options.stage == 3 and gathered and (estimate.volume_ratio or 1) < _NOTABLY_LESS:
         yield (
             "Less than the minimum is sent, because the minimum gathers each parameter in forward "
             "and again in backward. Here some parameters stay gathered in between "
@@ -192,8 +194,8 @@ def _on_parameter_reuse(plan: Plan, options: DsOptions) -> Iterator[str]:
         )
 
 
-def _on_bucket_size(plan: Plan, model: ModelShape, options: DsOptions) -> Iterator[str]:
-    reserved = plan.memory.device_bytes["comm_buffers"]
+def _on_bucket_size(estimate: StepEstimate, model: ModelShape, options: DsOptions) -> Iterator[str]:
+    reserved = estimate.memory.device_bytes["comm_buffers"]
     reads_size = options.stage > 0 and not options.uses_bf16_optimizer
     if reads_size and reserved and options.reduce_bucket_size > model.num_trained:
         yield (

@@ -1,4 +1,4 @@
-"""Plans of a step, against closed forms and the behaviour of DeepSpeed's source."""
+"""Estimates of a step, against closed forms and the behaviour of DeepSpeed's source."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import pytest
 from zerowatch.errors import DsConfigError
 from zerowatch.runtime.estimator.buckets import combine_messages, fill_buckets, flatten
 from zerowatch.runtime.estimator.ds_options import DsOptions, accumulation_steps, read_options
+from zerowatch.runtime.estimator.estimate_step import estimate_step
 from zerowatch.runtime.estimator.model_shape import (
     ModelShape,
     ModuleShape,
     ParameterShape,
     Topology,
 )
-from zerowatch.runtime.estimator.plan import Plan, least_wire_bytes
-from zerowatch.runtime.estimator.plan_step import plan_step
 from zerowatch.runtime.estimator.stage_3_traffic import module_visits
+from zerowatch.runtime.estimator.step_estimate import StepEstimate, least_wire_bytes
 from zerowatch.runtime.estimator.typical_model import typical_transformer
 from zerowatch.runtime.estimator.zero3_coordinator import Zero3Coordinator
 
@@ -34,18 +34,20 @@ def chain(*numels: int, differentiable_inputs: bool = True) -> ModelShape:
     return ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
 
 
-def plan(zero: dict, *, ranks: int = 8, accumulation: int = 1, **config: object) -> Plan:
+def estimate(
+    zero: dict, *, ranks: int = 8, accumulation: int = 1, **config: object
+) -> StepEstimate:
     whole = {
         **BF16,
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": zero,
         **config,
     }
-    return plan_step(chain(*[1600] * 6), whole, Topology(world_size=ranks))
+    return estimate_step(chain(*[1600] * 6), whole, Topology(world_size=ranks))
 
 
 def remarks(zero: dict, **config: object) -> str:
-    return "\n".join(plan(zero, **config).remarks)
+    return "\n".join(estimate(zero, **config).remarks)
 
 
 @pytest.mark.parametrize(
@@ -61,34 +63,34 @@ def test_the_lower_bound_follows_the_papers_closed_forms(stage, least):
 
 @pytest.mark.parametrize(("accumulation", "ratio"), [(1, 1.5), (4, 1.8)])
 def test_multi_rank_buckets_in_stage_2_send_50_percent_more_than_the_minimum(accumulation, ratio):
-    planned = plan({"stage": 2}, accumulation=accumulation)
+    estimated = estimate({"stage": 2}, accumulation=accumulation)
 
-    assert planned.volume_ratio == pytest.approx(ratio, rel=1e-3)
+    assert estimated.volume_ratio == pytest.approx(ratio, rel=1e-3)
 
 
 def test_stage_0_sends_the_minimum():
-    planned = plan({"stage": 0})
+    estimated = estimate({"stage": 0})
 
-    assert planned.volume_ratio == pytest.approx(1.0)
+    assert estimated.volume_ratio == pytest.approx(1.0)
 
 
 def test_a_reduce_per_owner_sends_about_the_minimum():
-    planned = plan({"stage": 2, "use_multi_rank_bucket_allreduce": False}, accumulation=4)
+    estimated = estimate({"stage": 2, "use_multi_rank_bucket_allreduce": False}, accumulation=4)
 
-    assert planned.volume_ratio == pytest.approx(1.0, rel=1e-3)
+    assert estimated.volume_ratio == pytest.approx(1.0, rel=1e-3)
 
 
 def test_one_rank_sends_nothing_and_has_no_ratio():
-    planned = plan({"stage": 2}, ranks=1)
+    estimated = estimate({"stage": 2}, ranks=1)
 
-    assert planned.wire_bytes == 0
-    assert planned.volume_ratio is None
+    assert estimated.wire_bytes == 0
+    assert estimated.volume_ratio is None
 
 
 def test_gloo_sends_an_all_reduce_for_each_reduce_scatter():
     config = {**BF16, "zero_optimization": {"stage": 3}}
     sent = [
-        plan_step(chain(1600), config, Topology(world_size=4, backend=backend)).totals()
+        estimate_step(chain(1600), config, Topology(world_size=4, backend=backend)).totals()
         for backend in ("nccl", "gloo")
     ]
 
@@ -175,7 +177,7 @@ def test_without_prefetch_and_reuse_each_layer_but_the_last_is_gathered_twice():
 def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
     config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
 
-    memory = plan_step(chain(1000), config, Topology(world_size=4)).memory
+    memory = estimate_step(chain(1000), config, Topology(world_size=4)).memory
 
     kinds = ("parameters", "gradients", "optimizer")
     assert [memory.device_bytes[kind] for kind in kinds] == [2000, 2000, 12000]
@@ -184,7 +186,7 @@ def test_adam_in_16_bits_holds_16_bytes_per_parameter_at_stage_0():
 def test_stage_3_divides_all_states_over_the_ranks():
     config = {**BF16, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
 
-    memory = plan_step(chain(1000), config, Topology(world_size=4)).memory
+    memory = estimate_step(chain(1000), config, Topology(world_size=4)).memory
 
     kinds = ("parameters", "gradients", "optimizer")
     assert [memory.device_bytes[kind] for kind in kinds] == [500, 500, 3000]
@@ -193,7 +195,7 @@ def test_stage_3_divides_all_states_over_the_ranks():
 def test_an_offloaded_optimizer_moves_from_device_to_host():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 
-    memory = plan(zero).memory
+    memory = estimate(zero).memory
 
     assert memory.device_bytes["optimizer"] == 0
     assert memory.host_bytes >= 12 * 6 * 1600 / 8
@@ -225,14 +227,17 @@ def test_remarks_name_the_gradient_pattern_and_ignored_keys(zero, config, words)
     assert words in remarks(zero, **config)
 
 
-def test_unplanned_features_make_the_plan_inexact():
-    assert plan({"stage": 3}).exact
-    assert not plan({"stage": 3, "zero_quantized_gradients": True}).exact
-    assert not plan({"stage": 2}, torch_autocast={"enabled": True}).exact
+def test_unplanned_features_make_the_estimate_inexact():
+    assert estimate({"stage": 3}).exact
+    assert not estimate({"stage": 3, "zero_quantized_gradients": True}).exact
+    assert not estimate({"stage": 2}, torch_autocast={"enabled": True}).exact
 
 
 def test_the_order_of_modules_is_an_assumption_only_where_it_matters():
-    one_bucket, many_buckets = plan({"stage": 2}), plan({"stage": 2, "reduce_bucket_size": 2000})
+    one_bucket, many_buckets = (
+        estimate({"stage": 2}),
+        estimate({"stage": 2, "reduce_bucket_size": 2000}),
+    )
 
     assert not any("order" in assumption for assumption in one_bucket.assumptions)
     assert any("order" in assumption for assumption in many_buckets.assumptions)
@@ -290,7 +295,7 @@ def test_an_invalid_configuration_raises_with_key_and_remedy(config, words):
 
 def test_hpz_groups_must_divide_the_ranks():
     with pytest.raises(DsConfigError, match="does not divide 8"):
-        plan({"stage": 3, "zero_hpz_partition_size": 3})
+        estimate({"stage": 3, "zero_hpz_partition_size": 3})
 
 
 @pytest.mark.parametrize("size", [1_000, 350_000, 125_000_000, 7_000_000_000, 175 * 10**9])

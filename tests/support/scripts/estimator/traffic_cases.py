@@ -1,4 +1,4 @@
-"""Models and DeepSpeed configurations whose plans are compared with measurements."""
+"""Models and DeepSpeed configurations whose estimates are compared with measurements."""
 
 from __future__ import annotations
 

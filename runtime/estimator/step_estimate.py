@@ -1,4 +1,4 @@
-"""The planned collectives, bytes and memory of one step, and the lower bound of its bytes."""
+"""The estimated collectives, bytes and memory of one step, and the lower bound of its bytes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from ...metrics.step_record import CollectiveTotals
 from ..collectives.ops import wire_factor
-from .model_memory import MemoryPlan
+from .model_memory import MemoryEstimate
 from .model_shape import BYTES_OF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCollective:
+class EstimatedCollective:
     """All calls in one step of one rank of one operation on one group for one purpose.
 
     Payload bytes follow nccl-tests, as the recorded ones do. Wire bytes are those that this rank
@@ -30,7 +30,7 @@ class PlannedCollective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StepEstimate:
     """The communication and memory of one rank in one optimizer step, from step 4 on.
 
     Attributes:
@@ -41,13 +41,13 @@ class Plan:
         exact: Whether calls and payload bytes equal DeepSpeed's if the assumptions hold. If not, a
             remark names the reason.
         assumptions: Facts that configuration and model shape do not determine, as clauses.
-        remarks: Sentences about the plan.
+        remarks: Sentences about the estimate.
     """
 
     stage: int
-    collectives: tuple[PlannedCollective, ...]
+    collectives: tuple[EstimatedCollective, ...]
     least_wire_bytes: float
-    memory: MemoryPlan
+    memory: MemoryEstimate
     exact: bool
     assumptions: tuple[str, ...]
     remarks: tuple[str, ...]
@@ -63,7 +63,7 @@ class Plan:
         return self.wire_bytes / self.least_wire_bytes if self.least_wire_bytes else None
 
     def totals(self) -> Mapping[str, CollectiveTotals]:
-        """Return the planned totals by operation, in the form of a `StepRecord`."""
+        """Return the estimated totals by operation, in the form of a `StepRecord`."""
         totals: dict[str, CollectiveTotals] = {}
         for collective in self.collectives:
             sums = totals.get(collective.op, _NOTHING)
@@ -80,8 +80,8 @@ _NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCall:
-    """One planned call of a collective; `elements` is its payload, counted as in nccl-tests."""
+class EstimatedCall:
+    """One estimated call of a collective; `elements` is its payload, counted as in nccl-tests."""
 
     op: str
     elements: int
@@ -91,7 +91,7 @@ class PlannedCall:
     group_size: int
 
 
-def sum_calls(calls: Iterable[PlannedCall], backend: str) -> tuple[PlannedCollective, ...]:
+def sum_calls(calls: Iterable[EstimatedCall], backend: str) -> tuple[EstimatedCollective, ...]:
     """Add up calls of the same kind, in the order of the first call of each kind."""
     sums: dict[tuple[str, str, int, str, str], list[float]] = {}
     for call in calls:
@@ -103,7 +103,7 @@ def sum_calls(calls: Iterable[PlannedCall], backend: str) -> tuple[PlannedCollec
         entry[1] += payload_bytes
         entry[2] += payload_bytes * factor
     return tuple(
-        PlannedCollective(
+        EstimatedCollective(
             op=op,
             group=group,
             group_size=size,

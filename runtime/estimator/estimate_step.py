@@ -1,4 +1,4 @@
-"""Plans one optimizer step from a model's shape, a DeepSpeed configuration and the ranks."""
+"""Estimates one optimizer step from a model's shape, a DeepSpeed configuration and the ranks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .ds_options import (
     read_accumulation_auto,
     read_options,
 )
-from .model_memory import ModelPartition, plan_memory
+from .estimate_remarks import assumptions, config_remarks, inexact_reasons, result_remarks
+from .model_memory import ModelPartition, estimate_memory
 from .model_shape import BYTES_OF, ModelShape, Topology
-from .plan import Plan, PlannedCall, least_wire_bytes, sum_calls
-from .plan_remarks import assumptions, config_remarks, inexact_reasons, result_remarks
 from .stage_0_to_2_traffic import flat_groups, stage_0_calls, stage_1_and_2_calls
 from .stage_3_traffic import stage_3_step
+from .step_estimate import EstimatedCall, StepEstimate, least_wire_bytes, sum_calls
 from .zero3_coordinator import TracingError
 
 _PREFETCH_FAILS = "Not exact: DeepSpeed's prefetching fails on this order of modules."
 
 
-def plan_step(
+def estimate_step(
     model: ModelShape,
     config: Mapping[str, Any],
     topology: Topology,
     *,
     stage: int | None = None,
     origin: str = "ds config",
-) -> Plan:
-    """Return the plan of one optimizer step after the warm-up.
+) -> StepEstimate:
+    """Return the estimate of one optimizer step after the warm-up.
 
     Args:
         model: The whole model.
         config: The DeepSpeed configuration.
         topology: The ranks.
-        stage: ZeRO stage to plan for; the configuration's own by default.
+        stage: ZeRO stage to estimate; the configuration's own by default.
         origin: Name of the configuration, for errors.
 
     Raises:
@@ -52,17 +52,19 @@ def plan_step(
     shard = _shard_of_rank(model, topology)
     step = _simulate(shard, options, topology, micro_batches)
     reasons = (*step.inexact_reasons, *inexact_reasons(shard, options, topology))
-    plan = Plan(
+    estimate = StepEstimate(
         stage=options.stage,
         collectives=sum_calls(step.calls, topology.backend),
         least_wire_bytes=_lower_bound(shard, options, topology, micro_batches),
-        memory=plan_memory(shard, options, step.partition),
+        memory=estimate_memory(shard, options, step.partition),
         exact=not reasons,
         assumptions=assumptions(shard, options),
         remarks=(),
     )
     on_config = config_remarks(options, topology, micro_batches)
-    return replace(plan, remarks=(*reasons, *on_config, *result_remarks(plan, shard, options)))
+    return replace(
+        estimate, remarks=(*reasons, *on_config, *result_remarks(estimate, shard, options))
+    )
 
 
 def stages_for(topology: Topology) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ def stages_for(topology: Topology) -> tuple[int, ...]:
 
 
 def raise_for_auto(config: Mapping[str, Any], stages: Iterable[int], origin: str) -> None:
-    """Raise if plans of these stages need a value that is "auto".
+    """Raise if estimates of these stages need a value that is "auto".
 
     Raises:
         DsConfigError: Names all such keys; only Hugging Face can fill them in.
@@ -87,7 +89,7 @@ def raise_for_auto(config: Mapping[str, Any], stages: Iterable[int], origin: str
 class _SimulatedStep:
     """The calls and the partitioning of one step; `inexact_reasons` are sentences."""
 
-    calls: Iterable[PlannedCall]
+    calls: Iterable[EstimatedCall]
     partition: ModelPartition
     inexact_reasons: tuple[str, ...] = ()
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from ...common.format_numbers import UNKNOWN, format_bytes, format_count
 from ...estimator.model_memory import Activations
 from ...estimator.model_shape import ModelShape, Topology
-from ...estimator.plan import Plan, PlannedCollective
-from .inputs import BatchPlan
+from ...estimator.step_estimate import EstimatedCollective, StepEstimate
+from .inputs import RankBatch
 
 _PLAIN_WIDTH = 98
 _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
@@ -25,37 +25,37 @@ _MEMORY = ("parameters", "gathered", "gradients", "optimizer", "comm_buffers")
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Inputs of the estimate, which are the same for the plans of all ZeRO stages."""
+    """Inputs of the estimate, which are the same for the estimates of all ZeRO stages."""
 
     config_file: str
     model: ModelShape
     topology: Topology
     configured_stage: int
-    batch: BatchPlan = field(default_factory=BatchPlan)
+    batch: RankBatch = field(default_factory=RankBatch)
 
 
-def print_plans(plans: Sequence[Plan], heading: Heading, file: TextIO) -> None:
-    """Print the plans: with colours on a terminal, as plain aligned text elsewhere."""
+def print_estimates(estimates: Sequence[StepEstimate], heading: Heading, file: TextIO) -> None:
+    """Print the estimates: with colours on a terminal, as plain aligned text elsewhere."""
     if file.isatty():
-        _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, plans, heading)
+        _print(Console(file=file, highlight=False), box.SIMPLE_HEAD, estimates, heading)
         return
     plain = StringIO()
-    _print(Console(file=plain, width=_PLAIN_WIDTH, highlight=False), None, plans, heading)
+    _print(Console(file=plain, width=_PLAIN_WIDTH, highlight=False), None, estimates, heading)
     file.writelines(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines())
 
 
 def _print(
-    console: Console, frame: box.Box | None, plans: Sequence[Plan], heading: Heading
+    console: Console, frame: box.Box | None, estimates: Sequence[StepEstimate], heading: Heading
 ) -> None:
     console.print(Text(_title(heading), style="bold"), soft_wrap=True)
     console.print()
-    console.print(_wire_table(plans, heading, frame))
+    console.print(_wire_table(estimates, heading, frame))
     console.print()
-    console.print(_memory_table(plans, heading, frame))
-    for line in _memory_remarks(plans, heading.batch, is_synthetic=heading.model.is_synthetic):
+    console.print(_memory_table(estimates, heading, frame))
+    for line in _memory_remarks(estimates, heading.batch, is_synthetic=heading.model.is_synthetic):
         console.print(Text(line), soft_wrap=True)
-    for plan in plans:
-        for line in _stage_remarks(plan, plans, heading):
+    for estimate in estimates:
+        for line in _stage_remarks(estimate, estimates, heading):
             style = "" if line.startswith(" ") else "bold"
             console.print(Text(line, style=style), soft_wrap=True)
 
@@ -76,34 +76,36 @@ def _title(heading: Heading) -> str:
     return f"{heading.config_file}: {parameters}, {ranks}"
 
 
-def _wire_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None) -> Table:
+def _wire_table(
+    estimates: Sequence[StepEstimate], heading: Heading, frame: box.Box | None
+) -> Table:
     title = "Communication per rank and optimizer step"
     columns = ("stage", "collective", "dtype", "calls", "payload", "sent", "minimum", "ratio")
     table = _table(title, frame, columns, num_texts=3)
-    for plan in plans:
-        mark = _mark(plan, heading)
-        for collective in plan.collectives:
+    for estimate in estimates:
+        mark = _mark(estimate, heading)
+        for collective in estimate.collectives:
             table.add_row(mark, *_collective_cells(collective, heading.topology))
             mark = ""
-        ratio = UNKNOWN if plan.volume_ratio is None else f"{plan.volume_ratio:.2f}"
+        ratio = UNKNOWN if estimate.volume_ratio is None else f"{estimate.volume_ratio:.2f}"
         table.add_row(
             mark,
-            "total" if plan.exact else "total (approximate)",
+            "total" if estimate.exact else "total (approximate)",
             "",
-            f"{sum(c.calls for c in plan.collectives):,}",
-            format_bytes(sum(c.payload_bytes for c in plan.collectives)),
-            format_bytes(plan.wire_bytes),
-            format_bytes(plan.least_wire_bytes),
+            f"{sum(c.calls for c in estimate.collectives):,}",
+            format_bytes(sum(c.payload_bytes for c in estimate.collectives)),
+            format_bytes(estimate.wire_bytes),
+            format_bytes(estimate.least_wire_bytes),
             ratio,
             style="bold",
         )
-        if frame is None and plan is not plans[-1]:
+        if frame is None and estimate is not estimates[-1]:
             table.add_row()
         table.add_section()
     return table
 
 
-def _collective_cells(collective: PlannedCollective, topology: Topology) -> Iterable[str]:
+def _collective_cells(collective: EstimatedCollective, topology: Topology) -> Iterable[str]:
     group = collective.group_size
     suffix = "" if group == topology.data_parallel else f" in groups of {group}"
     yield f"{collective.op}, {collective.purpose}{suffix}"
@@ -113,25 +115,29 @@ def _collective_cells(collective: PlannedCollective, topology: Topology) -> Iter
     yield format_bytes(collective.wire_bytes)
 
 
-def _memory_table(plans: Sequence[Plan], heading: Heading, frame: box.Box | None) -> Table:
+def _memory_table(
+    estimates: Sequence[StepEstimate], heading: Heading, frame: box.Box | None
+) -> Table:
     batch = heading.batch
     columns = ["stage", *(name.replace("_", " ") for name in _MEMORY)]
     columns += ["activations"] * (batch.samples is not None) + ["peak", "host"]
-    on_disk = any(plan.memory.nvme_bytes for plan in plans)
+    on_disk = any(estimate.memory.nvme_bytes for estimate in estimates)
     title = _memory_title(batch)
     dense = on_disk and frame is None  # otherwise the columns do not fit in a line
     table = _table(title, frame, columns + ["NVMe"] * on_disk, num_texts=1, dense=dense)
-    for plan in plans:
-        cells = [_cell(plan.memory.device_bytes[name]) for name in _MEMORY]
+    for estimate in estimates:
+        cells = [_cell(estimate.memory.device_bytes[name]) for name in _MEMORY]
         if batch.samples is not None:
             cells.append(_cell(batch.activation_bytes) if batch.activations else "?")
-        peak = batch.peak(plan)
+        peak = batch.peak(estimate)
         cells += [_cell(peak.device_bytes), _cell(peak.host_bytes)]
-        table.add_row(_mark(plan, heading), *cells, *[_cell(plan.memory.nvme_bytes)] * on_disk)
+        table.add_row(
+            _mark(estimate, heading), *cells, *[_cell(estimate.memory.nvme_bytes)] * on_disk
+        )
     return table
 
 
-def _memory_title(batch: BatchPlan) -> str:
+def _memory_title(batch: RankBatch) -> str:
     title = "Memory per rank in training, "
     if batch.samples is None or batch.activations is None:
         return title + "without activations"
@@ -163,15 +169,21 @@ def _table(
     return table
 
 
-def _mark(plan: Plan, heading: Heading) -> str:
-    return f"{plan.stage} <-" if plan.stage == heading.configured_stage else str(plan.stage)
+def _mark(estimate: StepEstimate, heading: Heading) -> str:
+    return (
+        f"{estimate.stage} <-"
+        if estimate.stage == heading.configured_stage
+        else str(estimate.stage)
+    )
 
 
 def _memory_remarks(
-    plans: Sequence[Plan], batch: BatchPlan, *, is_synthetic: bool
+    estimates: Sequence[StepEstimate], batch: RankBatch, *, is_synthetic: bool
 ) -> Iterable[str]:
     """Yield what the table omits, and which micro-batch fits."""
-    in_step = [str(plan.stage) for plan in plans if batch.peak(plan).moment == "step"]
+    in_step = [
+        str(estimate.stage) for estimate in estimates if batch.peak(estimate).moment == "step"
+    ]
     exception = (
         f"; at stage {', '.join(in_step)} it is in the optimizer's step, which copies gradients"
         if in_step
@@ -193,7 +205,7 @@ def _memory_remarks(
         yield from _recomputation_remark(batch.activations, batch.samples)
     if batch.limit_bytes is not None and batch.activations is not None:
         fitting = ", ".join(
-            f"stage {plan.stage}: {batch.largest(plan) or 'none'}" for plan in plans
+            f"stage {estimate.stage}: {batch.largest(estimate) or 'none'}" for estimate in estimates
         )
         yield from _bullet(
             f"Largest micro-batch (samples) that fits in {format_bytes(batch.limit_bytes)}: "
@@ -210,23 +222,25 @@ def _recomputation_remark(activations: Activations, samples: int) -> Iterable[st
         )
 
 
-def _stage_remarks(plan: Plan, plans: Sequence[Plan], heading: Heading) -> Iterable[str]:
+def _stage_remarks(
+    estimate: StepEstimate, estimates: Sequence[StepEstimate], heading: Heading
+) -> Iterable[str]:
     """Yield all remarks on the configured stage, and the gradient pattern of the others."""
-    is_configured = plan.stage == heading.configured_stage
-    in_full = is_configured or len(plans) == 1
+    is_configured = estimate.stage == heading.configured_stage
+    in_full = is_configured or len(estimates) == 1
     yield ""
-    yield f"Stage {plan.stage} (configured)" if is_configured else f"Stage {plan.stage}"
-    for remark in plan.remarks:
+    yield f"Stage {estimate.stage} (configured)" if is_configured else f"Stage {estimate.stage}"
+    for remark in estimate.remarks:
         if in_full or remark.startswith("Gradients:"):
             yield from _bullet(remark)
     if not in_full:
         return
-    resting = format_bytes(plan.memory.resting_bytes)
+    resting = format_bytes(estimate.memory.resting_bytes)
     yield from _bullet(f"Between steps, {resting} stay on the device.")
-    if plan.exact:
+    if estimate.exact:
         yield from _bullet("Calls and payload bytes are exact.")
-    if plan.assumptions:
-        yield from _bullet("Assumed: " + "; ".join(plan.assumptions) + ".")
+    if estimate.assumptions:
+        yield from _bullet("Assumed: " + "; ".join(estimate.assumptions) + ".")
 
 
 def _bullet(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trains each case and writes the collectives of its last steps; `measure_plans.py FILE`."""
+"""Trains each case and writes the collectives of its last steps; `measure_traffic.py FILE`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.utils import groups
-from plan_cases import CASES, MODELS, TOKENS, WIDTH, Case, param_groups
+from traffic_cases import CASES, MODELS, TOKENS, WIDTH, Case, param_groups
 
-from zerowatch.runtime.estimator.engine_plan import plan_of_engine
+from zerowatch.runtime.estimator.engine_estimate import estimate_of_engine
 from zerowatch.runtime.initialize import watch
 
 importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -51,15 +51,15 @@ def measure(case: Case) -> dict:
     steps: list[dict] = []
     monitor.subscribe(lambda record: steps.append(totals_of(record.collectives)))
     train(engine, case)
-    planned = plan_of_engine(engine)
+    estimated = estimate_of_engine(engine)
     held = {"parameters": parameter_bytes(engine), "optimizer": optimizer_bytes(engine)}
     monitor.close()
     engine.destroy()
     forget_stage_3()
     return {
         "steps": steps[WARM_UP:],
-        "engine_plan": totals_of(planned.totals()),
-        "engine_assumptions": planned.assumptions,
+        "engine_estimate": totals_of(estimated.totals()),
+        "engine_assumptions": estimated.assumptions,
         "held": held,
     }
 
