@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialPlan, TrialResult
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialDesign, TrialResult
 from zerowatch.runtime.tuner.policy.decision_log import (
     SCHEMA_VERSION,
     Change,
@@ -32,13 +32,13 @@ class RecordedDecision:
     Attributes:
         decision: The decision.
         inputs: What the change was proposed from.
-        plan: The trial's plan; None where there was no trial.
+        design: The trial's design; None where there was no trial.
         times: Seconds per sample of each window of the trial in order; None for unusable ones.
     """
 
     decision: DecisionRecord
     inputs: TunerInput
-    plan: TrialPlan | None
+    design: TrialDesign | None
     times: Sequence[float | None]
 
 
@@ -62,11 +62,11 @@ def parse_line(line: bytes) -> RecordedDecision:
     data = orjson.loads(line)
     if data["schema"] != SCHEMA_VERSION:
         raise ValueError(f"schema {data['schema']} is not {SCHEMA_VERSION}")
-    plan = data["plan"]
+    design = data["plan"]
     return RecordedDecision(
         decision=_parse_decision(data),
         inputs=_parse_inputs(data["situation"]),
-        plan=None if plan is None else TrialPlan(**{**plan, "lead": tuple(plan["lead"])}),
+        design=None if design is None else TrialDesign(**{**design, "lead": tuple(design["lead"])}),
         times=data["times"],
     )
 
@@ -78,9 +78,9 @@ def replay(record: RecordedDecision) -> ReplayDifference:
     )
 
 
-def judge_again(plan: TrialPlan, times: Sequence[float | None]) -> TrialResult | None:
+def judge_again(design: TrialDesign, times: Sequence[float | None]) -> TrialResult | None:
     """Run a trial on recorded step times; None where they are too few for a verdict."""
-    trial = AbComparison(plan)
+    trial = AbComparison(design)
     for time in times:
         trial.add(time)
     return trial.result
@@ -127,9 +127,9 @@ def _proposal(record: RecordedDecision) -> str | None:
 
 def _verdict(record: RecordedDecision) -> str | None:
     decision = record.decision
-    if record.plan is None or decision.gain is None:
+    if record.design is None or decision.gain is None:
         return None
-    found = judge_again(record.plan, record.times)
+    found = judge_again(record.design, record.times)
     if found is None:
         return "undecided"
     if found.verdict == decision.verdict:

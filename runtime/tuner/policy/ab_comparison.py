@@ -1,9 +1,9 @@
-"""Sequential A/B test of two configurations: its plan, its statistics, and its result.
+"""Sequential A/B test of two configurations: its design, its statistics, and its result.
 
 Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
 not depend on what the configurations are. A block's time is its lower median, which spikes do not
 move. A pair's difference is the log of A's time over B's, so it is positive where B is faster.
-Confidence bounds are computed after each pair: an interim analysis, which fields of `TrialPlan`
+Confidence bounds are computed after each pair: an interim analysis, which fields of `TrialDesign`
 call a look.
 
 The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
@@ -22,7 +22,7 @@ from statistics import fmean, median_low
 from typing import Literal
 
 from .confidence import winsorized_mean
-from .types import Tier, Verdict
+from .types import ApplyMode, Verdict
 
 # A is the configuration in use, B the proposed one.
 Variant = Literal["A", "B"]
@@ -72,7 +72,7 @@ FUTILITY_LEVEL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialPlan:
+class TrialDesign:
     """Length, order and statistics of one trial; the field names are keys of `decisions.jsonl`.
 
     Attributes:
@@ -109,19 +109,21 @@ class TrialPlan:
     lead: Sequence[float] = ()
 
 
-def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: int) -> TrialPlan:
-    """Return the plan of a trial.
+def design_trial(
+    step_seconds: float, *, number: int, apply_mode: ApplyMode, settle_steps: int
+) -> TrialDesign:
+    """Return the design of a trial.
 
     Args:
         step_seconds: Usual time of a step, above 0.
         number: 1 + the session's trials that accepted nothing. A trial that accepts passes its
             alpha on to the next one (online fallback procedure of Tian and Ramdas).
-        tier: Whether the change needs a rebuild.
+        apply_mode: Whether the change needs a rebuild.
         settle_steps: Steps ignored after each switch.
     """
     alpha = trial_alpha(number)
-    if tier == "rebuild":
-        return TrialPlan(
+    if apply_mode == "rebuild":
+        return TrialDesign(
             block_steps=_steps(
                 REBUILD_BLOCK_SECONDS / step_seconds, MIN_REBUILD_STEPS, MAX_REBUILD_STEPS
             ),
@@ -134,7 +136,7 @@ def plan_trial(step_seconds: float, *, number: int, tier: Tier, settle_steps: in
             few_switches=True,
             overwhelming_at_once=log(1.5),
         )
-    return TrialPlan(
+    return TrialDesign(
         block_steps=_steps(BLOCK_SECONDS / step_seconds, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS),
         settle_steps=settle_steps,
         min_gain=MIN_MEASURED_LIVE_GAIN,
@@ -224,15 +226,15 @@ class AbComparison:
         result: The result; None while the trial runs.
     """
 
-    def __init__(self, plan: TrialPlan) -> None:
+    def __init__(self, design: TrialDesign) -> None:
         self.result: TrialResult | None = None
-        self._plan = plan
+        self._design = design
         self._sequence = variant_sequence(
-            starts_with=plan.starts_with, few_switches=plan.few_switches
+            starts_with=design.starts_with, few_switches=design.few_switches
         )
         self.variant: Variant = next(self._sequence)
         # A is in use already; B has to settle.
-        self._unsettled = plan.settle_steps if self.variant == "B" else 0
+        self._unsettled = design.settle_steps if self.variant == "B" else 0
         self._block: list[float] = []  # seconds per sample of the steps of the current block
         self._last: dict[Variant, Sequence[float]] = {}  # the latest complete block of each variant
         self._pairs: list[_Pair] = []
@@ -240,8 +242,8 @@ class AbComparison:
         self._steps = 0
         self._pauses = 0
         self._unusable = 0
-        if plan.lead and self.variant == "A":
-            self._block = list(plan.lead)
+        if design.lead and self.variant == "A":
+            self._block = list(design.lead)
             self._end_block()
 
     @property
@@ -260,12 +262,12 @@ class AbComparison:
         if self.result or self._unsettled:
             return False
         num = len(self._block) + 1
-        return num >= self._plan.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
+        return num >= self._design.block_steps or (num >= RUNAWAY_STEPS and self._is_runaway())
 
     def pause(self) -> None:
         """Discard the current block, because something else comes in between."""
         self._block = []
-        self._unsettled = self._plan.settle_steps
+        self._unsettled = self._design.settle_steps
         self._pauses += 1
 
     def add(self, seconds_per_sample: float | None) -> None:
@@ -283,7 +285,7 @@ class AbComparison:
         self._block.append(seconds_per_sample)
         if len(self._block) >= RUNAWAY_STEPS and self._is_runaway():
             self._stop_runaway()
-        elif len(self._block) >= self._plan.block_steps:
+        elif len(self._block) >= self._design.block_steps:
             self._end_block()
 
     def _is_runaway(self) -> bool:
@@ -294,7 +296,7 @@ class AbComparison:
 
     def _noise_margin(self, ratio: float) -> float:
         """Return the larger one of a log ratio and of what exceeds the noise."""
-        return max(ratio, NOISE_DEVIATIONS * self._plan.noise)
+        return max(ratio, NOISE_DEVIATIONS * self._design.noise)
 
     def _stop_runaway(self) -> None:
         pair = _Pair(a=self._last["A"], b=self._block)
@@ -311,7 +313,7 @@ class AbComparison:
         self._first_of_pair = not self._first_of_pair
         if self.result is None:
             before, self.variant = self.variant, next(self._sequence)
-            self._unsettled = self._plan.settle_steps if self.variant != before else 0
+            self._unsettled = self._design.settle_steps if self.variant != before else 0
 
     def _check_pairs(self) -> None:
         slower = [pair for pair in self._pairs if pair.difference < -self._noise_margin(HARM)]
@@ -319,33 +321,33 @@ class AbComparison:
             self._end_by_steps("rolled_back", slower, "two blocks were far slower")
         elif convincing := self._early_accept():
             self._end_by_steps("accepted", convincing, "each step was far faster")
-        elif len(self._pairs) >= self._plan.first_look:
+        elif len(self._pairs) >= self._design.first_look:
             self._check_bounds()
 
     def _early_accept(self) -> Sequence[_Pair]:
         """Return the latest pairs if they suffice for an accept without statistics; else none."""
-        plan = self._plan
+        design = self._design
         if len(self._pairs) > 1:
-            needed, last = plan.overwhelming, self._pairs[-2:]
-        elif plan.overwhelming_at_once is not None:
-            needed, last = plan.overwhelming_at_once, self._pairs
+            needed, last = design.overwhelming, self._pairs[-2:]
+        elif design.overwhelming_at_once is not None:
+            needed, last = design.overwhelming_at_once, self._pairs
         else:
             return ()
         far = all(pair.least > 0 and pair.difference > self._noise_margin(needed) for pair in last)
         return last if far else ()
 
     def _check_bounds(self) -> None:
-        plan = self._plan
+        design = self._design
         found = winsorized_mean([pair.difference for pair in self._pairs])
-        lower, upper = found.lower(plan.look_level), found.upper(FUTILITY_LEVEL)
+        lower, upper = found.lower(design.look_level), found.upper(FUTILITY_LEVEL)
         verdict: Verdict = "rejected"
-        if lower > log1p(plan.min_gain / 2) and found.mean > log1p(plan.min_gain):
+        if lower > log1p(design.min_gain / 2) and found.mean > log1p(design.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"
-        elif upper < log1p(min(HARM_GAIN, plan.min_gain / 2)):
+        elif upper < log1p(min(HARM_GAIN, design.min_gain / 2)):
             verdict, reason = "rolled_back", "its upper bound shows harm"
-        elif upper < log1p(plan.min_gain):
+        elif upper < log1p(design.min_gain):
             reason = "its upper bound is below the least gain"
-        elif len(self._pairs) >= plan.max_pairs:
+        elif len(self._pairs) >= design.max_pairs:
             reason = "inconclusive after the maximum of pairs"
         else:
             return

@@ -175,7 +175,7 @@ def decision_line(record: DecisionRecord, decision: Decision) -> bytes:
         "knob": record.knob,
         **values,
         "situation": decision.inputs,
-        "plan": decision.plan,
+        "plan": decision.design,
         "times": decision.times,
     }
     return orjson.dumps(line, default=_sorted_set) + b"\n"

@@ -141,7 +141,7 @@ def _from_history(inputs: TunerInput) -> Iterator[Proposal]:
     proposal = _proposal(inputs, changes, symptom, HISTORY_REASON)
     if proposal is None:
         return
-    if proposal.tier == "live":
+    if proposal.apply_mode == "live":
         proposal = replace(proposal, predicted_gain=None)
     yield replace(proposal, relaxes=changes == {GRADIENT_COMPRESSION.name: None})
 
@@ -188,13 +188,13 @@ def _proposal(
     numerics = _required_numerics(inputs, whole)
     if numerics is None or numerics > inputs.numerics:
         return None
-    rebuilds = any(SPECS[knob].tier == "rebuild" for knob in whole)
+    rebuilds = any(SPECS[knob].apply_mode == "rebuild" for knob in whole)
     if rebuilds and not inputs.allows_rebuild:
         return None
     return Proposal(
         changes=whole,
         symptom=symptom,
-        tier="rebuild" if rebuilds else "live",
+        apply_mode="rebuild" if rebuilds else "live",
         numerics=numerics,
         predicted_gain=_gain(inputs, whole),
         why=why,
@@ -238,10 +238,12 @@ def _worth_trying(proposals: Iterable[Proposal]) -> Iterator[Proposal]:
     for proposal in proposals:
         gain = proposal.predicted_gain
         is_complete = any(SPECS[knob].fully_predicted for knob in proposal.changes)
-        least = MIN_PREDICTED_REBUILD_GAIN if proposal.tier == "rebuild" else MIN_PREDICTED_GAIN
+        least = (
+            MIN_PREDICTED_REBUILD_GAIN if proposal.apply_mode == "rebuild" else MIN_PREDICTED_GAIN
+        )
         if gain is not None and gain >= least:
             yield proposal
-        elif proposal.tier == "rebuild" or (
+        elif proposal.apply_mode == "rebuild" or (
             is_complete and gain is not None and proposal.symptom.name in COMM_SYMPTOMS
         ):
             continue
@@ -253,10 +255,14 @@ def _priority(proposal: Proposal) -> tuple[float, bool, Numerics]:
     """Return the sort key: gain, then cost and safety. Unpredicted ones keep the order of KNOBS."""
     gain = proposal.predicted_gain
     if gain is None:
-        return 0.0, proposal.tier == "rebuild", Numerics.BITWISE
-    if proposal.tier == "rebuild":
+        return 0.0, proposal.apply_mode == "rebuild", Numerics.BITWISE
+    if proposal.apply_mode == "rebuild":
         gain = (1 + gain) / _REBUILD_FACTOR - 1
-    return -1.0 - math.floor(gain / _EQUAL_GAINS), proposal.tier == "rebuild", proposal.numerics
+    return (
+        -1.0 - math.floor(gain / _EQUAL_GAINS),
+        proposal.apply_mode == "rebuild",
+        proposal.numerics,
+    )
 
 
 def _dedupe(proposals: Iterable[Proposal]) -> list[Proposal]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .types import JobFacts, Numerics, Tier, Value
+from .types import ApplyMode, JobFacts, Numerics, Value
 
 # How to change a knob against a symptom: a larger number, a smaller one, or either as the trial
 # shows; or the values to try, the most promising first.
@@ -47,7 +47,7 @@ class KnobSpec:
         description: What it sets, as half a sentence for messages.
         ds_key: Path in a ds config; None if it has none.
         advice: What to write into a script, with a {value}; None if the ds config is enough.
-        tier: Whether the engine has to be rebuilt.
+        apply_mode: Whether the engine has to be rebuilt.
         device_only: Whether it has no effect where the CPU trains.
         settle_steps: Steps after a change whose times are not representative: memory is allocated
             again in one, and one more; ZeRO 3 records its trace again, which takes three.
@@ -76,7 +76,7 @@ class KnobSpec:
     description: str
     ds_key: tuple[str, ...] | None = None
     advice: str | None = None
-    tier: Tier = "live"
+    apply_mode: ApplyMode = "live"
     device_only: bool = False
     settle_steps: int = 2
     reorders_sums: bool = False
@@ -292,7 +292,7 @@ GRADIENT_COMPRESSION = KnobSpec(
 ZERO_STAGE = KnobSpec(
     name="zero_stage",
     numerics=Numerics.REASSOCIATION,
-    tier="rebuild",
+    apply_mode="rebuild",
     domain=(0, 1, 2, 3),
     triggers={**_at("down", *_COMM), **_at("up", "memory_pressure")},
     ds_key=(_ZERO, "stage"),
@@ -304,7 +304,7 @@ ZERO_STAGE = KnobSpec(
 OFFLOAD_OPTIMIZER = KnobSpec(
     name="offload_optimizer",
     numerics=Numerics.REASSOCIATION,
-    tier="rebuild",
+    apply_mode="rebuild",
     domain=(False, True),
     triggers={
         **_at((True,), "memory_pressure"),
@@ -318,7 +318,7 @@ OFFLOAD_OPTIMIZER = KnobSpec(
 OFFLOAD_PARAM = KnobSpec(
     name="offload_param",
     numerics=Numerics.REASSOCIATION,
-    tier="rebuild",
+    apply_mode="rebuild",
     domain=(False, True),
     triggers={
         **_at((True,), "memory_pressure"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from .ab_comparison import TrialPlan, plan_trial
+from .ab_comparison import TrialDesign, design_trial
 from .controller_interface import TunerOptions
 from .diagnose import MEMORY_PRESSURE, diagnose
 from .metrics_delta import MetricsDelta
@@ -128,14 +128,14 @@ class Search:
     def memory_savings(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield the changes that free memory and that this rank supports; they need no trial."""
         for proposal in propose(inputs):
-            trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
+            trial = Trial(proposal, inputs, self._design(proposal, 1.0))
             if self._knobs.unsupported_reason(trial.after) is None:
                 yield trial
 
     def advice(self, inputs: TunerInput) -> Iterator[Trial]:
         """Yield the first proposal that this rank supports, unless it was advised before."""
         for proposal in propose(inputs):
-            trial = Trial(proposal, inputs, self._plan(proposal, 1.0))
+            trial = Trial(proposal, inputs, self._design(proposal, 1.0))
             if self._knobs.unsupported_reason(trial.after) is None:
                 if proposal.changes not in self._advised:
                     self._advised.append(proposal.changes)
@@ -155,16 +155,16 @@ class Search:
         step_seconds = baseline.seconds_per_sample * step.samples
         now = replace(inputs, denied=self._history.denied, remembered=self._history.best)
         for proposal in propose(now):
-            plan = self._plan(proposal, step_seconds, baseline)
-            if self._is_worth_it(proposal, plan, step_seconds, step.number):
-                trial = Trial(proposal, inputs, plan)
+            design = self._design(proposal, step_seconds, baseline)
+            if self._is_worth_it(proposal, design, step_seconds, step.number):
+                trial = Trial(proposal, inputs, design)
                 yield trial, self._knobs.unsupported_reason(trial.after)
 
     def on_switched(self, before: Configuration, after: Configuration, seconds: float) -> None:
         """Record the duration of a switch between two configurations."""
         self.budget.spend(seconds)
         changed = (knob for knob, value in after.items() if before.get(knob, value) != value)
-        if any(knob in SPECS and SPECS[knob].tier == "rebuild" for knob in changed):
+        if any(knob in SPECS and SPECS[knob].apply_mode == "rebuild" for knob in changed):
             self.rebuild_seconds = seconds
 
     def on_failed(self, changes: Configuration, *, refused: bool) -> None:
@@ -209,31 +209,33 @@ class Search:
             thresholds=self._options.thresholds,
         )
 
-    def _plan(
+    def _design(
         self, proposal: Proposal, step_seconds: float, baseline: Baseline | None = None
-    ) -> TrialPlan:
-        plan = plan_trial(
+    ) -> TrialDesign:
+        design = design_trial(
             step_seconds,
             number=self.num_fruitless + 1,
-            tier=proposal.tier,
+            apply_mode=proposal.apply_mode,
             settle_steps=max(SPECS[knob].settle_steps for knob in proposal.changes),
         )
-        min_gain = max(plan.min_gain, self._options.min_gain)
+        min_gain = max(design.min_gain, self._options.min_gain)
         if proposal.relaxes:
             min_gain = -2 * MAX_RELAXED_LOSS  # a trial asks the lower bound for half of it
         if baseline is None:
-            return replace(plan, min_gain=min_gain)
-        lead = tuple(baseline.recent[-plan.block_steps :])
-        is_block = len(lead) == plan.block_steps
-        return replace(plan, min_gain=min_gain, noise=baseline.noise, lead=lead if is_block else ())
+            return replace(design, min_gain=min_gain)
+        lead = tuple(baseline.recent[-design.block_steps :])
+        is_block = len(lead) == design.block_steps
+        return replace(
+            design, min_gain=min_gain, noise=baseline.noise, lead=lead if is_block else ()
+        )
 
     def _is_worth_it(
-        self, proposal: Proposal, plan: TrialPlan, step_seconds: float, number: int
+        self, proposal: Proposal, design: TrialDesign, step_seconds: float, number: int
     ) -> bool:
         """Whether the budget allows the assumed cost of a trial, and a gain pays it back."""
-        num_windows = 2 * (plan.block_steps + plan.settle_steps)
+        num_windows = 2 * (design.block_steps + design.settle_steps)
         cost = ASSUMED_LOSS * num_windows * step_seconds
-        if proposal.tier == "rebuild":
+        if proposal.apply_mode == "rebuild":
             cost += 2 * self.rebuild_seconds  # there, and possibly back
         remaining: float | None = None
         if self._options.total_steps is not None:
@@ -242,5 +244,5 @@ class Search:
                 return False
             remaining = left * step_seconds
         gain = proposal.predicted_gain or UNPREDICTED_GAIN
-        is_free = proposal.relaxes and proposal.tier == "live"
+        is_free = proposal.relaxes and proposal.apply_mode == "live"
         return (is_free or pays_back(gain, remaining, cost)) and self.budget.allows(cost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .ab_comparison import AbComparison, TrialPlan, TrialResult
+from .ab_comparison import AbComparison, TrialDesign, TrialResult
 from .proposals import TunerInput
 from .step_time_observer import Baseline
 from .types import Configuration, Proposal, StepTime, Verdict
@@ -23,7 +23,7 @@ class Decision:
         verdict: The verdict.
         reason: Why, as half a sentence.
         result: Result of the trial; None without a trial, or where it was aborted.
-        plan: Plan of the trial; None where no trial was started.
+        design: Design of the trial; None where no trial was started.
         times: Seconds per sample of each window of the trial in order; None for unusable ones.
         cost_seconds: Training time that the trial cost.
     """
@@ -33,7 +33,7 @@ class Decision:
     verdict: Verdict
     reason: str
     result: TrialResult | None = None
-    plan: TrialPlan | None = None
+    design: TrialDesign | None = None
     times: Sequence[float | None] = field(default_factory=tuple)
     cost_seconds: float = 0.0
 
@@ -49,7 +49,7 @@ class Trial:
     Args:
         proposal: The difference between A and B.
         inputs: What the proposal was derived from.
-        plan: Plan of the trial.
+        design: Design of the trial.
 
     Attributes:
         before: The complete configuration A.
@@ -57,12 +57,12 @@ class Trial:
         cost_seconds: Training time that the trial has cost so far, switches included.
     """
 
-    def __init__(self, proposal: Proposal, inputs: TunerInput, plan: TrialPlan) -> None:
+    def __init__(self, proposal: Proposal, inputs: TunerInput, design: TrialDesign) -> None:
         self.proposal, self.inputs = proposal, inputs
         self.before: Configuration = inputs.configuration
         self.after: Configuration = {**inputs.configuration, **proposal.changes}
         self.cost_seconds = 0.0
-        self._plan, self._comparison = plan, AbComparison(plan)
+        self._design, self._comparison = design, AbComparison(design)
         self._num_outliers = 0  # consecutive windows of A
         self._times: list[float | None] = []
 
@@ -137,7 +137,7 @@ class Trial:
             verdict=verdict,
             reason=reason,
             result=self.result,
-            plan=self._plan,
+            design=self._design,
             times=tuple(self._times),
             cost_seconds=self.cost_seconds,
         )

@@ -13,7 +13,7 @@ Value = bool | int | str | None
 Configuration = Mapping[str, Value]
 
 # How a change is applied: to the engine in use, or by rebuilding the engine.
-Tier = Literal["live", "rebuild"]
+ApplyMode = Literal["live", "rebuild"]
 # Whether the tuner only logs advice, or changes knobs itself.
 Mode = Literal["advise", "auto"]
 # What becomes of a proposal, as in the label `verdict` of metrics:
@@ -138,7 +138,7 @@ class Proposal:
         changes: Values that differ from the configuration in use. One knob with its partners, or
             several where a whole configuration is restored from the history.
         symptom: The symptom.
-        tier: Whether the engine has to be rebuilt.
+        apply_mode: Whether the engine has to be rebuilt.
         numerics: The strictest numerics that allow it.
         predicted_gain: Predicted gain of throughput, 0.5 for half as much again; None if unknown.
         why: What it is for, as half a sentence for messages.
@@ -147,7 +147,7 @@ class Proposal:
 
     changes: Configuration
     symptom: Symptom
-    tier: Tier
+    apply_mode: ApplyMode
     numerics: Numerics
     predicted_gain: float | None
     why: str

@@ -10,7 +10,7 @@ from bench.tuner.simulated_rules import before_after, best_of
 from fakes.noisy_steps import noisy_steps, tried
 from fakes.one_knob_job import OneKnobJob
 
-from zerowatch.runtime.tuner.policy.ab_comparison import plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import design_trial
 
 FAMILY_SEED, SESSION_SEED = 71_000_000, 73_000_000
 FAMILY, TRIAL_STEPS = 8, 450
@@ -45,8 +45,8 @@ def families(num: int) -> Iterator[Row]:
 def _any_accepted(run: Sequence[float]) -> bool:
     at = 0
     for number in range(1, FAMILY + 1):
-        plan = plan_trial(STEP_SECONDS, number=number, tier="live", settle_steps=2)
-        found = tried(plan, 0.0, run[at:])
+        design = design_trial(STEP_SECONDS, number=number, apply_mode="live", settle_steps=2)
+        found = tried(design, 0.0, run[at:])
         if found.verdict == "accepted":
             return True
         at += found.steps

@@ -17,7 +17,7 @@ from bench.tuner.simulated_sessions import families, sessions
 from bench.tuner.simulated_shifts import shifts
 from fakes.noisy_steps import noisy_steps, tried
 
-from zerowatch.runtime.tuner.policy.ab_comparison import TrialPlan, plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import TrialDesign, design_trial
 
 SESSIONS, QUICK_SESSIONS = 1000, 40
 FIRST_SEED = 70_000_000
@@ -31,28 +31,30 @@ class Case:
     """One kind of trial, and the gains that it is given."""
 
     what: str
-    plan: TrialPlan
+    design: TrialDesign
     gains: Sequence[float] = GAINS
     rebuild: bool = False
 
 
 CASES = (
-    Case(what="blocks of 4", plan=plan_trial(0.1, number=1, tier="live", settle_steps=2)),
+    Case(what="blocks of 4", design=design_trial(0.1, number=1, apply_mode="live", settle_steps=2)),
     Case(
         what="as the 8th without success",
-        plan=plan_trial(0.1, number=8, tier="live", settle_steps=2),
+        design=design_trial(0.1, number=8, apply_mode="live", settle_steps=2),
         gains=(-0.03, 0.0, 0.03),
     ),
-    Case(what="steps of 7 s", plan=plan_trial(7.0, number=1, tier="live", settle_steps=2)),
+    Case(
+        what="steps of 7 s", design=design_trial(7.0, number=1, apply_mode="live", settle_steps=2)
+    ),
     Case(
         what="rebuild",
-        plan=plan_trial(1.0, number=1, tier="rebuild", settle_steps=3),
+        design=design_trial(1.0, number=1, apply_mode="rebuild", settle_steps=3),
         gains=(-0.03, 0.0, 0.05, 0.1, 0.3),
         rebuild=True,
     ),
     Case(
         what="rebuild, steps of 7 s",
-        plan=plan_trial(7.0, number=1, tier="rebuild", settle_steps=3),
+        design=design_trial(7.0, number=1, apply_mode="rebuild", settle_steps=3),
         gains=(-0.03, 0.0, 0.05, 0.1, 0.3),
         rebuild=True,
     ),
@@ -65,7 +67,7 @@ def bench(options: Options) -> Iterator[Row]:
     runs = [noisy_steps(FIRST_SEED + index, RUN_STEPS) for index in range(num)]
     for case in CASES:
         for gain in case.gains:
-            decided = [_tried(case.plan, gain, run) for run in runs]
+            decided = [_tried(case.design, gain, run) for run in runs]
             yield from _rows(case, gain, decided)
     for gain in GAINS:
         yield _row("20 steps before and after", gain, [before_after(gain, run) for run in runs])
@@ -76,8 +78,8 @@ def bench(options: Options) -> Iterator[Row]:
     yield from shifts(num)
 
 
-def _tried(plan: TrialPlan, gain: float, steps: Sequence[float]) -> Decided:
-    found = tried(plan, gain, steps)
+def _tried(design: TrialDesign, gain: float, steps: Sequence[float]) -> Decided:
+    found = tried(design, gain, steps)
     return Decided(accepted=found.verdict == "accepted", gain=found.gain, steps=found.steps)
 
 

@@ -12,13 +12,13 @@ from zerowatch.runtime.tuner.policy.ab_comparison import (
     SESSION_ALPHA,
     AbComparison,
     TrialResult,
-    plan_trial,
+    design_trial,
     trial_alpha,
     variant_sequence,
 )
 
-LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
-REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
+LIVE = design_trial(0.1, number=1, apply_mode="live", settle_steps=2)
+REBUILD = design_trial(1.0, number=1, apply_mode="rebuild", settle_steps=3)
 
 
 def run_windows(trial: AbComparison, num: int, seconds: float = 1.0) -> str:
@@ -87,8 +87,8 @@ def test_settle_steps_are_not_measured() -> None:
 )
 def test_blocks_are_shorter_with_long_steps(step_seconds: float, live: int, rebuild: int) -> None:
     blocks = [
-        plan_trial(step_seconds, number=1, tier=tier, settle_steps=2).block_steps
-        for tier in ("live", "rebuild")
+        design_trial(step_seconds, number=1, apply_mode=apply_mode, settle_steps=2).block_steps
+        for apply_mode in ("live", "rebuild")
     ]
 
     assert blocks == [live, rebuild]
@@ -176,7 +176,7 @@ def test_two_consecutive_slow_steps_do_not_end_a_trial() -> None:
 
 
 def test_a_large_gain_is_accepted_after_two_pairs() -> None:
-    long_steps = plan_trial(7.0, number=1, tier="live", settle_steps=2)
+    long_steps = design_trial(7.0, number=1, apply_mode="live", settle_steps=2)
 
     found = end(AbComparison(long_steps), a=7.0, b=3.5)
 

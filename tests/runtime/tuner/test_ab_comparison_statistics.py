@@ -11,15 +11,15 @@ from statistics import fmean
 import pytest
 from fakes.noisy_steps import Noise, noisy_steps, tried
 
-from zerowatch.runtime.tuner.policy.ab_comparison import TrialPlan, TrialResult, plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import TrialDesign, TrialResult, design_trial
 
 SESSIONS = 150
 FIRST_SEED = 1_000
-LIVE = plan_trial(0.1, number=1, tier="live", settle_steps=2)
-LONG_STEPS = plan_trial(7.0, number=1, tier="live", settle_steps=2)
-REBUILD = plan_trial(1.0, number=1, tier="rebuild", settle_steps=3)
+LIVE = design_trial(0.1, number=1, apply_mode="live", settle_steps=2)
+LONG_STEPS = design_trial(7.0, number=1, apply_mode="live", settle_steps=2)
+REBUILD = design_trial(1.0, number=1, apply_mode="rebuild", settle_steps=3)
 PLANS = pytest.mark.parametrize(
-    "plan", [LIVE, LONG_STEPS, REBUILD], ids=["live", "long", "rebuild"]
+    "design", [LIVE, LONG_STEPS, REBUILD], ids=["live", "long", "rebuild"]
 )
 
 
@@ -28,8 +28,8 @@ def runs() -> tuple[list[float], ...]:
     return tuple(noisy_steps(FIRST_SEED + index, 450) for index in range(SESSIONS))
 
 
-def results(plan: TrialPlan, gain: float) -> list[TrialResult]:
-    return [tried(plan, gain, run) for run in runs()]
+def results(design: TrialDesign, gain: float) -> list[TrialResult]:
+    return [tried(design, gain, run) for run in runs()]
 
 
 def share(found: list[TrialResult], verdict: str) -> float:
@@ -37,18 +37,18 @@ def share(found: list[TrialResult], verdict: str) -> float:
 
 
 @PLANS
-def test_a_knob_without_effect_is_rarely_accepted(plan: TrialPlan) -> None:
-    assert share(results(plan, 0.0), "accepted") < 0.05
+def test_a_knob_without_effect_is_rarely_accepted(design: TrialDesign) -> None:
+    assert share(results(design, 0.0), "accepted") < 0.05
 
 
 @PLANS
-def test_a_knob_that_does_harm_is_never_accepted(plan: TrialPlan) -> None:
-    assert share(results(plan, -0.03), "accepted") == 0
+def test_a_knob_that_does_harm_is_never_accepted(design: TrialDesign) -> None:
+    assert share(results(design, -0.03), "accepted") == 0
 
 
-@pytest.mark.parametrize("plan", [LIVE, LONG_STEPS], ids=["live", "long"])
-def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> None:
-    found = results(plan, 0.03)
+@pytest.mark.parametrize("design", [LIVE, LONG_STEPS], ids=["live", "long"])
+def test_a_gain_of_three_percent_is_found_within_300_steps(design: TrialDesign) -> None:
+    found = results(design, 0.03)
 
     in_time = [one for one in found if one.verdict == "accepted" and one.steps <= 300]
 
@@ -57,8 +57,8 @@ def test_a_gain_of_three_percent_is_found_within_300_steps(plan: TrialPlan) -> N
 
 
 @PLANS
-def test_large_gains_are_always_found_with_their_size(plan: TrialPlan) -> None:
-    found = results(plan, 0.3)
+def test_large_gains_are_always_found_with_their_size(design: TrialDesign) -> None:
+    found = results(design, 0.3)
 
     assert share(found, "accepted") == 1
     assert fmean(one.gain for one in found) == pytest.approx(0.3, abs=0.01)

@@ -32,7 +32,7 @@ def test_a_decision_and_all_it_was_made_from_can_be_read_back(tmp_path, seconds_
     (line,) = (tmp_path / DECISIONS_FILE).read_bytes().splitlines()
     read = parse_line(line)
     assert read.decision == decided(found)
-    assert read.plan == found.plan
+    assert read.design == found.design
     assert tuple(read.times) == tuple(found.times)
     assert read.inputs.reading == found.inputs.reading
     assert read.inputs.facts == found.inputs.facts

@@ -120,7 +120,7 @@ def test_the_gain_is_predicted():
     first = propose(tuner_input())[0]
 
     assert first.predicted_gain > 1.0
-    assert (first.tier, first.numerics, first.symptom.name) == (
+    assert (first.apply_mode, first.numerics, first.symptom.name) == (
         "live",
         REASSOCIATION,
         "comm_bandwidth",
@@ -238,7 +238,7 @@ class TestRebuild:
         found = propose(tuner_input(allows_rebuild=True))
 
         assert found[0].changes == {"zero_stage": 0}
-        assert found[0].tier == "rebuild"
+        assert found[0].apply_mode == "rebuild"
 
     def test_is_not_proposed_for_a_small_gain(self):
         little = replace(SLOW_LINK, exposed_ratio=0.21, cause_ratios={"bandwidth": 0.05})

@@ -77,4 +77,4 @@ def test_another_proposal_is_a_difference():
 def test_unusable_windows_alone_give_no_verdict():
     found = decision()
 
-    assert judge_again(found.plan, (None,) * 100) is None
+    assert judge_again(found.design, (None,) * 100) is None

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialPlan, TrialResult
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialDesign, TrialResult
 
 BURN_IN = 500  # so that a run may begin within a shift
 
@@ -57,9 +57,9 @@ def noisy_steps(seed: int, num: int, noise: Noise = USUAL) -> list[float]:
     return steps
 
 
-def tried(plan: TrialPlan, gain: float, steps: Sequence[float]) -> TrialResult:
+def tried(design: TrialDesign, gain: float, steps: Sequence[float]) -> TrialResult:
     """Return the result of a trial of a setting with that gain."""
-    trial = AbComparison(plan)
+    trial = AbComparison(design)
     for seconds in steps:
         trial.add(seconds / (1 + gain) if trial.variant == "B" else seconds)
         if trial.result:

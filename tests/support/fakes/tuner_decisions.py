@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, plan_trial
+from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, design_trial
 from zerowatch.runtime.tuner.policy.decision_log import Change, DecisionRecord
 from zerowatch.runtime.tuner.policy.diagnose import diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta
@@ -67,8 +67,8 @@ def decision(seconds_after: float | None = 0.03, **changes: Any) -> Decision:
     proposal = propose(inputs)[0]
     if seconds_after is None:
         return Decision(proposal=proposal, inputs=inputs, verdict="advised", reason=proposal.why)
-    plan = plan_trial(2.0, number=1, tier=proposal.tier, settle_steps=2)
-    trial, times = AbComparison(plan), []
+    design = design_trial(2.0, number=1, apply_mode=proposal.apply_mode, settle_steps=2)
+    trial, times = AbComparison(design), []
     while trial.result is None:
         wobble = 1 + len(times) % 3 / 1000
         times.append((0.07 if trial.variant == "A" else seconds_after) * wobble)
@@ -79,7 +79,7 @@ def decision(seconds_after: float | None = 0.03, **changes: Any) -> Decision:
         verdict=trial.result.verdict,
         reason=trial.result.reason,
         result=trial.result,
-        plan=plan,
+        design=design,
         times=tuple(times),
         cost_seconds=1.5,
     )

@@ -49,11 +49,11 @@ def be_quick() -> None:
     proposals.KNOBS = tuple(knob for knob in proposals.KNOBS if knob.name != "python_gc")
     controller_runner.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
-    plan_of, least_gains = Search._plan, cycle((-0.9, 0.01))
+    design_of, least_gains = Search._design, cycle((-0.9, 0.01))
 
-    def plan(*args: Any, **kwargs: Any) -> Any:
+    def design(*args: Any, **kwargs: Any) -> Any:
         return replace(
-            plan_of(*args, **kwargs),
+            design_of(*args, **kwargs),
             block_steps=2,
             settle_steps=1,
             first_look=2,
@@ -62,7 +62,7 @@ def be_quick() -> None:
             min_gain=next(least_gains),
         )
 
-    Search._plan = plan  # type: ignore[method-assign]
+    Search._design = design  # type: ignore[method-assign]
 
 
 def make(

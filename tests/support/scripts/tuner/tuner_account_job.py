@@ -64,11 +64,11 @@ class Director:
     def __init__(self, trained: Trained) -> None:
         self._trained, self._remaining = trained, iter(SCRIPT)
         self.current: Try | None = None
-        plan_of = search.Search._plan
+        design_of = search.Search._design
         search.diagnose = lambda reading, thresholds: (SYMPTOM,)
         search.propose = self._propose
-        search.Search._plan = lambda *args: replace(  # type: ignore[method-assign]
-            plan_of(*args),
+        search.Search._design = lambda *args: replace(  # type: ignore[method-assign]
+            design_of(*args),
             block_steps=2,
             settle_steps=1,
             first_look=2,
@@ -84,7 +84,7 @@ class Director:
             yield Proposal(
                 changes={self.current.knob: self.current.value},
                 symptom=SYMPTOM,
-                tier=SPECS[self.current.knob].tier,
+                apply_mode=SPECS[self.current.knob].apply_mode,
                 numerics=Numerics.REASSOCIATION,
                 predicted_gain=1.0,
                 why="the script says so",
