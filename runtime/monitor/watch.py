@@ -218,13 +218,14 @@ class Watch:
                 self._on_run_error(sys.exc_info()[1] or getattr(sys, "last_value", None))
             self._close_hooks()
             self._thread.enqueue(self._collectives.call_recorder.drain())
-            self._thread.stop()
-            self._subscriptions.close()
-            self._cross_rank.stop()
-            self._memory.close()
+            self._close_parts(
+                self._thread.stop,
+                self._subscriptions.close,
+                self._cross_rank.stop,
+                self._memory.close,
+            )
             self.recorder.set(training.RUN_ACTIVE, 0)
-            self._folder.close()
-            self._otel.close()
+            self._close_parts(self._folder.close, self._otel.close)
             self._publish_overhead()
         if failed:
             self._server.close()
@@ -244,10 +245,17 @@ class Watch:
         self._close_hooks()
 
     def _close_hooks(self) -> None:
-        self._instrumentation.restore()
-        self._memory.close_hooks()
-        self._cross_rank.close_hooks()
-        self._collectives.close()
+        self._close_parts(
+            self._instrumentation.restore,
+            self._memory.close_hooks,
+            self._cross_rank.close_hooks,
+            self._collectives.close,
+        )
+
+    def _close_parts(self, *parts: Callable[[], object]) -> None:
+        """Close parts; one that fails keeps no other open."""
+        for close in parts:
+            self.fail_open.wrap("close", close)()
 
 
 class NullWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -276,3 +277,19 @@ def test_a_gpu_not_yet_in_use_reads_nothing_and_is_not_initialised() -> None:
 
     assert CudaMemory(0, cuda).read() == {}
     assert cuda.info_calls == 0
+
+
+def test_a_closed_probe_has_no_file_open_and_reads_nothing() -> None:
+    probe = HostMemory(reset_peak=True)
+    opened = own_files()
+    probe.close()
+    probe.close()
+
+    assert len(opened) - len(own_files()) == 2
+    assert probe.read() == {}
+
+
+def own_files() -> list[str]:
+    """Return the open files of /proc/self that a probe reads and writes."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [link for link in links if link.endswith(("/status", "/clear_refs"))]

@@ -518,6 +518,27 @@ def a_watch_thread_that_is_interrupted_starts_over() -> None:
     assert snapshot.value(overhead.DEAD_THREADS) == 0
 
 
+def a_part_that_cannot_be_closed_keeps_no_other_open() -> None:
+    def refuse() -> None:
+        raise OSError(5, "Input/output error")
+
+    engine = make(watched=False)
+    before = standing(wrapped_places(engine))
+    watch = zerowatch.watch(engine, QUIET)
+    step(engine)
+    watch._instrumentation.restore, restore = refuse, watch._instrumentation.restore
+    watch._folder.close = watch._memory.close_hooks = refuse
+    watch.close()
+    restore()
+
+    assert standing(wrapped_places(engine)) == before
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("zerowatch")], names
+    # Memory closes its hooks first.
+    assert watch.snapshot().value(overhead.HOOK_FAILURES, "close") == 3
+    assert watch.snapshot().value(training.RUN_ACTIVE) == 0
+
+
 def what_cannot_be_called_is_no_listener() -> None:
     engine = make()
     try:
