@@ -215,7 +215,10 @@ class _BucketedReduction:
         cls, model: ModelShape, groups: Sequence[FlatGroup], options: DsOptions, width: int
     ) -> _BucketedReduction:
         """Derive a reduction from the model and its flat param groups."""
-        sizes = {index: model.parameters[index].numel for g in groups for index in g.offsets}
+        # Without overlap they enter in the order of the groups, however the flat buffer is laid out
+        # (round_robin_gradients): stage_1_and_2.py:971.
+        in_groups = [index for group in model.param_groups() for index in group]
+        sizes = {index: model.parameters[index].numel for index in in_groups}
         return cls(
             sizes=sizes,
             owners={
@@ -223,7 +226,7 @@ class _BucketedReduction:
                 for group in groups
                 for index, offset in group.offsets.items()
             },
-            order=model.gradient_order() if options.reduces_in_backward_order else list(sizes),
+            order=model.gradient_order() if options.reduces_in_backward_order else in_groups,
             part=sum(group.part for group in groups),
             width=width,
             options=options,

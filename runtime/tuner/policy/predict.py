@@ -111,6 +111,8 @@ def sent_ratio(ranks: int) -> float:
 
 def reduce_factor(backend: str, ranks: int, payload_bytes: float) -> float:
     """Return wire bytes per payload byte of a reduce to one rank, averaged over ranks."""
+    if ranks < 2:
+        return 0.0
     if backend != "gloo":
         return sent_ratio(ranks)
     # gloo/reduce.cc: all but two segments pass through the ring, then each part to the root.

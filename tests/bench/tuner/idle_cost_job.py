@@ -15,12 +15,15 @@ from bench import gpt_training
 
 import zerowatch
 from zerowatch.runtime.common.host_group import HostGroup
+from zerowatch.runtime.trainer.window import batch_size_exchange
 from zerowatch.runtime.trainer.window.batch_size_exchange import no_tuner_status
 from zerowatch.runtime.tuner.session import NullTunerSession, TunerSession
 
 WIDTH, LAYERS, FIRST_SAMPLES = 128, 4, 8
 SETTLING_STEPS = 10  # in the first of which the tuner is made
-OWN, WITH_NOTICE = 5, 7  # floats that open a window, without and with the tuner's
+# Floats that open a window, without and with the tuner's.
+WITHOUT_TUNER = len(batch_size_exchange._RankReport._fields)
+WITH_TUNER = WITHOUT_TUNER + len(batch_size_exchange.TunerStatus._fields)
 Results = dict[str, Any]
 
 
@@ -140,12 +143,12 @@ class Job:
 
 
 def gathers(rounds: int) -> list[list[float]]:
-    """Return the seconds of a gather without and with the tuner's two floats, in turns."""
+    """Return the seconds of a gather without and with the tuner's floats, in turns."""
     host_group = HostGroup()
     found = []
     for _ in range(rounds):
         taken = []
-        for num in (OWN, WITH_NOTICE):
+        for num in (WITHOUT_TUNER, WITH_TUNER):
             began = time.perf_counter()
             host_group.all_gather([0.0] * num)
             taken.append(time.perf_counter() - began)

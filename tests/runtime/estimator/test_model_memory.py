@@ -9,6 +9,7 @@ from scripts.estimator.traffic_cases import deep
 
 from zerowatch.runtime.estimator.ds_options import DsOptions
 from zerowatch.runtime.estimator.estimate_step import estimate_step
+from zerowatch.runtime.estimator.gradient_memory import _BucketedReduction
 from zerowatch.runtime.estimator.model_memory import (
     Activations,
     MemoryEstimate,
@@ -21,6 +22,7 @@ from zerowatch.runtime.estimator.model_shape import (
     ParameterShape,
     Topology,
 )
+from zerowatch.runtime.estimator.stage_0_to_2_traffic import _GradientReduction, flat_groups
 from zerowatch.runtime.estimator.trace_activations import (
     LiveBytes,
     UnknownActivationsError,
@@ -55,6 +57,20 @@ def test_a_rank_keeps_complete_gradients_of_which_it_owns_a_slice():
     memory = memory_of({"stage": 2}, 1000, 200, ranks=4)
 
     assert memory.device_bytes["gradients"] == 2 * (1000 + 200)  # the last rank owns of both
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_enter_buckets_in_the_order_of_the_traffic_plan(overlap):
+    layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(5))
+    parameters = tuple(ParameterShape(name=str(n), shape=(10 + n,)) for n in range(5))
+    model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
+    options = DsOptions(stage=1, round_robin_gradients=True, overlap_comm=overlap)
+    groups = flat_groups(model, options, 2)
+
+    in_memory = _BucketedReduction.of(model, groups, options, 4).order
+
+    assert list(in_memory) == list(_GradientReduction.of(model, groups, options, 2).order)
+    assert list(in_memory) == ([4, 3, 2, 1, 0] if overlap else [0, 1, 2, 3, 4])
 
 
 def test_gradients_summed_in_fp32_are_kept_for_the_ranks_part_only():
