@@ -5,6 +5,7 @@ This is the hot path of monitoring: it runs on the training thread for every col
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -185,7 +186,10 @@ class CallRecorder:
             before = call
 
     def on_error(self, call: CollectiveCall) -> None:
-        """Report a call that raised, unless it was refused before it was issued."""
+        """Report a call that raised, unless it was refused before it was issued.
+
+        A call that Ctrl-C or the end of the script interrupts is no failure of another rank.
+        """
         group = call.group
         issued = group.num_issued()
         if issued is not None and issued < group.recorded:
@@ -193,7 +197,7 @@ class CallRecorder:
             if call.sequence == group.rank_set.issued:
                 group.rank_set.issued -= 1
             call.sequence = 0
-        elif self._on_failed is not None and call.sequence:
+        elif self._on_failed is not None and call.sequence and isinstance(sys.exception(), Exception):
             self._on_failed(call)
 
     def wait_for_completion(self, timeout_seconds: float) -> None:
