@@ -33,12 +33,15 @@ def launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from .launcher_notes import noting_exits
+
     options = _parse(arguments)
     _check(options)
     _set_run_id(options)
     _prepare_restarts(options)
     try:
-        torchrun.main(_monitored_command(arguments, options))
+        with noting_exits(load_settings().run_log.folder):
+            torchrun.main(_monitored_command(arguments, options))
     except ChildFailedError as error:
         error.name = options.training_script  # otherwise torchrun's summary names zerowatch
         sys.stderr.write(f"{error.format_msg()}\n")

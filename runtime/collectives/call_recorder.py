@@ -197,7 +197,9 @@ class CallRecorder:
             if call.sequence == group.rank_set.issued:
                 group.rank_set.issued -= 1
             call.sequence = 0
-        elif self._on_failed is not None and call.sequence and isinstance(sys.exception(), Exception):
+        elif (
+            self._on_failed is not None and call.sequence and isinstance(sys.exception(), Exception)
+        ):
             self._on_failed(call)
 
     def wait_for_completion(self, timeout_seconds: float) -> None:

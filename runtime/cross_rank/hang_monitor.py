@@ -6,6 +6,7 @@ may block, and are written on a thread of their own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -22,6 +23,7 @@ from ...metrics.settings import HangSettings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer
+from ..memory.oom.exit_notes import ExitNote, write_exit_note
 from .expected_pauses import ExpectedPauses
 from .hang_context import HangContext
 from .hang_detector import HangDetector, HangState, ProgressSample
@@ -183,10 +185,20 @@ class HangMonitor:
     def _abort(self) -> None:
         """End the process at once; neither log nor output may delay that."""
         self.close()
-        thread = _start_thread("zerowatch-abort", self._log_abort_and_flush)
-        if thread is not None:
-            thread.join(FLUSH_SECONDS)
+        bodies = (self._note_abort, self._log_abort_and_flush)
+        for thread in [_start_thread("zerowatch-abort", body) for body in bodies]:
+            if thread is not None:
+                thread.join(FLUSH_SECONDS)
         self._exit_process(ABORT_EXIT_CODE)
+
+    def _note_abort(self) -> None:
+        """Leave a note for the next start, which reports ranks that exited uncleanly."""
+        text = f"ended itself with code {ABORT_EXIT_CODE}, as training hung and hang.abort is set"
+        folder = self._context.folder()
+        if folder is not None:
+            note = ExitNote(text=text, may_be_oom_kill=False)
+            with contextlib.suppress(OSError):
+                write_exit_note(folder, self._context.rank, os.getpid(), "hang", note)
 
     def _log_abort_and_flush(self) -> None:
         rank = self._context.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class MemoryMonitor:
         self._oom_reporter = self._new_oom_reporter() if settings.enabled else None
         self._oom_device = "cpu"
         self._liveness: LivenessFile | None = None
+        self._began_unix_seconds = time.time()
         self._closed = self._engine_replaced = False
         self._offload: OffloadTraffic | None = None
         if settings.enabled:
@@ -200,7 +202,10 @@ class MemoryMonitor:
         if folder is None:
             return
         rank, host = self._context.identity.rank, self._context.identity.host
-        killed = [each for each in detect_killed_ranks(folder.parent, host) if each.by_oom_killer]
+        found = detect_killed_ranks(
+            folder.parent, host, before_unix_seconds=self._began_unix_seconds
+        )
+        killed = [each for each in found if each.by_oom_killer]
         if killed:
             self._context.recorder.add(memory.OOMS, len(killed), "cpu", "killed")
         self._liveness = LivenessFile(folder, rank, host)

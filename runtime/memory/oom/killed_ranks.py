@@ -22,6 +22,7 @@ from ...common.format_numbers import format_bytes
 from ...common.report_files import create_first_free, utc_text
 from ..forecast.peak_readings import Shape
 from .error_report import format_percent, format_shapes
+from .exit_notes import FOLDER, ExitNote, read_exit_notes
 from .liveness_file import (
     ROOT,
     SUFFIX,
@@ -98,6 +99,7 @@ class KilledRank:
         folder: The run folder of the rank.
         process: The process.
         finding: Why it exited.
+        notes: How it exited, as noted by itself or by its launcher.
         records: The last step records of the rank, latest last.
         report: Path of the report; None if the folder cannot be written.
     """
@@ -105,6 +107,7 @@ class KilledRank:
     folder: Path
     process: ProcessMarker
     finding: ExitFinding
+    notes: Sequence[ExitNote]
     records: tuple[LastRecord, ...]
     report: Path | None
 
@@ -114,7 +117,9 @@ class KilledRank:
         return self.finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
 
 
-def detect_killed_ranks(runs: Path, host: str, *, root: Path = ROOT) -> list[KilledRank]:
+def detect_killed_ranks(
+    runs: Path, host: str, *, before_unix_seconds: float = math.inf, root: Path = ROOT
+) -> list[KilledRank]:
     """Find, report and log ranks that exited uncleanly and were not reported yet.
 
     Call it before this process writes its own liveness file, and not on the training thread: it
@@ -123,6 +128,8 @@ def detect_killed_ranks(runs: Path, host: str, *, root: Path = ROOT) -> list[Kil
     Args:
         runs: The folder that contains all run folders.
         host: This machine's name; ranks of other hosts are left to those.
+        before_unix_seconds: When this process began to monitor. A restarted rank appends to the log
+            of the rank that exited; later records are its own.
         root: The root of the file system, for tests.
     """
     found = []
@@ -134,7 +141,7 @@ def detect_killed_ranks(runs: Path, host: str, *, root: Path = ROOT) -> list[Kil
         ]
         together = {process for _, process in dead}.union(_reported(folder))
         for path, process in dead:
-            killed = _report(folder, path, process, together, root)
+            killed = _report(folder, path, process, together, before_unix_seconds, root)
             if killed is not None:
                 found.append(killed)
     return found
@@ -217,9 +224,16 @@ def _markers(folder: Path) -> Iterator[tuple[Path, ProcessMarker]]:
             yield path, process
 
 
+def markers_by_pid(runs: Path) -> Mapping[int, Path]:
+    """Return the run folders of the newest runs' liveness files, by process id."""
+    return {
+        process.pid: folder for folder in reversed(_newest(runs)) for _, process in _markers(folder)
+    }
+
+
 def _reported(folder: Path) -> list[ProcessMarker]:
     """Return the processes of a run folder that were reported already, by any rank."""
-    found = map(read_marker, (folder / "oom").glob(f"rank-*{REPORTED_SUFFIX}"))
+    found = map(read_marker, (folder / FOLDER).glob(f"rank-*{REPORTED_SUFFIX}"))
     return [process for process in found if process is not None]
 
 
@@ -235,14 +249,18 @@ def _report(
     path: Path,
     process: ProcessMarker,
     together: Set[ProcessMarker],
+    before_unix_seconds: float,
     root: Path,
 ) -> KilledRank | None:
     """Move the liveness file away, classify, write and log; None if another rank was faster."""
-    records = read_last_records(folder, process.rank, process.started_at_unix_seconds)
+    records = read_last_records(
+        folder, process.rank, process.started_at_unix_seconds, before_unix_seconds
+    )
+    notes = read_exit_notes(folder, process.rank, process.pid)
     name = f"rank-{process.rank}-{process.pid}-{process.start_ticks}{REPORTED_SUFFIX}"
     try:
-        (folder / "oom").mkdir(exist_ok=True)
-        path.rename(folder / "oom" / name)
+        (folder / FOLDER).mkdir(exist_ok=True)
+        path.rename(folder / FOLDER / name)
         same_boot = process.boot_id == boot_id(root)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
@@ -258,13 +276,24 @@ def _report(
         limit_ratio=_latest(records, "limit_ratio"),
         risk_ratio=_latest(records, "risk_ratio"),
     )
-    report = _write(folder / "oom", process.rank, _report_text(process, finding, records))
+    if notes and not any(note.may_be_oom_kill for note in notes):
+        reason = "its exit is known, and was none by SIGKILL"
+        finding = ExitFinding(cause=ExitCause.OTHERWISE, reason=reason)
+    is_oom = finding.cause in (ExitCause.OOM_KILLER, ExitCause.PROBABLY)
+    text = _report_text(process, finding, notes, records)
+    report = _write(folder / ("oom" if is_oom else FOLDER), process.rank, text)
     # Most unclean exits are signals sent by launchers, which need no warning.
     level = logging.INFO if finding.cause is ExitCause.OTHERWISE else logging.WARNING
     where = f"report: {report}" if report else "no report could be written"
-    logger.log(level, "run %s: %s (%s)", folder.name, _headline(process, finding, records), where)
+    headline = _headline(process, finding, notes, records)
+    logger.log(level, "run %s: %s (%s)", folder.name, headline, where)
     return KilledRank(
-        folder=folder, process=process, finding=finding, records=tuple(records), report=report
+        folder=folder,
+        process=process,
+        finding=finding,
+        notes=notes,
+        records=tuple(records),
+        report=report,
     )
 
 
@@ -277,6 +306,7 @@ def _is_same_launch(process: ProcessMarker, other: ProcessMarker) -> bool:
 def _write(folder: Path, rank: int, text: str) -> Path | None:
     endings = chain([""], (f"-{number}" for number in count(2)))
     try:
+        folder.mkdir(exist_ok=True)
         created = create_first_free(
             folder / f"rank-{rank}-killed{ending}.txt" for ending in endings
         )
@@ -308,21 +338,34 @@ _ADVICE = {
 }
 
 
-def _headline(process: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]) -> str:
+def _headline(
+    process: ProcessMarker,
+    finding: ExitFinding,
+    notes: Sequence[ExitNote],
+    records: Sequence[LastRecord],
+) -> str:
     """Return one line: rank, cause, last step and last memory reading."""
+    is_noted = notes and finding.cause in (ExitCause.OTHERWISE, ExitCause.UNKNOWN)
+    cause = notes[0].text if is_noted else finding.cause.value
     step = f"after step {records[-1].step}" if records else "before its first record"
-    return f"rank {process.rank} {finding.cause.value}, {step}{_last_memory(records)}"
+    return f"rank {process.rank} {cause}, {step}{_last_memory(records)}"
 
 
 def _report_text(
-    process: ProcessMarker, finding: ExitFinding, records: Sequence[LastRecord]
+    process: ProcessMarker,
+    finding: ExitFinding,
+    notes: Sequence[ExitNote],
+    records: Sequence[LastRecord],
 ) -> str:
     """Return the whole report; line 1 is the headline."""
     started = utc_text(process.started_at_unix_seconds)
-    lines = [_headline(process, finding, records), ""]
+    lines = [_headline(process, finding, notes, records), ""]
     lines += [f"rank {process.rank} on {process.host}, process {process.pid}, started {started}"]
     if records:
         lines += [f"last record: {utc_text(records[-1].ended_at_unix_seconds)}"]
+    lines += [f"rank {process.rank} {note.text}" for note in notes]
+    if not notes:
+        lines += ["whether it was the first rank to exit is unknown: `zerowatch run` notes it"]
     lines += [f"the kernel's OOM killer: {finding.reason}", "", *_table(records), ""]
     lines += ["What to do next:"]
     lines += [f"  {n}. {line}" for n, line in enumerate(_ADVICE[finding.cause], 1)]
@@ -363,12 +406,21 @@ def _table(records: Sequence[LastRecord]) -> Iterator[str]:
 # The step log.
 
 
-def read_last_records(folder: Path, rank: int, since_unix_seconds: float) -> list[LastRecord]:
-    """Return the last records of a rank in the step log, from a time on."""
+def read_last_records(
+    folder: Path,
+    rank: int,
+    since_unix_seconds: float,
+    before_unix_seconds: float = math.inf,
+) -> list[LastRecord]:
+    """Return the last records of a rank in the step log, within a period."""
     lines = _tail(folder / f"rank-{rank}.jsonl")
     if len(lines) < MAX_RECORDS:  # the log has just rotated
         lines = _tail(folder / f"rank-{rank}.1.jsonl") + lines
-    found = [record for record in _records(lines) if _ended_at(record) >= since_unix_seconds]
+    found = [
+        record
+        for record in _records(lines)
+        if since_unix_seconds <= _ended_at(record) < before_unix_seconds
+    ]
     return [_last_record(record) for record in found[-MAX_RECORDS:]]
 
 

@@ -42,6 +42,11 @@ USED_NAMES: tuple[tuple[str, str, str], ...] = (
         "runtime/collectives/groups.py",
         "_get_sequence_number_for_group _get_backend size",
     ),
+    (
+        "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent",
+        "runtime/cli/launcher_notes.py",
+        "_monitor_workers",
+    ),
     ("torch.distributed:Work", COLLECTIVES, "get_future wait"),
     ("torch.cuda:Stream", STREAMS, "wait_stream wait_event synchronize"),
     ("torch.cuda:Event", STREAMS, "record wait synchronize"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from fakes.hangs import CALL, WatchedRank
 
 from zerowatch.metrics.catalog import communication
 from zerowatch.runtime.common.phase_timer import FORWARD
+from zerowatch.runtime.memory.oom.exit_notes import read_exit_notes
 
 
 def test_a_hang_is_counted_announced_reported_and_logged_once(tmp_path: Path, caplog: Any) -> None:
@@ -85,7 +87,17 @@ def test_abort_ends_the_process_at_a_second_limit(tmp_path: Path) -> None:
     rank.pass_seconds(1)
 
     assert (early, rank.exits) == ([], [70])
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("hang-*"))) == 1
+
+
+def test_an_abort_is_noted_for_the_report_at_the_next_start(tmp_path: Path) -> None:
+    rank = WatchedRank(tmp_path, abort=True)
+
+    rank.pass_seconds(60)
+
+    (note,) = read_exit_notes(tmp_path, rank.context.rank, os.getpid())
+    assert "hang.abort" in note.text
+    assert not note.may_be_oom_kill
 
 
 def test_a_rank_that_resumes_is_not_aborted(tmp_path: Path) -> None:

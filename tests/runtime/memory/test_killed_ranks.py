@@ -11,12 +11,15 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from scripts.launching import SCRIPTS
 from scripts.memory.oom_cgroup import memory_cgroup
 
+from zerowatch.runtime.cli.launcher_notes import write_notes
+from zerowatch.runtime.memory.oom.exit_notes import ExitNote, read_exit_notes, write_exit_note
 from zerowatch.runtime.memory.oom.killed_ranks import (
     ExitCause,
     LastRecord,
@@ -271,7 +274,8 @@ def test_a_second_kill_in_the_same_run_gets_a_separate_report(tmp_path: Path) ->
 
     (again,) = detect_killed_ranks(tmp_path, HOST)
 
-    assert again.report == tmp_path / "one" / "oom" / "rank-0-killed-2.txt"
+    assert again.report is not None
+    assert again.report.name == "rank-0-killed-2.txt"
     assert stat.S_IMODE(again.report.stat().st_mode) == 0o600
 
 
@@ -311,6 +315,53 @@ def test_only_records_of_that_process_are_reported_and_an_incomplete_line_is_ign
     assert killed.report is not None
     first = killed.report.read_text().splitlines()[0]
     assert "after step 39; last reading: 900 B RSS, limit 0.977 KiB, risk 75 %" in first
+
+
+def test_records_of_the_restarted_rank_are_not_reported(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", process())
+    steps = {41: 1010.0, 42: 1011.0, 1: 1031.0}
+    records = [
+        {"step": step, "ended_at_unix_seconds": at, "memory_bytes": {}}
+        for step, at in steps.items()
+    ]
+    lines = "\n".join(json.dumps(record) for record in records)
+    (tmp_path / "one" / "rank-0.jsonl").write_text(lines + "\n")
+
+    (killed,) = detect_killed_ranks(tmp_path, HOST, before_unix_seconds=1030.0)
+
+    assert [each.step for each in killed.records] == [41, 42]
+
+
+def test_the_report_says_how_a_rank_exited_if_that_was_noted(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", process(), process(rank=1, pid=2**22 + 2))
+    aborted = ExitNote(text="ended itself, as hang.abort is set", may_be_oom_kill=False)
+    write_exit_note(tmp_path / "one", 0, 2**22 + 1, "hang", aborted)
+
+    noted, other = detect_killed_ranks(tmp_path, HOST)
+
+    assert noted.report is not None
+    assert other.report is not None
+    assert noted.report.read_text().startswith("rank 0 ended itself, as hang.abort is set, before")
+    assert noted.finding.cause is ExitCause.OTHERWISE
+    assert "ended itself" not in other.report.read_text()
+    assert noted.report.parent == tmp_path / "one" / "exits"
+
+
+def test_the_launcher_notes_which_rank_exited_first(tmp_path: Path) -> None:
+    leave_markers(tmp_path / "one", *(process(rank=rank, pid=100 + rank) for rank in range(4)))
+    exits = {2: -signal.SIGKILL, 0: 1, 3: -signal.SIGTERM}
+    failures = {rank: SimpleNamespace(exitcode=code, timestamp=5) for rank, code in exits.items()}
+
+    write_notes(tmp_path, {rank: 100 + rank for rank in range(4)} | {7: 107}, failures)
+
+    notes = [read_exit_notes(tmp_path / "one", rank, 100 + rank)[0] for rank in range(4)]
+    assert [note.text for note in notes] == [
+        "exited with code 1, after rank 2 had exited by SIGKILL",
+        "was ended by the launcher, after rank 2 had exited by SIGKILL",
+        "was the first rank of this host to exit, by SIGKILL",
+        "was ended by the launcher, after rank 2 had exited by SIGKILL",
+    ]
+    assert [note.may_be_oom_kill for note in notes] == [False, False, True, False]
 
 
 def grown(runs: Path, steps: int, cgroup: Path | None = None) -> subprocess.Popen[str]:
@@ -375,5 +426,6 @@ def test_a_rank_killed_otherwise_is_not_reported_as_out_of_memory(
     assert not rank.by_oom_killer
     assert rank.finding.cause is ExitCause.OTHERWISE
     assert rank.report is not None
+    assert rank.report.parent == tmp_path / "one" / "exits"
     assert "not by the kernel's OOM killer" in rank.report.read_text().splitlines()[0]
     assert [record.levelname for record in log.records] == ["INFO"]

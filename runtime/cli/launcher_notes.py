@@ -1,0 +1,71 @@
+"""Notes which rank exited first, as the agent of torchrun in this process sees it.
+
+The next start reports the ranks that exited uncleanly, and reads the notes.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..common.fail_open import FailOpen
+from ..memory.oom.exit_notes import ExitNote, write_exit_note
+from ..memory.oom.killed_ranks import markers_by_pid
+
+
+@contextmanager
+def noting_exits(runs: Path) -> Iterator[None]:
+    """Note the exits of this process's workers, of each attempt, while the context is open.
+
+    Args:
+        runs: The folder of run folders.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    original = LocalElasticAgent._monitor_workers
+    note = FailOpen().wrap("exit notes", write_notes)
+
+    def monitor(agent: Any, worker_group: Any) -> Any:
+        result = original(agent, worker_group)
+        if result.failures:
+            pids = {worker.global_rank: worker.id for worker in worker_group.workers}
+            note(runs, pids, result.failures)
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalElasticAgent._monitor_workers = original  # type: ignore[method-assign]
+
+
+def write_notes(runs: Path, pids: Mapping[int, int], failures: Mapping[int, Any]) -> None:
+    """Write a note on each worker that has left its liveness file.
+
+    Args:
+        runs: The folder of run folders.
+        pids: Process ids of all workers by rank.
+        failures: torch's ProcessFailure by rank, the first to exit first among those of a second.
+    """
+    first = min(failures, key=lambda rank: failures[rank].timestamp)
+    how_first = _how(failures[first].exitcode)
+    left = markers_by_pid(runs)
+    for rank, pid in pids.items():
+        if pid not in left:
+            continue
+        code = failures[rank].exitcode if rank in failures else -signal.SIGTERM
+        if rank == first:
+            text = f"was the first rank of this host to exit, {how_first}"
+        elif code == -signal.SIGTERM:
+            text = f"was ended by the launcher, after rank {first} had exited {how_first}"
+        else:
+            text = f"exited {_how(code)}, after rank {first} had exited {how_first}"
+        note = ExitNote(text=text, may_be_oom_kill=code == -signal.SIGKILL)
+        write_exit_note(left[pid], rank, pid, "launcher", note)
+
+
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
