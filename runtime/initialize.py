@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..metrics.catalog.training import STEPS
 from ..metrics.settings import Settings, load_settings
 from .collectives.instrument import CollectiveInstrumentation
 from .common.ds_config import read_zerowatch_block
 from .common.ds_config_errors import ConfigErrors, warn_of_misspelt_keys
 from .common.fail_open import FailOpen
 from .monitor.console_logging import show_own_lines
+from .monitor.startup_monitor import StartupMonitor
 from .monitor.watch import NullWatch, Watch, WatchHandle
 
 if TYPE_CHECKING:
@@ -45,6 +47,17 @@ class _Process:
     collectives: CollectiveInstrumentation | None = None
     watch: Watch | None = None
     num_watches: int = 0
+    startup: StartupMonitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.startup = StartupMonitor(self.has_stepped, self.fail_open)
+
+    def has_stepped(self) -> bool:
+        """Whether the watch has seen a step, or is closed."""
+        watch = self.watch
+        if watch is None:
+            return False
+        return not watch.is_open or bool(watch.snapshot().value(STEPS))
 
     def open_collectives(self) -> CollectiveInstrumentation:
         if self.collectives is None:
@@ -137,6 +150,7 @@ def initialize(
     loaded = load_settings(settings, read_zerowatch_block(ds_config))
     if loaded.enabled:
         _process.open_collectives()
+        _process.startup.start(initializing=True)
     _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(ds_config)
     with ConfigErrors(ds_config, _process.fail_open, raise_ours=True):
         result: tuple[Any, Any, Any, Any] = original(**given)
@@ -197,12 +211,16 @@ def instrument_torch() -> None:
 def wrap_deepspeed(deepspeed: ModuleType) -> None:
     """Replace deepspeed.initialize, right after its import, by a function that also watches."""
     original = deepspeed.initialize
+    if load_settings(ds_block={"enabled": True}).enabled:
+        _process.startup.start()
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         config = _config_given(original, args, kwargs)
         show_own_lines()
         settings = load_settings(ds_block=read_zerowatch_block(config))
+        if settings.enabled:
+            _process.startup.start(initializing=True)
         _process.fail_open.wrap("ds config", warn_of_misspelt_keys)(config)
         with ConfigErrors(config, _process.fail_open):
             result = original(*args, **kwargs)
@@ -219,6 +237,7 @@ def close_watch(*, failed: bool) -> None:
     Args:
         failed: Whether the run ends by an exception or a signal; then no scrape is waited for.
     """
+    _process.startup.stop()
     if _process.watch is not None:
         _process.watch.close(failed=failed, at_exit=True)
     if _process.collectives is not None:

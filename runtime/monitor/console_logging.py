@@ -22,9 +22,11 @@ def show_own_lines() -> None:
     handler = ConsoleHandler()
     handler.setFormatter(logging.Formatter("zerowatch: %(message)s"))
     ours.addHandler(handler)
-    # Once per run: where metrics and logs are, killed ranks, a loaded checkpoint, tuner decisions.
+    # Once per run: where metrics and logs are, killed ranks, a loaded checkpoint, tuner decisions,
+    # a start that takes long.
     for name in (
         "zerowatch.runtime.monitor.run_info",
+        "zerowatch.runtime.monitor.startup_monitor",
         "zerowatch.runtime.memory.oom.killed_ranks",
         "zerowatch.runtime.trainer.checkpoint.load",
         "zerowatch.runtime.tuner.decision_reporter",

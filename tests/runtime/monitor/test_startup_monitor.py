@@ -1,0 +1,108 @@
+"""Where a job is that takes no first step: at a lock of torch's extensions, or elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.scraper import eventually
+from torch.utils.file_baton import FileBaton
+
+from zerowatch.runtime.common.fail_open import FailOpen
+from zerowatch.runtime.monitor.startup_monitor import StartupMonitor, awaited_lock
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[Path]:
+    """A lock of three hours ago, for which a thread waits as torch does."""
+    path = tmp_path / "lock"
+    path.touch()
+    os.utime(path, (time.time() - 3 * 3600 - 300,) * 2)
+    waiting = threading.Thread(target=FileBaton(str(path)).wait)
+    waiting.start()
+    assert eventually(lambda: awaited_lock() == path)
+    yield path
+    path.unlink()
+    waiting.join()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "zerowatch.runtime.monitor.startup_monitor")
+    return caplog
+
+
+def monitor(has_stepped: bool = False, seconds: float = 30.0) -> StartupMonitor:
+    return StartupMonitor(lambda: has_stepped, FailOpen(), seconds)
+
+
+def test_a_stale_lock_is_named_once_with_its_age_and_what_to_do(
+    lock: Path, log: pytest.LogCaptureFixture
+) -> None:
+    started = monitor()
+
+    started.check(30.0)
+    started.check(60.0)
+
+    (line,) = log.messages
+    assert "before the first step after 30 s" in line
+    assert f"the lock {lock} since 3 h 5 min" in line
+    assert f"rm {lock}" in line
+    assert log.records[0].levelname == "WARNING"
+
+
+def test_a_lock_of_a_running_compilation_is_not_called_stale(
+    lock: Path, log: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, cwd=lock.parent, stdin=subprocess.PIPE) as compiler:
+        monitor().check(30.0)
+        compiler.kill()
+
+    (line,) = log.messages
+    assert f"process {compiler.pid} compiles there" in line
+    assert "rm " not in line
+
+
+def test_a_long_start_is_reported_with_its_place_if_training_is_initialized(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    started = monitor()
+    started.check(30.0)
+    before = log.messages[:]
+
+    started.start(initializing=True)
+    started.check(30.0)
+    started.stop()
+
+    assert before == []
+    (line,) = log.messages
+    assert "before the first step after 30 s: in _place (monitor/startup_monitor.py:" in line
+
+
+def test_nothing_is_logged_after_the_first_step(log: pytest.LogCaptureFixture) -> None:
+    started = monitor(has_stepped=True, seconds=0.001)
+
+    started.start(initializing=True)
+    ended = eventually(
+        lambda: not any(t.name == "zerowatch-startup" for t in threading.enumerate())
+    )
+
+    assert ended
+    assert log.messages == []
+
+
+def test_the_thread_logs_by_itself(lock: Path, log: pytest.LogCaptureFixture) -> None:
+    started = monitor(seconds=0.01)
+
+    started.start()
+
+    assert eventually(lambda: bool(log.messages), 30)
+    started.stop()
