@@ -39,19 +39,20 @@ COMM_EXPOSED_SECONDS = counter(
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
-    "Seconds of compared collectives spent waiting for a later rank.",
+    "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
+    "on all ranks, else estimated from the link.",
     GROUP,
 )
 COMM_TRANSFER_SECONDS = counter(
     "comm_transfer_seconds_total",
-    "Seconds of compared collectives spent moving data.",
+    "Seconds of collectives spent moving data: their duration less the wait.",
     GROUP,
 )
 COMM_CAUSE_SECONDS = counter(
     "comm_cause_seconds_total",
-    "Exposed seconds of compared collectives by cause: imbalance (another rank was late), latency "
-    "(fixed cost of each call), redundancy (more bytes than the ZeRO stage needs: see "
-    "comm_volume_ratio and `zerowatch estimate`), bandwidth (the rest).",
+    "Exposed seconds of collectives whose wait is known, by cause: imbalance (another rank was "
+    "late), latency (fixed cost of each call), redundancy (more bytes than the ZeRO stage needs: "
+    "see comm_volume_ratio and `zerowatch estimate`), bandwidth (the rest).",
     CAUSE,
 )
 COMM_BUS_BANDWIDTH = gauge(

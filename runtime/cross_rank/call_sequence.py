@@ -31,7 +31,7 @@ class CallSequence:
         rank_set: The rank set.
         names: The readable form of each signature.
         unmatched: Calls that are reported and wait for a result, in order.
-        local_only: Settled calls that are not compared, such as send, or those dropped unreported.
+        unreported: Settled calls that are not reported: without a number, such as send, or dropped.
         lost: Whether calls were dropped since this was last reset, as they were too many.
     """
 
@@ -39,7 +39,7 @@ class CallSequence:
         self.rank_set = rank_set
         self.names: dict[int, str] = {}
         self.unmatched: deque[CollectiveCall] = deque()
-        self.local_only: list[CollectiveCall] = []
+        self.unreported: list[CollectiveCall] = []
         self.lost = False
         self._signatures: dict[tuple[object, ...], int] = {}
         self._in_flight: deque[CollectiveCall] = deque()
@@ -143,9 +143,9 @@ class CallSequence:
         self._defer(calls.popleft())
 
     def _defer(self, call: CollectiveCall) -> None:
-        """Count a call as local only, once it has settled."""
+        """Count a call as not reported, once it has settled."""
         if call.settled:
-            self.local_only.append(call)
+            self.unreported.append(call)
             return
         self._deferred.append(call)
         if len(self._deferred) > RECENT_CALLS:

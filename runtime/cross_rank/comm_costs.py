@@ -78,7 +78,7 @@ class ExposedTimeCauses:
 class CostTotals:
     """Seconds since the last publication, by group role and by cause.
 
-    Calls that could not be compared add to `exposed` only.
+    Matched and estimated calls add to all of them, calls with an unknown wait to `exposed` only.
     """
 
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -126,14 +126,14 @@ class CommCosts:
         self._messages: OrderedDict[int, deque[float]] = OrderedDict()
         self._is_stale = False
 
-    def add_compared(
+    def add_matched(
         self,
         call: CollectiveCall,
         min_seconds: float,
         totals: CostTotals,
         volume_ratio: float | None,
     ) -> None:
-        """Add a symmetric call, given its least duration over the ranks; the excess was waiting."""
+        """Add a call that was found on all ranks; what exceeds its least duration was waiting."""
         wire_bytes = _wire_bytes(call)
         self.wire_bytes += wire_bytes
         if call.op != UNEVEN:
@@ -143,10 +143,10 @@ class CommCosts:
         wait = max(0.0, call.duration_ns / 1e9 - min_seconds)
         self._add(call, wire_bytes, wait, totals, volume_ratio)
 
-    def add_local_only(
+    def add_estimated(
         self, call: CollectiveCall, totals: CostTotals, volume_ratio: float | None
     ) -> None:
-        """Add a call that is not compared: what the link does not explain was waiting."""
+        """Add an unmatched call; its wait is estimated as the time that the link cannot explain."""
         if not call.timed:
             return
         if OPS[call.op] in POINT_TO_POINT:
@@ -155,8 +155,8 @@ class CommCosts:
         wait = max(0.0, duration - self._transfer_seconds(wire_bytes, duration))
         self._add(call, wire_bytes, wait, totals, volume_ratio)
 
-    def add_uncomparable(self, call: CollectiveCall, totals: CostTotals) -> None:
-        """Add a call of which it is unknown how long it waited: it counts as exposed only."""
+    def add_exposed_only(self, call: CollectiveCall, totals: CostTotals) -> None:
+        """Add an unmatched call whose wait is unknown, as exposed time without a cause."""
         if call.timed:
             totals.exposed[call.group.role] += call.exposed_ns / 1e9
 

@@ -20,8 +20,11 @@ from .rank_messages import CallReport, CompareResult
 class LocalAccounting:
     """Adds up the costs of this rank's collectives, from its construction on.
 
-    The argument `is_compared` is whether the ranks are compared at all. If they are not, the
-    causes of a wait are unknown.
+    A call is matched if the same call was found on all ranks of its rank set, so that its wait is
+    measured. The wait of any other call is estimated from the link, as long as the ranks are
+    compared and their calls match. Otherwise it is unknown, and the call counts as exposed only.
+
+    The argument `is_compared` is whether the ranks are compared at all.
 
     Args:
         groups: The process groups seen so far.
@@ -30,7 +33,7 @@ class LocalAccounting:
 
     Attributes:
         volume_ratio: Wire bytes of a step over the least possible; None while unknown.
-        unmatched: Times that calls could not be compared: no result came, calls were lost, or the
+        unmatched: Times that calls could not be matched: no result came, calls were lost, or the
             ranks had diverged.
     """
 
@@ -88,22 +91,22 @@ class LocalAccounting:
             at = call.sequence - result.first_call
             min_seconds = float(result.min_durations[at]) if at >= 0 else math.nan
             if at >= 0 and call.timed:  # a result includes this rank's own duration at least
-                state.compared = not math.isnan(min_seconds)
-                failed |= not state.compared
+                state.is_matching = not math.isnan(min_seconds)
+                failed |= not state.is_matching
             if math.isnan(min_seconds) or not _has_counterparts(call):
-                rest.append((call, state.compared))
+                rest.append((call, state.is_matching))
             else:
                 costs = state.costs_of(call)
-                costs.add_compared(call, min_seconds, self._totals, self.volume_ratio)
+                costs.add_matched(call, min_seconds, self._totals, self.volume_ratio)
         self.unmatched += failed
-        for call, compared in rest:  # last, as the calls above show what the link can do
+        for call, is_matching in rest:  # last, as the calls above show what the link can do
             state.costs_of(call).refit()
-            self._add_local_only(state, call, is_compared=compared)
+            self._add_unmatched(state, call, is_compared=is_matching)
         while state.reported and not (unmatched and unmatched[0].sequence < state.reported[0][1]):
             state.reported.popleft()
 
     def expire(self, patience_seconds: float, *, is_compared: bool) -> None:
-        """Add calls without a result for so long as local only; with 0 s, that is no failure."""
+        """Add calls without a result for so long as unmatched; with 0 s, that is no failure."""
         before = self._now() - patience_seconds
         for state in self._states.values():
             end = 0
@@ -111,10 +114,10 @@ class LocalAccounting:
                 end = state.reported.popleft()[1]
             unmatched = state.sequence.unmatched
             is_late = patience_seconds > 0 and bool(unmatched) and unmatched[0].sequence < end
-            state.compared = state.compared and not is_late
+            state.is_matching = state.is_matching and not is_late
             while unmatched and unmatched[0].sequence < end:
                 call = unmatched.popleft()
-                self._add_local_only(state, call, is_compared=state.compared and is_compared)
+                self._add_unmatched(state, call, is_compared=state.is_matching and is_compared)
             self.unmatched += is_late + state.sequence.lost
             state.sequence.lost = False
 
@@ -143,39 +146,40 @@ class LocalAccounting:
         return self._states[rank_set]
 
     def _add_unreported(self, state: _RankSetState, *, is_compared: bool) -> None:
-        """Add the calls that no other rank compares."""
+        """Add the calls that are not reported to the comparison."""
         sequence = state.sequence
-        calls = sequence.local_only
+        calls = sequence.unreported
         if sequence.rank_set.size == 1:
             calls = [*calls, *sequence.unmatched]
             sequence.unmatched.clear()
         for call in calls:
-            self._add_local_only(state, call, is_compared=state.compared and is_compared)
-        sequence.local_only.clear()
+            self._add_unmatched(state, call, is_compared=state.is_matching and is_compared)
+        sequence.unreported.clear()
 
-    def _add_local_only(
+    def _add_unmatched(
         self, state: _RankSetState, call: CollectiveCall, *, is_compared: bool
     ) -> None:
+        """Estimate the wait of a call that was not matched, or count it as exposed only."""
         costs = state.costs_of(call)
         if state.sequence.rank_set.size == 1 or is_compared:
-            costs.add_local_only(call, self._totals, self.volume_ratio)
+            costs.add_estimated(call, self._totals, self.volume_ratio)
         else:
-            costs.add_uncomparable(call, self._totals)
+            costs.add_exposed_only(call, self._totals)
 
 
 class _RankSetState:
     """One rank set: its calls, their costs, and which of them were reported when.
 
     Attributes:
-        compared: Whether the last result held durations. Where none came, or one without them,
-            there is no rank to compare with, or the members' calls do not belong together.
+        is_matching: Whether the members' calls match: the last result held durations. It did not
+            where there is no other rank to compare with, or the ranks have diverged.
         costs: The costs of each backend, as each has a link of its own.
         reported: When calls were reported, and the number after the last of them.
     """
 
     def __init__(self, sequence: CallSequence) -> None:
         self.sequence = sequence
-        self.compared = True
+        self.is_matching = True
         self.costs: dict[str, CommCosts] = {}
         self.reported: deque[tuple[float, int]] = deque()
 

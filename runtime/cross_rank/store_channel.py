@@ -27,7 +27,7 @@ from .store_log import StoreConnection, StoreLogReader, StoreLogWriter
 logger = logging.getLogger(__name__)
 
 # Exchanges without a report after which a rank is left out, and without a result after which a call
-# counts as local only.
+# counts as unmatched.
 PATIENCE_EXCHANGES = 4
 
 

@@ -33,7 +33,7 @@ class RecordedDecision:
         decision: The decision.
         inputs: What the change was proposed from.
         design: The trial's design; None where there was no trial.
-        times: Seconds per sample of each window of the trial in order; None for unusable ones.
+        times: Seconds per sample of each step of the trial in order; None for unusable ones.
     """
 
     decision: DecisionRecord

@@ -64,7 +64,7 @@ RUNAWAY_STEPS = 3
 NOISE_DEVIATIONS = 4.0
 HARM_GAIN = -0.01  # an upper bound below it shows harm
 MAX_PAUSES = 3  # pauses within one block, after which a trial is aborted
-MAX_UNUSABLE = 50  # consecutive unusable windows, after which a trial is aborted
+MAX_UNUSABLE = 50  # consecutive unusable steps, after which a trial is aborted
 # Level of the upper bound below which a trial ends for futility. A wrong end costs a gain and does
 # no harm. In simulation, a knob without effect takes half the steps of a level of 0.02, and one
 # more of 100 gains of 3 % is missed.
@@ -182,7 +182,7 @@ class TrialResult:
             favourable single steps of A and B.
         upper: Upper bound of the gain, at the level of a futile trial, by which such a one ends.
         pairs: Compared pairs of blocks.
-        steps: Windows of the trial.
+        steps: Steps of the trial.
         reason: Why the trial ended, as half a sentence.
     """
 
@@ -219,10 +219,10 @@ class _Pair:
 
 
 class AbComparison:
-    """Chooses the variant of the next window, and ends the trial as soon as the data allow.
+    """Chooses the variant of the next step, and ends the trial as soon as the data allow.
 
     Attributes:
-        variant: Variant of the next window; once there is a result, of the last one.
+        variant: Variant of the next step; once there is a result, of the last one.
         result: The result; None while the trial runs.
     """
 
@@ -253,12 +253,12 @@ class AbComparison:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the next window is not measured, because it follows a switch."""
+        """Whether the next step is not measured, because it follows a switch."""
         return self._unsettled > 0
 
     @property
     def may_end_block(self) -> bool:
-        """Whether the next window, if usable, ends a block."""
+        """Whether the next step, if usable, ends a block."""
         if self.result or self._unsettled:
             return False
         num = len(self._block) + 1
@@ -271,7 +271,7 @@ class AbComparison:
         self._pauses += 1
 
     def add(self, seconds_per_sample: float | None) -> None:
-        """Add the next window's time; None and values of 0 or less are unusable."""
+        """Add the next step's time; None and values of 0 or less are unusable."""
         if self.result:
             return
         self._steps += 1

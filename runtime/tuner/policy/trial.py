@@ -24,7 +24,7 @@ class Decision:
         reason: Why, as half a sentence.
         result: Result of the trial; None without a trial, or where it was aborted.
         design: Design of the trial; None where no trial was started.
-        times: Seconds per sample of each window of the trial in order; None for unusable ones.
+        times: Seconds per sample of each step of the trial in order; None for unusable ones.
         cost_seconds: Training time that the trial cost.
     """
 
@@ -44,7 +44,7 @@ class Decision:
 
 
 class Trial:
-    """Runs windows alternately with the configuration in use, A, and the proposed one, B.
+    """Runs steps alternately with the configuration in use, A, and the proposed one, B.
 
     Args:
         proposal: The difference between A and B.
@@ -63,12 +63,12 @@ class Trial:
         self.after: Configuration = {**inputs.configuration, **proposal.changes}
         self.cost_seconds = 0.0
         self._design, self._comparison = design, AbComparison(design)
-        self._num_outliers = 0  # consecutive windows of A
+        self._num_outliers = 0  # consecutive steps of A
         self._times: list[float | None] = []
 
     @property
     def wanted(self) -> Configuration:
-        """The configuration of the next window."""
+        """The configuration of the next step."""
         return self.before if self._comparison.variant == "A" else self.after
 
     @property
@@ -78,12 +78,12 @@ class Trial:
 
     @property
     def has_started(self) -> bool:
-        """Whether a window was run for it."""
+        """Whether a step was run for it."""
         return bool(self._times)
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether the configuration may change after the next window."""
+        """Whether the configuration may change after the next step."""
         return self._comparison.may_end_block
 
     @property
@@ -101,10 +101,10 @@ class Trial:
         self._comparison.pause()
 
     def add(self, step: StepTime, baseline: Baseline | None) -> float:
-        """Add a window that was run as wanted; return the seconds that it cost.
+        """Add a step that was run as wanted; return the seconds that it cost.
 
         Args:
-            step: The window.
+            step: The step.
             baseline: Step times before the trial; None if unknown.
         """
         comparison = self._comparison

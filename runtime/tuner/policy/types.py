@@ -156,14 +156,14 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Time and results of one window, which the controller receives.
+    """Time and results of one step, which the controller receives.
 
     Attributes:
         number: Number of the step.
-        seconds: Wall time since the end of the previous window, data loading included.
-        samples: Samples of the window on all ranks.
+        seconds: Wall time since the end of the previous step, data loading included.
+        samples: Samples of the step on all ranks.
         usable: False where something other than training fell into it: a checkpoint, an
-            evaluation, a change, a replayed window.
+            evaluation, a change, a replay.
         oom_risk: Highest OOM risk of any rank, 0 to 1.
         replays: Attempts at it that ran out of memory.
         loss: Mean over all ranks; None where unknown or not finite.

@@ -94,7 +94,7 @@ def test_json_has_the_same_plans(estimate, ds_json):
 
     written = json.loads(out)
     assert written["parameters"] == 7_000_000_000
-    assert [estimate["stage"] for estimate in written["plans"]] == [0, 1, 2, 3]
+    assert [one["stage"] for one in written["plans"]] == [0, 1, 2, 3]
     assert written["plans"][2]["volume_ratio"] == pytest.approx(1.8, rel=1e-3)
     assert written["plans"][2]["memory"]["device_bytes"]["parameters"] == pytest.approx(1.4e10)
 

@@ -56,7 +56,7 @@ def test_with_a_sequence_activations_have_a_column_and_count_in_the_peak(estimat
     _, out, _ = estimate(*SIZE, "--sequence", 4096, "--json")
     _, table, _ = estimate(*SIZE, "--sequence", 4096)
 
-    peaks = [estimate["peak"]["device_bytes"] for estimate in estimates(out)]
+    peaks = [one["peak"]["device_bytes"] for one in estimates(out)]
     assert all(
         more > less["peak"]["device_bytes"]
         for more, less in zip(peaks[1:], estimates(without)[1:], strict=True)
@@ -92,11 +92,11 @@ def test_the_micro_batch_is_derived_from_the_total_batch(estimate):
 def test_the_largest_micro_batch_fits_and_one_more_sample_does_not(estimate):
     options = (*SIZE, "--sequence", 2048, "--stage", 3, "--json")
     _, out, _ = estimate(*options, "--memory", "80GiB")
-    (estimate,) = estimates(out)
+    (found,) = estimates(out)
 
     peaks = [
         estimates(estimate(*options, "--micro-batch", size)[1])[0]["peak"]["device_bytes"]
-        for size in (estimate["largest_micro_batch"], estimate["largest_micro_batch"] + 1)
+        for size in (found["largest_micro_batch"], found["largest_micro_batch"] + 1)
     ]
 
     assert peaks[0] <= 80 * 2**30 < peaks[1]

@@ -69,14 +69,14 @@ def test_a_call_in_flight_for_too_long_is_not_compared_and_is_counted_once_it_en
     for _ in range(2):
         run(group, RECENT_CALLS - 1)
         sequence.poll()
-    before = list(sequence.local_only)
+    before = list(sequence.unreported)
     report = sequence.drain_report()
     group.settle(stuck, 5)
     sequence.poll()
 
     assert sequence.lost
     assert before == []
-    assert sequence.local_only == [stuck]
+    assert sequence.unreported == [stuck]
     assert (report.first_timed, len(report.durations)) == (2, 2 * RECENT_CALLS - 2)
 
 
@@ -90,11 +90,11 @@ def test_a_message_in_flight_does_not_block_the_numbered_calls(
     sequence.poll()
 
     assert len(report.durations) == 1
-    assert sequence.local_only == [message]
+    assert sequence.unreported == [message]
     assert not sequence.lost
 
 
-def test_settled_calls_that_are_never_drained_become_local_only(
+def test_settled_calls_that_are_never_drained_become_unreported(
     group: FakeGroup, sequence: CallSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_sequence, "MAX_PENDING_VALUES", 10)
@@ -103,7 +103,7 @@ def test_settled_calls_that_are_never_drained_become_local_only(
     sequence.poll()
 
     assert sequence.lost
-    assert [call.sequence for call in sequence.local_only] == [1, 2]
+    assert [call.sequence for call in sequence.unreported] == [1, 2]
 
 
 def test_messages_that_never_settle_do_not_accumulate(

@@ -92,7 +92,9 @@ def test_exposed_and_causes_are_published_together(rank: AccountedRank) -> None:
     assert after == pytest.approx((10, 10))
 
 
-def test_a_call_without_a_result_in_time_is_local_only_and_unmatched(rank: AccountedRank) -> None:
+def test_a_call_without_a_result_in_time_is_estimated_and_counted_as_unmatched(
+    rank: AccountedRank,
+) -> None:
     rank.group.run(ms=10)
     rank.report()
     rank.clock.seconds += PATIENCE - 1
@@ -129,7 +131,7 @@ def test_without_patience_the_rest_is_counted_and_is_no_failure(rank: AccountedR
     assert rank.accounting.unmatched == 0
 
 
-def test_a_result_that_starts_later_makes_the_calls_before_it_local_only(
+def test_a_result_that_starts_later_makes_the_calls_before_it_estimated(
     rank: AccountedRank,
 ) -> None:
     for _ in range(3):

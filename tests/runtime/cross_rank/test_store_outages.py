@@ -50,7 +50,7 @@ class Outage:
         self.server = TCPStore("127.0.0.1", self.port, None, True, TIMEOUT, False)
 
 
-def test_after_a_store_failure_costs_are_local_only() -> None:
+def test_after_a_store_failure_costs_are_not_matched() -> None:
     outage = Outage()
     ranks = outage.ranks
     for rank in ranks.all:
@@ -187,7 +187,7 @@ def test_calls_from_before_the_namespace_was_known_are_compared() -> None:
     assert ranks[0].milliseconds(WAIT, "dp") == pytest.approx(6, abs=1e-4)
 
 
-def test_without_a_namespace_costs_are_local_only_and_no_failures() -> None:
+def test_without_a_namespace_costs_are_not_matched_and_no_failures() -> None:
     ranks = ComparedRanks(2)
     ranks.all = [ComparedRank(0, ranks.clock, lambda: None, FakeGroup((0, 1))).connect()]
     for _ in range(2 * PATIENCE_EXCHANGES):

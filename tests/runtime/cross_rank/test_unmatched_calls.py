@@ -146,7 +146,7 @@ def test_a_group_of_one_has_causes_without_comparison() -> None:
     )
 
 
-def test_a_local_only_barrier_is_latency_and_for_the_rest_imbalance(rank: AccountedRank) -> None:
+def test_an_estimated_barrier_is_latency_and_for_the_rest_imbalance(rank: AccountedRank) -> None:
     measure_link(rank)
     before = rank.causes()
     rank.group.run("barrier", 0, 900)
