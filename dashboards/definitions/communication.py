@@ -118,7 +118,7 @@ COST = (
     ),
 )
 
-WAITS = (
+WAITING_AND_STRAGGLERS = (
     TimeSeries(
         title="Ranks that wait least",
         description="Share of training time spent waiting inside collectives, for the ranks that "
@@ -285,7 +285,7 @@ PATTERN = (
     ),
 )
 
-TRUST = (
+GROUPS_AND_FAULTS = (
     *sized(
         4,
         7,
@@ -336,9 +336,9 @@ DASHBOARD = Dashboard(
     rows=(
         Row("At a glance", AT_A_GLANCE),
         Row("Cost and cause", COST),
-        Row("Waiting ranks and stragglers", WAITS),
+        Row("Waiting ranks and stragglers", WAITING_AND_STRAGGLERS),
         Row("The link", LINK),
         Row("Pattern and volume", PATTERN),
-        Row("Groups and faults", TRUST),
+        Row("Groups and faults", GROUPS_AND_FAULTS),
     ),
 )

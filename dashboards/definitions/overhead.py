@@ -76,7 +76,7 @@ COST = (
     ),
 )
 
-TRUST = (
+DATA_QUALITY = (
     Stat(
         title="Ranks that answer",
         description="Number of chosen ranks that Prometheus reached at its last scrape; 0 after "
@@ -214,7 +214,7 @@ DASHBOARD = Dashboard(
     description="What does monitoring cost, and can its figures be trusted?",
     rows=(
         Row("Cost of monitoring", COST),
-        Row("Can the figures be trusted?", TRUST),
+        Row("Can the figures be trusted?", DATA_QUALITY),
         Row("Scrapes", SCRAPES),
     ),
 )

@@ -34,8 +34,8 @@ class _Client:
         return interval is not None and now - self.times[-1] <= INTERVALS_UNTIL_GONE * interval
 
 
-class Scrapes:
-    """The last scrapes of each client.
+class ScrapeTracker:
+    """Tracks the last scrapes of each client, to know who has yet to read that the run is over.
 
     Each Prometheus must read that the run is over, or it reports the rank as down. A single
     request, such as from a browser, neither starts, ends nor extends the wait.

@@ -21,7 +21,7 @@ from ..series import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics
-from .scrapes import Scrapes
+from .scrapes import ScrapeTracker
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class MetricsServer:
         }
         if targets is not None:
             self._routes["/targets"] = lambda _: _json(targets())
-        self._scrapes = Scrapes(now)
+        self._scrapes = ScrapeTracker(now)
         self._now = now
         self._rendered: dict[bool, _Rendering] = {}
         self._render_lock = threading.Lock()

@@ -91,44 +91,48 @@ class Operation:
 _GLOO_SEGMENT_BYTES = 1 << 20  # gloo's kMaxSegmentSize
 
 
-# `sent_ratio` and `reduce_factor` of tuner/policy/predict.py repeat this and `_reduce`,
-# because it may not import this package; tests/runtime/tuner/test_predict.py compares them.
-def _all_parts_but_own(backend: str, group_size: int, payload_bytes: int) -> float:
+# The formulas have two copies: `sent_ratio` and `reduce_factor` of tuner/policy/predict.py, which
+# may not import this package (tests/runtime/tuner/test_predict.py compares them), and
+# `least_wire_bytes` of estimator/step_estimate.py, the lower bound of a step with rings.
+def _ring_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n: a rank sends all parts but its own."""
     return (group_size - 1) / group_size
 
 
-def _all_reduce(backend: str, group_size: int, payload_bytes: int) -> float:
+def _all_reduce_factor(backend: str, group_size: int, payload_bytes: int) -> float:
+    """Return 2(n-1)/n: a ring all_reduce is a reduce_scatter and an all_gather."""
     return 2 * (group_size - 1) / group_size
 
 
-def _reduce_scatter(backend: str, group_size: int, payload_bytes: int) -> float:
+def _reduce_scatter_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n; on gloo the factor of all_reduce, which gloo runs instead."""
     return (2 if backend == "gloo" else 1) * (group_size - 1) / group_size
 
 
-def _reduce(backend: str, group_size: int, payload_bytes: int) -> float:
+def _reduce_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     """Follow gloo/reduce.cc: all but two segments go round the ring, then each part to the root.
 
     Segments are of 1 MiB at most, two or more for each rank, and as many for each.
     """
     if backend != "gloo":
-        return _all_parts_but_own(backend, group_size, payload_bytes)
+        return _ring_factor(backend, group_size, payload_bytes)
     needed = max(math.ceil(payload_bytes / _GLOO_SEGMENT_BYTES), 2 * group_size)
     num_segments = math.ceil(needed / group_size) * group_size
     return 1 - 2 / num_segments + (group_size - 1) / group_size**2
 
 
-def _one_root(backend: str, group_size: int, payload_bytes: int) -> float:
+def _root_factor(backend: str, group_size: int, payload_bytes: int) -> float:
     """Return (n-1)/n^2: all parts but the root's are sent once, in the mean over n ranks."""
     return (group_size - 1) / group_size / group_size
 
 
-def _all(backend: str, group_size: int, payload_bytes: int) -> float:
+def _whole_payload(backend: str, group_size: int, payload_bytes: int) -> float:
+    """Return 1: a sender sends its payload once."""
     return 1.0
 
 
-def _nothing(backend: str, group_size: int, payload_bytes: int) -> float:
+def _no_bytes(backend: str, group_size: int, payload_bytes: int) -> float:
+    """Return 0: a receiver sends nothing, and a barrier has no payload."""
     return 0.0
 
 
@@ -144,7 +148,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="all_reduce",
         payload=("tensor", "tensors"),
-        wire_formula=_all_reduce,
+        wire_formula=_all_reduce_factor,
         symmetric=True,
         functions=(
             Function(name="all_reduce"),
@@ -166,7 +170,7 @@ OPERATIONS: tuple[Operation, ...] = (
             "output_tensor_lists",
             "output_tensor_list",
         ),
-        wire_formula=_all_parts_but_own,
+        wire_formula=_ring_factor,
         symmetric=True,
         functions=(
             Function(name="all_gather"),
@@ -183,7 +187,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="reduce_scatter",
         payload=("input", "input_tensor", "input_list"),
-        wire_formula=_reduce_scatter,
+        wire_formula=_reduce_scatter_factor,
         symmetric=True,
         functions=(
             Function(name="reduce_scatter", use_group_sequence=True),
@@ -198,20 +202,20 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="reduce",
         payload=("tensor",),
-        wire_formula=_reduce,
+        wire_formula=_reduce_factor,
         wire_by_payload=True,
         functions=(Function(name="reduce"),),
     ),
     Operation(
         label="broadcast",
         payload=("tensor",),
-        wire_formula=_all_parts_but_own,
+        wire_formula=_ring_factor,
         functions=(Function(name="broadcast"),),
     ),
     Operation(
         label="all_to_all",
         payload=("input", "input_tensor_list"),
-        wire_formula=_all_parts_but_own,
+        wire_formula=_ring_factor,
         symmetric=True,
         functions=(Function(name="all_to_all"), Function(name="all_to_all_single")),
     ),
@@ -219,21 +223,21 @@ OPERATIONS: tuple[Operation, ...] = (
         label="gather",
         payload=("tensor",),
         payload_times_group_size=True,
-        wire_formula=_one_root,
+        wire_formula=_root_factor,
         functions=(Function(name="gather"),),
     ),
     Operation(
         label="scatter",
         payload=("tensor",),
         payload_times_group_size=True,
-        wire_formula=_one_root,
+        wire_formula=_root_factor,
         functions=(Function(name="scatter"),),
     ),
     # gloo counts messages in a group's sequence number, and NCCL need not: the group is asked.
     Operation(
         label="send",
         payload=("tensor",),
-        wire_formula=_all,
+        wire_formula=_whole_payload,
         point_to_point=True,
         functions=(
             Function(name="send", guard=Guard.NONE, use_group_sequence=True),
@@ -258,7 +262,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         label="recv",
         payload=("tensor",),
-        wire_formula=_nothing,
+        wire_formula=_no_bytes,
         point_to_point=True,
         functions=(
             Function(name="recv", guard=Guard.NONE, use_group_sequence=True),
@@ -274,7 +278,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation(
         label="barrier",
-        wire_formula=_nothing,
+        wire_formula=_no_bytes,
         symmetric=True,
         functions=(
             Function(name="barrier"),

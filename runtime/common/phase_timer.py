@@ -72,17 +72,17 @@ class PhaseTimer:
         """Return the time since the last change of phase. May be called on any thread."""
         return (self._now_ns() - self.since_ns) / 1e9
 
-    def take(self) -> list[int]:
+    def drain(self) -> list[int]:
         """Return the nanoseconds of each phase since the last call, in the order of PHASES."""
         self._accrue()
         totals, self._totals = self._totals, [0] * len(PHASES)
         return totals
 
-    def keep_intervals(self) -> None:
-        """Record from now on when each phase begins and ends, for `take_intervals`."""
+    def record_intervals(self) -> None:
+        """Record from now on when each phase begins and ends, for `drain_intervals`."""
         self._intervals = deque(maxlen=MAX_INTERVALS)
 
-    def take_intervals(self) -> Iterable[PhaseInterval]:
+    def drain_intervals(self) -> Iterable[PhaseInterval]:
         """Return the intervals since the last call, in order; none if they are not recorded."""
         if self._intervals is None:
             return ()

@@ -7,11 +7,18 @@ import faulthandler
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.report_files import create_first_free, create_private, utc_text
-from .hang_evidence import CallSummary, HangEvidence, RankSetSummary
+from .hang_evidence import CallSummary, HangEvidence
+from .missing_ranks import (
+    by_silence,
+    call_name,
+    calls_in_flight,
+    missing_ranks,
+    size_text,
+    waiting_ranks,
+)
 from .rank_messages import Heartbeat
 
 # A run keeps at most so many reports of each rank.
@@ -25,19 +32,6 @@ MAX_NAMED = 8
 # Seconds without a heartbeat after which a rank counts as silent. Ranks send heartbeats each
 # second, by default; they are read every four to six seconds.
 SILENT_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MissingRanks:
-    """Ranks that have not arrived at a collective, or that wait in it for this rank.
-
-    Attributes:
-        ranks: The ranks.
-        call: The collective, in words.
-    """
-
-    ranks: tuple[int, ...]
-    call: str
 
 
 def report_text(evidence: HangEvidence) -> str:
@@ -85,53 +79,8 @@ def summary(evidence: HangEvidence) -> str:
     if evidence.divergence is not None:
         parts.insert(0, evidence.divergence)
     if evidence.is_announced:
-        parts.append("announced by another rank, this rank's own limit is not reached")
+        parts.append("another rank announced the hang before this rank reached its own limit")
     return "; ".join(parts)
-
-
-def missing(evidence: HangEvidence) -> list[MissingRanks]:
-    """Return, for each rank set with a collective in flight, the members that have not issued it.
-
-    Of several collectives in flight only the first counts: the other members wait for that one.
-    """
-    if evidence.peers is None:
-        return []
-    found: dict[str, MissingRanks] = {}
-    for call in calls_in_flight(evidence):
-        rank_set = evidence.rank_sets.get(call.key)
-        if rank_set is None or call.key in found:
-            continue
-        ranks = _behind(rank_set, call, evidence.peers)
-        if ranks:
-            found[call.key] = MissingRanks(ranks=ranks, call=call_name(call))
-    return list(found.values())
-
-
-def waiting(evidence: HangEvidence) -> list[MissingRanks]:
-    """Return, for each rank set, the ranks in a collective that this rank has not issued."""
-    found = []
-    for rank_set in evidence.rank_sets.values():
-        ahead = tuple(
-            rank
-            for rank, peer in sorted((evidence.peers or {}).items())
-            if rank in rank_set.members and peer.issued.get(rank_set.key, 0) > rank_set.issued
-        )
-        if ahead:
-            call = f"collective number {rank_set.issued + 1} of group {rank_set.role}"
-            found.append(MissingRanks(ranks=ahead, call=call))
-    return found
-
-
-def calls_in_flight(evidence: HangEvidence) -> list[CallSummary]:
-    """Return the calls in flight on this rank, in the order of issue."""
-    return [call for call in evidence.calls if call.in_flight]
-
-
-def call_name(call: CallSummary) -> str:
-    """Name a call in the way it can be found in another rank's report."""
-    number = f" number {call.sequence}" if call.sequence else ""
-    size = f"{size_text(call.payload_bytes)}, " if call.payload_bytes else ""
-    return f"{call.op}{number} of group {call.role} ({size}{call.phase})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -139,16 +88,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Format a number of bytes exactly if it is round, such as "64 MiB" or "100 bytes"."""
-    size, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.4g} {unit}"
 
 
 def _moment(evidence: HangEvidence) -> Iterator[str]:
@@ -164,10 +103,12 @@ def _moment(evidence: HangEvidence) -> Iterator[str]:
 def _absences(evidence: HangEvidence) -> Iterator[str]:
     """List, for each collective that a rank waits in, which ranks are missing there."""
     own = f"rank {evidence.rank}"
-    lines = [f"{one.call}: {own} waits for {ranks_text(one.ranks)}" for one in missing(evidence)]
+    lines = [
+        f"{one.call}: {own} waits for {ranks_text(one.ranks)}" for one in missing_ranks(evidence)
+    ]
     lines += [
         f"{one.call}: {ranks_text(one.ranks)} wait{'s' * (len(one.ranks) == 1)} for {own}"
-        for one in waiting(evidence)
+        for one in waiting_ranks(evidence)
     ]
     if lines:
         yield from ("Missing ranks:", *(f"  {line}" for line in lines), "")
@@ -182,10 +123,10 @@ def _peers(evidence: HangEvidence) -> Iterator[str]:
         return
     roles = {key: rank_set.role for key, rank_set in evidence.rank_sets.items()}
     yield "Other ranks (seconds without a heartbeat; number of the last collective):"
-    by_silence = sorted(evidence.peers.values(), key=_silence)
-    yield from (f"  {_peer(peer, roles)}" for peer in by_silence[:MAX_PEERS])
-    if len(by_silence) > MAX_PEERS:
-        yield f"  and {len(by_silence) - MAX_PEERS} more, silent for less long"
+    longest_silent = sorted(evidence.peers.values(), key=_silence)
+    yield from (f"  {_peer(peer, roles)}" for peer in longest_silent[:MAX_PEERS])
+    if len(longest_silent) > MAX_PEERS:
+        yield f"  and {len(longest_silent) - MAX_PEERS} more, silent for less long"
     own = {rank_set.key: rank_set.issued for rank_set in evidence.rank_sets.values()}
     yield f"  this rank: {_issued(own, roles)}"
 
@@ -247,7 +188,7 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
             f"rank {evidence.rank} waits in {call}; nothing is known of the other ranks: they are "
             "not compared, or the c10d store does not respond"
         )
-    absent = sorted(missing(evidence), key=lambda each: not _silent(each.ranks, peers))
+    absent = sorted(missing_ranks(evidence), key=lambda each: not _silent(each.ranks, peers))
     if absent:
         ranks = absent[0].ranks
         behind = f"{ranks_text(ranks)} {_has(ranks)} not arrived at {absent[0].call}"
@@ -265,7 +206,7 @@ def _about_calls_in_flight(evidence: HangEvidence) -> str | None:
 def _about_this_rank(evidence: HangEvidence) -> str:
     """Describe a rank that is in no collective: others may wait for it."""
     where = f"is in {evidence.phase} and in no collective, at {evidence.location}"
-    late = waiting(evidence)
+    late = waiting_ranks(evidence)
     if late:
         return (
             f"rank {evidence.rank} (this one) has not arrived at {late[0].call}, where "
@@ -274,29 +215,13 @@ def _about_this_rank(evidence: HangEvidence) -> str:
     return f"rank {evidence.rank} (this one) makes no progress: it {where}"
 
 
-def _behind(
-    rank_set: RankSetSummary, call: CallSummary, peers: Mapping[int, Heartbeat]
-) -> tuple[int, ...]:
-    """Return the members that have not issued this call, the longest silent first.
-
-    None for a point-to-point call: its number is 0.
-    """
-    known = [rank for rank in rank_set.members if rank in peers]
-    late = [rank for rank in known if peers[rank].issued.get(rank_set.key, 0) < call.sequence]
-    return tuple(_by_silence(late, peers))
-
-
 def _silent(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> tuple[int, ...]:
     """Return those of the ranks without a recent heartbeat, the longest silent first."""
     return tuple(
         rank
-        for rank in _by_silence(ranks, peers)
+        for rank in by_silence(ranks, peers)
         if (peers[rank].age_seconds or 0.0) > SILENT_SECONDS
     )
-
-
-def _by_silence(ranks: Iterable[int], peers: Mapping[int, Heartbeat]) -> list[int]:
-    return sorted(ranks, key=lambda rank: (-(peers[rank].age_seconds or 0.0), rank))
 
 
 def _liveness(ranks: Sequence[int], peers: Mapping[int, Heartbeat], *, named: bool = False) -> str:

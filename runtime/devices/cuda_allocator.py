@@ -112,7 +112,7 @@ class CudaMemory:
         if not self._device.is_initialized():
             return {}
         if self._peaks is not None:
-            return self._peaks.take(self._index)
+            return self._peaks.drain(self._index)
         return self._device.memory_stats(self._index)
 
     def _limit_bytes(self, reserved: float) -> float:

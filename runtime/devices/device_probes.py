@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..common import accelerator
 from .cpu import CpuDevice
-from .nvml_probe import device_uuid, nvml_device
+from .nvml_probe import nvml_device
 from .peak_flops import gpu_peak_flops_per_second, measure_cpu_flops_per_second
 
 # The probe of each kind of accelerator: a file next to nvml_probe.py with a `DeviceProbe`. A kind
@@ -73,7 +73,7 @@ def hardware_ids(*, device_index: int | None) -> dict[str, str]:
     Args:
         device_index: torch's index of the accelerator this rank trains on; None on CPU.
     """
-    uuid = None if device_index is None else device_uuid(device_index)
+    uuid = None if device_index is None else accelerator.device_uuid(device_index)
     if uuid is None:
         return {}
     device = accelerator.current

@@ -49,7 +49,8 @@ def nvml_device(device_index: int) -> NvmlDevice | None:
         logger.info("%s: no utilization, power or temperature: NVML: %s", device, error)
         return None
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    handle = _find_handle(pynvml, device_index, uuid=device_uuid(device_index), variable=variable)
+    uuid = accelerator.device_uuid(device_index)
+    handle = _find_handle(pynvml, device_index, uuid=uuid, variable=variable)
     if handle is None:
         pynvml.nvmlShutdown()
         logger.info(
@@ -60,12 +61,6 @@ def nvml_device(device_index: int) -> NvmlDevice | None:
         )
         return None
     return NvmlDevice(device, pynvml, handle)
-
-
-def device_uuid(device_index: int) -> str | None:
-    """Return the GPU's UUID by CUDA, without a prefix; None where CUDA is not available."""
-    device = accelerator.current
-    return device.device_uuid(device_index) if device.is_available() else None
 
 
 class NvmlDevice:

@@ -57,8 +57,8 @@ class SharedPeakCounters:
         for name, make in makers.items():
             self._patches.add_existing(owner, [name], make)
 
-    def take(self, device: int) -> Stats:
-        """Return the allocator's statistics, with peaks since `take` was last called."""
+    def drain(self, device: int) -> Stats:
+        """Return the allocator's statistics, with peaks since `drain` was last called."""
         with self._lock:
             stats = self._stats(device)
             if not self._open:

@@ -65,8 +65,8 @@ class StepCollector:
         step = RawStep(
             step=engine.global_steps,
             ended_at=time.time(),
-            phase_ns=self._phase_timer.take(),
-            intervals=self._phase_timer.take_intervals(),
+            phase_ns=self._phase_timer.drain(),
+            intervals=self._phase_timer.drain_intervals(),
             counts=counts,
             coverage=self._read_coverage(),
             gradient_norm=self._gradient_norm(engine),

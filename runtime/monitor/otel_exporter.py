@@ -147,7 +147,7 @@ class OtelExporter:
         )
         if settings.traces:
             self.makes_traces = True
-            self._context.phase_timer.keep_intervals()
+            self._context.phase_timer.record_intervals()
         if settings.logs:
             self._lines = LogCapture(wrap("log lines", self._add_line))
             self._lines.open()

@@ -51,7 +51,7 @@ def test_other_statistics_are_unchanged() -> None:
     before = torch.cuda.memory_stats_as_nested_dict(0)
     peaks = SharedPeakCounters(torch._C)
     try:
-        peaks.take(0)
+        peaks.drain(0)
 
         assert torch.cuda.memory_stats_as_nested_dict(0) == before
     finally:

@@ -9,7 +9,7 @@ import pytest
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
-from zerowatch.metrics.exporters.scrapes import Scrapes
+from zerowatch.metrics.exporters.scrapes import ScrapeTracker
 from zerowatch.metrics.settings import ServeSettings
 
 
@@ -100,7 +100,7 @@ def test_a_request_for_another_page_does_not_end_lingering(make_server, recorder
 )
 def test_the_wait_depends_on_the_intervals_between_scrapes(scraped_at, now, patience):
     clock = iter([*scraped_at, now])
-    scrapes = Scrapes(now=lambda: next(clock))
+    scrapes = ScrapeTracker(now=lambda: next(clock))
     for _ in scraped_at:
         scrapes.note("prometheus", run_active=1)
 
@@ -129,9 +129,9 @@ def test_after_a_single_request_a_server_closes_at_once(make_server, recorder):
     assert seconds_of(server.wait_for_final_scrape) < 10
 
 
-def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> Scrapes:
+def scraped(clock: list[float], visits: list[tuple[float, str, float]]) -> ScrapeTracker:
     """Return the scrapes recorded after `visits`: time, client and the value of run_active."""
-    scrapes = Scrapes(now=lambda: clock[0])
+    scrapes = ScrapeTracker(now=lambda: clock[0])
     for at, client, run_active in visits:
         clock[0] = at
         scrapes.note(client, run_active=run_active)

@@ -134,7 +134,7 @@ class PendingAccept:
             self._search.on_failed(self._decision.proposal.changes, refused=refused)
             self._drop("rejected", f"it could not be set: {reason}")
 
-    def take(self) -> Decision | None:
+    def drain(self) -> Decision | None:
         """Return the decision, which is no longer pending then; None if none is."""
         decision, self._decision = self._decision, None
         return decision

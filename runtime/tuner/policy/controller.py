@@ -330,7 +330,7 @@ class Controller:
     def _keep_what_is_left(self, result: SwitchResult) -> None:
         """Keep a configuration that could not be undone, report it, and try nothing more."""
         trial, good = self._trial, self.configuration.known_good
-        pending = self._pending_accept.take()
+        pending = self._pending_accept.drain()
         kept = [*self._unreported, *([] if pending is None else [pending])]
         if trial is not None:
             self._history.reject(trial.proposal.changes)

@@ -102,7 +102,7 @@ def num_micro_batches(configuration: Configuration, samples_per_rank: int) -> in
     return max(1, math.ceil(samples_per_rank / max(1, size)))
 
 
-# `sent_ratio` and `reduce_factor` repeat `_all_parts_but_own` and `_reduce` of collectives/ops.py,
+# `sent_ratio` and `reduce_factor` repeat `_ring_factor` and `_reduce_factor` of collectives/ops.py,
 # which this package may not import; tests/runtime/tuner/test_predict.py compares them.
 def sent_ratio(ranks: int) -> float:
     """Return the ratio of a payload that a rank of a ring sends to other ranks."""

@@ -44,7 +44,7 @@ def test_time_is_attributed_to_the_innermost_phase() -> None:
     time.ns = 16
     timer.leave()
     time.ns = 20
-    totals = timer.take()
+    totals = timer.drain()
 
     assert totals[FORWARD] == 7 + 1
     assert totals[DATA] == 3
@@ -58,9 +58,9 @@ def test_take_restarts_the_totals_within_the_current_phase() -> None:
     timer.enter(BACKWARD)
 
     time.ns = 10
-    first = timer.take()
+    first = timer.drain()
     time.ns = 14
-    second = timer.take()
+    second = timer.drain()
 
     assert (first[BACKWARD], second[BACKWARD]) == (10, 4)
     assert timer.current == BACKWARD

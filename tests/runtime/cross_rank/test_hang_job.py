@@ -128,7 +128,7 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     assert MISSING_RANK.fullmatch(waiting.splitlines()[0])
     assert stuck.startswith("rank 1 (this one) has not arrived at collective number ")
     assert "at block_training (hang_job.py:" in stuck.splitlines()[0]
-    assert "announced by another rank" in stuck.splitlines()[0]
+    assert "another rank announced the hang" in stuck.splitlines()[0]
     assert "in block_training" in stuck.partition("Python stacks")[2]
 
 

@@ -63,7 +63,7 @@ def test_an_announced_hang_is_reported_but_neither_counted_nor_announced(tmp_pat
 
     assert (rank.num_hangs, rank.context.announced, rank.exits) == (0, [], [])
     (report,) = tmp_path.iterdir()
-    assert "announced by another rank" in report.read_text()
+    assert "another rank announced the hang" in report.read_text()
 
 
 def test_an_announced_hang_that_passes_the_own_limit_is_counted_without_a_second_report(

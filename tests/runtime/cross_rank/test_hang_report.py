@@ -90,7 +90,7 @@ SUMMARIES = {
     "announced": (
         evidence([call()], [peer(1, 1233)], is_announced=True),
         f"rank 1 has not arrived at {CALL}; it is alive; "
-        "announced by another rank, this rank's own limit is not reached",
+        "another rank announced the hang before this rank reached its own limit",
     ),
 }
 

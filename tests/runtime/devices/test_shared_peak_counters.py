@@ -25,7 +25,7 @@ def peak_for_script(allocator: FakeAllocator) -> int:
 
 
 def peak_for_zerowatch(peaks: SharedPeakCounters) -> int:
-    return peaks.take(0)["allocated_bytes"]["all"]["peak"]
+    return peaks.drain(0)["allocated_bytes"]["all"]["peak"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_a_peak_is_read_once_and_stays_visible_to_the_script(allocator: FakeAllo
 def test_a_new_higher_peak_is_visible_at_once(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
-    peaks.take(0)
+    peaks.drain(0)
 
     allocator.use(1000)
     allocator.use(100)
@@ -87,7 +87,7 @@ def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
     allocator.use(900)
     before = allocator._cuda_memoryStats(0)
 
-    peaks.take(0)
+    peaks.drain(0)
 
     assert allocator._cuda_memoryStats(0) == before
 
@@ -95,7 +95,7 @@ def test_nothing_but_peaks_is_changed(allocator: FakeAllocator) -> None:
 def test_a_freed_pool_has_no_entry(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
-    peaks.take(0)
+    peaks.drain(0)
 
     allocator.has_pool = False
 
@@ -105,7 +105,7 @@ def test_a_freed_pool_has_no_entry(allocator: FakeAllocator) -> None:
 def test_peaks_of_different_devices_are_separate(allocator: FakeAllocator) -> None:
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
-    peaks.take(0)
+    peaks.drain(0)
     allocator.use(100)
 
     allocator._cuda_resetPeakMemoryStats(1)
@@ -131,9 +131,9 @@ def test_a_kept_wrapper_passes_through_after_restore(
     peaks = SharedPeakCounters(allocator)
     imported_by_value = allocator._cuda_memoryStats
     allocator.use(900)
-    peaks.take(0)
+    peaks.drain(0)
     allocator.use(100)
-    peaks.take(0)
+    peaks.drain(0)
 
     peaks.restore()
 
@@ -144,7 +144,7 @@ def test_functions_that_torch_lacks_are_skipped(allocator: FakeAllocator) -> Non
     del allocator._accelerator_getDeviceStats, allocator._accelerator_resetPeakStats
     peaks = SharedPeakCounters(allocator)
     allocator.use(900)
-    peaks.take(0)
+    peaks.drain(0)
 
     assert peak_for_script(allocator) == 900
     peaks.restore()
@@ -164,9 +164,9 @@ def test_torch_s_peak_functions_return_the_same_as_unwrapped(torch_on: FakeAlloc
     ]
     summary = torch.cuda.memory_summary()
     try:
-        peaks.take(0)
+        peaks.drain(0)
         torch_on.use(100)
-        peaks.take(0)
+        peaks.drain(0)
         torch_on.use(900)
 
         assert [read() for read in readers] == [900] * len(readers)
@@ -179,7 +179,7 @@ def test_torch_s_peak_functions_return_the_same_as_unwrapped(torch_on: FakeAlloc
 def test_torch_s_own_reset_clears_the_script_s_view(torch_on: FakeAllocator, module) -> None:
     peaks = SharedPeakCounters(torch._C)
     torch_on.use(900)
-    peaks.take(0)
+    peaks.drain(0)
     torch_on.use(100)
     try:
         module.reset_peak_memory_stats()

@@ -142,14 +142,14 @@ def test_calls_whose_times_are_not_known_have_no_span():
 def test_the_timer_records_the_intervals_of_each_phase():
     times = iter([0, 0, 10, 25, 40, 60])
     timer = PhaseTimer(lambda: next(times))
-    timer.keep_intervals()
+    timer.record_intervals()
 
     timer.enter(FORWARD)
     timer.leave()
-    timer.take()
+    timer.drain()
 
-    assert list(timer.take_intervals()) == [(OTHER, 0, 10), (FORWARD, 10, 25), (OTHER, 25, 40)]
-    assert list(timer.take_intervals()) == []
+    assert list(timer.drain_intervals()) == [(OTHER, 0, 10), (FORWARD, 10, 25), (OTHER, 25, 40)]
+    assert list(timer.drain_intervals()) == []
 
 
 def test_a_timer_records_no_intervals_by_default():
@@ -157,7 +157,7 @@ def test_a_timer_records_no_intervals_by_default():
     timer.enter(FORWARD)
     timer.leave()
 
-    assert list(timer.take_intervals()) == []
+    assert list(timer.drain_intervals()) == []
 
 
 def test_ids_depend_on_run_and_step_and_a_span_on_its_rank_too():
