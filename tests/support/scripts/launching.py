@@ -30,6 +30,10 @@ def monitored(*arguments: object, cwd: Path | None = None, **variables: str) -> 
     return start(sys.executable, "-m", "zerowatch", *arguments, cwd=cwd, variables=variables)
 
 
+# Far above what a job takes, also where others take the machine: it only ends a job that hangs.
+TIMEOUT_SECONDS = 600.0
+
+
 def start(
     *command: object, cwd: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> Finished:
@@ -62,7 +66,7 @@ def _run(
         env=environment(**(variables or {})),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=TIMEOUT_SECONDS,
     )
 
 
