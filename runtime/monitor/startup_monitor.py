@@ -119,7 +119,7 @@ def _lock_line(lock: Path) -> str:
 def _processes_in(folder: Path) -> Iterator[int]:
     """Yield the processes that work in a folder, as ninja and its compilers do."""
     for process in psutil.process_iter(["cwd"]):
-        if process.info["cwd"] == str(folder):
+        if process.info["cwd"] == str(folder) and process.pid != os.getpid():
             yield process.pid
 
 
