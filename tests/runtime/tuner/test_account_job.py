@@ -11,7 +11,8 @@ pytestmark = pytest.mark.jobs
 
 Results = dict[str, Any]
 
-VERDICTS = ["accepted", "rejected", "accepted", "rejected", "interrupted", "not_undone"]
+AGAINST = ("rejected", "rolled_back")  # which of the two, measured times decide
+VERDICTS = [("accepted",), AGAINST, ("accepted",), AGAINST, ("interrupted",), ("not_undone",)]
 STAGES = [0, 0, 0, 0, 0, 1]
 
 
@@ -24,7 +25,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 
 
 def test_each_kind_of_decision_was_made_with_deepspeeds_default_optimizer(ranks):
-    assert [each["verdict"] for each in ranks[0]["decisions"]] == VERDICTS
+    decisions = ranks[0]["decisions"]
+    assert len(decisions) == len(VERDICTS)
+    for decision, expected in zip(decisions, VERDICTS, strict=True):
+        assert decision["verdict"] in expected
     assert {each["optimizer"] for each in ranks[0]["read back"]} == {"FusedAdam"}
     assert not ranks[0]["ended"]["other failures"]
 

@@ -134,7 +134,8 @@ def main(folder: Path) -> None:
     controller_runner.POLL_SECONDS = 0.0
     watch_thread.TICK_SECONDS = 0.05
     trial.SHIFTED_STEPS = LONGEST  # a busy machine interrupts nothing
-    run = make(folder, settings={**SETTINGS, "tuner": TUNER}, tuner="auto")
+    settings = {**SETTINGS, "tuner": TUNER}
+    run = make(folder, settings=settings, default_optimizer=True, tuner="auto")
     trained = Trained(run)
     director = Director(trained)
     read: list[Results] = []

@@ -61,6 +61,7 @@ def make_run(stage: int, **zero: Any) -> zerowatch.TrainingRun:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": stage, **sizes, **zero},
         },
+        # DeepSpeed's own is not bitwise equal after a rebuild: see tuned_training.py.
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
         loss=mean_square,
         settings=QUIET,
