@@ -1,5 +1,5 @@
 # Every target first makes .venv, from the versions pinned in constraints.txt.
-# `make test ARGS='-k phases'` hands ARGS on to pytest; `demo` and `bench` take it too.
+# `make test ARGS='-k phases'` hands ARGS on to pytest; `test-all`, `demo` and `bench` take it too.
 
 VENV_PYTHON := .venv/bin/python
 INSTALLED := .venv/.installed
@@ -10,12 +10,17 @@ SOURCES := $(wildcard *.py) $(patsubst %/__init__.py,%,$(wildcard */__init__.py)
 # The servers that tests start, as program:package.
 SERVERS := promtool:prometheus amtool:prometheus-alertmanager
 
-.PHONY: demo test check bench bench-oom docs fmt clean servers
+.PHONY: demo test test-all check bench bench-oom docs fmt clean servers
 
 demo: $(INSTALLED)
 	.venv/bin/zerowatch demo $(ARGS)
 
+# Two workers, a file each: while one waits for ranks or servers, the other computes.
 test: $(INSTALLED) servers
+	$(VENV_PYTHON) -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The slow tests too, one after the other: before an issue is closed, and before a release.
+test-all: $(INSTALLED) servers
 	$(VENV_PYTHON) -m pytest $(ARGS)
 
 check: $(INSTALLED) .build/zerowatch

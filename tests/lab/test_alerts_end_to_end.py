@@ -23,7 +23,11 @@ from zerowatch.dashboards.alerts.alert import Links
 from zerowatch.dashboards.timing import Timing
 
 REASON = missing()
-pytestmark = [pytest.mark.jobs, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [
+    pytest.mark.jobs,
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+]
 
 COMM_BOTTLENECK, LINK_SLOW = "ZerowatchCommBottleneck", "ZerowatchLinkSlow"
 OOM_RISK_HIGH, STRAGGLER_RANK = "ZerowatchOomRiskHigh", "ZerowatchStragglerRank"

@@ -11,7 +11,7 @@ import pytest
 from lab.two_hosts import missing, run_on_both, two_hosts
 from scripts.launching import SCRIPTS, environment
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 REASON = missing()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=REASON or "")

@@ -67,6 +67,7 @@ def test_weights_equal_those_of_fp32_within_the_error(two: list[dict], name: str
         assert_close_to_fp32(rank[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_on_four_ranks_weights_equal_those_of_fp32_too(four: list[dict], name: str) -> None:
     for rank in four:
@@ -98,12 +99,14 @@ def test_asynchronous_sums_are_bitwise_equal_to_synchronous_ones(
         assert rank[name]["asynchronous"] == {"plain": True, "int8": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 2", "stage 2, to each owner"])
 def test_on_four_ranks_asynchronous_sums_are_bitwise_equal_too(four: list[dict], name: str) -> None:
     for rank in four:
         assert rank[name]["asynchronous"] == {"plain": True, "int8": True}
 
 
+@pytest.mark.slow
 def test_residuals_equal_the_error_of_the_sums(two: list[dict], four: list[dict]) -> None:
     for rank in (*two, *four):
         assert all(away < 1e-6 for away in rank["conserved"].values())

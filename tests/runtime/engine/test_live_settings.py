@@ -56,6 +56,7 @@ def test_on_two_ranks_weights_are_bitwise_unchanged(two_ranks, case: Case):
 
 
 @pytest.mark.jobs
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ON_FOUR_RANKS, ids=lambda case: case.name)
 def test_on_four_ranks_weights_are_bitwise_equal_unless_the_setting_reorders_sums(
     four_ranks, case: Case

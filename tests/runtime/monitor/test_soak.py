@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bench.rank_processes import run_ranks
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 # The bench `soak` takes 10,000 steps on two ranks, which may grow by 5 MiB over the 8,500 after the
 # first; this is what fits into a minute of CI, with the same growth a step. It starts to count when

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripts.trainer.variable_length import Comparison, Job, compare
 
-pytestmark = pytest.mark.jobs
+pytestmark = [pytest.mark.jobs, pytest.mark.slow]
 
 WINDOWS = 100  # three of them, the first at 34, have batches that do not fit in one piece
 SAMPLES = 16
