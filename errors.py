@@ -10,7 +10,12 @@ ZerowatchError
 `-- CheckpointError     TrainingRun: a checkpoint that cannot be written or loaded
 
 Monitoring never raises during training. `TrainingRun` does, because it is the training loop; after
-each of its errors the run is in the state before the call.
+each of these errors the run is in the state before the call.
+
+An out-of-memory error that smaller micro-batches cannot avoid is not in this tree. It is raised as
+torch raised it, on other ranks as `PeerOutOfMemory`, a RuntimeError. The run is in the state before
+the call then too, unless memory ran out within the optimizer's update: then restart the run from
+its last checkpoint.
 """
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from ..metrics.catalog.spec import MetricSpec
 
 IDENTITY = ("job", "run")  # the labels that together identify a run
-ON_GPU, ON_HOST = 'device!="cpu"', 'device="cpu"'
+# Matchers of the label `device`.
+ON_GPU = 'device!="cpu"'
+ON_HOST = 'device="cpu"'
 
 
 def select(spec: MetricSpec, *matchers: str, part: str = "") -> str:

@@ -137,7 +137,7 @@ class HangSettings(Section):
     enabled: bool = True
     """Whether to detect hangs."""
     seconds: Seconds = Field(default=30.0, gt=0)
-    """Seconds without progress that count as a hang, if also ten times the median step."""
+    """Minimum timeout in seconds; the timeout is this, or ten times the median step if longer."""
     abort: bool = False
     """Whether to end the process at twice the limit, so that a launcher can restart it."""
 

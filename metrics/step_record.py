@@ -42,6 +42,9 @@ class StepRecord:
     and length; `oom_risk_ratio` is by device, as last computed. `comm_seconds` is the length of
     the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
     could do nothing else, and `comm_exposed_phase_seconds` that part by phase.
+
+    Examples:
+        >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))
     """
 
     step: int

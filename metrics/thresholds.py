@@ -1,10 +1,10 @@
 """The values from which a measurement is a problem, used by advice, dashboards and alerts.
 
-They are rules of thumb for where to start looking. The first two are from practical guides to
-DeepSpeed's hybrid engine, which tune a job until it meets them.
+They are this project's rules of thumb for where to start looking, without a published source.
 """
 
-# Share of training time that is exposed communication; above it, tune communication first.
+# Share of training time that is exposed communication; above it, tune communication first. It sets
+# the alert ZerowatchCommBottleneck and the colours of dashboards, not the tuner.
 COMM_RATIO_HIGH = 0.20
 # Share of time in which a device is busy; below it, the device waits for something else.
 DEVICE_UTILIZATION_LOW = 0.70

@@ -208,9 +208,8 @@ class TrainingRun:
             seconds=None if result.replays else self._window_runner.passes_seconds,
             collectives_inside=zero_stage(self.config) > 1,
         )
-        if (
-            not self._tuner.is_on_trial
-        ):  # else a restart would begin with the configuration on trial
+        # During a trial, a restart would begin with the configuration on trial.
+        if not self._tuner.is_on_trial:
             self._checkpoints.on_window_end()
         self._tuner.on_window_end(result)
         return result

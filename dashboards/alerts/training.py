@@ -17,7 +17,9 @@ from .alert import NUMBER, PERCENT, RANK, RUN, Alert, InhibitRule
 from .communication import COMM_BOTTLENECK, LINK_SLOW, STRAGGLER_RANK
 from .guards import after_some_steps, while_training
 
-OVERVIEW, ANATOMY = "zerowatch-overview", "zerowatch-step-anatomy"
+# Uids of the dashboards that alerts link to.
+OVERVIEW = "zerowatch-overview"
+ANATOMY = "zerowatch-step-anatomy"
 DATA_BOUND = "ZerowatchDataBound"
 LOW_DEVICE_UTILIZATION = "ZerowatchLowDeviceUtilization"
 # A rank that does not answer is down if it was training within this time.

@@ -27,11 +27,14 @@ logger = logging.getLogger(__name__)
 
 Signal = Literal["traces", "metrics", "logs"]
 
-MAX_TRACES, MAX_LINES = 32, 512
-FAILURES_ALLOWED = 3
-FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 30.0, 300.0
+MAX_TRACES = 32  # traces in the queue
+MAX_LINES = 512  # log lines in the queue
+FAILURES_ALLOWED = 3  # in a row, before a pause
+FIRST_PAUSE_SECONDS = 30.0
+LAST_PAUSE_SECONDS = 300.0  # the longest pause; each is longer than the one before
 # Small batches, each a request, and single traces: encoding them holds the GIL.
-LINES_AT_ONCE, SERIES_AT_ONCE = 64, 48
+LINES_AT_ONCE = 64
+SERIES_AT_ONCE = 48
 
 
 class CircuitBreaker:

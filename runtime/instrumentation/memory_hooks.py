@@ -1,4 +1,4 @@
-"""Samples memory on the training thread, at the end of a step or in detail during a step.
+"""Chooses the moments of a step at which the training thread reads the memory in use.
 
 At intervals of some seconds a step is sampled in detail: memory is read at each change of phase,
 and the engine's tensors are summed three times. In other steps memory is read once at most, at the

@@ -1,4 +1,4 @@
-"""Monitors the memory of this rank: categories, forecasts, leaks, offload traffic, OOM reports."""
+"""Connects the memory analysis of `runtime/memory/` with one watch: readings in, metrics out."""
 
 from __future__ import annotations
 

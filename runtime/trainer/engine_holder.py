@@ -258,7 +258,7 @@ class EngineHolder:
         try:
             self._attach(change, saving)
         except (RuntimeError, MemoryError, ZerowatchError) as error:  # on this rank alone, perhaps
-            logger.warning("%s: %s", change.value, error)
+            logger.warning("memory saving failed on this rank: %s: %s", change.value, error)
             return False
         return True
 
@@ -270,7 +270,7 @@ class EngineHolder:
         try:
             self.rebuild(changes)
         except RebuildError as error:
-            logger.warning("%s", error)
+            logger.warning("memory saving by a rebuild failed: %s", error)
             return False
         return True
 

@@ -143,7 +143,7 @@ class _RankTransaction:
             undo()
         except FAILURES as error:
             self._undo_failed = True
-            logger.error("undo failed: %s", _message(error))
+            logger.error("undoing the switch of knobs failed on this rank: %s", _message(error))
 
     @property
     def is_as_before(self) -> bool:
@@ -151,7 +151,7 @@ class _RankTransaction:
         try:
             same = self._before is None or dict(self._knobs.values()) == self._before
         except FAILURES as error:
-            logger.error("knobs cannot be read: %s", _message(error))
+            logger.error("the values of the knobs cannot be read back: %s", _message(error))
             return False
         return same and not self._undo_failed
 

@@ -344,8 +344,8 @@ def _other_figures(summary: Summary, run_log: str | None, tuner: str) -> Table:
 def _tuner_result(tuner: TunerOutcome) -> str:
     tried = round(sum(tuner.decisions.values()))
     if tried:
-        kept = round(tuner.decisions.get(_ACCEPTED, 0))
-        return f"{kept} of {tried} changes kept; see decisions.jsonl"
+        accepted = round(tuner.decisions.get(_ACCEPTED, 0))
+        return f"{accepted} of {tried} changes accepted; see decisions.jsonl"
     return f"no change: {_why_no_change(tuner)}"
 
 

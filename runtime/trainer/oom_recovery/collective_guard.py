@@ -22,7 +22,9 @@ from ...common.host_group import HostCollectives
 from ...common.patching import PatchSet
 from ...memory.oom.parse_error import is_caused_by_oom
 
-_OK, _OUT_OF_MEMORY = 0, 1
+# A rank's vote; the maximum over the ranks decides.
+_OK = 0
+_OUT_OF_MEMORY = 1
 _ABORTED = "this window is aborted, as a rank ran out of memory"
 _WORKSPACE_COPIES = 2  # one copy of the tensor, and one for the segments of gloo's ring
 

@@ -287,7 +287,7 @@ def test_the_tables_have_phases_and_collectives_with_their_totals(watch):
 def test_the_tables_count_the_changes_that_the_tuner_kept(tmp_path):
     tuned = fake_watch(tmp_path, accepted=2, rolled_back=1, rejected=2)
 
-    assert "2 of 5 changes kept" in console_output(tuned, io.StringIO(), step(1))
+    assert "2 of 5 changes accepted" in console_output(tuned, io.StringIO(), step(1))
 
 
 @pytest.mark.parametrize(
