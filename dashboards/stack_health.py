@@ -21,7 +21,7 @@ RUNBOOK = Path(__file__).resolve().parent / "runbook.md"
 ENDED = f"last_over_time({select(RUN_ACTIVE)}[1d]) == 0"
 # Part of the error that Prometheus reports for a failed scrape, and what to do. The first match
 # is used.
-_REMEDIES = (
+_ADVICE = (
     (
         "connection refused",
         "nothing listens there: the job has crashed or was killed, or ended while Prometheus was "
@@ -97,8 +97,8 @@ def _target_line(target: Mapping[str, Any], over: set[tuple[str | None, str | No
     if (labels.get("run"), labels.get("rank")) in over:
         return f"{name}: ended"
     error = target["lastError"]
-    remedy = next((text for part, text in _REMEDIES if part in error), "see the log of the job")
-    return f"{name}: DOWN, {target['scrapeUrl']}: {error} ({remedy})"
+    advice = next((text for part, text in _ADVICE if part in error), "see the log of the job")
+    return f"{name}: DOWN, {target['scrapeUrl']}: {error} ({advice})"
 
 
 def _order(target: Mapping[str, Any]) -> tuple[str, int, str]:

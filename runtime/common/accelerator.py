@@ -254,14 +254,14 @@ def training_device_index() -> int | None:
     return current.current_device() if on_device else None
 
 
+def device_uuid(index: int) -> str | None:
+    """Return the UUID of a device of this process, without a prefix; None without a device."""
+    return current.device_uuid(index) if current.is_available() else None
+
+
 def _device_kind() -> str:
     deepspeed = sys.modules.get("deepspeed.accelerator")
     if deepspeed is not None:
         return str(deepspeed.get_accelerator().device_name())
     found = torch.accelerator.current_accelerator()
     return "cpu" if found is None else found.type
-
-
-def device_uuid(index: int) -> str | None:
-    """Return the UUID of a device of this process, without a prefix; None without a device."""
-    return current.device_uuid(index) if current.is_available() else None

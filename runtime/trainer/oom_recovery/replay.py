@@ -250,17 +250,17 @@ class OomReplay:
         what = f"out of memory on rank {ranks} with micro-batches of {failing}"
         if size:
             self.planner.on_out_of_memory(local_batches, failing, size)
-            remedy = f"micro-batches of {self.planner.limits.bound(local_batches.length)}"
+            next_attempt = f"micro-batches of {self.planner.limits.bound(local_batches.length)}"
         else:
             change = self._escalation.apply_next(group.all_max)
             if change is None:
                 applied = "; ".join(each.value for each in self._escalation.applied) or "nothing"
                 _give_up(own_error, f"{what}, with no memory saving left (applied: {applied})")
             self.planner.invalidate()
-            remedy = change.value
+            next_attempt = change.value
         self._guard.armed = True
         if group.rank == 0:
-            logger.warning("%s: the window is run again with %s", what, remedy)
+            logger.warning("%s: the window is run again with %s", what, next_attempt)
 
     def _measured(self) -> MemoryMeasurements:
         if self._memory is None:

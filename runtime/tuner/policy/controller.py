@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 SETTLE_STEPS = 2  # windows that are not measured after a rollback
 MAX_FAILURES = 2  # failed changes, after which the tuner enters safe mode
-RELIEF_STEPS = 5  # windows after freeing memory, until the forecast includes it
+MEMORY_FREED_STEPS = 5  # windows after memory was freed, until the forecast includes it
 
 # From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
 # may follow wherever nothing is on trial.
@@ -411,7 +411,7 @@ class MemoryRelief:
         self._num_waiting = max(0, self._num_waiting - 1)
         is_due = self._options.acts and not self._num_waiting and step.oom_risk >= OOM_RISK_HIGH
         if is_due:
-            self._num_waiting = RELIEF_STEPS
+            self._num_waiting = MEMORY_FREED_STEPS
         return is_due
 
     def find(self, step: StepTime, configuration: Configuration) -> Decision | None:
