@@ -18,6 +18,22 @@ the call then too, unless memory ran out within the optimizer's update: then res
 its last checkpoint.
 """
 
+MAX_SHOWN = 200  # characters of a value in a message
+
+
+def shortened(value: object) -> str:
+    """Return the representation of a value for a message; a long one is cut."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """Return a text for a message; a long one is cut."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
+
 
 class ZerowatchError(Exception):
     """Base of all errors of zerowatch. Its message says what failed, where, and what to do."""

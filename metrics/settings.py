@@ -35,7 +35,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from ..errors import SettingsError
+from ..errors import SettingsError, cut
 from .thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
@@ -344,6 +344,8 @@ def _from_toml() -> dict[str, Any]:
         return TomlConfigSettingsSource(Settings, TOML_FILE)()
     except ValueError as error:  # tomllib.TOMLDecodeError is one
         raise SettingsError(f"{TOML_FILE} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise SettingsError(f"{TOML_FILE} is nested too deeply") from None
     except OSError as error:
         raise SettingsError(f"{TOML_FILE} cannot be read: {error.strerror}") from None
 
@@ -362,17 +364,18 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 def _settings_error(settings: type[BaseModel], fault: ErrorDetails, origin: str) -> SettingsError:
     """Return an error that names the option, its source, its value and what is allowed."""
     option = ".".join(str(part) for part in fault["loc"]) or "settings"
+    shown_option = cut(repr(option))
     if fault["type"] == "extra_forbidden":
         known = [*settings.model_fields, *_option_names(settings.model_fields)]
         return SettingsError(
-            f"setting {option!r} ({origin}) does not exist{_did_you_mean(option, known)}"
+            f"setting {shown_option} ({origin}) does not exist{_did_you_mean(option, known)}"
         )
     # A rejected URL may contain a password.
-    shown = re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"]))
+    shown = cut(re.sub(r"(?<=://)\S*@", "***@", repr(fault["input"])))
     got = "" if isinstance(fault["input"], dict) else f", got {shown}"
     never = option == "hang.seconds" and fault["type"] in ("finite_number", "less_than_equal")
     hint = "; to detect no hangs, set hang.enabled=false" if never else ""
-    return SettingsError(f"setting {option!r} ({origin}): {fault['msg']}{got}{hint}")
+    return SettingsError(f"setting {shown_option} ({origin}): {fault['msg']}{got}{hint}")
 
 
 def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
@@ -383,7 +386,7 @@ def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
             raise SettingsError(
-                f"environment variable {variable} is no setting{_did_you_mean(variable, known)}"
+                f"environment variable {cut(variable)} is no setting{_did_you_mean(variable, known)}"
             )
 
 

@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -59,16 +60,44 @@ def parse_config(config: object) -> Any:
         OSError: The file cannot be read.
         ValueError: It is neither JSON (comments are allowed, as in DeepSpeed) nor JSON in base64.
     """
-    import hjson  # type: ignore[import-untyped]  # installed with DeepSpeed, which parses with it
-
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | os.PathLike):
         return None
     if os.path.exists(config):
         with open(config, encoding="utf-8") as file:
-            return hjson.loads(file.read())
-    return hjson.loads(base64.urlsafe_b64decode(os.fspath(config)).decode())
+            return parse_text(file.read())
+    return parse_text(base64.urlsafe_b64decode(os.fspath(config)).decode())
+
+
+def parse_text(text: str, *, unique_keys: bool = False) -> Any:
+    """Return the content of a configuration file, parsed as DeepSpeed does.
+
+    Args:
+        text: JSON; comments and trailing commas are allowed.
+        unique_keys: Whether a key that is twice in an object is an error, as in DeepSpeed.
+
+    Raises:
+        ValueError: It is not JSON.
+    """
+    import hjson  # type: ignore[import-untyped]  # installed with DeepSpeed, which parses with it
+
+    hook = _unique_keys if unique_keys else dict
+    try:
+        return hjson.loads(text, object_pairs_hook=hook)
+    except RecursionError:
+        raise ValueError("objects or lists are nested too deeply") from None
+    except OverflowError:  # 1e400
+        raise ValueError("a number is too large") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        names = ", ".join(repr(key) for key, number in counts.items() if number > 1)
+        raise ValueError(f"the same key twice: {names}; DeepSpeed refuses that")
+    return content
 
 
 def read_config(config: object) -> Mapping[str, Any]:

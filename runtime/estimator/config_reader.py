@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ...errors import DsConfigError
+from ...errors import DsConfigError, shortened
 
 AUTO = "auto"
+MAX_SIZE = 2.0**63  # that of an int64, and DeepSpeed's default for "no limit"
 STAGES = (0, 1, 2, 3)
 
 # The keys of zero_optimization (deepspeed/runtime/zero/config.py); DeepSpeed rejects any other.
@@ -127,15 +129,16 @@ class ConfigReader:
             self._reject_value(key, "give true or false")
         return bool(value)
 
-    def number(self, key: str, default: float) -> float:
-        """Return the number of 0 or more under a key; the default if it is absent or "auto"."""
+    def number(self, key: str, default: float, *, maximum: float = math.inf) -> float:
+        """Return the number from 0 to `maximum` under a key; the default if absent or "auto"."""
         value = self._value(key, default)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self._reject_value(key, "give a number")
-        if not number >= 0:
-            self._reject_value(key, "give a number of 0 or more")
+        if not 0 <= number <= maximum:
+            limits = "of 0 or more" if maximum == math.inf else f"from 0 to {maximum:g}"
+            self._reject_value(key, f"give a number {limits}")
         return number
 
     def size(self, key: str, default: int, *aliases: str, minimum: int = 0) -> int:
@@ -144,8 +147,8 @@ class ConfigReader:
         number = self.number(key, default)
         if key not in self.block or self.block[key] in (None, AUTO):
             return default
-        if number != int(number) or number < minimum:
-            self._reject_value(key, f"give a whole number of {minimum} or more")
+        if number > MAX_SIZE or number != int(number) or number < minimum:
+            self._reject_value(key, f"give a whole number of {minimum} or more, at most 2^63")
         return int(number)
 
     def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
@@ -186,4 +189,4 @@ class ConfigReader:
 
     def _reject_value(self, key: str, advice: str) -> NoReturn:
         name = ".".join((*self._path, key))
-        self.reject(f"{name} is {self.block.get(key)!r}; {advice}")
+        self.reject(f"{name} is {shortened(self.block.get(key))}; {advice}")

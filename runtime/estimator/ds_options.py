@@ -190,7 +190,7 @@ def _zero_options(zero: ConfigReader, stage: int) -> dict[str, Any]:
     devices = {"none": "none", "cpu": "cpu", "nvme": "nvme"}
     options: dict[str, Any] = {
         "offload_optimizer": optimizer.choice("device", devices, legacy_optimizer),
-        "offload_optimizer_ratio": optimizer.number("ratio", 1.0),
+        "offload_optimizer_ratio": optimizer.number("ratio", 1.0, maximum=1.0),
     }
     if stage == 0:
         return {}

@@ -10,7 +10,7 @@ runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .buckets import FlatGroup, combine_messages, fill_buckets, flatten
 from .ds_options import DsOptions
@@ -86,8 +86,8 @@ def stage_1_and_2_calls(
         yield from engine_all_reduces([group.numel for group in groups], options, topology)
     else:
         reductions = micro_batches if options.stage == 2 else 1
-        for _ in range(reductions):
-            yield from _GradientReduction.of(model, groups, options, ranks).calls()
+        for call in _GradientReduction.of(model, groups, options, ranks).calls():
+            yield replace(call, times=reductions)
         yield from _step_checks(len(groups), options, ranks)
     if ranks > 1:
         for group in groups:

@@ -9,7 +9,7 @@ runtime/comm/coalesced_collectives.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .buckets import fill_buckets
 from .ds_options import DsOptions
@@ -41,9 +41,9 @@ def stage_3_step(
     calls: list[EstimatedCall] = []
     if topology.data_parallel > 1:
         gathers, peak = _gathers_of_a_step(model, options, micro_batches)
-        calls += [call for gather in gathers for call in partition.gather(gather)]
-    for _ in range(micro_batches):
-        calls += _reduction(model, options, partition)
+        for gather, times in gathers.items():
+            calls += [replace(call, times=times) for call in partition.gather(gather)]
+    calls += [replace(call, times=micro_batches) for call in _reduction(model, options, partition)]
     calls += _step_checks(model, options, partition)
     calls += partition.gather_persistent(persistent_parameters(model, options))
     return Stage3Step(calls=tuple(calls), peak_gathered=peak)
@@ -105,14 +105,15 @@ class _ModuleWalk:
 
 def _gathers_of_a_step(
     model: ModelShape, options: DsOptions, micro_batches: int
-) -> tuple[list[Gather], int]:
+) -> tuple[Mapping[Gather, int], int]:
+    """Return each gather of a step with its number, and the most elements gathered at once."""
     visits, parameters = module_visits(model)
     numels = [parameter.numel for parameter in model.parameters]
     persistent = persistent_parameters(model, options)
     coordinator = Zero3Coordinator(visits, parameters, numels, persistent, options)
     trained = [index for index, p in enumerate(model.parameters) if p.is_trained]
     for _ in range(_WARM_UP_STEPS + 1):
-        gathers = [g for _ in range(micro_batches) for g in coordinator.micro_batch()]
+        gathers = coordinator.micro_batches(micro_batches)
         coordinator.end_step(trained)
     return gathers, coordinator.peak_numel
 

@@ -81,7 +81,11 @@ _NOTHING = CollectiveTotals(calls=0, payload_bytes=0, wire_bytes=0.0, seconds=No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedCall:
-    """One estimated call of a collective; `elements` is its payload, counted as in nccl-tests."""
+    """An estimated call of a collective, made `times` times in a step.
+
+    Attributes:
+        elements: Payload of one call, counted as in nccl-tests.
+    """
 
     op: str
     elements: int
@@ -89,6 +93,7 @@ class EstimatedCall:
     purpose: str
     group: str = "dp"
     group_size: int
+    times: int = 1
 
 
 def sum_calls(calls: Iterable[EstimatedCall], backend: str) -> tuple[EstimatedCollective, ...]:
@@ -99,9 +104,9 @@ def sum_calls(calls: Iterable[EstimatedCall], backend: str) -> tuple[EstimatedCo
         payload_bytes = call.elements * BYTES_OF[call.dtype]
         factor = wire_factor(call.op, backend, call.group_size, payload_bytes)
         entry = sums.setdefault(key, [0, 0, 0.0])
-        entry[0] += 1
-        entry[1] += payload_bytes
-        entry[2] += payload_bytes * factor
+        entry[0] += call.times
+        entry[1] += call.times * payload_bytes
+        entry[2] += call.times * payload_bytes * factor
     return tuple(
         EstimatedCollective(
             op=op,

@@ -8,7 +8,7 @@ influences them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -121,19 +121,53 @@ class Zero3Coordinator:
         self._backward: dict[int, None] = {}
         self._gathers: list[Gather] = []
 
+    def micro_batches(self, count: int) -> Counter[Gather]:
+        """Simulate the passes of a step; return how often each gather is made.
+
+        Once the passes repeat, the rest is computed: a step may have thousands of micro-batches.
+
+        Raises:
+            TracingError: DeepSpeed itself fails on this model.
+        """
+        passes: list[list[Gather]] = []
+        first_passes: dict[_StateKey, int] = {}
+        gathers: Counter[Gather] = Counter()
+        for num_left in range(count, 0, -1):
+            key = self._begin_pass()
+            if key in first_passes:
+                cycle = passes[first_passes[key] :]
+                for index, repeated in enumerate(cycle):
+                    times = (num_left - index + len(cycle) - 1) // len(cycle)
+                    for gather in repeated if times > 0 else ():
+                        gathers[gather] += times
+                for _ in range(num_left % len(cycle)):  # to the state after the last pass
+                    self._run_pass(self._begin_pass())
+                break
+            if key in self._simulated:  # from here on the key determines the pass
+                first_passes[key] = len(passes)
+            passes.append(self._run_pass(key))
+            gathers.update(passes[-1])
+        return gathers
+
     def micro_batch(self) -> list[Gather]:
         """Simulate one forward and backward pass; return what it gathers.
 
         Raises:
             TracingError: DeepSpeed itself fails on this model.
         """
+        return self._run_pass(self._begin_pass())
+
+    def _begin_pass(self) -> _StateKey:
+        """Wait for what is in flight, and return what the pass depends on."""
         for parameter in list(self._state.pending):
             self._wait(self._state.pending[parameter])
             self._release(parameter)
         self._state.pending.clear()
         self._complete, self._recording = self._recording or self._complete, True
         self._reset_trace_position()
-        key = (frozenset(self._state.available), frozenset(self._state.secondary))
+        return frozenset(self._state.available), frozenset(self._state.secondary)
+
+    def _run_pass(self, key: _StateKey) -> list[Gather]:
         if key in self._simulated:
             self._gathers, after = self._simulated[key]
             self._state = deepcopy(after)

@@ -266,3 +266,30 @@ def test_a_time_beyond_what_a_clock_can_wait_for_is_an_error(option):
 
 def test_the_error_about_an_infinite_hang_limit_names_the_switch():
     assert "hang.enabled=false" in error_of({"hang": {"seconds": float("inf")}})
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(SettingsError) as raised:
+        load_settings({"serve": {"port": "9" * 100_000}})
+
+    assert len(str(raised.value)) < 500
+    assert "100,002 characters" in str(raised.value)
+
+
+def test_a_long_name_is_cut_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROWATCH_" + "X" * 10_000, "1")
+
+    with pytest.raises(SettingsError) as raised:
+        load_settings()
+
+    assert len(str(raised.value)) < 500
+
+
+def test_a_deeply_nested_file_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("zerowatch.toml").write_text("a = " + "[" * 100_000)
+
+    with pytest.raises(SettingsError, match="nested too deeply"):
+        load_settings()

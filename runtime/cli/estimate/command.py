@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .inputs import RankBatch
 
 _ALL = "all"
+_MAX_RANKS = 1_000_000  # ten times the largest cluster; the time of a plan grows with the ranks
 
 
 @click.command(short_help="Estimate communication and memory of a ds config.")
@@ -104,16 +105,21 @@ def estimate(
 
 
 def _read_config(config_file: str) -> Mapping[str, Any]:
+    from ....metrics.settings import load_settings
+    from ...common.ds_config import parse_text, read_zerowatch_block
+
     try:
-        config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+        config = parse_text(Path(config_file).read_text(encoding="utf-8"), unique_keys=True)
     except OSError as error:
         raise CommandLineError(
             f"{config_file} cannot be read: {error.strerror}; give a JSON file"
         ) from error
     except ValueError as error:
-        raise DsConfigError(f"{config_file} is not valid JSON: {error}; fix it") from error
+        reason = " ".join(str(error).split())
+        raise DsConfigError(f"{config_file} is not valid JSON: {reason}; fix it") from error
     if not isinstance(config, dict):
         raise DsConfigError(f"{config_file} has no JSON object; give a DeepSpeed configuration")
+    load_settings(ds_block=read_zerowatch_block(config))  # a mistake is an error here, as in a run
     return config
 
 
@@ -138,8 +144,8 @@ def _topology(
         tp = block.get("autotp_size", 1) if isinstance(block, dict) else 1
         tp = tp if isinstance(tp, int) and tp > 0 else 1
     for option, ranks in (("--world", world), ("--tp", tp), ("--pp", pp)):
-        if ranks < 1:
-            raise CommandLineError(f"{option} is {ranks}; give 1 or more")
+        if not 1 <= ranks <= _MAX_RANKS:
+            raise CommandLineError(f"{option} is {ranks}; give 1 to {_MAX_RANKS:,}")
     if world % (tp * pp):
         raise CommandLineError(
             f"--world {world} is not divisible by --tp {tp} x --pp {pp} ranks; change one of them"

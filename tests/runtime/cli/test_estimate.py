@@ -135,7 +135,8 @@ def test_planning_from_a_size_loads_neither_torch_nor_deepspeed(ds_json):
     [
         (("--world", 8), "give either --params"),
         (("--world", 8, "--params", "7B", "--model", "m:n"), "give either --params"),
-        (("--world", 0, "--params", "7B"), "--world is 0; give 1 or more"),
+        (("--world", 0, "--params", "7B"), "--world is 0; give 1 to 1,000,000"),
+        (("--world", 99_999_999, "--params", "7B"), "--world is 99999999; give 1 to 1,000,000"),
         (("--world", 8, "--params", "7B", "--tp", 3), "--tp 3 x --pp 1"),
         (("--world", 8, "--params", "lots"), "--params lots is not a size"),
         (("--world", 8, "--params", "-7B"), "--params -7B is too small"),
@@ -164,6 +165,22 @@ def test_invalid_options_print_one_line_and_exit_with_code_2(estimate, ds_json, 
     [
         ("{", "is not valid JSON"),
         ("[1]", "has no JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' * 100_000, "nested too deeply"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "the same key twice: 'enabled'"),
+        ('{"train_micro_batch_size_per_gpu": 1e400}', "a number is too large"),
+        (
+            '{"train_micro_batch_size_per_gpu": 2,\n"gradient_accumulation_steps": Infinity\n}',
+            "gradient_accumulation_steps is 'Infinity'; give a whole number of 1 or more",
+        ),
+        (
+            '{"train_micro_batch_size_per_gpu": 2,\n"gradient_accumulation_steps": 1e300\n}',
+            "gradient_accumulation_steps is 1e+300; give a whole number of 1 or more",
+        ),
+        (
+            '{"zero_optimization": {"offload_optimizer": {"device": "cpu",\n"ratio": Infinity\n}}}',
+            "zero_optimization.offload_optimizer.ratio is 'Infinity'; give a number from 0 to 1",
+        ),
         ('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage is 5"),
         (json.dumps({**DS_CONFIG, "train_batch_size": 63}), "train_batch_size 63"),
         (
@@ -187,6 +204,40 @@ def test_an_invalid_configuration_prints_one_line_and_exits_with_code_2(
     file.write_text(content)
 
     assert_error(estimate(file, *SIZE), f"{file}", words)
+
+
+def test_a_wrong_setting_is_an_error_as_in_a_run(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**DS_CONFIG, "zerowatch": {"serve": {"prot": 9500}}}))
+
+    assert_error(estimate(file, *SIZE), "setting 'serve.prot'", "did you mean 'serve.port'")
+
+
+def test_comments_and_trailing_commas_are_accepted_as_by_deepspeed(estimate, tmp_path, ds_json):
+    file = tmp_path / "commented.json"
+    file.write_text("# our job\n" + ds_json.read_text()[:-1] + ",  // the end\n}")
+
+    code, out, err = estimate(file, *SIZE)
+
+    assert (code, err) == (0, "")
+    assert out.replace(str(file), str(ds_json)) == estimate(ds_json, *SIZE)[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_million_micro_batches_are_multiplied_not_repeated(estimate, tmp_path, stage):
+    """A repeated simulation would take hours."""
+    file = tmp_path / "ds.json"
+
+    def planned(accumulation: int) -> list[dict[str, object]]:
+        file.write_text(json.dumps({**DS_CONFIG, "gradient_accumulation_steps": accumulation}))
+        out = estimate(file, *SIZE, "--stage", stage, "--json")[1]
+        return json.loads(out)["plans"][0]["collectives"]
+
+    one, million = planned(1), planned(1_000_000)
+
+    gradients = [[c for c in plan if c["purpose"] == "gradients"] for plan in (one, million)]
+    assert gradients[1][0]["calls"] == 1_000_000 * gradients[0][0]["calls"]
+    assert gradients[1][0]["payload_bytes"] == 1_000_000 * gradients[0][0]["payload_bytes"]
 
 
 def test_a_missing_file_prints_one_line_and_exits_with_code_2(estimate, tmp_path):

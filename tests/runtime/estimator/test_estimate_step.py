@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from zerowatch.errors import DsConfigError
@@ -146,6 +148,35 @@ def gathers(options: DsOptions, *, micro_batches: int) -> list[tuple[int, ...]]:
         last = coordinator.micro_batch()
         coordinator.end_step([0, 1, 2])
     return [gather.parameters for gather in last]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"prefetch_bucket_size": 0},
+        {"prefetch_bucket_size": 15},
+        {"max_reuse_distance": 0, "prefetch_bucket_size": 10},
+        {"max_live_parameters": 20, "max_reuse_distance": 10},
+        {"hpz_partition_size": 2},
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
+def test_repeated_passes_are_counted_as_if_each_were_simulated(changes, count):
+    visits, own = module_visits(chain(10, 10, 10))
+    options = DsOptions(stage=3, **changes)
+    one_by_one, at_once = (
+        Zero3Coordinator(visits, own, [10, 10, 10], [1], options) for _ in range(2)
+    )
+    for _ in range(4):
+        expected = Counter(g for _ in range(count) for g in one_by_one.micro_batch())
+        one_by_one.end_step([0, 1, 2])
+
+        actual = at_once.micro_batches(count)
+        at_once.end_step([0, 1, 2])
+
+        assert actual == expected
+    assert at_once.peak_numel == one_by_one.peak_numel
 
 
 def test_the_first_micro_batch_gathers_layer_by_layer_both_ways():
