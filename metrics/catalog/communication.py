@@ -88,8 +88,8 @@ STEP_TIME_RATIO = gauge(
 )
 COMM_STEP_WIRE_BYTES = gauge(
     "comm_step_wire_bytes",
-    "Wire bytes of a step: measured, predicted from the configuration, and the least its ZeRO "
-    "stage needs.",
+    "Wire bytes of a step: measured, predicted from the configuration, and the reference for "
+    "its ZeRO stage (`least`).",
     Label(name="kind", values=("measured", "predicted", "least")),
 )
 STRAGGLER_SCORE = gauge(
@@ -100,7 +100,7 @@ STRAGGLER_SCORE = gauge(
 )
 COMM_VOLUME_RATIO = gauge(
     "comm_volume_ratio",
-    "Wire bytes of a step over the least this ZeRO stage needs; `zerowatch estimate` shows why.",
+    "Wire bytes of a step over the reference for its ZeRO stage; `zerowatch estimate` shows why.",
 )
 COMM_COVERAGE_RATIO = gauge(
     "comm_coverage_ratio",

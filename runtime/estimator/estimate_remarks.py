@@ -117,8 +117,8 @@ def _pattern_of_stages_1_and_2(options: DsOptions) -> str:
             "never issues a reduce-scatter. With use_multi_rank_bucket_allreduce (the default), "
             "one all-reduce per bucket carries the parts of all ranks, and each rank copies its "
             "own part: twice the bytes, in few messages. Without it, each part is reduced to its "
-            "owner only: about the minimum of bytes, in more and smaller messages. Measure which "
-            "is faster."
+            "owner only: about half the bytes, in more and smaller messages. Measure which is "
+            "faster."
         )
     return (
         "Gradients: one reduce per bucket and owner, because use_multi_rank_bucket_allreduce is "
@@ -187,8 +187,8 @@ def _on_parameter_reuse(estimate: StepEstimate, options: DsOptions) -> Iterator[
     gathered = sum(c.payload_bytes for c in estimate.collectives if c.purpose == "parameters")
     if options.stage == 3 and gathered and (estimate.volume_ratio or 1) < _NOTABLY_LESS:
         yield (
-            "Less than the minimum is sent, because the minimum gathers each parameter in forward "
-            "and again in backward. Here some parameters stay gathered in between "
+            "Less than the reference is sent. The reference is the volume in the ZeRO paper, which "
+            "gathers each parameter in forward and again in backward. Here some parameters stay gathered in between "
             "(stage3_max_reuse_distance, stage3_prefetch_bucket_size), which costs the memory in "
             'the column "gathered".'
         )

@@ -1,4 +1,4 @@
-"""The estimated collectives, bytes and memory of one step, and the lower bound of its bytes."""
+"""The estimated collectives, bytes and memory of one step, and the reference for its bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepEstimate:
     Attributes:
         stage: ZeRO stage.
         collectives: The collectives that DeepSpeed issues.
-        least_wire_bytes: Lower bound of the bytes that this stage must send.
+        least_wire_bytes: Reference: the bytes that this stage sends in the ZeRO paper.
         memory: Bytes of the rank, by category.
         exact: Whether calls and payload bytes equal DeepSpeed's if the assumptions hold. If not, a
             remark names the reason.
@@ -59,7 +59,7 @@ class StepEstimate:
 
     @property
     def volume_ratio(self) -> float | None:
-        """The wire bytes as a ratio of the lower bound; None if nothing has to be sent."""
+        """The wire bytes as a ratio of the reference; None if nothing has to be sent."""
         return self.wire_bytes / self.least_wire_bytes if self.least_wire_bytes else None
 
     def totals(self) -> Mapping[str, CollectiveTotals]:
@@ -125,7 +125,9 @@ def sum_calls(calls: Iterable[EstimatedCall], backend: str) -> tuple[EstimatedCo
 def least_wire_bytes(
     stage: int, *, gradient_bytes: int, parameter_bytes: int, micro_batches: int, num_ranks: int
 ) -> float:
-    """Return the bytes that one rank must send in one step: the volume ratio's denominator.
+    """Return the bytes that one rank sends in one step of the ZeRO paper: the ratio's denominator.
+
+    Where stage 3 keeps parameters gathered, less is sent.
 
     Source: section 7 of the ZeRO paper (arXiv 1910.02054), with rings. With f = (n-1)/n, a
     reduce-scatter or an all-gather sends f of its payload. Stage 0 needs both for the gradients,

@@ -80,7 +80,7 @@ def _wire_table(
     estimates: Sequence[StepEstimate], heading: Heading, frame: box.Box | None
 ) -> Table:
     title = "Communication per rank and optimizer step"
-    columns = ("stage", "collective", "dtype", "calls", "payload", "sent", "minimum", "ratio")
+    columns = ("stage", "collective", "dtype", "calls", "payload", "sent", "reference", "ratio")
     table = _table(title, frame, columns, num_texts=3)
     for estimate in estimates:
         mark = _mark(estimate, heading)

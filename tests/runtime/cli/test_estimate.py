@@ -240,6 +240,19 @@ def test_a_million_micro_batches_are_multiplied_not_repeated(estimate, tmp_path,
     assert gradients[1][0]["payload_bytes"] == 1_000_000 * gradients[0][0]["payload_bytes"]
 
 
+def test_less_than_the_reference_is_explained(estimate, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}')
+
+    _, out, _ = estimate(file, "--world", 8, "--params", "125M", "--stage", 3)
+
+    (header,) = [line.split() for line in out.splitlines() if "payload" in line and "calls" in line]
+    (total,) = [line.split() for line in out.splitlines() if "total (" in line]
+    assert header[-3:] == ["sent", "reference", "ratio"]
+    assert float(total[-1]) < 1
+    assert "Less than the reference is sent" in out
+
+
 def test_a_missing_file_prints_one_line_and_exits_with_code_2(estimate, tmp_path):
     assert_error(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
