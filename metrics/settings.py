@@ -385,9 +385,8 @@ def _check_environment_names(settings: type[BaseModel], prefix: str) -> None:
     }
     for variable in os.environ:
         if variable.startswith(prefix) and variable not in known:
-            raise SettingsError(
-                f"environment variable {cut(variable)} is no setting{_did_you_mean(variable, known)}"
-            )
+            hint = _did_you_mean(variable, known)
+            raise SettingsError(f"environment variable {cut(variable)} is no setting{hint}")
 
 
 def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable[str]:

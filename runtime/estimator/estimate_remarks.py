@@ -188,9 +188,9 @@ def _on_parameter_reuse(estimate: StepEstimate, options: DsOptions) -> Iterator[
     if options.stage == 3 and gathered and (estimate.volume_ratio or 1) < _NOTABLY_LESS:
         yield (
             "Less than the reference is sent. The reference is the volume in the ZeRO paper, which "
-            "gathers each parameter in forward and again in backward. Here some parameters stay gathered in between "
-            "(stage3_max_reuse_distance, stage3_prefetch_bucket_size), which costs the memory in "
-            'the column "gathered".'
+            "gathers each parameter in forward and again in backward. Here some parameters stay "
+            "gathered in between (stage3_max_reuse_distance, stage3_prefetch_bucket_size), which "
+            'costs the memory in the column "gathered".'
         )
 
 
