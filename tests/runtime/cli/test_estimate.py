@@ -257,7 +257,7 @@ def test_a_missing_file_prints_one_line_and_exits_with_code_2(estimate, tmp_path
     assert_error(estimate(tmp_path / "none.json", *SIZE), "cannot be read")
 
 
-def test_misspelt_keys_are_named_in_one_line_before_the_plan(estimate, tmp_path):
+def test_misspelt_keys_are_named_in_one_line_before_the_estimate(estimate, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**DS_CONFIG, "gradient_cliping": 1.0, "zero_optimisation": {}}))
 

@@ -60,7 +60,7 @@ def test_a_rank_keeps_complete_gradients_of_which_it_owns_a_slice():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_enter_buckets_in_the_order_of_the_traffic_plan(overlap):
+def test_gradients_enter_buckets_in_the_order_of_the_estimated_traffic(overlap):
     layers = tuple(ModuleShape(name=str(n), parameters=(n,)) for n in range(5))
     parameters = tuple(ParameterShape(name=str(n), shape=(10 + n,)) for n in range(5))
     model = ModelShape(parameters=parameters, root=ModuleShape(name="", children=layers))
