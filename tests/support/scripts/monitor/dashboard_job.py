@@ -1,11 +1,13 @@
 """Fills every dashboard: trains, evaluates, saves and offloads on two ranks until asked to end.
 
-Usage: dashboard_job.py FOLDER. It ends at the first step that finds FOLDER/end.
+Usage: dashboard_job.py FOLDER. It takes the first step once there is FOLDER/begin, so that what
+happens once is scraped before and after; it ends at the first step that finds FOLDER/end.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ def main(folder: Path) -> None:
     )
     data = TensorDataset(torch.randint(256, (64 * BATCH, LENGTHS[-1] + 1)))
     loader = run.loader(data, batch_samples=2 * BATCH)
+    while not all_see(folder / "begin"):
+        time.sleep(0.1)
     for step, (tokens,) in enumerate(loader.forever(), 1):
         run.train_batch(tokens[:, : LENGTHS[step % len(LENGTHS)] + 1])
         if step % EVERY_STEPS == 0:
