@@ -1,4 +1,4 @@
-"""A real job of two ranks, one of which is delayed by 50 ms in one phase after the other."""
+"""A real job of two ranks, one of which is delayed by 70 ms in one phase after the other."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ pytestmark = pytest.mark.jobs
 
 PHASES = ("data", "forward", "backward", "optimizer")
 CONTROLS = 8
+# A rank that had no core for so much of the time was slowed by other processes, not by the job.
+STARVED_RATIO = 0.02
 NAMED = re.compile(r"rank (\d+) is slow in (\w+):")
 
 
@@ -41,22 +43,22 @@ def test_only_the_delayed_rank_is_named_with_its_phase(ranks, phase):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_delayed_rank_is_named_after_two_exchanges(ranks, phase):
+def test_the_delayed_rank_is_named_after_two_comparisons(ranks, phase):
     case = ranks[0][PHASES.index(phase)]
 
-    # The first exchange began before the delay, two confirm it, and results take a poll or two.
-    assert case["exchanges"][0] < 4.5
+    # Steps of the first comparison may lie before the delay; two confirm it.
+    assert case["comparisons"][0] <= 3
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_other_rank_has_waited_as_long_as_the_delays(ranks, phase):
     waiting, delayed = (cases[PHASES.index(phase)] for cases in ranks)
 
-    # On a busy machine each rank also waits for the other at times, which is not the delay's doing:
-    # what rank 1 waits for shows about how much.
-    assert waiting["waited"] - delayed["waited"] <= 1.1 * delayed["slept"]
-    assert waiting["waited"] >= 0.9 * delayed["slept"]
-    assert delayed["waited"] < 0.3 * delayed["slept"]
+    # A rank that gets no core is late as well, which the kernel counts.
+    slept, starved = delayed["slept"], waiting["starved"] + delayed["starved"]
+    extra = waiting["waited"] - delayed["waited"]
+    assert abs(extra - slept) < 0.1 * slept + starved
+    assert delayed["waited"] < 0.3 * slept + waiting["starved"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -70,11 +72,11 @@ def test_only_the_delayed_rank_scores_in_only_that_phase(ranks, phase):
 
 @pytest.mark.parametrize("control", range(CONTROLS))
 def test_no_rank_is_named_where_none_is_delayed(ranks, control):
-    for cases in ranks:
-        case = cases[len(PHASES) + control]
+    seen = [cases[len(PHASES) + control] for cases in ranks]
 
-        assert named(case) == []
-        assert len(case["score"]) == len(PHASES)  # they were compared
+    starved = {rank for rank, case in enumerate(seen) if case["starved_ratio"] > STARVED_RATIO}
+    assert {int(rank) for case in seen for rank, _ in named(case)} <= starved
+    assert all(len(case["score"]) == len(PHASES) for case in seen)  # they were compared
 
 
 @pytest.mark.parametrize("case", range(len(PHASES) + CONTROLS))

@@ -1,14 +1,17 @@
 """Delays one rank in one phase after the other, and writes the metrics, as JSON per rank.
 
-Usage: straggler_job.py FOLDER. Each case trains a fresh engine for some exchanges.
+Usage: straggler_job.py FOLDER. Each case trains a fresh engine until rank 0 has compared the ranks'
+step times some times, however long that takes.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import deepspeed
@@ -18,18 +21,36 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerowatch
 from zerowatch.metrics.catalog import communication, training
+from zerowatch.runtime.cross_rank.stragglers import StragglerDetector
 
 # Compiling this op takes a minute on a new machine, and only inference uses it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-DELAY_SECONDS = 0.05
+DELAY_SECONDS = 0.07  # far more than a rank waits for a core of a busy machine
 EXCHANGE_SECONDS = 0.8
-CASE_SECONDS = 4.5 * EXCHANGE_SECONDS
+COMPARISONS = 4  # of a case
 SLOW_RANK = 1
 PHASES = ("data", "forward", "backward", "optimizer")
-CONTROLS, SPARE_CONTROLS = 8, 2
-WARM_UP_STEPS = 5
+CONTROLS = 8
 WIDTH, BATCH = 256, 64
+
+
+class Comparisons:
+    """Counts how often rank 0 has compared step times."""
+
+    count = 0
+
+    def install(self) -> None:
+        compare = StragglerDetector.update
+
+        def counted(*arguments):
+            self.count += 1
+            return compare(*arguments)
+
+        StragglerDetector.update = counted
+
+
+comparisons = Comparisons()
 
 
 class Delay:
@@ -108,21 +129,10 @@ def batches():
     return iter(DataLoader(SlowData(torch.ones(BATCH * 10_000, WIDTH)), batch_size=BATCH))
 
 
-def warm_up(engine) -> None:
-    """Train some steps without a delay and let the ranks compare them, as they start apart."""
+def train(engine, num_comparisons: int) -> int:
+    """Train until rank 0 has compared so often, all ranks for as many steps; return how many."""
     loader = batches()
-    for _ in range(WARM_UP_STEPS):
-        (batch,) = next(loader)
-        engine.backward(engine(batch))
-        engine.step()
-    time.sleep(1.7 * EXCHANGE_SECONDS)
-    dist.barrier()
-
-
-def train(engine) -> int:
-    """Train for a while, all ranks for as many steps; return how many."""
-    loader = batches()
-    end, steps = time.monotonic() + CASE_SECONDS, 0
+    enough, steps = comparisons.count + num_comparisons, 0
     going = torch.ones(1)
     while going:
         (batch,) = next(loader)
@@ -130,20 +140,31 @@ def train(engine) -> int:
         engine.step()
         steps += 1
         if steps % 10 == 0:
-            going.fill_(float(time.monotonic() < end))
+            going.fill_(float(comparisons.count < enough))
             dist.broadcast(going, 0)
     return steps
 
 
-def run(phase: str, lines: list[tuple[float, str]]) -> dict:
+def starved_seconds() -> float:
+    """Return how long the threads of this process were ready to run, but had no core."""
+    delays = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            delays += int((task / "schedstat").read_text().split()[1])
+    return delays / 1e9
+
+
+def run(phase: str, lines: list[tuple[int, str]]) -> dict:
     delay.phase, delay.slept = "", 0.0
     engine = make_engine()
-    if phase:
-        warm_up(engine)
+    if phase:  # without a delay at first, as the ranks start apart
+        train(engine, 2)
     before = engine.watch.snapshot().total(communication.COMM_WAIT_SECONDS)
     lines.clear()
     delay.phase, began = phase, time.monotonic()
-    steps = train(engine)
+    compared, starved = comparisons.count, starved_seconds()
+    steps = train(engine, COMPARISONS)
+    seconds, starved = time.monotonic() - began, starved_seconds() - starved
     engine.watch.close()
     seen = engine.watch.snapshot()
     engine.destroy()
@@ -168,30 +189,26 @@ def run(phase: str, lines: list[tuple[float, str]]) -> dict:
         "slept": delay.slept,
         "waited": seen.total(communication.COMM_WAIT_SECONDS) - before,
         "lines": [line for _, line in lines],
-        "exchanges": [(when - began) / EXCHANGE_SECONDS for when, _ in lines],
+        "comparisons": [count - compared for count, _ in lines],
+        "starved": starved,
+        "starved_ratio": starved / seconds,
     }
     return result | by_label
 
 
-def listen() -> list[tuple[float, str]]:
-    lines: list[tuple[float, str]] = []
+def listen() -> list[tuple[int, str]]:
+    lines: list[tuple[int, str]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append((time.monotonic(), record.getMessage()))
+    handler.emit = lambda record: lines.append((comparisons.count, record.getMessage()))
     logging.getLogger("zerowatch").addHandler(handler)
     return lines
 
 
 if __name__ == "__main__":
+    with suppress(PermissionError):  # as root, so that no other process takes the cores
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     deepspeed.init_distributed("gloo", verbose=False)
+    comparisons.install()
     lines = listen()
-    results = [run(phase, lines) for phase in PHASES]
-    spare = SPARE_CONTROLS
-    for _ in range(CONTROLS):
-        case = run("", lines)
-        is_any_named = torch.tensor([float(bool(case["lines"]))])
-        dist.all_reduce(is_any_named)
-        if is_any_named and spare:  # a busy machine really slows a rank
-            spare -= 1
-            case = run("", lines)
-        results.append(case)
+    results = [run(phase, lines) for phase in (*PHASES, *CONTROLS * [""])]
     Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(results))
