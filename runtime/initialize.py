@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -266,7 +267,10 @@ def _watch_first(engine: Any, settings: Settings) -> None:
     trains = type(engine.optimizer).__name__ not in _NO_OPTIMIZERS
     running = _process.watch is not None and _process.watch.is_open
     if trains and (not running or _is_interactive()):
-        _open_watch(engine, settings)
+        with ExitStack() as on_failure:
+            on_failure.callback(_process.startup.stop)  # nobody would see the first step
+            _open_watch(engine, settings)
+            on_failure.pop_all()
 
 
 def _open_watch(engine: Any, settings: Settings) -> Watch:

@@ -104,11 +104,16 @@ def standing(places: list[tuple[object, str]]) -> list[object]:
     return [vars(owner).get(name, "absent") for owner, name in places]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def own_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith("zerowatch")]
 
 
 def every_name_is_restored() -> None:
@@ -199,26 +204,31 @@ def steps_only_at_boundaries_count_every_micro_batch() -> None:
 
 
 def phases_add_up_to_wall_time() -> None:
+    def clocks() -> tuple[float, float]:
+        return time.perf_counter(), time.time()
+
     engine = make()
     records = listen(engine)
     step(engine)
-    began = time.perf_counter()
-
-    for _ in range(5):
+    ends = []  # each step ends between a pair of readings, however long that takes
+    for _ in range(6):
         time.sleep(0.02)
+        before = clocks()
         step(engine)
-    wall = time.perf_counter() - began
+        ends.append((before, clocks()))
     engine.watch.close()
 
-    measured = sum(record.seconds for record in records[1:])
-    between_ends = records[-1].ended_at_unix_seconds - records[0].ended_at_unix_seconds
-    assert abs(measured - between_ends) < 0.002, (measured, between_ends)
-    # The time between the end of the first step and `began` is not measured here.
-    assert wall - 0.002 < measured < wall + 0.1, (measured, wall)
-    for record in records:
+    _, second, *rest = records
+    (first_before, _), (first_after, _) = ends[0]
+    (last_before, _), (last_after, _) = ends[-1]
+    measured = sum(record.seconds for record in rest)
+    least, most = last_before - first_after, last_after - first_before
+    assert least - 1e-6 <= measured <= most + 1e-6, (least, measured, most)
+    for record, ((_, before), (_, after)) in zip([second, *rest], ends, strict=True):
+        assert before - 1e-6 <= record.ended_at_unix_seconds <= after + 1e-6
         assert abs(sum(record.phase_seconds.values()) - record.seconds) < 1e-9
         assert {"forward", "backward", "optimizer"} <= record.phase_seconds.keys()
-    assert all(record.phase_seconds["other"] >= 0.02 for record in records[1:])
+    assert all(record.phase_seconds["other"] >= 0.02 for record in rest)
 
 
 def loading_evaluation_and_checkpoints_are_phases_of_their_own() -> None:
@@ -227,11 +237,23 @@ def loading_evaluation_and_checkpoints_are_phases_of_their_own() -> None:
             time.sleep(0.01)
             return super().__getitem__(index)
 
+    loading: list[float] = []  # the seconds of each request, the one that finds the end included
+
+    def timed(loader: DataLoader):
+        batches, end = iter(loader), object()
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, end)
+            loading.append(time.perf_counter() - began)
+            if batch is end:
+                return
+            yield batch
+
     engine = make()
     records = listen(engine)
     loader = DataLoader(Slow(torch.ones(6, 8)), batch_size=2)
 
-    for (batch,) in loader:
+    for (batch,) in timed(loader):
         step(engine, batch)
     engine.eval()
     for (batch,) in loader:
@@ -242,11 +264,13 @@ def loading_evaluation_and_checkpoints_are_phases_of_their_own() -> None:
     engine.watch.close()
 
     *trained, last = records
-    assert all(0.02 <= record.phase_seconds["data"] < 0.05 for record in trained)
+    *batches, the_end = loading
+    for record, seconds in zip(trained, batches, strict=True):
+        assert 0.02 <= record.phase_seconds["data"] <= seconds
     assert all("eval" not in record.phase_seconds for record in trained)
     assert last.phase_seconds["eval"] >= 0.06
     assert last.phase_seconds["checkpoint"] > 0
-    assert last.phase_seconds.get("data", 0.0) < 0.005  # the training loader's end
+    assert last.phase_seconds.get("data", 0.0) <= the_end
     assert last.samples == 2
     assert last.training_seconds < last.seconds - 0.06
 
@@ -413,8 +437,7 @@ def a_watch_that_cannot_start_lets_training_be() -> None:
     engine = make()
     step(engine)
 
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("zerowatch")], names
+    wait_until(lambda: not own_threads())
     assert "forward" not in vars(engine)
     engine.watch.close()
 
@@ -427,8 +450,7 @@ def a_watch_whose_comparison_thread_cannot_start_leaves_no_thread() -> None:
     engine = make()
     step(engine)
 
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("zerowatch")], names
+    wait_until(lambda: not own_threads())
     assert "forward" not in vars(engine)
     engine.watch.close()
 
@@ -532,8 +554,7 @@ def a_part_that_cannot_be_closed_keeps_no_other_open() -> None:
     restore()
 
     assert standing(wrapped_places(engine)) == before
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("zerowatch")], names
+    assert not own_threads()
     # Memory closes its hooks first.
     assert watch.snapshot().value(overhead.HOOK_FAILURES, "close") == 3
     assert watch.snapshot().value(training.RUN_ACTIVE) == 0
@@ -647,7 +668,7 @@ CHECKS = [
     for value in list(globals().values())
     if callable(value)
     and getattr(value, "__module__", None) == "__main__"
-    and value not in (Net, make, listen, step, wrapped_places, standing, wait_until)
+    and value not in (Net, make, listen, step, wrapped_places, standing, wait_until, own_threads)
 ]
 
 
