@@ -463,6 +463,6 @@ Otlp("http://127.0.0.1:1", 1.0).describe({})
 print(trace._TRACER_PROVIDER, metrics._internal._METER_PROVIDER, _logs._internal._LOGGER_PROVIDER)
 """
 
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
 
     assert run.stdout == "None None None\n", run.stderr

@@ -63,7 +63,7 @@ def prometheus(run, tmp_path_factory):
     server = Prometheus(tmp_path_factory.mktemp("prometheus"), config)
     with contextlib.closing(server):
         both_up = {("night-7", "0"): 1.0, ("night-7", "1"): 1.0}
-        if not eventually(lambda: values(server, "up") == both_up, seconds=40, pause=0.2):
+        if not eventually(lambda: values(server, "up") == both_up, pause=0.2):
             pytest.fail(f"not both ranks are up: {values(server, 'up')}")
         yield server
 

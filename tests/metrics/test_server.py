@@ -114,7 +114,7 @@ def test_a_client_that_disconnects_causes_no_traceback_and_no_counted_failure(
     host, port = make_server().start().rsplit(":", 1)
 
     for _ in range(3):
-        with socket.create_connection((host, int(port)), timeout=5) as client:
+        with socket.create_connection((host, int(port)), timeout=60) as client:
             reset_on_close = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
@@ -147,8 +147,8 @@ def test_slow_clients_use_a_limited_number_of_threads(make_server, recorder):
 
     with contextlib.ExitStack() as slow_clients:
         for _ in range(MAX_CLIENTS):
-            slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=5))
-        with socket.create_connection((host, int(port)), timeout=5) as one_too_many:
+            slow_clients.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        with socket.create_connection((host, int(port)), timeout=60) as one_too_many:
             assert one_too_many.recv(1) == b""
         assert len(serving_threads()) == MAX_CLIENTS + 1
 
@@ -176,7 +176,7 @@ def test_after_close_the_port_is_free_and_close_can_be_called_again(make_server)
     server.close()
 
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=5)
+        socket.create_connection((host, int(port)), timeout=60)
     assert eventually(lambda: serving_threads() == [])
 
 

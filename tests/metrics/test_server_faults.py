@@ -130,7 +130,7 @@ def test_a_server_beyond_its_cpu_budget_accepts_nobody_and_can_be_closed(make_se
                 client.recv(1)
             closing = threading.Thread(target=running.close, daemon=True)
             closing.start()
-            closing.join(30)
+            closing.join(120)
 
     assert not closing.is_alive()
 
@@ -153,7 +153,7 @@ def drippers():
             host, port = address.rsplit(":", 1)
             opened = []
             for _ in range(number):
-                client = socket.create_connection((host, int(port)), timeout=30)
+                client = socket.create_connection((host, int(port)), timeout=120)
                 clients.enter_context(client)
                 thread = threading.Thread(target=drip, args=(client, stop))
                 thread.start()
@@ -169,7 +169,7 @@ def test_dripping_clients_do_not_keep_a_scraper_out(make_server, drippers):
     address = make_server().start()
     drippers(address, MAX_CLIENTS)
 
-    assert eventually(lambda: answers(address), seconds=10, pause=0.1)
+    assert eventually(lambda: answers(address), pause=0.1)
 
 
 def test_a_request_has_one_deadline_however_many_bytes_arrive(make_server, drippers, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_request_has_one_deadline_however_many_bytes_arrive(make_server, dripp
     monkeypatch.setattr(listener, "POLL_SECONDS", 0.1)
     address = make_server().start()
     [client] = drippers(address, 1)
-    client.settimeout(20)
+    client.settimeout(120)
 
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(1) == b""
@@ -206,12 +206,12 @@ def test_without_a_free_descriptor_the_accepting_thread_does_not_spin(make_serve
         tries.append(1)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with socket.create_connection((host, int(port)), timeout=30) as waiting:
+    with socket.create_connection((host, int(port)), timeout=120) as waiting:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(socketserver.TCPServer, "get_request", full_table)
             waiting.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            with socket.create_connection((host, int(port)), timeout=30):
-                assert eventually(lambda: len(tries) > 0, seconds=30)
+            with socket.create_connection((host, int(port)), timeout=120):
+                assert eventually(lambda: len(tries) > 0)
                 before = len(tries)
                 time.sleep(1)
                 assert len(tries) - before < 10
@@ -228,7 +228,7 @@ def test_a_server_whose_thread_cannot_be_started_is_off(make_server, monkeypatch
     address = first.start()
     closing = threading.Thread(target=first.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(120)
 
     assert address is None
     assert not closing.is_alive()

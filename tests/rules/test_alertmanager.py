@@ -93,7 +93,7 @@ class Alertmanager:
 
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=5):
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=60):
                 return True
         except OSError:
             return False
@@ -105,12 +105,12 @@ class Alertmanager:
             data=body,
             headers={"Content-Type": "application/json"},
         )
-        urllib.request.urlopen(request, timeout=5).close()
+        urllib.request.urlopen(request, timeout=60).close()
 
     def alerts(self, run: str) -> dict[str, str]:
         """Return whether each alert of a run is active or suppressed, by name and rank."""
         url = f"http://{self._address}/api/v2/alerts?filter=run%3D%22{run}%22"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return {
                 alert["labels"]["alertname"].removeprefix("Zerowatch")
                 + alert["labels"].get("rank", ""): alert["status"]["state"]
@@ -126,7 +126,7 @@ class Alertmanager:
 @pytest.fixture(scope="module")
 def alertmanager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alertmanager]:
     with contextlib.closing(Alertmanager(tmp_path_factory.mktemp("alertmanager"))) as server:
-        assert eventually(server.is_ready, seconds=20, pause=0.1)
+        assert eventually(server.is_ready, pause=0.1)
         yield server
 
 
@@ -211,5 +211,5 @@ def test_an_alert_inhibits_exactly_its_consequences(run, raised, expected, alert
     alertmanager.raise_(*(labels(name, run, **own) for name, own in raised))
 
     # An alert counts as active until it was looked at for the first time.
-    eventually(lambda: alertmanager.alerts(run) == expected, seconds=10, pause=0.2)
+    eventually(lambda: alertmanager.alerts(run) == expected, pause=0.2)
     assert alertmanager.alerts(run) == expected

@@ -126,7 +126,7 @@ def test_a_thread_that_was_never_started_has_ended_and_is_not_dead() -> None:
     assert fail_open.num_dead_threads == 0
 
 
-def wait_until(condition, seconds: float = 30.0) -> None:
+def wait_until(condition, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -213,7 +213,7 @@ ProfiledSteps(2, Recorder(), on_device=False).on_step_end(1)
 """
 
     finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600
     )
 
     assert finished.returncode == 0, finished.stderr

@@ -383,7 +383,7 @@ def test_a_rank_killed_by_the_oom_killer_is_reported_at_the_next_start(
 ) -> None:
     with memory_cgroup(300 * MIB) as cgroup:
         child = grown(tmp_path, 100, cgroup)
-        steps = child.communicate(timeout=60)[0].split()
+        steps = child.communicate(timeout=600)[0].split()
         killed = detect_killed_ranks(tmp_path, HOST)
 
     assert child.returncode == -signal.SIGKILL

@@ -19,7 +19,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[PeakPoint
         pattern: Job.start(folder / f"{pattern}.jsonl", GIVES_BACK, pattern=pattern, steps=steps)
         for pattern, steps in STEPS.items()
     }
-    return {pattern: job.points(timeout_seconds=300) for pattern, job in jobs.items()}
+    return {pattern: job.points(timeout_seconds=600) for pattern, job in jobs.items()}
 
 
 @pytest.mark.parametrize("pattern", STEPS)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripts.launching import SCRIPTS, environment
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, environment
 
 pytestmark = pytest.mark.jobs
 
@@ -34,14 +34,14 @@ def test_sigkill_loses_at_most_the_step_in_flight(tmp_path: Path) -> None:
         variables = environment(ZEROWATCH_RUN_ID="killed", RANKS_FOLDER=str(tmp_path))
         job = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + TIMEOUT_SECONDS
             while not (logs[1].exists() and len(logged_steps(logs[1])) >= 20):
                 assert time.monotonic() < deadline, "the job has logged no 20 steps"
                 assert job.poll() is None, output.read()
                 time.sleep(0.05)
 
             os.kill(process_id(tmp_path, 1), signal.SIGKILL)
-            job.wait(timeout=60)
+            job.wait(timeout=TIMEOUT_SECONDS)
         finally:
             job.kill()
             job.wait()

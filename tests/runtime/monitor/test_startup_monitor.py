@@ -105,5 +105,5 @@ def test_the_thread_logs_by_itself(lock: Path, log: pytest.LogCaptureFixture) ->
 
     started.start()
 
-    assert eventually(lambda: bool(log.messages), 30)
+    assert eventually(lambda: bool(log.messages))
     started.stop()

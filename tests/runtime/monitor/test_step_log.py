@@ -152,7 +152,7 @@ print(log.dropped)
 """
 
     finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600
     )
 
     assert finished.returncode == 0, finished.stderr

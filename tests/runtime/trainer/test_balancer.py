@@ -200,7 +200,7 @@ class ThreadRanks:
     """State shared by the host groups of ranks that are threads."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks, timeout=20)
+        self.barrier = threading.Barrier(num_ranks, timeout=120)
         self.values: list[list[float]] = [[]] * num_ranks
 
 

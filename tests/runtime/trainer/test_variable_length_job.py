@@ -15,7 +15,7 @@ ROOM_BYTES = 160 << 20
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     job = Job(mode="owned", windows=WINDOWS, room_bytes=ROOM_BYTES)
-    ended = job.run(tmp_path_factory.mktemp("owned"), timeout_seconds=400)
+    ended = job.run(tmp_path_factory.mktemp("owned"), timeout_seconds=600)
     assert ended.code == 0, ended.output[-3000:]
     return compare(ended, WINDOWS, SAMPLES)
 
@@ -23,7 +23,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 def test_a_plain_loop_fails_at_the_first_long_batch(tmp_path):
     job = Job(mode="plain", windows=WINDOWS, room_bytes=ROOM_BYTES)
 
-    ended = job.run(tmp_path, timeout_seconds=200)
+    ended = job.run(tmp_path, timeout_seconds=600)
 
     assert ended.code != 0
     assert "can't allocate memory" in ended.output

@@ -8,6 +8,9 @@ import ssl
 import time
 from collections.abc import Callable
 
+# Far above what anything here takes, also where others take the machine.
+PATIENCE_SECONDS = 120.0
+
 
 def get(
     address: str, path: str = "/metrics", tls: ssl.SSLContext | None = None, **headers: str
@@ -15,9 +18,9 @@ def get(
     """Return status, content type and text of a page."""
     host, port = address.rsplit(":", 1)
     client = (
-        http.client.HTTPConnection(host, int(port), timeout=5)
+        http.client.HTTPConnection(host, int(port), timeout=60)
         if tls is None
-        else http.client.HTTPSConnection(host, int(port), timeout=5, context=tls)
+        else http.client.HTTPSConnection(host, int(port), timeout=60, context=tls)
     )
     with contextlib.closing(client):
         client.request("GET", path, headers=headers)
@@ -25,7 +28,7 @@ def get(
         return response.status, response.headers["Content-Type"], response.read().decode()
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0, pause: float = 0.01) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, pause: float = 0.01) -> bool:
     """Wait until the condition is true; return False after the timeout."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -21,10 +21,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from scripts.launching import ABORTED, SCRIPTS, Finished, clean, environment
+from scripts.launching import (
+    ABORTED,
+    SCRIPTS,
+    TIMEOUT_SECONDS,
+    Finished,
+    clean,
+    environment,
+)
 
-TIMEOUT_SECONDS = 180.0
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 
 
 def start_ranks(

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.forked_ranks import fork_ranks
-from scripts.launching import SCRIPTS, Finished
-
-TIMEOUT_SECONDS = 150.0
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class Prometheus:
         """Return the data of an API call; empty as long as Prometheus is starting."""
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as response:
+            with urllib.request.urlopen(url, timeout=120) as response:
                 return json.load(response)["data"]
         except urllib.error.HTTPError as error:
             if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -75,7 +75,7 @@ class Prometheus:
         """End the process. Safe to call twice."""
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(10)

@@ -45,7 +45,7 @@ def sent_bytes() -> int:
 
 def measure(ranks: int) -> dict[str, list[float]]:
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(ranks, timeout=30)
+    barrier = context.Barrier(ranks, timeout=120)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         members = [

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, environment
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TWO_RANKS, ZEROWATCH, environment
 
-PATIENCE_SECONDS = 90
+PATIENCE_SECONDS = TIMEOUT_SECONDS
 
 
 class Job:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from scripts.launching import SCRIPTS, TORCHRUN, TWO_RANKS, environment
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TORCHRUN, TWO_RANKS, environment
 
 SKIPS = re.compile(r"skipping at (\d+\.\d{3})")
 NAMED = re.compile(r"rank (\d+) diverged from the common sequence of collectives .*")
@@ -75,4 +75,4 @@ def _end(job: subprocess.Popen[str]) -> None:
             os.kill(int(rank), signal.SIGKILL)
         except ProcessLookupError:
             continue
-    job.communicate(timeout=60)
+    job.communicate(timeout=TIMEOUT_SECONDS)

@@ -165,7 +165,7 @@ def watched(host_group: HostGroup) -> dict[str, Any]:
 
 
 def _settled(opened: Any, steps: int) -> Any:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         snapshot = opened.snapshot()
         if snapshot.value(training.STEPS) == steps:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, environment
+from scripts.launching import SCRIPTS, TIMEOUT_SECONDS, TWO_RANKS, ZEROWATCH, environment
 
 POLL_SECONDS = 0.02
 
@@ -59,7 +59,7 @@ def train(
     early_kills: int = 0,
     full_after: int | None = None,
     seed: int = 0,
-    timeout_seconds: float = 180.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     **variables: str,
 ) -> RestartResult:
     """Run the job to its end on two ranks, killing one in each of its attempts but the last.
