@@ -149,7 +149,9 @@ def test_metrics_of_another_run_at_an_address_are_not_stored_under_the_old_run(
         folder = stack.folder / "runs" / "killed"
         folder.mkdir(parents=True)
         (folder / "targets.json").write_text(json.dumps([_target("killed", 0, entry)]))
-        refused = eventually(lambda: "run killed rank 0: DOWN" in "".join(stack.status()), pause=0.2)
+        refused = eventually(
+            lambda: "run killed rank 0: DOWN" in "".join(stack.status()), pause=0.2
+        )
         stored = stack.query(f'{RUN_ACTIVE.name}{{run="killed"}}')
 
     assert refused, stack.status()

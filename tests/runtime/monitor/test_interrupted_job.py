@@ -21,7 +21,9 @@ def test_ctrl_c_is_not_reported_as_the_failure_of_a_rank(tmp_path: Path) -> None
     with (tmp_path / "output").open("w+") as output:
         job = subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=output, stderr=output)
         try:
-            trains = eventually(lambda: all(log.exists() for log in logs), TIMEOUT_SECONDS, pause=0.1)
+            trains = eventually(
+                lambda: all(log.exists() for log in logs), TIMEOUT_SECONDS, pause=0.1
+            )
             assert trains, (tmp_path / "output").read_text()
             for rank in (0, 1):  # a terminal sends the signal to all of them
                 os.kill(int((tmp_path / f"rank-{rank}.pid").read_text()), signal.SIGINT)

@@ -28,7 +28,9 @@ def get(
         return response.status, response.headers["Content-Type"], response.read().decode()
 
 
-def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, pause: float = 0.01) -> bool:
+def eventually(
+    condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS, pause: float = 0.01
+) -> bool:
     """Wait until the condition is true; return False after the timeout."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
