@@ -28,6 +28,13 @@ COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedP
 HOOK_STATE = "deepspeed.runtime.base_optimizer:BackwardHookStateManager"
 BUCKET = "deepspeed.runtime.zero.stage_1_and_2:IPGBucket"
 
+# Classes in DeepSpeed's checkpoint files. Their constructors only set attributes.
+CHECKPOINT_CLASSES: Table = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+
 # Names by the package that uses them.
 INTERNALS: Mapping[str, Table] = {
     "engine/compression": {
@@ -246,7 +253,7 @@ INTERNALS: Mapping[str, Table] = {
             "_PartitionedParameterCoordinator__params_to_release",
         ),
     },
-    "trainer/checkpoint": {ENGINE: ("_copy_recovery_script",)},
+    "trainer/checkpoint": {ENGINE: ("_copy_recovery_script",), **CHECKPOINT_CLASSES},
 }
 
 

@@ -50,11 +50,16 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
 
+def launcher_may_restart() -> bool:
+    """Return whether torchrun was started with `--max-restarts`."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def launcher_run_id() -> str | None:
     """Return torchrun's id of the job if torchrun may restart it, else None.
 
     The id stays the same after a restart.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    return name if may_restart and name != "none" and re.fullmatch(RUN_ID_PATTERN, name) else None
+    is_valid = name != "none" and re.fullmatch(RUN_ID_PATTERN, name)
+    return name if launcher_may_restart() and is_valid else None

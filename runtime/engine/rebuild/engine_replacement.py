@@ -118,7 +118,7 @@ class _Builder:
         made: list[Any] = []
         undo_hooks = track_hooks(self._module)
         _synchronize_ids(self._host_group)
-        with CollectiveAttempt(self._host_group) as attempt, _guarded_collectives(attempt):
+        with CollectiveAttempt(self._host_group) as attempt, guarded_collectives(attempt):
             parameters = self._snapshot.parameters
             partitioned = zero_stage(config) == 3
             _allocate_parameters(self._module, parameters, config, partitioned=partitioned)
@@ -206,7 +206,7 @@ def _preserved_rng(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
+def guarded_collectives(attempt: CollectiveAttempt) -> Iterator[None]:
     """Check before each collective of DeepSpeed that no rank has failed."""
     backend: Any = deepspeed_comm.cdb
 

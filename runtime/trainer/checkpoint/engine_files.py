@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError
+from ...common.all_or_none import CollectiveAttempt, is_peer_failure, raise_on_all_ranks
+from ...common.host_group import HostCollectives
 from ...common.patching import AttributePatch
+from ...engine.rebuild.engine_replacement import guarded_collectives
 from .folder import EngineInfo
 from .run_state import write_error
+from .safe_load import plain_data_only
 
 # Method that copies a script into the checkpoint. It is wrapped too: if it raised on a full disk,
 # the other ranks would wait at the barrier.
 _COPY = "_copy_recovery_script"
+
+PARTLY_LOADED = "The engine may be partly loaded: load another checkpoint before training goes on"
 
 
 def engine_info(engine: Any) -> EngineInfo:
@@ -39,8 +45,8 @@ def is_writer_rank(engine: Any) -> bool:
     return int(rank) == 0
 
 
-def write_engine(engine: Any, folder: Path, name: str) -> None:
-    """Write this rank's files by DeepSpeed; all ranks must call it.
+def write_engine(engine: Any, folder: Path, name: str) -> list[Path]:
+    """Write this rank's files by DeepSpeed, and return their paths; all ranks must call it.
 
     DeepSpeed ends with a barrier, so a rank that raised before it would leave the others waiting.
     Errors of the disk are therefore raised only after the barrier.
@@ -55,29 +61,51 @@ def write_engine(engine: Any, folder: Path, name: str) -> None:
             "before the files are complete; remove `checkpoint.writer` from the ds config"
         )
     failures: list[OSError] = []
+    written: list[Path] = []
+
+    def recorded(save: Callable[..., Any]) -> Callable[..., Any]:
+        def write(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            written.append(Path(path))
+            return save(state_dict, path, *args, **kwargs)
+
+        return _deferred(write, failures)
+
     with ExitStack() as undo:
-        for owner, method in ((engine.checkpoint_engine, "save"), (engine, _COPY)):
+        for owner, method, wrapper in (
+            (engine.checkpoint_engine, "save", recorded),
+            (engine, _COPY, lambda write: _deferred(write, failures)),
+        ):
             if hasattr(owner, method):
-                patch = AttributePatch(owner, method, lambda write: _deferred(write, failures))
+                patch = AttributePatch(owner, method, wrapper)
                 undo.callback(patch.restore)
         engine.save_checkpoint(str(folder), tag=name, save_latest=False)
     if failures:
         raise failures[0]
+    return written
 
 
-def read_engine(engine: Any, folder: Path, name: str) -> None:
-    """Read this rank's files by DeepSpeed; all ranks must call it.
+def read_engine(engine: Any, folder: Path, name: str, host_group: HostCollectives) -> None:
+    """Read this rank's files by DeepSpeed; all ranks must call it. No code in them is run.
+
+    DeepSpeed calls collectives meanwhile. A vote precedes each, so that a rank that fails leaves no
+    other waiting.
 
     Raises:
-        CheckpointError: DeepSpeed cannot load them.
+        CheckpointError: DeepSpeed cannot load them on this rank or another.
     """
     clip = getattr(engine.optimizer, "clip_grad", None)
-    try:
+    path = None
+    attempt = CollectiveAttempt(host_group)
+    with attempt, guarded_collectives(attempt), plain_data_only():
         path, _ = engine.load_checkpoint(str(folder), tag=name)
-    except (RuntimeError, KeyError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"DeepSpeed cannot load {folder / name}: {error}") from error
-    if path is None:
-        raise CheckpointError(f"DeepSpeed finds nothing to load in {folder / name}")
+    error = attempt.error
+    with raise_on_all_ranks(host_group, f"load {folder / name}", PARTLY_LOADED):
+        if error is not None and not is_peer_failure(error):
+            raise CheckpointError(
+                f"DeepSpeed cannot load {folder / name}: {error}. {PARTLY_LOADED}"
+            ) from error
+        if error is None and path is None:
+            raise CheckpointError(f"DeepSpeed finds nothing to load in {folder / name}")
     if clip is not None:  # the ds config's value; loading replaced it by the file's
         engine.optimizer.clip_grad = clip
 

@@ -12,21 +12,26 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write, sync
 
 LATEST = "latest"
 MANIFEST = "zerowatch.json"
-FORMAT = 1  # version of the manifest's format
-_COMPLETE = re.compile(r"step-\d{8,}(-\d+)?")
+FORMAT = 2  # version of the manifest's format
+_COMPLETE = re.compile(r"step-(\d{8,})(-\d+)?")
+_CHUNK_BYTES = 2**20
+_MAX_SERIAL = 2**53  # the ranks exchange them as float64
 _PARTIAL = re.compile(rf"\.partial-{_COMPLETE.pattern}")
-_TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.\d+")
+_TEMPORARY_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]+")
 
 
 class CheckpointFolder:
@@ -73,9 +78,25 @@ class CheckpointFolder:
             OSError: It cannot be read.
         """
         try:
-            return (self.path / LATEST).read_text().strip()
+            return (self.path / LATEST).read_bytes().decode(errors="backslashreplace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def newest(self, before: str | None = None) -> Candidate | None:
+        """Return the checkpoint with the highest serial number; None if there is none.
+
+        Args:
+            before: Name of a checkpoint; then only earlier ones count, which have no more steps.
+                If its manifest cannot be read, its serial number is unknown.
+        """
+        serials = self.serials()
+        highest = serials.get(before or "", _MAX_SERIAL)
+        found = [
+            Candidate(serial, name)
+            for name, serial in serials.items()
+            if name != before and serial < highest and _steps(name) <= _steps(before)
+        ]
+        return max(found, default=None)
 
     def manifest(self, name: str) -> Path:
         """Return the path of a checkpoint's manifest."""
@@ -115,6 +136,17 @@ class CheckpointFolder:
             shutil.rmtree(partial)
 
 
+class Candidate(NamedTuple):
+    """A checkpoint that may be loaded: its serial number and its name."""
+
+    serial: int
+    name: str
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint has lost or changed bytes; an earlier one may be whole."""
+
+
 def checkpoint_name(steps: int, repeat: int) -> str:
     """Return the name of a checkpoint; `repeat` distinguishes those of the same step."""
     return f"step-{steps:08d}" + (f"-{repeat + 1}" if repeat else "")
@@ -123,6 +155,16 @@ def checkpoint_name(steps: int, repeat: int) -> str:
 def partial_name(name: str) -> str:
     """Return the name of a checkpoint while it is being written."""
     return f".partial-{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """Size of a file in bytes, and the CRC-32 of its content."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    size: NonNegativeInt
+    crc32: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +179,8 @@ class EngineInfo:
         dtypes: Dtypes of the model and of accumulated gradients.
         parameters: Full shape of each parameter, by its name.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     zero_stage: int
     world_size: int
@@ -158,17 +202,19 @@ class Manifest:
         engine: Properties of the engine.
         config: Its ds config.
         rebuilt: Whether the engine was rebuilt, so that the config is not the caller's.
-        files: Size of each file in bytes, by name.
+        files: All other files of the checkpoint, by name.
     """
 
-    serial: int
-    steps: int
-    samples: int
-    micro_steps: int
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    serial: Annotated[int, Field(gt=0, lt=_MAX_SERIAL)]
+    steps: NonNegativeInt
+    samples: NonNegativeInt
+    micro_steps: NonNegativeInt
     engine: EngineInfo
     config: Mapping[str, Any]
     rebuilt: bool
-    files: Mapping[str, int]
+    files: Mapping[str, FileInfo]
 
     def to_json(self) -> str:
         """Return the manifest as JSON text.
@@ -188,34 +234,64 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of an unsupported format.
+        DamagedCheckpointError: It is missing or damaged.
+        CheckpointError: It is of an unsupported format.
     """
     try:
         fields = json.loads(path.read_bytes())
         written = fields.pop("format")
         if written == FORMAT:
-            return Manifest(**{**fields, "engine": EngineInfo(**fields["engine"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}): {path.parent} is no complete checkpoint of a "
-            f"TrainingRun. {recovery_hint(path.parent)}"
+            return _MANIFEST.validate_json(json.dumps(fields))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{path} cannot be read ({first_line(error)}): {path.parent} is no complete checkpoint "
+            f"of a TrainingRun. {recovery_hint(path.parent.parent)}"
         ) from error
     raise CheckpointError(
-        f"{path} is of format {written}; this version of zerowatch reads format {FORMAT}; "
+        f"{path} is of format {written!r:.20}; this version of zerowatch reads format {FORMAT}; "
         "load it with the version that wrote it"
     )
 
 
-def check_files(folder: Path, files: Mapping[str, int]) -> None:
-    """Check that all files of a checkpoint exist with the size in the manifest.
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def first_line(error: Exception) -> str:
+    """Return an error as one line; of pydantic's the first wrong field."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def file_info(path: Path) -> FileInfo:
+    """Read a file, and return its size and checksum; takes about 0.8 s per GiB on one core.
+
+    CRC-32 detects damage; it is no protection against forgery.
 
     Raises:
-        CheckpointError: A file is missing or has another length.
+        OSError: It cannot be read.
+    """
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return FileInfo(size=size, crc32=crc)
+
+
+def check_files(folder: Path, files: Mapping[str, FileInfo]) -> None:
+    """Check that files of a checkpoint have the size and the checksum in the manifest.
+
+    All files are read once: about 0.8 s per GiB on one core, or as fast as the disk.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or has another content.
+        OSError: A file cannot be read.
     """
     wrong = "; ".join(_wrong_files(folder, files))
     if wrong:
-        raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {wrong}. {recovery_hint(folder)}"
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} is damaged: {wrong}. {recovery_hint(folder.parent)}"
         )
 
 
@@ -256,21 +332,34 @@ _SAME_CONFIG = (
 )
 
 
-def recovery_hint(checkpoint: Path) -> str:
-    """Return the part of an error message that says what to do if a checkpoint cannot be used."""
+def recovery_hint(folder: Path) -> str:
+    """Return the part of an error message that says what to do if a checkpoint cannot be used.
+
+    Args:
+        folder: The folder of all checkpoints.
+    """
     return (
-        f"To load an earlier one, write its name into {checkpoint.parent / 'latest'}; to start "
-        "from scratch, use another folder"
+        "To load the last undamaged one before it, call `load` with fallback=True; to load a "
+        f"certain one, write its name into {folder / LATEST}; to start from scratch, use another "
+        "folder"
     )
 
 
-def _wrong_files(folder: Path, files: Mapping[str, int]) -> Iterator[str]:
-    for name, size in files.items():
+def _steps(name: str | None) -> int:
+    """Return the steps in a checkpoint's name; no limit for another name."""
+    match = _COMPLETE.fullmatch(name or "")
+    return int(match[1]) if match else _MAX_SERIAL
+
+
+def _wrong_files(folder: Path, files: Mapping[str, FileInfo]) -> Iterator[str]:
+    for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             yield f"{name} is missing"
-        elif path.stat().st_size != size:
-            yield f"{name} has {path.stat().st_size} bytes instead of {size}"
+        elif path.stat().st_size != expected.size:
+            yield f"{name} has {path.stat().st_size} bytes instead of {expected.size}"
+        elif file_info(path) != expected:
+            yield f"{name} has changed since it was written (checksum)"
 
 
 def _wrong_parameters(

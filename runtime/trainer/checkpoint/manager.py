@@ -15,14 +15,13 @@ from typing import Any
 
 from ....errors import RebuildError
 from ...common.host_group import HostGroup
-from ...common.process_info import this_process
+from ...common.process_info import launcher_may_restart, this_process
 from ..data.training_data import TrainingData
 from ..engine_holder import EngineHolder
-from ..oom_recovery.micro_batch_planner import MicroBatchLimits
 from ..window.rng import RngState
 from ..window_runner import WindowRunner
-from .load import load_checkpoint, saved_config
-from .plan_file import PlanFile
+from .load import find_checkpoint, load_checkpoint
+from .plan_file import MicroBatchPlan, PlanFile, check_plan
 from .run_state import RunState
 from .save import save_checkpoint
 
@@ -61,7 +60,7 @@ class CheckpointManager:
             samples=runner.samples,
             config=holder.config,
             rebuilt=holder.is_rebuilt,
-            micro_batch_plan=self._plan(),
+            micro_batch_plan=asdict(self._plan()),
             weight_exponent=runner.exponent,
             rng=asdict(RngState.capture()),
             data=self._data.state_dict(),
@@ -71,16 +70,22 @@ class CheckpointManager:
         with holder.optimizer_states_on_device():
             return save_checkpoint(folder, holder.engine, self._host_group, state, keep)
 
-    def load(self, folder: str | Path) -> RunState | None:
+    def load(self, folder: str | Path, *, fallback: bool | None) -> RunState | None:
         """Load the last checkpoint, if there is one, and the plan file if it is newer."""
-        holder, runner = self._engine_holder, self._window_runner
-        self._apply_config(saved_config(folder, self._host_group))
-        with holder.optimizer_states_on_device():
-            state = load_checkpoint(folder, holder.engine, self._host_group)
-        if state is not None:
+        holder, runner, group = self._engine_holder, self._window_runner, self._host_group
+        own = launcher_may_restart() if fallback is None else fallback
+        allowed = bool(group.all_gather([own]).min())  # by all ranks
+        found = find_checkpoint(folder, holder.engine, group, fallback=allowed)
+        state = None
+        if found is not None:
+            state = found.state
+            if found.manifest.rebuilt:
+                self._apply_config(found.manifest.config)
+            with holder.optimizer_states_on_device():
+                load_checkpoint(found, holder.engine, group)
             runner.steps, runner.samples = state.steps, state.samples
             runner.exponent = state.weight_exponent
-            self._apply_plan(state.micro_batch_plan)
+            self._apply_plan(check_plan(state.micro_batch_plan, found.path))
             self._data.load_state_dict(state.data or {})
             if holder.compressor is not None and state.compression is not None:
                 holder.compressor.load_state_dict(state.compression)
@@ -100,11 +105,11 @@ class CheckpointManager:
                     self._plan(), steps=self._window_runner.steps, config=self._config_if_rebuilt()
                 )
 
-    def _plan(self) -> dict[str, Any]:
-        return {
-            "micro_batch_samples": self._window_runner.micro_batch_samples,
-            "sizing": asdict(self._window_runner.replay.planner.limits),
-        }
+    def _plan(self) -> MicroBatchPlan:
+        return MicroBatchPlan(
+            micro_batch_samples=self._window_runner.micro_batch_samples,
+            sizing=self._window_runner.replay.planner.limits,
+        )
 
     def _relevant_state(self) -> Any:
         """Return what a restart needs; the rest of a plan only counts windows."""
@@ -126,9 +131,9 @@ class CheckpointManager:
         if differing:
             self._engine_holder.rebuild(differing)
 
-    def _apply_plan(self, plan: Mapping[str, Any]) -> None:
-        self._window_runner.micro_batch_samples = plan["micro_batch_samples"]
-        self._window_runner.replay.planner.limits = MicroBatchLimits(**plan["sizing"])
+    def _apply_plan(self, plan: MicroBatchPlan) -> None:
+        self._window_runner.micro_batch_samples = plan.micro_batch_samples
+        self._window_runner.replay.planner.limits = plan.sizing
 
     def _apply_plan_file(self) -> None:
         """Apply what earlier attempts of this run learned after their last checkpoint."""

@@ -15,10 +15,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
+
+from ....errors import CheckpointError
 from ....metrics.atomic_file import atomic_write
 from ...common.host_group import HostCollectives
+from ..oom_recovery.micro_batch_planner import UNBOUND, MicroBatchLimits
+from .folder import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +31,33 @@ NAME = "plan.json"
 LOCK_TIMEOUT_SECONDS = 1.0
 
 
+Samples = Annotated[int, Field(ge=1, le=UNBOUND)]
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchPlan:
+    """How windows are split, and what was learned about memory.
+
+    Attributes:
+        micro_batch_samples: Maximum samples of a micro-batch, as requested.
+        sizing: Sizes that fit or fail.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+
+    micro_batch_samples: Samples
+    sizing: MicroBatchLimits = field(default_factory=MicroBatchLimits)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Failure:
     """A micro-batch that ended a process: so many samples of that length ran out of memory."""
 
-    length: int
-    samples: int
+    __pydantic_config__: ClassVar = _STRICT
+
+    length: Annotated[int, Field(ge=0, le=UNBOUND)]
+    samples: Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +66,38 @@ class PersistedPlan:
 
     Attributes:
         steps: Windows committed when the plan was written.
-        plan: How windows are split; integer keys are read back as integers.
+        plan: How windows are split; None if a process ended before one was written.
         config: The ds config in use, if the engine was rebuilt.
         failures: Failures since the plan was written, which it does not account for.
+        format: Version of the file's format.
     """
 
-    steps: int = 0
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    __pydantic_config__: ClassVar = _STRICT
+
+    steps: NonNegativeInt = 0
+    plan: MicroBatchPlan | None = None
     config: Mapping[str, Any] | None = None
     failures: tuple[Failure, ...] = ()
+    format: Literal[1] = 1
+
+
+_PLAN = TypeAdapter(MicroBatchPlan)
+_PERSISTED_PLAN = TypeAdapter(PersistedPlan)
+
+
+def check_plan(values: Mapping[str, Any], checkpoint: Path) -> MicroBatchPlan:
+    """Return the plan in a checkpoint.
+
+    Raises:
+        CheckpointError: It is of another version of zerowatch.
+    """
+    try:
+        return _PLAN.validate_python(values)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{checkpoint} has a micro-batch plan of another version of zerowatch "
+            f"({first_line(error)}); load it with that version"
+        ) from error
 
 
 class RunFolderOwner(Protocol):
@@ -81,7 +130,7 @@ class PlanFile:
         """
         own = self._read()
         texts = host_group.all_gather_text("" if own is None else _to_text(own))
-        plans = [_from_text(text) for text in texts if text]
+        plans = [_PERSISTED_PLAN.validate_json(text) for text in texts if text]
         if not plans:
             return None
         failures = {failure for plan in plans for failure in plan.failures}
@@ -90,12 +139,12 @@ class PlanFile:
         return replace(newest, failures=tuple(sorted(failures)))
 
     def write(
-        self, plan: Mapping[str, Any], *, steps: int, config: Mapping[str, Any] | None = None
+        self, plan: MicroBatchPlan | None, *, steps: int, config: Mapping[str, Any] | None = None
     ) -> None:
         """Write the plan in use; one rank of each node calls it whenever the plan changes.
 
         Args:
-            plan: JSON data, except that keys may be integers.
+            plan: The plan.
             steps: Windows committed.
             config: The ds config, if the engine was rebuilt.
         """
@@ -139,11 +188,17 @@ class PlanFile:
         if self._folder is None:
             return None
         try:
-            return _from_text((self._folder / NAME).read_text())
+            values = (self._folder / NAME).read_bytes()
+            return _PERSISTED_PLAN.validate_json(values)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("%s ignored, it cannot be read: %s", self._folder / NAME, error)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "%s ignored, it is damaged or of another version of zerowatch (%s); the sizes of "
+                "micro-batches that ran out of memory are learned again",
+                self._folder / NAME,
+                first_line(error),
+            )
             return None
 
     def _write(self, plan: PersistedPlan) -> None:
@@ -172,22 +227,3 @@ def _lock(descriptor: int) -> None:
 
 def _to_text(plan: PersistedPlan) -> str:
     return json.dumps(asdict(plan), indent=1) + "\n"
-
-
-def _from_text(text: str) -> PersistedPlan:
-    values = json.loads(text)
-    return PersistedPlan(
-        steps=values["steps"],
-        plan=_with_integer_keys(values["plan"]),
-        config=values["config"],
-        failures=tuple(Failure(**each) for each in values["failures"]),
-    )
-
-
-def _with_integer_keys(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {
-            int(key) if key.lstrip("-").isdigit() else key: _with_integer_keys(child)
-            for key, child in node.items()
-        }
-    return [_with_integer_keys(child) for child in node] if isinstance(node, list) else node

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....errors import CheckpointError
-from .folder import recovery_hint
+from .safe_load import load_plain
 
 _LEAVES = (type(None), bool, int, float, str, bytes)
 _ARRAY = "zerowatch.array"  # the key of an array that is written as a tensor
@@ -63,13 +62,15 @@ class RunState:
         return {key: to_serializable(getattr(self, name), key) for name, key in _KEYS.items()}
 
     @staticmethod
-    def from_plain(values: Mapping[str, Any]) -> RunState:
+    def from_plain(values: Any) -> RunState:
         """Return the state that was written.
 
         Raises:
             CheckpointError: It was written by another version.
         """
         keys = set(_KEYS.values())
+        if not isinstance(values, dict):
+            raise CheckpointError("it is of another program")
         if values.keys() != keys:
             odd = ", ".join(sorted(keys.symmetric_difference(values)))
             raise CheckpointError(
@@ -109,13 +110,7 @@ def read_rank(checkpoint: Path, rank: int) -> RunState:
         CheckpointError: It is missing, damaged, or holds something that is not plain data.
     """
     path = rank_file(checkpoint, rank)
-    try:
-        values = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as a rank's state ({type(error).__name__}): it is damaged, or "
-            f"of another program. {recovery_hint(checkpoint)}"
-        ) from error
+    values = load_plain(path)
     try:
         return RunState.from_plain(values)
     except CheckpointError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +16,16 @@ from ....metrics.atomic_file import atomic_write, sync
 from ...common.all_or_none import raise_on_all_ranks
 from ...common.host_group import HostCollectives
 from .engine_files import engine_info, is_writer_rank, write_engine
-from .folder import CheckpointFolder, Manifest, checkpoint_name, partial_name
-from .run_state import RunState, write_rank
+from .folder import (
+    CheckpointFolder,
+    FileInfo,
+    Manifest,
+    checkpoint_name,
+    file_info,
+    partial_name,
+)
+from .run_state import RunState, rank_file, write_rank
+from .safe_load import load_plain
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +65,17 @@ def save_checkpoint(
     try:
         with raise_on_all_ranks(host_group, what, UNHARMED):
             write_rank(partial, host_group.rank, state)
+        written: dict[str, FileInfo] = {}
         with raise_on_all_ranks(host_group, what, UNHARMED):
-            write_engine(engine, checkpoints.path, partial.name)
+            own = write_engine(engine, checkpoints.path, partial.name)
             for path in _own_part(partial):
                 sync(path)
+            written = _checked(partial, [*own, rank_file(partial, host_group.rank)])
+        written = _written_here(host_group, written, is_writer=is_writer)
         with raise_on_all_ranks(host_group, what, UNHARMED):
             if is_writer:
-                _commit(checkpoints, partial, name, _manifest(partial, engine, numbers, state))
+                manifest = _manifest(partial, engine, numbers, state, written)
+                _commit(checkpoints, partial, name, manifest)
     except CheckpointError:
         if is_writer:
             shutil.rmtree(partial, ignore_errors=True)
@@ -100,8 +114,46 @@ def _files(checkpoint: Path) -> Iterator[Path]:
     return (path for path in checkpoint.rglob("*") if path.is_file())
 
 
-def _manifest(partial: Path, engine: Any, numbers: _Numbers, state: RunState) -> Manifest:
-    files = sorted(_files(partial))
+def _checked(partial: Path, written: Iterable[Path]) -> dict[str, FileInfo]:
+    """Return size and checksum of files that this rank wrote.
+
+    Raises:
+        CheckpointError: A file holds objects, which `load` would refuse.
+        OSError: A file cannot be read back.
+    """
+    checked = {}
+    for path in written:
+        load_plain(path)
+        checked[str(path.relative_to(partial))] = file_info(path)
+    return checked
+
+
+def _written_here(
+    host_group: HostCollectives, own: Mapping[str, FileInfo], *, is_writer: bool
+) -> dict[str, FileInfo]:
+    """Return what the ranks wrote into the folder of this rank, if it is the folder's writer.
+
+    With local disks each node has a folder, which its first rank manages.
+    """
+    plain = {name: asdict(info) for name, info in own.items()}
+    ranks = map(json.loads, host_group.all_gather_text(json.dumps([is_writer, plain])))
+    found: dict[str, FileInfo] = {}
+    for rank, (starts_folder, files) in enumerate(ranks):
+        if starts_folder and rank > host_group.rank:
+            break
+        if rank >= host_group.rank:
+            found |= {name: FileInfo(**info) for name, info in files.items()}
+    return found
+
+
+def _manifest(
+    partial: Path,
+    engine: Any,
+    numbers: _Numbers,
+    state: RunState,
+    written: Mapping[str, FileInfo],
+) -> Manifest:
+    names = {str(path.relative_to(partial)): path for path in sorted(_files(partial))}
     return Manifest(
         serial=numbers.serial,
         steps=state.steps,
@@ -110,7 +162,7 @@ def _manifest(partial: Path, engine: Any, numbers: _Numbers, state: RunState) ->
         engine=engine_info(engine),
         config=state.config,
         rebuilt=state.rebuilt,
-        files={str(path.relative_to(partial)): path.stat().st_size for path in files},
+        files={name: written.get(name) or file_info(path) for name, path in names.items()},
     )
 
 

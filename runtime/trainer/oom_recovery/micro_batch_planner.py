@@ -11,9 +11,10 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict, Field
 
 from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import MEMORY_HEADROOM_LOW
@@ -25,7 +26,8 @@ UNBOUND = 2**62  # samples; stands for no bound
 CLEAN_WINDOWS = 3  # successful windows before the guard is disarmed
 MAX_PEAKS = 200  # steps whose peaks are kept
 
-ByBucket = Mapping[int, int]
+ByBucket = Mapping[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0, le=UNBOUND)]]
+SizeByBucket = Mapping[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=UNBOUND)]]
 
 
 class MicroBatchPlanner:
@@ -97,9 +99,11 @@ class MicroBatchLimits:
         clean: Consecutive successful windows at the bound, by bucket.
     """
 
-    bounds: ByBucket = field(default_factory=dict)
-    failing: ByBucket = field(default_factory=dict)
-    proven: ByBucket = field(default_factory=dict)
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    bounds: SizeByBucket = field(default_factory=dict)
+    failing: SizeByBucket = field(default_factory=dict)
+    proven: SizeByBucket = field(default_factory=dict)
     clean: ByBucket = field(default_factory=dict)
 
     def bound(self, length: int) -> int:

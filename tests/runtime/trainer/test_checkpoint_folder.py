@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scripts.launching import SCRIPTS, start
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
 from zerowatch.errors import CheckpointError
-from zerowatch.runtime.trainer.checkpoint.load import load_checkpoint, saved_config
+from zerowatch.runtime.trainer.checkpoint.folder import file_info
+from zerowatch.runtime.trainer.checkpoint.load import (
+    FoundCheckpoint,
+    find_checkpoint,
+    load_checkpoint,
+)
 from zerowatch.runtime.trainer.checkpoint.run_state import RunState, rank_file
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
@@ -23,15 +31,27 @@ ALONE = SingleRankHostGroup()
 
 
 def save(folder: Path, steps: int, engine: PlainEngine | None = None, **state: object) -> Path:
-    values = {"samples": 8 * steps, "config": {"stage": 2}, **state}
+    plan = {"micro_batch_samples": 4}
+    values = {"samples": 8 * steps, "config": {"stage": 2}, "micro_batch_plan": plan, **state}
     keep = int(str(values.pop("keep", 2)))
     return save_checkpoint(
         folder, engine or PlainEngine(), ALONE, RunState(steps=steps, **values), keep
     )
 
 
-def load(folder: Path, engine: PlainEngine | None = None) -> RunState | None:
-    return load_checkpoint(folder, engine or PlainEngine(), ALONE)
+def load(
+    folder: Path, engine: PlainEngine | None = None, *, fallback: bool = False
+) -> RunState | None:
+    engine = engine or PlainEngine()
+    found = find_checkpoint(folder, engine, ALONE, fallback=fallback)
+    if found is None:
+        return None
+    load_checkpoint(found, engine, ALONE)
+    return found.state
+
+
+def found_in(folder: Path, others: TwoDisks) -> FoundCheckpoint | None:
+    return find_checkpoint(folder, PlainEngine(), others)
 
 
 def names(folder: Path) -> list[str]:
@@ -59,7 +79,6 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_and_the_next_one_clea
 
 def test_loading_from_a_folder_without_checkpoints_returns_none(tmp_path: Path) -> None:
     assert load(tmp_path / "none") is None
-    assert saved_config(tmp_path, ALONE) is None
 
 
 def test_the_last_checkpoints_and_foreign_files_are_kept(tmp_path: Path) -> None:
@@ -121,13 +140,17 @@ def test_samples_and_micro_steps_are_restored(tmp_path: Path) -> None:
     assert (engine.micro_steps, engine.global_samples) == (1, 7)
 
 
-def test_the_saved_config_is_returned_if_it_is_not_the_callers(tmp_path: Path) -> None:
+def test_the_saved_config_is_found_with_whether_it_is_the_callers(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    assert saved_config(tmp_path, ALONE) is None
-
+    first = find_checkpoint(tmp_path, PlainEngine(), ALONE)
     save(tmp_path, 2, config={"stage": 3}, rebuilt=True)
+    second = find_checkpoint(tmp_path, PlainEngine(), ALONE)
 
-    assert saved_config(tmp_path, ALONE) == {"stage": 3}
+    assert first is not None
+    assert not first.manifest.rebuilt
+    assert second is not None
+    assert second.manifest.rebuilt
+    assert second.manifest.config == {"stage": 3}
 
 
 @pytest.mark.parametrize(
@@ -188,28 +211,33 @@ def test_mixed_files_of_two_checkpoints_are_detected(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     shutil.copy(rank_file(older, 0), rank_file(newer, 0))
 
+    forge(newer, rank_file(newer, 0).name)
+
     with pytest.raises(CheckpointError, match="mixes files of several checkpoints"):
         load(tmp_path)
 
 
 def test_a_manifest_of_a_later_format_is_rejected(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "zerowatch.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
 
-    with pytest.raises(CheckpointError, match=r"of format 2; .* reads format 1"):
+    with pytest.raises(CheckpointError, match=r"of format 3; .* reads format 2"):
         load(tmp_path)
 
 
-def test_checkpoints_without_a_latest_file_are_logged(
+def test_without_a_latest_file_the_newest_checkpoint_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
+    save(tmp_path, 2)
     (tmp_path / "latest").unlink()
 
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path) is None
+        loaded = load(tmp_path)
 
-    assert "holds checkpoints, but no file `latest`" in caplog.text
+    assert loaded is not None
+    assert loaded.steps == 2
+    assert "no file `latest`" in caplog.text
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
@@ -242,10 +270,10 @@ def test_nodes_with_local_disks_one_checkpoint_apart_load_the_earlier_one(tmp_pa
     shutil.copy(rank_file(tmp_path / "step-00000001", 0), rank_file(tmp_path / "step-00000001", 1))
     well, of_the_first = [0.0], [1.0]
 
-    loaded = load_checkpoint(tmp_path, PlainEngine(), TwoDisks(well, of_the_first, well, well))
+    found = found_in(tmp_path, TwoDisks(well, well, of_the_first))
 
-    assert loaded is not None
-    assert loaded.steps == 1
+    assert found is not None
+    assert found.state.steps == 1
 
 
 def test_a_folder_that_is_not_shared_is_rejected(tmp_path: Path) -> None:
@@ -253,9 +281,9 @@ def test_a_folder_that_is_not_shared_is_rejected(tmp_path: Path) -> None:
     well, nothing = [0.0], [0.0]
 
     with pytest.raises(
-        CheckpointError, match=r"rank 0 finds no checkpoint in .*, and other ranks do"
+        CheckpointError, match=r"rank 0 finds no undamaged checkpoint in .*, and other ranks do"
     ):
-        load_checkpoint(tmp_path, PlainEngine(), TwoDisks(well, nothing, well))
+        found_in(tmp_path, TwoDisks(well, well, nothing))
 
 
 def _full_disk(state_dict: object, path: object) -> None:
@@ -277,3 +305,200 @@ def test_the_manifest_lists_all_files(tmp_path: Path) -> None:
 
     assert manifest["steps"] == 1
     assert set(manifest["files"]) == {"model.pt", "optimizer.pt", "zerowatch-rank-00000.pt"}
+    assert all(info.keys() == {"size", "crc32"} for info in manifest["files"].values())
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "zerowatch-rank-00000.pt"])
+def test_a_changed_byte_in_any_file_raises_with_the_files_name(tmp_path: Path, name: str) -> None:
+    file = save(tmp_path, 1, client=torch.zeros(1000)) / name
+    flip(file, file.stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=rf"is damaged: {name} has changed .*fallback=True"):
+        load(tmp_path)
+
+
+def test_with_fallback_the_last_undamaged_checkpoint_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = [save(tmp_path, steps, keep=4) for steps in (1, 2, 3, 4)]
+    flip(saved[3] / "model.pt", 900)
+    (saved[2] / "zerowatch.json").write_text("{}")
+
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path, fallback=True)
+
+    assert loaded is not None
+    assert loaded.steps == 2
+    assert "model.pt has changed" in caplog.text
+    assert "step-00000002 is tried instead" in caplog.text
+
+
+def test_fallback_takes_no_checkpoint_with_more_steps_than_the_damaged_one(tmp_path: Path) -> None:
+    save(tmp_path, 10, keep=3)
+    save(tmp_path, 20, keep=3)
+    (tmp_path / "latest").write_text("step-00000010")
+    load(tmp_path)
+    flip(save(tmp_path, 15, keep=3) / "model.pt", 900)
+
+    loaded = load(tmp_path, fallback=True)
+
+    assert loaded is not None
+    assert loaded.steps == 10
+
+
+def test_fallback_raises_the_last_error_if_all_checkpoints_are_damaged(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        flip(save(tmp_path, steps) / "model.pt", 900)
+
+    with pytest.raises(CheckpointError, match="step-00000001 is damaged"):
+        load(tmp_path, fallback=True)
+
+
+def test_another_model_is_rejected_even_with_fallback(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    with pytest.raises(CheckpointError, match="step-00000002 is of another model"):
+        load(tmp_path, PlainEngine(width=5), fallback=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe\x00binary", b"", b"../../etc", b"step-00000001/../..", b"step-00000099"],
+    ids=["binary", "empty", "traversal", "inside", "missing"],
+)
+def test_a_bad_latest_file_raises_with_its_path_and_fallback_takes_the_newest(
+    tmp_path: Path, content: bytes
+) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "latest").write_bytes(content)
+
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path)
+    loaded = load(tmp_path, fallback=True)
+
+    assert f"write its name into {tmp_path / 'latest'};" in str(raised.value)
+    assert "etc/latest" not in str(raised.value)
+    assert loaded is not None
+    assert loaded.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("serial", "1"), ("serial", 0), ("serial", 10**400), ("steps", None), ("steps", -1)),
+        *(("files", 3), ("files", {"model.pt": 17}), ("files", {"model.pt": {"size": "x"}})),
+        *(("engine", []), ("engine", {"zero_stage": 2}), ("config", "x"), ("rebuilt", 7)),
+        *(("extra", 1), ("format", [])),
+    ],
+)
+def test_a_manifest_of_wrong_types_raises_with_its_path(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    path = save(tmp_path, 1) / "zerowatch.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+
+    with pytest.raises(CheckpointError, match=r"step-00000001/zerowatch\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b"null", b"7", b"[]"])
+def test_a_manifest_that_is_no_object_raises_with_its_path(tmp_path: Path, content: bytes) -> None:
+    path = save(tmp_path, 1) / "zerowatch.json"
+    path.write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"step-00000001/zerowatch\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "zerowatch-rank-00000.pt"])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_file_with_code_is_refused_and_the_code_does_not_run(
+    tmp_path: Path, name: str, zipped: bool
+) -> None:
+    folder = save(tmp_path / "saves", 1)
+    torch.save(
+        {"weight": torch.zeros(2, 4), "evil": Evil(tmp_path / "ran")},
+        folder / name,
+        _use_new_zipfile_serialization=zipped,
+    )
+    forge(folder, name)
+
+    with pytest.raises(CheckpointError, match=rf"{name} holds posix\.mkdir\. It is refused"):
+        load(tmp_path / "saves")
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_torch_load_and_its_allowed_classes_are_restored_after_a_load(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before, allowed = torch.load, set(torch.serialization.get_safe_globals())
+    with torch.serialization.safe_globals([np.ndarray]):  # one that a load needs too
+        load(tmp_path)
+
+        assert set(torch.serialization.get_safe_globals()) == allowed | {np.ndarray}
+    assert torch.load is before
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_what_load_would_refuse_is_not_saved(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    engine = PlainEngine()
+    engine.optimizer.clip_grad = Counted()
+
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt holds \S*Counted\. It is refused"):
+        save(tmp_path, 2, engine)
+    with torch.serialization.safe_globals([Counted]):
+        save(tmp_path, 3, engine)
+        loaded = load(tmp_path)
+
+    assert names(tmp_path) == ["latest", "step-00000001", "step-00000003"]
+    assert loaded is not None
+
+
+def test_numbers_of_numpy_in_the_engines_state_are_loaded(tmp_path: Path) -> None:
+    saved, engine = PlainEngine(), PlainEngine()
+    saved.optimizer.clip_grad = {"rate": np.float64(0.5), "seen": np.arange(3)}
+    engine.optimizer.clip_grad = None
+    save(tmp_path, 1, saved)
+
+    load(tmp_path, engine)
+
+    assert engine.optimizer.clip_grad["rate"] == 0.5
+    assert engine.optimizer.clip_grad["seen"].tolist() == [0, 1, 2]
+
+
+def test_a_plan_of_another_version_in_a_checkpoint_is_rejected(tmp_path: Path) -> None:
+    save(tmp_path, 1, micro_batch_plan={"micro_batch_samples": 4, "sizing": {"other": 1}})
+
+    with pytest.raises(CheckpointError, match=r"another version of zerowatch \(sizing\.other"):
+        load(tmp_path)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Invert 16 bytes of a file; its length stays."""
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 16] = bytes(255 - each for each in data[offset : offset + 16])
+    path.write_bytes(data)
+
+
+def forge(folder: Path, name: str) -> None:
+    """Put a file's size and checksum into the manifest, as an attacker would."""
+    path = folder / "zerowatch.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = asdict(file_info(folder / name))
+    path.write_text(json.dumps(manifest))
+
+
+class Evil:
+    """An object that creates a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self._path,)
+
+
+class Counted:
+    """A class of a script."""

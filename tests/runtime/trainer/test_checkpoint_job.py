@@ -76,7 +76,23 @@ def test_state_that_cannot_be_saved_or_loaded_raises_on_every_rank(ranks: list[d
 
     assert all("client is of type builtins.type" in each["object"] for each in errors)
     assert all("with 1 as ZeRO stage, this run has 2" in each["stage"] for each in errors)
-    assert (
-        "failed on rank 1, whose error has the reason. Nothing was loaded" in errors[0]["damaged"]
-    )
-    assert "cannot be read as a rank's state" in errors[1]["damaged"]
+    damaged = "zerowatch-rank-00001.pt has changed since it was written"
+    assert sorted(damaged in each["damaged"] for each in errors) == [False, True]
+    assert "zerowatch-rank-00001.pt cannot be read" in errors[1]["damaged"]
+
+
+@pytest.mark.parametrize("engine", [0, 1], ids=["stage 2", "stage 3"])
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_an_older_checkpoint_can_be_loaded(
+    ranks: list[dict], engine: int
+) -> None:
+    first, second = (rank["failed loads"][engine] for rank in ranks)
+
+    assert "failed on rank 1, whose error has the reason. The engine may" in first["unreadable"]
+    assert "DeepSpeed cannot load" in second["unreadable"]
+    assert "stale file handle" in second["unreadable"]
+    for found in (first, second):
+        assert found["damaged"]
+        assert found["not allowed"]
+        assert found["older"] == [1, 1, 1]
+        assert found["restartable"] == 1
+        assert found["trained"] == 6

@@ -46,9 +46,9 @@ def test_an_attachment_that_fails_on_the_new_engine_is_dropped_and_logged(holder
 def test_the_run_folder_is_that_of_a_watch_opened_later(holder, tmp_path):
     holder.engine.watch = SimpleNamespace(run_folder=None)
     plan_file = PlanFile(holder)
-    plan_file.write({}, steps=1)
+    plan_file.write(None, steps=1)
 
     holder.engine.watch = SimpleNamespace(run_folder=tmp_path)
-    plan_file.write({}, steps=2)
+    plan_file.write(None, steps=2)
 
     assert json.loads((tmp_path / "plan.json").read_text())["steps"] == 2

@@ -86,4 +86,5 @@ def test_a_rebuilt_run_is_loaded_by_a_run_of_the_first_configuration(found):
         assert rank["saved"]["stage"] == 3
         assert rank["saved"]["difference"] <= 1e-6
         assert rank["saved"]["client"] == {"note": "mine"}
+        assert rank["saved"]["loaded"] == 2
         assert rank["saved"]["samples"] == ALL_SAMPLES

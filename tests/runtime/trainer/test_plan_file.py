@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -12,10 +13,20 @@ from types import SimpleNamespace
 import pytest
 from scripts.trainer.resume_engine import SingleRankHostGroup
 
-from zerowatch.runtime.trainer.checkpoint.plan_file import Failure, PersistedPlan, PlanFile
+from zerowatch.runtime.trainer.checkpoint.plan_file import (
+    Failure,
+    MicroBatchPlan,
+    PersistedPlan,
+    PlanFile,
+)
+from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import MicroBatchLimits
 
 ALONE = SingleRankHostGroup()
-PLAN = {"wanted": 8, "sizes": {7: 4, 8: 2}, "failing": {7: 8}}
+PLAN = MicroBatchPlan(
+    micro_batch_samples=8, sizing=MicroBatchLimits(bounds={128: 4, 256: 2}, failing={128: 8})
+)
+SMALL = MicroBatchPlan(micro_batch_samples=2)
+WRITTEN = {"format": 1, "steps": 12, "plan": asdict(PLAN), "config": None, "failures": []}
 
 
 def plan_file(folder: Path | None) -> PlanFile:
@@ -89,13 +100,13 @@ def test_nodes_with_local_disks_use_the_newest_plan_and_all_failures(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     plan_file(here).write(PLAN, steps=12)
-    plan_file(there).write({"wanted": 2}, steps=30)
+    plan_file(there).write(SMALL, steps=30)
     plan_file(here).add_failure(length=100, samples=4)
 
     for own, other in ((here, there), (there, here)):
         plan = plan_file(own).read(_Two((other / "plan.json").read_text()))
         assert plan == PersistedPlan(
-            steps=30, plan={"wanted": 2}, failures=(Failure(length=100, samples=4),)
+            steps=30, plan=SMALL, failures=(Failure(length=100, samples=4),)
         )
 
 
@@ -120,15 +131,38 @@ def test_a_run_without_a_folder_has_no_plan_file() -> None:
     assert plans.read(ALONE) is None
 
 
-def test_an_unreadable_file_is_logged_and_ignored(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{", b"", b"null", b"7", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"plan":' * 100_000),
+        *(
+            json.dumps({**WRITTEN, key: value}).encode()
+            for key, value in (
+                *(("format", 2), ("extra", 1), ("steps", None), ("steps", "many"), ("plan", 3)),
+                *(("plan", {}), ("plan", {"micro_batch_samples": 0})),
+                ("plan", {"micro_batch_samples": 2**70}),
+                ("plan", {"micro_batch_samples": 2, "sizing": {"evil": 1}}),
+                ("plan", {"micro_batch_samples": 2, "sizing": {"bounds": {"a": 1}}}),
+                ("plan", {"micro_batch_samples": 2, "sizing": {"bounds": {"128": 0}}}),
+                *(("config", 3), ("failures", 3), ("failures", [{"length": 1}])),
+                ("failures", [{"length": 1, "samples": 0}]),
+                ("failures", [{"length": "x", "samples": 1, "other": 2}]),
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_or_one_of_another_version_is_logged_and_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    (tmp_path / "plan.json").write_text("{")
+    (tmp_path / "plan.json").write_bytes(content)
 
     with caplog.at_level(logging.WARNING):
         assert plan_file(tmp_path).read(ALONE) is None
+        plan_file(tmp_path).add_failure(length=7, samples=2)
 
-    assert "plan.json ignored" in caplog.text
+    assert f"{tmp_path / 'plan.json'} ignored" in caplog.text
+    found = plan_file(tmp_path).read(ALONE)
+    assert found == PersistedPlan(failures=(Failure(length=7, samples=2),))
 
 
 def test_a_write_error_is_logged_once_and_training_goes_on(
@@ -154,11 +188,6 @@ def test_a_config_that_is_not_json_is_logged_and_training_goes_on(
 
 
 def test_the_file_is_plain_json(tmp_path: Path) -> None:
-    plan_file(tmp_path).write({"wanted": 8, "failing": {7: 8}}, steps=12)
+    plan_file(tmp_path).write(PLAN, steps=12)
 
-    assert json.loads((tmp_path / "plan.json").read_text()) == {
-        "steps": 12,
-        "plan": {"wanted": 8, "failing": {"7": 8}},
-        "config": None,
-        "failures": [],
-    }
+    assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(json.dumps(WRITTEN))

@@ -149,11 +149,12 @@ def saved_and_loaded(folder: Path) -> Found:
     run.save(folder / "saves", client={"note": "mine"})
     end(run)
     again = make(folder, 1)
-    client = again.load(folder / "saves")
+    loaded = again.load(folder / "saves")
+    client = again.client
     for batch in batches()[2:]:
         again.train_batch(share_of(batch, None))
     outcome = weights(again.engine)
-    return {**end(again), "difference": outcome, "client": client}
+    return {**end(again), "difference": outcome, "client": client, "loaded": loaded}
 
 
 def main(folder: Path) -> None:

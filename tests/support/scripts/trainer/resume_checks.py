@@ -7,11 +7,12 @@ new run, of other weights, loads the checkpoint and trains on, and so does the r
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def outcome(run: zerowatch.TrainingRun, losses: list[float]) -> dict[str, Any]:
 
 def resume(run: zerowatch.TrainingRun, saves: Path) -> dict[str, Any]:
     """Load the checkpoint and train to the end."""
-    return outcome(run, train(run, Batches(run.load(saves)), STEPS))
+    run.load(saves)
+    return outcome(run, train(run, Batches(run.client), STEPS))
 
 
 def check(name: str, folder: Path) -> dict[str, Any]:
@@ -202,6 +204,48 @@ def refusals(folder: Path) -> dict[str, str]:
     return found
 
 
+def failed_loads(name: str, folder: Path) -> dict[str, Any]:
+    """Return errors and steps of loads that fail on rank 1 only, and of the loads after them."""
+    saves, is_failing = folder / f"failed-{name}", dist.get_rank() == 1
+    run, batches = new_run(name, seed=0), Batches()
+    for step in (1, 2):
+        train(run, batches, step)
+        newest = run.save(saves, client=step)
+    found = {}
+    with unreadable_files(run.engine) if is_failing else nullcontext():
+        found["unreadable"] = error_of(run.load, saves)
+    if is_failing:
+        file = next(newest.glob("*rank_1*optim_states.pt"))
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 255
+        file.write_bytes(data)
+    dist.barrier()
+    found["damaged"] = error_of(run.load, saves)
+    found["older"] = [run.load(saves, fallback=True), run.client, run.steps]
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "2"  # as `zerowatch run --max-restarts 2` sets it
+    found["restartable"] = run.load(saves)
+    del os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    found["not allowed"] = error_of(run.load, saves, fallback=is_failing)
+    train(run, batches, STEPS)
+    found["trained"] = run.steps
+    end(run)
+    return found
+
+
+@contextmanager
+def unreadable_files(engine: Any) -> Iterator[None]:
+    """Let no file be read by this engine."""
+    engine.checkpoint_engine.load = _raise_os_error
+    try:
+        yield
+    finally:
+        del engine.checkpoint_engine.load
+
+
+def _raise_os_error(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("stale file handle")
+
+
 def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
@@ -228,4 +272,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {name: check(name, target) for name in sys.argv[2:]}
     found["rebuilt"], found["refusals"] = rebuilt(target), refusals(target)
+    found["failed loads"] = [failed_loads(name, target) for name in ("stage 2", "stage 3")]
     (target / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -13,6 +13,10 @@ class SingleRankHostGroup:
     """Host group of one rank."""
 
     rank = 0
+    world_size = 1
+
+    def all_max(self, value):
+        return value
 
     def all_gather(self, values):
         return np.array([values], dtype=float)
@@ -22,15 +26,17 @@ class SingleRankHostGroup:
 
 
 class TwoDisks:
-    """Host group of one rank of two; the other's values are given in order."""
+    """Host group of one rank of two; the other's values are given in order, and then are 0."""
 
     rank = 1
+    world_size = 2
 
     def __init__(self, *others):
         self._others = list(others)
 
     def all_gather(self, values):
-        return np.array([self._others.pop(0), values], dtype=float)
+        other = self._others.pop(0) if self._others else [0.0] * len(values)
+        return np.array([other, values], dtype=float)
 
 
 class PlainEngine:
@@ -69,8 +75,8 @@ class PlainEngine:
 
     def load_checkpoint(self, folder, tag):
         path = Path(folder) / tag
-        self.module.weight.data.copy_(torch.load(path / "model.pt")["weight"])
-        state = torch.load(path / "optimizer.pt")
+        self.module.weight.data.copy_(torch.load(path / "model.pt", weights_only=False)["weight"])
+        state = torch.load(path / "optimizer.pt", weights_only=False)
         self.global_steps, self.optimizer.clip_grad = state["steps"], state["clip_grad"]
         return path, {}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from resume_engine import PlainEngine, SingleRankHostGroup
 
-from zerowatch.runtime.trainer.checkpoint.load import load_checkpoint
+from zerowatch.runtime.trainer.checkpoint.load import find_checkpoint, load_checkpoint
 from zerowatch.runtime.trainer.checkpoint.run_state import RunState
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
@@ -41,7 +41,13 @@ def kill_at(number: int, folder: str) -> list[str]:
 def save(engine: PlainEngine, folder: Path) -> None:
     engine.step()
     steps = engine.global_steps
-    state = RunState(steps=steps, samples=8 * steps, config={}, client={"step": steps})
+    state = RunState(
+        steps=steps,
+        samples=8 * steps,
+        config={},
+        micro_batch_plan={"micro_batch_samples": 4},
+        client={"step": steps},
+    )
     save_checkpoint(folder, engine, SingleRankHostGroup(), state)
 
 
@@ -49,7 +55,10 @@ def found_in(folder: Path, killed_at: str) -> dict:
     """Load as after a restart; save a checkpoint again."""
     engine = PlainEngine()
     engine.module.weight.data.zero_()
-    state = load_checkpoint(folder, engine, SingleRankHostGroup())
+    found_checkpoint = find_checkpoint(folder, engine, SingleRankHostGroup())
+    assert found_checkpoint is not None
+    load_checkpoint(found_checkpoint, engine, SingleRankHostGroup())
+    state = found_checkpoint.state
     found = {
         "killed_at": killed_at.replace(str(folder), ""),
         "steps": [state.steps, state.client["step"], engine.global_steps],
