@@ -50,7 +50,8 @@ def test_exceptions_are_suppressed_in_one_place_only() -> None:
 def suppresses(node: ast.AST) -> bool:
     """Whether this catches any exception, and does not pass it on with a closing `raise`."""
     if isinstance(node, ast.ExceptHandler):
-        ends_in_raise = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+        last = node.body[-1]
+        ends_in_raise = isinstance(last, ast.Raise) and (last.exc is None or last.cause is not None)
         return not ends_in_raise and (node.type is None or names_any_exception(node.type))
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
         return any(names_any_exception(argument) for argument in node.args)
