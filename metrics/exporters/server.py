@@ -21,7 +21,7 @@ from ..series import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics
-from .scrapes import ScrapeTracker
+from .scrape_tracker import ScrapeTracker
 
 logger = logging.getLogger(__name__)
 

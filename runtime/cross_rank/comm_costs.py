@@ -8,7 +8,7 @@ from statistics import median
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall, RankSet
 from ..collectives.ops import POINT_TO_POINT
 from .call_sequence import UNEVEN

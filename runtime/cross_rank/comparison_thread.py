@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import COMPARED_PHASES
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..collectives.groups import Groups, RankSet
 from ..common.fail_open import FailOpen
 from ..common.phase_timer import PhaseTimer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall
 from .call_sequence import describe_call
 from .comparison_thread import ComparisonThread

@@ -18,7 +18,7 @@ from time import perf_counter_ns
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import PHASES
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.settings import HangSettings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import communication
 from ...metrics.catalog.labels import OPS
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall, Groups, RankSet
 from ..collectives.ops import SYMMETRIC
 from .call_sequence import CallSequence

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...metrics.catalog import communication
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..collectives.groups import RankSet
 from .coordinator import Coordinator, rank_blocks
 from .heartbeats import HeartbeatTable

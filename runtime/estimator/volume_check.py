@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DsConfigError
 from ...metrics.catalog import communication
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.step_record import CollectiveTotals, StepRecord
 from ..common.fail_open import FailOpen
 from .engine_estimate import estimate_of_engine, is_data_parallel

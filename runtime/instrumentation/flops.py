@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ...metrics.catalog import training
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.settings import FlopsSettings
 from ..common import accelerator
 from ..devices.device_probes import peak_flops_per_second

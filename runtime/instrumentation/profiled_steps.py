@@ -17,7 +17,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
 
 from ...metrics.catalog import communication
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.comm_time import Interval, IntervalUnion
 from ..common import accelerator

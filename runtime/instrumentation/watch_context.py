@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
 from ..collectives.call_recorder import CallRecorder
 from ..common.fail_open import FailOpen

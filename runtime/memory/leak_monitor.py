@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...metrics.catalog import memory
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..common.format_numbers import format_bytes
 from .forecast.peak_readings import PeakPoint
 from .forecast.trend import Trend, fit_line

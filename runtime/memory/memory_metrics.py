@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import memory
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from .categories import categories_at_peak
 from .memory_reader import Reading, Readings
 from .step_sample import StepMemorySample

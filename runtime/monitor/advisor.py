@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...metrics.exporters.telemetry_data import Span
-from ...metrics.series import Snapshot
+from ...metrics.recorder import Snapshot
 from ..estimator.engine_estimate import is_data_parallel
 from ..instrumentation.watch_context import WatchContext
 from ..tuner.decision_reporter import DecisionReporter

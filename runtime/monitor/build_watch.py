@@ -10,7 +10,7 @@ import deepspeed.comm.comm as deepspeed_comm
 
 from ...metrics.catalog import training
 from ...metrics.exporters.server import MetricsServer
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.settings import Settings
 from ..collectives.group_roles import p2p_role, role_of
 from ..collectives.instrument import CollectiveInstrumentation

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...metrics.catalog import devices as device_metrics
 from ...metrics.catalog.spec import MetricSpec
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..common.fail_open import FailOpen
 from ..devices.device_probes import DeviceProbe
 from ..memory.memory_reader import Readings

@@ -22,7 +22,7 @@ from ..memory.leak_monitor import LeakMonitor
 from ..memory.memory_metrics import MemoryMetrics
 from ..memory.memory_reader import MemoryReader, Readings
 from ..memory.oom.evidence import Limit, OomContext, TrainingSetup
-from ..memory.oom.would_fit import Layout, LayoutBytes
+from ..memory.oom.oom_remedies import Layout, LayoutBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...metrics.catalog import communication, training
 from ...metrics.catalog.spec import MetricSpec
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ...metrics.step_record import StepRecord
 from ..collectives.call_batch import CallBatch
 from ..collectives.comm_time import CommTime

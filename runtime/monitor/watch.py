@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...metrics.catalog import training
-from ...metrics.series import Recorder, Snapshot
+from ...metrics.recorder import Recorder, Snapshot
 from ...metrics.settings import Settings
 from ...metrics.step_record import StepRecord
 from ..common.fail_open import FailOpen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ...metrics.catalog import memory, window
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..common.process_info import this_process
 from .window.step_result import StepResult
 

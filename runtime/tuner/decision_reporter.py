@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...metrics.catalog import tuner
 from ...metrics.exporters.telemetry_data import AttributeValue, Span
-from ...metrics.series import Recorder
+from ...metrics.recorder import Recorder
 from ..instrumentation.watch_context import WatchContext
 from .policy.decision_log import DecisionLog, DecisionRecord, make_record
 from .policy.decision_messages import (

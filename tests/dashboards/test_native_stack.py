@@ -30,7 +30,7 @@ from zerowatch.dashboards.native_stack import (
 from zerowatch.errors import CommandLineError
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 from zerowatch.runtime.common.rank_store import _target
 

@@ -23,7 +23,7 @@ os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0
 import deepspeed, torch
 from torch.profiler import ProfilerActivity, profile
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic

@@ -9,7 +9,7 @@ import pytest
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 

@@ -128,7 +128,7 @@ def test_an_ipv6_address_is_advertised_in_brackets(make_server):
 SERVE_TO_ALL = """
 import logging, sys
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 logging.basicConfig(format="%(levelname)s %(message)s")

@@ -23,7 +23,7 @@ from zerowatch.metrics.exporters.otlp_families import unit_of
 from zerowatch.metrics.exporters.otlp_queue import OtlpQueue
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.telemetry_data import Example, Span, StepTrace
-from zerowatch.metrics.series import Exemplar, Recorder
+from zerowatch.metrics.recorder import Exemplar, Recorder
 from zerowatch.metrics.settings import OtelSettings
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C

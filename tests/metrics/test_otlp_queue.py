@@ -16,7 +16,7 @@ from zerowatch.metrics.exporters.otlp_queue import (
     OtlpQueue,
 )
 from zerowatch.metrics.exporters.telemetry_data import LogLine, Span, StepTrace
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 
 TRACE = StepTrace(

@@ -18,7 +18,7 @@ from zerowatch.metrics.catalog.memory import MEMORY_BYTES
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.prometheus import exposition
 from zerowatch.metrics.exporters.trace_context import current_trace_labels
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

@@ -11,7 +11,7 @@ from servers.prometheus_server import Prometheus
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE, STEP_SECONDS, STEPS
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

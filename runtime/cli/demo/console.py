@@ -17,7 +17,7 @@ from rich.text import Text
 from ....metrics.catalog.communication import COMM_CAUSE_SECONDS
 from ....metrics.catalog.spec import MetricSpec
 from ....metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
-from ....metrics.series import Snapshot
+from ....metrics.recorder import Snapshot
 from ....metrics.step_record import StepRecord
 from ....metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from ...common.format_numbers import UNKNOWN, format_bytes, format_ratio

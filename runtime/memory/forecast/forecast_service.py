@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from ....metrics.catalog import memory
-from ....metrics.series import Recorder
+from ....metrics.recorder import Recorder
 from ....metrics.thresholds import OOM_RISK_HIGH
 from ...common.format_numbers import format_bytes
 from .forecaster import Forecaster, MemoryForecast

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from ....metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
-from ....metrics.series import Recorder
+from ....metrics.recorder import Recorder
 from ...collectives.event_pool import EventPool
 from ...common import accelerator
 from ...common.fail_open import FailOpen

@@ -1,6 +1,6 @@
 """Memory savings, and the order in which they are applied when not even one sample fits.
 
-`memory.oom.would_fit.remedies` is another list, for the report of an out-of-memory error. It
+`memory.oom.oom_remedies.remedies` is another list, for the report of an out-of-memory error. It
 advises the user: it names changes that only a restart makes (allocator settings, shorter samples,
 offload to NVMe), with the predicted bytes of each. This list holds only what can be applied to a
 live engine without a change of the result, in order of cost. A memory saving that is added to one

@@ -13,7 +13,7 @@ from statistics import fmean
 from ....metrics.catalog import communication, devices, memory, overhead, training
 from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, PHASES
 from ....metrics.catalog.spec import MetricSpec
-from ....metrics.series import Snapshot
+from ....metrics.recorder import Snapshot
 
 CPU = "cpu"
 NOT_TRAINING = ("eval", "checkpoint")

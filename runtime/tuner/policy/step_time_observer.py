@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal, Protocol
 
 from ....metrics.catalog import communication
-from ....metrics.series import Snapshot
+from ....metrics.recorder import Snapshot
 from .metrics_delta import MetricsDelta, metrics_between
 from .types import StepTime
 

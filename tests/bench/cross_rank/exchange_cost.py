@@ -20,7 +20,7 @@ from bench.result_table import Row
 from torch.distributed import TCPStore
 
 from zerowatch.metrics.catalog.labels import OPS, PHASES
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import CrossRankSettings
 from zerowatch.runtime.collectives.groups import CollectiveCall, RankSet
 from zerowatch.runtime.collectives.ops import wire_factor

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from zerowatch.metrics.catalog import CATALOG
 from zerowatch.metrics.catalog.spec import Label, MetricSpec
 from zerowatch.metrics.exporters.server import MetricsServer
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import ServeSettings
 
 # What one rank of a data-parallel job comes to have; all combinations would be five times as many.

@@ -19,7 +19,7 @@ from zerowatch.metrics.catalog import (
 )
 from zerowatch.metrics.catalog.spec import MetricSpec
 from zerowatch.metrics.exporters.prometheus import exposition
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 
 INTERVAL_SECONDS = 15
 STEP_SECONDS = 2.5

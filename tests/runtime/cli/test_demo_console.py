@@ -11,7 +11,7 @@ from fakes.steps import collective, step
 
 from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
 from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
-from zerowatch.metrics.series import Snapshot
+from zerowatch.metrics.recorder import Snapshot
 from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
 from zerowatch.runtime.cli.demo.console import DemoConsole
 from zerowatch.runtime.cli.demo.summary import advise, summarise

@@ -6,7 +6,7 @@ import pytest
 from fakes.rank_sets import FakeGroup
 
 from zerowatch.metrics.catalog.communication import COLLECTIVE_MISMATCHES
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.cross_rank.error_analyzer import CollectiveErrorAnalyzer, attribute_failure
 
 STEP = (("all_reduce", 4), ("all_reduce", 4000), ("all_gather", 96))

@@ -11,7 +11,7 @@ from fakes.store_clients import connected
 from torch.distributed import HashStore
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import RankSet
 from zerowatch.runtime.cross_rank.coordinator import (
     BLOCK_SIZE,

@@ -15,7 +15,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.instrumentation.profiled_steps import (
     MARK,
     ProfiledSteps,
@@ -207,7 +207,7 @@ def test_the_profilers_functions_are_restored(profiled: ProfiledSteps) -> None:
 
 def test_a_script_that_ends_in_a_profiled_step_ends_well() -> None:
     script = """
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.instrumentation.profiled_steps import ProfiledSteps
 ProfiledSteps(2, Recorder(), on_device=False).on_step_end(1)
 """

@@ -10,7 +10,7 @@ import pytest
 from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog import memory
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory.forecast import forecast_service as module
 from zerowatch.runtime.memory.forecast.forecast_service import MemoryForecasts
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint, Shape

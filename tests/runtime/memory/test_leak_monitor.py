@@ -13,7 +13,7 @@ import pytest
 from fakes.clock import FakeClock
 
 from zerowatch.metrics.catalog import memory
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory import leak_monitor as module
 from zerowatch.runtime.memory.forecast.peak_readings import PeakPoint
 from zerowatch.runtime.memory.leak_monitor import Leak, LeakMonitor, find_leak

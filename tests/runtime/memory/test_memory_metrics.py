@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerowatch.metrics.catalog import memory
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
 from zerowatch.runtime.memory.memory_metrics import PEAK_SECONDS, MemoryMetrics, SlidingMax
 from zerowatch.runtime.memory.step_sample import DetailedSample, StepMemorySample

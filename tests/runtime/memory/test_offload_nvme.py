@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic

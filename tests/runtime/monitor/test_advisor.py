@@ -14,7 +14,7 @@ from replay_decisions import ReplayDifference, parse_line, replay
 from scripts.launching import SCRIPTS, TWO_RANKS, ZEROWATCH, start
 
 from zerowatch.metrics.catalog import tuner
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import Settings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.process_info import ProcessInfo

@@ -14,7 +14,7 @@ from fakes.steps import step as record_of
 from zerowatch.metrics.catalog.labels import OPS
 from zerowatch.metrics.catalog.training import STEP_SECONDS
 from zerowatch.metrics.exporters.telemetry_data import Span
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import OtelSettings
 from zerowatch.runtime.collectives.call_batch import CallBatch
 from zerowatch.runtime.collectives.groups import CollectiveCall

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerowatch.metrics.catalog import memory, window
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.trainer.run_metrics import RunMetrics
 
 

@@ -10,7 +10,7 @@ import pytest
 from fakes.tuner_decisions import decision, tuner_input
 
 from zerowatch.metrics.catalog import tuner
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.decision_reporter import DecisionReporter, TunerMetrics, to_number
 from zerowatch.runtime.tuner.policy.decision_log import DECISIONS_FILE
 from zerowatch.runtime.tuner.policy.types import Numerics, State, Symptom

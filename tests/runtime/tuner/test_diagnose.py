@@ -8,7 +8,7 @@ import pytest
 
 from zerowatch.metrics.catalog import communication, devices, memory, overhead, training
 from zerowatch.metrics.catalog.tuner import SYMPTOMS
-from zerowatch.metrics.series import Recorder, Snapshot
+from zerowatch.metrics.recorder import Recorder, Snapshot
 from zerowatch.runtime.tuner.policy.diagnose import Thresholds, context_of, diagnose
 from zerowatch.runtime.tuner.policy.metrics_delta import MetricsDelta, metrics_between
 

@@ -8,7 +8,7 @@ import pytest
 from fakes.noisy_steps import Noise, noisy_steps
 
 from zerowatch.metrics.catalog import communication, overhead, training
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.tuner.policy.step_time_observer import (
     MIN_BASELINE_STEPS,
     Cusum,

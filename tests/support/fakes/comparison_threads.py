@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from zerowatch.metrics.catalog import communication
 from zerowatch.metrics.catalog.labels import PHASES
 from zerowatch.metrics.catalog.spec import MetricSpec
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.groups import CollectiveCall
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.cross_rank.comparison_thread import POLLS_PER_EXCHANGE, ComparisonThread

@@ -10,7 +10,7 @@ from typing import Any
 from fakes.steps import step
 
 from zerowatch.metrics.catalog import communication
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.metrics.settings import HangSettings
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.common.phase_timer import PhaseTimer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zerowatch.metrics.catalog import overhead, training
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.common.undo import Undo
 from zerowatch.runtime.tuner.policy.controller import Controller
 from zerowatch.runtime.tuner.policy.controller_interface import TunerOptions

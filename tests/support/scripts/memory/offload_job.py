@@ -17,7 +17,7 @@ import torch.distributed as dist
 from offload_oracle import SeparateMemories, TwoMemories, held_on_host
 
 from zerowatch.metrics.catalog.memory import OFFLOAD_BYTES, OFFLOAD_SECONDS
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 from zerowatch.runtime.collectives.event_pool import EventPool
 from zerowatch.runtime.common.fail_open import FailOpen
 from zerowatch.runtime.memory.offload.traffic import OffloadTraffic

@@ -9,7 +9,7 @@ import pytest
 from zerowatch.metrics.catalog.communication import COLLECTIVE_CALLS, COLLECTIVE_SECONDS
 from zerowatch.metrics.catalog.overhead import DEAD_THREADS
 from zerowatch.metrics.catalog.training import LOSS, RUN_INFO, SAMPLES, STEPS
-from zerowatch.metrics.series import Recorder
+from zerowatch.metrics.recorder import Recorder
 
 FACTS = ("run-1", "0.1.0", "2.13.0", "0.19.8", "gloo", "cpu", "2", "2")
 

@@ -9,7 +9,7 @@ import pytest
 from fakes.scraper import eventually, get
 
 from zerowatch.metrics.catalog.training import RUN_ACTIVE
-from zerowatch.metrics.exporters.scrapes import ScrapeTracker
+from zerowatch.metrics.exporters.scrape_tracker import ScrapeTracker
 from zerowatch.metrics.settings import ServeSettings
 
 

@@ -9,7 +9,7 @@ import pytest
 from fakes.ooms import CATEGORIES, GIB, MIB
 
 from zerowatch.runtime.memory.forecast.peak_readings import Shape
-from zerowatch.runtime.memory.oom.would_fit import (
+from zerowatch.runtime.memory.oom.oom_remedies import (
     Layout,
     LayoutBytes,
     OomCase,
