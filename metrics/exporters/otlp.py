@@ -47,8 +47,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from ..series import Distribution
-from ..series import Exemplar as SeenExemplar
+from ..recorder import Distribution
+from ..recorder import Exemplar as SeenExemplar
 from .telemetry_data import AttributeValue, Family, LogLine, Point, Span, StepTrace
 
 # Their lines on a failed export are replaced by one of ours.

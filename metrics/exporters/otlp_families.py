@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..catalog import devices, memory
 from ..catalog.spec import MetricSpec
-from ..series import Snapshot
+from ..recorder import Snapshot
 from .telemetry_data import Family, Point
 
 # By the last word of a name without _total. Other names have no unit, because receivers that

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..backoff import Backoff
 from ..catalog.overhead import EXPORTER_FAILURES
-from ..series import Exemplar, Recorder
+from ..recorder import Exemplar, Recorder
 from ..settings import OtelSettings
 from .otlp_families import families, hardware_families
 from .telemetry_data import AttributeValue, Family, LogLine, StepTrace

@@ -19,8 +19,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from ..catalog.spec import MetricSpec
-from ..series import Distribution, LabelValues, Snapshot
-from ..series import Exemplar as SeenExemplar
+from ..recorder import Distribution, LabelValues, Snapshot
+from ..recorder import Exemplar as SeenExemplar
 
 
 def exposition(snapshot: Snapshot, rank: int, accept_header: str) -> tuple[str, bytes]:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from ...errors import SettingsError
 from ..catalog.overhead import EXPORTER_FAILURES, WATCH_SECONDS
 from ..catalog.training import RUN_ACTIVE
-from ..series import Recorder
+from ..recorder import Recorder
 from ..settings import ServeSettings
 from .listener import Listener, RequestHandler, Response, advertised_address, listen
 from .prometheus import content_type_for, exposition, is_openmetrics

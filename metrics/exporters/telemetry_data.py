@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..catalog.spec import MetricSpec
-from ..series import Distribution
+from ..recorder import Distribution
 
 AttributeValue = str | int | float
 
