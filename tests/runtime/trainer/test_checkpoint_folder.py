@@ -10,10 +10,12 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from scripts.launching import SCRIPTS, start
 from scripts.trainer.resume_engine import PlainEngine, SingleRankHostGroup, TwoDisks
 
@@ -25,6 +27,7 @@ from zerowatch.runtime.trainer.checkpoint.load import (
     load_checkpoint,
 )
 from zerowatch.runtime.trainer.checkpoint.run_state import RunState, rank_file
+from zerowatch.runtime.trainer.checkpoint.safe_load import plain_data_only
 from zerowatch.runtime.trainer.checkpoint.save import save_checkpoint
 
 ALONE = SingleRankHostGroup()
@@ -426,6 +429,15 @@ def test_a_file_with_code_is_refused_and_the_code_does_not_run(
 
     with pytest.raises(CheckpointError, match=rf"{name} holds posix\.mkdir\. It is refused"):
         load(tmp_path / "saves")
+
+    assert not (tmp_path / "ran").exists()
+
+
+def test_deepspeeds_own_reader_runs_no_code_either(tmp_path: Path) -> None:
+    torch.save(Evil(tmp_path / "ran"), tmp_path / "model.pt")
+
+    with plain_data_only(), pytest.raises(UnpicklingError, match=r"posix\.mkdir"):
+        TorchCheckpointEngine().load(str(tmp_path / "model.pt"))
 
     assert not (tmp_path / "ran").exists()
 
