@@ -36,7 +36,7 @@ from pydantic_settings import (
 )
 
 from ..errors import SettingsError, cut
-from .thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from .thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
@@ -234,7 +234,7 @@ class TunerSettings(Section):
     total_steps: int | None = Field(default=None, ge=1)
     """Steps of the whole training; a change whose trial would not pay back by then is not tried. If
     not set, the training is assumed to be long."""
-    comm_ratio_high: float = Field(default=COMM_RATIO_HIGH, gt=0, lt=1)
+    comm_ratio_high: float = Field(default=EXPOSED_COMM_RATIO_HIGH, gt=0, lt=1)
     """Share of training time that waits for communication, above which it is a symptom."""
     device_utilization_low: float = Field(default=DEVICE_UTILIZATION_LOW, gt=0, le=1)
     """A device's busy share below which it is a symptom."""

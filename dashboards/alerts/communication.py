@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import communication as comm
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
-    COMM_RATIO_HIGH,
+    EXPOSED_COMM_RATIO_HIGH,
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
@@ -36,8 +36,8 @@ def communication_alerts(timing: Timing) -> tuple[Alert, ...]:
 def _comm_bottleneck(timing: Timing) -> Alert:
     # The 30 minutes exclude short disturbances. The 5 minutes end the alert soon after the cause.
     both_ranges = where(
-        f"{recorded.EXPOSED_RATIO.select()} > {COMM_RATIO_HIGH}",
-        f"{recorded.EXPOSED_RATIO_LONG.select()} > {COMM_RATIO_HIGH}",
+        f"{recorded.EXPOSED_RATIO.select()} > {EXPOSED_COMM_RATIO_HIGH}",
+        f"{recorded.EXPOSED_RATIO_LONG.select()} > {EXPOSED_COMM_RATIO_HIGH}",
     )
     return Alert(
         name=COMM_BOTTLENECK,
@@ -49,7 +49,7 @@ def _comm_bottleneck(timing: Timing) -> Alert:
         summary=f"Training {RUN} waits for communication",
         description=(
             f"Training spends {PERCENT} of its time only waiting for collectives; up to "
-            f"{COMM_RATIO_HIGH:.0%} is usual. Look up the largest cause on the dashboard: "
+            f"{EXPOSED_COMM_RATIO_HIGH:.0%} is usual. Look up the largest cause on the dashboard: "
             "imbalance, latency, redundancy or bandwidth. The runbook lists a remedy for each."
         ),
         dashboard=DASHBOARD,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...metrics.catalog import communication as comm
 from ...metrics.thresholds import (
     COMM_COVERAGE_LOW,
-    COMM_RATIO_HIGH,
+    EXPOSED_COMM_RATIO_HIGH,
     LINK_BANDWIDTH_LOW,
     STRAGGLER_SCORE_HIGH,
 )
@@ -46,10 +46,10 @@ AT_A_GLANCE = sized(
     Stat(
         title="Exposed communication",
         description="Share of training time in which training only waits for communication. Below "
-        f"{COMM_RATIO_HIGH:.0%} there is little to gain. Above, see the causes below.",
+        f"{EXPOSED_COMM_RATIO_HIGH:.0%} there is little to gain. Above, see the causes below.",
         queries=(Query(of_run(recorded.EXPOSED_RATIO), "exposed"),),
         unit=RATIO,
-        thresholds=above(COMM_RATIO_HIGH / 2, COMM_RATIO_HIGH),
+        thresholds=above(EXPOSED_COMM_RATIO_HIGH / 2, EXPOSED_COMM_RATIO_HIGH),
         decimals=1,
     ),
     Stat(
@@ -102,7 +102,7 @@ COST = (
         ),
         unit=RATIO,
         minimum=0,
-        thresholds=above(COMM_RATIO_HIGH),
+        thresholds=above(EXPOSED_COMM_RATIO_HIGH),
     ),
     TimeSeries(
         title="Causes of exposed communication",
@@ -139,7 +139,7 @@ WAITING_AND_STRAGGLERS = (
         queries=(Query(worst(recorded.EXPOSED_RATIO_BY_RANK), "rank {{rank}}"),),
         unit=RATIO,
         minimum=0,
-        thresholds=above(COMM_RATIO_HIGH),
+        thresholds=above(EXPOSED_COMM_RATIO_HIGH),
     ),
     TimeSeries(
         title="Straggler score of the worst ranks",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ...metrics.catalog import training as steps
 from ...metrics.thresholds import (
-    COMM_RATIO_HIGH,
     DATA_RATIO_HIGH,
     DEVICE_UTILIZATION_LOW,
+    EXPOSED_COMM_RATIO_HIGH,
     OOM_RISK_CRITICAL,
     OOM_RISK_HIGH,
     REPLAY_RATIO_HIGH,
@@ -123,7 +123,7 @@ HELD_BACK = (
         "**idle device** (GPUs only), and Memory for **out of memory** and **replayed windows**.",
         queries=(
             Query(
-                against_limit(of_run(recorded.EXPOSED_RATIO), COMM_RATIO_HIGH),
+                against_limit(of_run(recorded.EXPOSED_RATIO), EXPOSED_COMM_RATIO_HIGH),
                 "communication",
                 shape="now",
             ),
@@ -189,7 +189,7 @@ HELD_BACK = (
             ),
             unit=RATIO,
             minimum=0,
-            thresholds=above(COMM_RATIO_HIGH),
+            thresholds=above(EXPOSED_COMM_RATIO_HIGH),
             dashboard=uid_of("communication"),
         ),
         TimeSeries(
@@ -276,7 +276,7 @@ DETAILS = (
                 title="Exposed",
                 expression=by("max", of_ranks(recorded.EXPOSED_RATIO_BY_RANK), "rank"),
                 unit=RATIO,
-                thresholds=above(COMM_RATIO_HIGH),
+                thresholds=above(EXPOSED_COMM_RATIO_HIGH),
                 decimals=1,
             ),
             Column(

@@ -28,7 +28,7 @@ class HangState(Enum):
 
     UNCHANGED = auto()
     HANG = auto()  # no progress on this rank for longer than the limit
-    SECOND_LIMIT = auto()  # and for longer than a second limit
+    ABORT_LIMIT = auto()  # no progress for twice the limit: the setting hang.abort ends the process
     ANNOUNCED = auto()  # another rank announces a hang that this rank has not detected itself
     RESUMED = auto()  # progress after any of these: detection starts over
 
@@ -105,7 +105,7 @@ class HangDetector:
         if self._limits_passed < MAX_LIMITS and self._passes_limit(sample, is_busy):
             self._limits_passed += 1
             self._is_alarmed = True
-            return HangState.HANG if self._limits_passed == 1 else HangState.SECOND_LIMIT
+            return HangState.HANG if self._limits_passed == 1 else HangState.ABORT_LIMIT
         if newly_announced and not self._is_alarmed:
             self._is_alarmed = True
             return HangState.ANNOUNCED

@@ -115,7 +115,7 @@ class HangMonitor:
                 self._on_hang()
             case HangState.ANNOUNCED:
                 self._on_announced()
-            case HangState.SECOND_LIMIT if self._settings.abort:
+            case HangState.ABORT_LIMIT if self._settings.abort:
                 self._abort()
             case HangState.RESUMED:
                 self._on_resumed()

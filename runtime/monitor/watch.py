@@ -61,7 +61,7 @@ class WatchHandle(Protocol):
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
         """Call `listener` with the record of each step."""
 
-    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
+    def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Call a function of zerowatch on the watch thread with the record of each step."""
 
     def snapshot(self) -> Snapshot:
@@ -168,7 +168,7 @@ class Watch:
             )
         self.fail_open.wrap("listener", self._subscriptions.add)(listener)
 
-    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
+    def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Call a function of zerowatch, which never blocks, on the watch thread with each step."""
         self._listeners.append(self.fail_open.wrap("listener", listener))
 
@@ -276,7 +276,7 @@ class NullWatch:
     def subscribe(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
 
-    def subscribe_inside(self, listener: Callable[[StepRecord], object]) -> None:
+    def subscribe_internal(self, listener: Callable[[StepRecord], object]) -> None:
         """Never call the listener."""
 
     def snapshot(self) -> Snapshot:

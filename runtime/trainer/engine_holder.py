@@ -28,7 +28,8 @@ from ..engine.live_settings.optimizer_state_offload import (
     OptimizerStateOffload,
 )
 from ..engine.rebuild.engine_replacement import MakeEngine, UndoneRebuildError, rebuild
-from .oom_recovery.escalation import EngineChange, EscalationStep, rebuild_changes
+from .engine_change import EngineChange
+from .oom_recovery.escalation import EscalationStep, rebuild_changes
 from .run_metrics import RebuildOutcome, RunMetrics
 
 logger = logging.getLogger(__name__)

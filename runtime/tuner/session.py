@@ -122,7 +122,7 @@ class ActiveTunerSession:
         self._last_end: float | None = None
         self._is_in_window = False  # or the last one did not end
         window_runner.tuner_status_source = self._status
-        self._watch.subscribe_inside(self._on_record)
+        self._watch.subscribe_internal(self._on_record)
 
     @property
     def is_on_trial(self) -> bool:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from zerowatch.errors import SettingsError
 from zerowatch.metrics.settings import Settings, load_settings
-from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from zerowatch.metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 
 
 @pytest.fixture(autouse=True)
@@ -228,7 +228,7 @@ def test_an_unknown_numerics_level_is_rejected():
 def test_the_thresholds_of_the_tuner_are_those_of_the_dashboards():
     tuner = load_settings().tuner
 
-    assert tuner.comm_ratio_high == COMM_RATIO_HIGH
+    assert tuner.comm_ratio_high == EXPOSED_COMM_RATIO_HIGH
     assert tuner.device_utilization_low == DEVICE_UTILIZATION_LOW
 
 

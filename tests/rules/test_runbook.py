@@ -41,7 +41,7 @@ QUERIES = [
 
 
 PERCENTAGES = {
-    "zerowatchcommbottleneck": thresholds.COMM_RATIO_HIGH,
+    "zerowatchcommbottleneck": thresholds.EXPOSED_COMM_RATIO_HIGH,
     "zerowatchstragglerrank": thresholds.STRAGGLER_SCORE_HIGH,
     "zerowatchcommcoveragelow": thresholds.COMM_COVERAGE_LOW,
     "zerowatchdatabound": thresholds.DATA_RATIO_HIGH,

@@ -19,7 +19,7 @@ from ....metrics.catalog.spec import MetricSpec
 from ....metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
 from ....metrics.recorder import Snapshot
 from ....metrics.step_record import StepRecord
-from ....metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from ....metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from ...common.format_numbers import UNKNOWN, format_bytes, format_ratio
 from ...tuner.policy.diagnose import MEMORY_IDLE, MEMORY_PRESSURE
 from .launch_ranks import display_path
@@ -232,7 +232,7 @@ def _style(column: str, steps: Summary) -> str:
     comm, busy = steps.comm_ratio, steps.utilization_ratio
     if column == "loss":
         return "bold green"
-    if column == "comm" and comm is not None and comm > COMM_RATIO_HIGH:
+    if column == "comm" and comm is not None and comm > EXPOSED_COMM_RATIO_HIGH:
         return "yellow"
     if column == "busy" and busy is not None and busy < DEVICE_UTILIZATION_LOW:
         return "yellow"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....metrics.step_record import CollectiveTotals, StepRecord
-from ....metrics.thresholds import COMM_RATIO_HIGH, DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from ....metrics.thresholds import DATA_RATIO_HIGH, DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from .launch_ranks import display_path
 
 LAST_STEPS = 10  # the final loss is their mean, because batches differ; at most half the run
@@ -114,9 +114,9 @@ def advise(summary: Summary, *, stage: int) -> list[str]:
 
 def _on_communication(summary: Summary, stage: int) -> str | None:
     ratio = summary.comm_ratio
-    if ratio is None or ratio <= COMM_RATIO_HIGH:
+    if ratio is None or ratio <= EXPOSED_COMM_RATIO_HIGH:
         return None
-    problem = f"Communication takes {ratio:.0%} of a step, over {COMM_RATIO_HIGH:.0%}."
+    problem = f"Communication takes {ratio:.0%} of a step, over {EXPOSED_COMM_RATIO_HIGH:.0%}."
     if stage == 0:
         return f"{problem} Larger micro-batches do more work for the same bytes."
     less = 2 if stage == 3 else 0

@@ -19,8 +19,8 @@ from ....metrics.step_record import StepRecord
 from ...common.host_group import HostGroup
 from ...common.patching import AttributePatch
 from ...common.undo import Undo
+from ..engine_change import EngineChange
 from ..engine_holder import EngineHolder
-from ..oom_recovery.escalation import EngineChange
 from .balancer import Balancer, BusyTime, EndedWindow
 from .batch_split import BatchSplit, SplitSchedule
 from .resumable_loader import ResumableLoader, StreamLoader, resumable_loader
@@ -62,7 +62,7 @@ class TrainingData:
         self._last_end = perf_counter()
         watch = engine_holder.engine.watch
         if host_group.world_size > 1:
-            watch.subscribe_inside(self._add_record)
+            watch.subscribe_internal(self._add_record)
         if self.balances and not watch.is_open:
             logger.warning(
                 "balance=True without monitoring: from ZeRO stage 2 on the time that ranks wait "

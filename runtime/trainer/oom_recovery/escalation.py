@@ -10,26 +10,10 @@ may belong in the other too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any, Protocol
 
 from ...common.ds_config import zero_stage
-
-
-class EngineChange(Enum):
-    """Kind of a change to a live engine; the value is its name in log lines.
-
-    The members in `ESCALATION_ORDER` are memory savings. The others are not part of the escalation;
-    they are here because `EngineHolder` keeps all attachments of an engine by this key.
-    """
-
-    ACTIVATION_CHECKPOINTING = "activation checkpointing on"
-    MINIMAL_BUCKETS = "smaller buckets and less prefetching"
-    OPTIMIZER_STATE_OFFLOAD = "optimizer states offloaded to the host"
-    REBUILD = "engine rebuilt with a higher ZeRO stage or offloading"
-    GRADIENT_COMPRESSION = "gradient compression"
-    LEARNING_RATE = "learning rate scaled with the batch size"
-
+from ..engine_change import EngineChange
 
 # Memory savings, cheapest first: each reduces throughput more than the one before. The order of
 # the rebuilds within the last one is that of `rebuild_changes`.

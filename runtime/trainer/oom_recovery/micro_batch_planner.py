@@ -250,7 +250,7 @@ class PeakHistory:
         self._peaks: deque[PeakSample] = deque(maxlen=MAX_PEAKS)
         self._limit_bytes: float | None = None
         self._lock = threading.Lock()
-        watch.subscribe_inside(self._record)
+        watch.subscribe_internal(self._record)
 
     @property
     def is_low(self) -> bool:

@@ -20,8 +20,8 @@ from ...engine.live_settings.all_settings import LIVE_SETTINGS
 from ...engine.live_settings.live_setting import LiveSetting
 from ...engine.live_settings.optimizer_state_offload import OptimizerStateOffload
 from ...engine.live_settings.zero_optimizer import total_elements, zero_1_2_optimizer
+from ...trainer.engine_change import EngineChange
 from ...trainer.engine_holder import Attachment, EngineHolder, MemorySaving
-from ...trainer.oom_recovery.escalation import EngineChange
 from ..policy.registry import (
     ACTIVATION_CHECKPOINTING,
     ASYNCHRONOUS_REDUCTION,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ....metrics import thresholds as start
+from ....metrics import thresholds as defaults
 from ....metrics.catalog.labels import CAUSE
 from ....metrics.settings import Settings
 from .metrics_delta import MetricsDelta, known_values
@@ -39,16 +39,16 @@ class Thresholds:
         coverage_low: Below it the figures of communication are not used.
     """
 
-    comm_ratio_high: float = start.COMM_RATIO_HIGH
-    device_utilization_low: float = start.DEVICE_UTILIZATION_LOW
-    data_ratio_high: float = start.DATA_RATIO_HIGH
-    host_ratio_high: float = start.HOST_RATIO_HIGH
-    oom_risk_high: float = start.OOM_RISK_HIGH
-    headroom_low: float = start.MEMORY_HEADROOM_LOW
-    headroom_idle: float = start.MEMORY_HEADROOM_IDLE
-    straggler_score_high: float = start.STRAGGLER_SCORE_HIGH
-    imbalance_ratio_high: float = start.IMBALANCE_RATIO_HIGH
-    coverage_low: float = start.COMM_COVERAGE_LOW
+    comm_ratio_high: float = defaults.EXPOSED_COMM_RATIO_HIGH
+    device_utilization_low: float = defaults.DEVICE_UTILIZATION_LOW
+    data_ratio_high: float = defaults.DATA_RATIO_HIGH
+    host_ratio_high: float = defaults.HOST_RATIO_HIGH
+    oom_risk_high: float = defaults.OOM_RISK_HIGH
+    headroom_low: float = defaults.MEMORY_HEADROOM_LOW
+    headroom_idle: float = defaults.MEMORY_HEADROOM_IDLE
+    straggler_score_high: float = defaults.STRAGGLER_SCORE_HIGH
+    imbalance_ratio_high: float = defaults.IMBALANCE_RATIO_HIGH
+    coverage_low: float = defaults.COMM_COVERAGE_LOW
 
     @classmethod
     def of_settings(cls, settings: Settings) -> Thresholds:

@@ -12,7 +12,7 @@ from fakes.steps import collective, step
 from zerowatch.metrics.catalog.communication import COMM_CAUSE_SECONDS
 from zerowatch.metrics.catalog.tuner import TUNER_DECISIONS, TUNER_STATE, TUNER_SYMPTOM
 from zerowatch.metrics.recorder import Snapshot
-from zerowatch.metrics.thresholds import COMM_RATIO_HIGH, DEVICE_UTILIZATION_LOW
+from zerowatch.metrics.thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 from zerowatch.runtime.cli.demo.console import DemoConsole
 from zerowatch.runtime.cli.demo.summary import advise, summarise
 
@@ -114,8 +114,9 @@ def test_utilization_is_summed_over_ranks_on_cpu_only():
     [(0, "Larger micro-batches"), (2, "zerowatch demo --stage 0"), (3, "demo --stage 2")],
 )
 def test_advice_for_a_high_communication_ratio_suggests_a_change(stage, remedy):
-    too_much = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH + 0.01, busy=1.0, device="cuda:0")]
-    enough = [step(1, seconds=1.0, comm=COMM_RATIO_HIGH, busy=1.0, device="cuda:0")]
+    limit = EXPOSED_COMM_RATIO_HIGH
+    too_much = [step(1, seconds=1.0, comm=limit + 0.01, busy=1.0, device="cuda:0")]
+    enough = [step(1, seconds=1.0, comm=EXPOSED_COMM_RATIO_HIGH, busy=1.0, device="cuda:0")]
 
     first_lines = [advise(summarise(r, num_ranks=2), stage=stage)[0] for r in (too_much, enough)]
 

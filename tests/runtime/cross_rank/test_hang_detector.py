@@ -43,7 +43,7 @@ def test_a_hang_is_found_once_when_its_limit_is_reached_and_once_at_a_second_lim
 
     found = [clockwork.pass_seconds(s) for s in (29, 1, 29, 1, 200)]
 
-    assert found == [[], [HangState.HANG], [], [HangState.SECOND_LIMIT], []]
+    assert found == [[], [HangState.HANG], [], [HangState.ABORT_LIMIT], []]
 
 
 @pytest.mark.parametrize(("steps", "found"), [(2, []), (3, [HangState.HANG])])
@@ -100,7 +100,7 @@ def test_a_busy_process_delays_the_second_limit_by_a_limit() -> None:
 
     assert busy == []
     assert clockwork.pass_seconds(24) == []  # it was checked after 60 seconds
-    assert clockwork.pass_seconds(1) == [HangState.SECOND_LIMIT]
+    assert clockwork.pass_seconds(1) == [HangState.ABORT_LIMIT]
 
 
 def test_the_time_without_samples_does_not_count() -> None:
@@ -125,7 +125,7 @@ def test_progress_after_a_hang_is_reported_and_restarts_detection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "later"), [(0, []), (3, [HangState.HANG, HangState.SECOND_LIMIT])]
+    ("steps", "later"), [(0, []), (3, [HangState.HANG, HangState.ABORT_LIMIT])]
 )
 def test_an_announced_hang_is_reported_once_before_the_own_limit(
     steps: int, later: list[HangState]

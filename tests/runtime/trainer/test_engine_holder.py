@@ -10,8 +10,8 @@ import pytest
 
 from zerowatch.runtime.trainer import engine_holder
 from zerowatch.runtime.trainer.checkpoint.plan_file import PlanFile
+from zerowatch.runtime.trainer.engine_change import EngineChange
 from zerowatch.runtime.trainer.engine_holder import EngineHolder
-from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
 
 
 @pytest.fixture

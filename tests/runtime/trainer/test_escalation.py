@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fakes.escalation_step import FakeEscalationStep
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
+from zerowatch.runtime.trainer.engine_change import EngineChange
+from zerowatch.runtime.trainer.oom_recovery.escalation import EscalationPolicy
 
 
 def test_steps_are_applied_in_order_and_skipped_if_they_have_no_effect() -> None:

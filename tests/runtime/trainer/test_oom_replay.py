@@ -16,13 +16,10 @@ import torch
 from fakes.escalation_step import FakeEscalationStep
 from fakes.rank_threads import FakeHostGroup, on_ranks
 
+from zerowatch.runtime.trainer.engine_change import EngineChange
 from zerowatch.runtime.trainer.oom_recovery import replay as replay_module
 from zerowatch.runtime.trainer.oom_recovery.collective_guard import CollectiveGuard, PeerOutOfMemory
-from zerowatch.runtime.trainer.oom_recovery.escalation import (
-    ESCALATION_ORDER,
-    EngineChange,
-    EscalationPolicy,
-)
+from zerowatch.runtime.trainer.oom_recovery.escalation import ESCALATION_ORDER, EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     MemoryMeasurements,
     MicroBatchPlanner,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange
+from zerowatch.runtime.trainer.engine_change import EngineChange
 
 
 @dataclass(frozen=True)

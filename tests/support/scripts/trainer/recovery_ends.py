@@ -21,7 +21,8 @@ import torch.distributed as dist
 from recovery_cases import ENGINES, Fault
 from recovery_matrix import Trained
 
-from zerowatch.runtime.trainer.oom_recovery.escalation import EngineChange, EscalationPolicy
+from zerowatch.runtime.trainer.engine_change import EngineChange
+from zerowatch.runtime.trainer.oom_recovery.escalation import EscalationPolicy
 from zerowatch.runtime.trainer.oom_recovery.micro_batch_planner import (
     GuardSchedule,
     MicroBatchPlanner,

@@ -1,0 +1,20 @@
+"""The kinds of changes that a run makes to its live engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class EngineChange(Enum):
+    """Kind of a change to a live engine; the value is its name in log lines.
+
+    `EngineHolder` keeps the attachments of an engine by this key. The members in
+    `oom_recovery.escalation.ESCALATION_ORDER` are memory savings.
+    """
+
+    ACTIVATION_CHECKPOINTING = "activation checkpointing on"
+    MINIMAL_BUCKETS = "smaller buckets and less prefetching"
+    OPTIMIZER_STATE_OFFLOAD = "optimizer states offloaded to the host"
+    REBUILD = "engine rebuilt with a higher ZeRO stage or offloading"
+    GRADIENT_COMPRESSION = "gradient compression"
+    LEARNING_RATE = "learning rate scaled with the batch size"
