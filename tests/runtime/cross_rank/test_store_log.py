@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -65,12 +64,8 @@ def test_logs_do_not_mix(store: StoreConnection, clock: FakeClock) -> None:
 def test_an_absent_entry_does_not_block(store: StoreConnection, clock: FakeClock) -> None:
     reader = StoreLogReader(store, "row")
     clock.seconds += 2 * PATIENCE
-    began = time.monotonic()
 
-    found = entries(reader)
-
-    assert found == []
-    assert time.monotonic() - began < 0.5
+    assert entries(reader) == []  # to block would end in the store's timeout, which raises
 
 
 def test_the_number_of_keys_stays_bounded(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from datetime import timedelta
 from itertools import pairwise
 
@@ -59,7 +58,6 @@ def test_after_a_store_failure_costs_are_not_matched() -> None:
     for rank in ranks.all:
         rank.run(5)
     outage.begin()
-    began = time.monotonic()
 
     ranks.exchange(times=3)
 
@@ -69,7 +67,6 @@ def test_after_a_store_failure_costs_are_not_matched() -> None:
         assert rank.failures("unmatched") == 0
         assert rank.milliseconds(EXPOSED, "dp") == pytest.approx(15)
         assert rank.thread.peers == {}
-    assert time.monotonic() - began < 30
 
 
 def test_ranks_are_compared_again_once_the_store_responds_again(

@@ -166,6 +166,8 @@ def test_offloaded_and_reloaded_states_are_counted(ranks: Ranks):
 NVME_CASES = ("optimizer", "optimizer, pipelined", "both")
 PAGES = 64 * 1024  # what the file system itself may read and write
 
+READ_AHEAD = 128 * 1024  # what the kernel reads at a page fault, by default
+
 
 @pytest.fixture(scope="module")
 def nvme(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
@@ -184,7 +186,7 @@ def test_nvme_bytes_are_those_that_the_kernel_counts(nvme: Ranks, name: str):
         if written == 0:
             pytest.skip("the file system has no device below it")
         assert 0 <= written - last["to_nvme"][0] <= PAGES
-        assert 0 <= read - last["from_nvme"][0] <= PAGES
+        assert 0 <= read - last["from_nvme"][0] <= PAGES + READ_AHEAD * rank[name]["faults"]
 
 
 @pytest.mark.parametrize("name", NVME_CASES)

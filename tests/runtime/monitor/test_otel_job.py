@@ -219,6 +219,7 @@ def dead_port(request):
         yield port
 
 
+@pytest.mark.slow
 def test_a_dead_collector_costs_the_end_of_a_run_two_seconds_at_most(
     tmp_path_factory, usual_end, dead_port
 ):

@@ -14,4 +14,4 @@ if "fail" in sys.argv and rank == 1:
 if "die" in sys.argv and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if "fail" in sys.argv or "die" in sys.argv:
-    time.sleep(20)  # the agent ends this rank
+    time.sleep(120)  # the agent ends this rank

@@ -3,7 +3,6 @@
 import atexit
 import pickle
 import threading
-import time
 
 
 class Kept:
@@ -17,7 +16,7 @@ def late(where):
 
 def work():
     """Run after the main thread has ended."""
-    time.sleep(0.1)
+    threading.main_thread().join()
     late("thread")
 
 

@@ -4,5 +4,6 @@ import os
 import signal
 import time
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 os.kill(os.getpid(), signal.SIGINT)
-time.sleep(5)
+time.sleep(60)

@@ -8,6 +8,7 @@ taken from there, as building it takes minutes.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def check(folder: Path, params: bool, pipeline: bool) -> dict[str, Any]:
     traffic = OffloadTraffic(engine, fail_open := FailOpen(), EventPool())
     memories = TwoMemories(lambda: held_on_host(engine.optimizer))
     source, per_step, written, read = data(), [], disk("write_bytes"), disk("read_bytes")
+    faults = major_faults()
     with SeparateMemories(memories), memories:
         for _ in range(STEPS):
             train(engine, source, 1)
@@ -92,6 +94,7 @@ def check(folder: Path, params: bool, pipeline: bool) -> dict[str, Any]:
         "failures": fail_open.failures,
         "files": {p.name: p.stat().st_size for p in own_files(folder / "watched")},
         "disk": [disk("write_bytes") - written, disk("read_bytes") - read],
+        "faults": major_faults() - faults,
     }
     traffic.restore()
     result["restored"] = (before, handles) == (attributes(engine), handles_of(engine))
@@ -118,6 +121,11 @@ def disk(name: str) -> int:
     """Return what the kernel counts for this process, in bytes."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines[name])
+
+
+def major_faults() -> int:
+    """Return how many pages of its files the kernel had to read again: it took them for others."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def main(folder: Path) -> None:
