@@ -41,7 +41,8 @@ class StepRecord:
     before that has any, and `micro_batch_shapes` the distinct micro-batches since then, as samples
     and length; `oom_risk_ratio` is by device, as last computed. `comm_seconds` is the length of
     the union of all collectives' intervals, `comm_exposed_seconds` the part of it in which training
-    could do nothing else, and `comm_exposed_phase_seconds` that part by phase.
+    could do nothing else, and `comm_exposed_phase_seconds` that part by phase. `collectives` leaves
+    out those by which zerowatch itself lets the ranks agree; the seconds include them.
 
     Examples:
         >>> engine.watch.subscribe(lambda record: print(record.step, record.phase_seconds))

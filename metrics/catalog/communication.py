@@ -9,7 +9,12 @@ from .labels import CAUSE, COMPARED_PHASES, GROUP, OP, PHASE
 from .spec import Label, counter, gauge, histogram
 
 COLLECTIVE_CALLS = counter(
-    "collective_calls_total", "Collective operations issued by this rank.", OP, GROUP, PHASE
+    "collective_calls_total",
+    "Collective operations issued by this rank. Those of the group zerowatch are its own, by which "
+    "the ranks of a TrainingRun agree; no plan or volume counts them.",
+    OP,
+    GROUP,
+    PHASE,
 )
 COLLECTIVE_BYTES = counter(
     "collective_bytes_total", "Payload bytes of collectives, as nccl-tests counts them.", OP, GROUP
@@ -36,6 +41,12 @@ COMM_EXPOSED_SECONDS = counter(
     "Seconds in which training could do nothing but wait for collectives; updated together with "
     "their causes, some seconds after comm_seconds.",
     GROUP,
+)
+COMM_EXPOSED_PHASE_SECONDS = counter(
+    "comm_exposed_phase_seconds_total",
+    "Seconds of each phase in which training could do nothing but wait for collectives; updated "
+    "with each step.",
+    PHASE,
 )
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
@@ -133,6 +144,7 @@ METRICS = (
     COLLECTIVE_SECONDS,
     COMM_SECONDS,
     COMM_EXPOSED_SECONDS,
+    COMM_EXPOSED_PHASE_SECONDS,
     COMM_WAIT_SECONDS,
     COMM_TRANSFER_SECONDS,
     COMM_CAUSE_SECONDS,

@@ -17,7 +17,9 @@ OPS = (
     "recv",
     "barrier",
 )
-GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other")
+# Of the collectives by which zerowatch itself lets the ranks of a TrainingRun agree.
+OWN_GROUP = "zerowatch"
+GROUPS = ("dp", "tp", "pp", "ep", "sp", "world", "other", OWN_GROUP)
 PHASES = ("data", "forward", "backward", "optimizer", "eval", "checkpoint", "other")
 
 OP = Label(name="op", values=OPS)

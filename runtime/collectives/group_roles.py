@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from deepspeed.utils import groups as registry
 
+from ...metrics.catalog.labels import OWN_GROUP
+from ..common.host_group import GROUP_DESCRIPTION
+
 
 class _RoleHolders(NamedTuple):
     """The attributes and functions that hold the groups of one role."""
@@ -58,11 +61,13 @@ _SEQUENCE_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
 def role_of(group: dist.ProcessGroup) -> str:
-    """Return dp, tp, pp, ep, sp, world or other.
+    """Return dp, tp, pp, ep, sp, world, zerowatch or other.
 
     torch's device mesh uses the world group itself for a dimension of all ranks; it then has the
     role of that dimension for every caller.
     """
+    if group.group_desc == GROUP_DESCRIPTION:
+        return OWN_GROUP
     for holders in _ROLES:
         for held in _groups_held(holders):
             if group is held:

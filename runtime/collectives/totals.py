@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...metrics.catalog.labels import OPS, PHASES
+from ...metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ...metrics.step_record import CollectiveTotals
 from .comm_time import CommTime
 from .groups import CollectiveCall, Group
@@ -68,6 +68,9 @@ class _StepOpTotals:
 class StepCommTotals:
     """Sums over the calls of one step, for its record.
 
+    The times are those of all calls. The sums by operation leave out zerowatch's own, so that they
+    can be compared with the plan of an engine.
+
     Attributes:
         seconds: Length of the union of all calls' intervals.
         blocked_ns: Nanoseconds in which calls blocked training, by place in PHASES.
@@ -92,6 +95,8 @@ class StepCommTotals:
                 blocked_ns[call.phase] += call.exposed_ns - call.wait_exposed_ns
                 if call.wait_exposed_ns:
                     blocked_ns[call.wait_phase] += call.wait_exposed_ns
+            if call.group.role == OWN_GROUP:
+                continue
             sums = self._by_op.get(call.op)
             if sums is None:
                 sums = self._by_op[call.op] = _StepOpTotals()

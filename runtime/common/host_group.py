@@ -1,8 +1,8 @@
 """Collectives of small values on the host, between all ranks, called on the training thread.
 
 The gloo group is separate from the training's groups, so that no device queue is waited for. Its
-process group is called directly: torch.distributed's functions are instrumented, and this traffic
-is not communication of the training.
+collectives are called through torch.distributed, so that a watch records them as any others: a rank
+that waits here waits for another rank. GROUP_DESCRIPTION marks them as zerowatch's own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    BroadcastOptions,
-    ReduceOp,
-)
 
 from ...errors import ZerowatchError
+from ...metrics.catalog.labels import OWN_GROUP
+
+# The `group_desc` of zerowatch's own process groups, by which the instrumentation finds their role.
+GROUP_DESCRIPTION = OWN_GROUP
 
 
 class HostCollectives(Protocol):
@@ -42,6 +41,11 @@ class HostCollectives(Protocol):
         """Return rank 0's text on every rank."""
 
 
+def new_host_group() -> Any:
+    """Return a new gloo group of all ranks that is marked as zerowatch's own."""
+    return dist.new_group(backend="gloo", group_desc=GROUP_DESCRIPTION)
+
+
 class HostGroup:
     """A gloo group of all ranks. All ranks construct it at the same point, like any process group.
 
@@ -52,9 +56,7 @@ class HostGroup:
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._max = AllreduceOptions()
-        self._max.reduceOp = ReduceOp.MAX  # type: ignore[assignment]  # torch's stub is wrong
+        self._group = new_host_group() if self.world_size > 1 else None
 
     def all_gather(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return every rank's values, of shape [world_size, len(values)]; the same on all ranks.
@@ -92,7 +94,7 @@ class HostGroup:
         if self.world_size == 1:
             return value
         flag = torch.tensor([value], dtype=torch.int64)
-        self._open_group().allreduce([flag], self._max).wait()
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._open_group())
         return int(flag.item())
 
     def broadcast_text(self, text: str) -> str:
@@ -108,7 +110,7 @@ class HostGroup:
         buffer = torch.zeros(size, dtype=torch.uint8)
         if self.rank == 0:
             buffer = torch.frombuffer(data, dtype=torch.uint8)
-        self._open_group().broadcast([buffer], BroadcastOptions()).wait()
+        dist.broadcast(buffer, 0, group=self._open_group())
         return bytes(buffer.tolist()).decode()
 
     def close(self) -> None:
@@ -121,7 +123,7 @@ class HostGroup:
         if self.world_size == 1:
             return [own]
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        self._open_group().allgather([rows], [own]).wait()
+        dist.all_gather(rows, own, group=self._open_group())
         return rows
 
     def _open_group(self) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...metrics.catalog import communication
-from ...metrics.catalog.labels import OPS
+from ...metrics.catalog.labels import OPS, OWN_GROUP
 from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall, RankSet
 from ..collectives.ops import POINT_TO_POINT
@@ -212,7 +212,8 @@ class CommCosts:
             wait=wait,
             base_latency=self.link.latency if self.link else 0.0,
             volume_ratio=volume_ratio,
-            moves_data=wire_bytes > 0,
+            # zerowatch's own move a few bytes, which no ZeRO stage needs.
+            moves_data=wire_bytes > 0 and role != OWN_GROUP,
         )
 
     def _add_message(self, call: CollectiveCall) -> None:

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from ...metrics.catalog.labels import OPS, PHASES
+from ...metrics.catalog.labels import OPS, OWN_GROUP, PHASES
 from ..collectives.groups import CollectiveCall, Group, Groups, RankSet
 from ..common.fail_open import FailOpen
 from .comparison_thread import ComparisonThread
@@ -170,4 +170,5 @@ def _summarize_call(call: CollectiveCall, now_ns: int, *, in_flight: bool) -> Ca
         phase=PHASES[call.phase],
         in_flight=in_flight,
         seconds=seconds,
+        is_own=call.group.role == OWN_GROUP,
     )

@@ -41,6 +41,7 @@ class CallSummary:
         phase: The phase it was issued in.
         in_flight: Whether it has not ended.
         seconds: The duration, or the time in flight so far; None if unknown.
+        is_own: Whether zerowatch itself issued it, so that the ranks of a TrainingRun agree.
     """
 
     key: str
@@ -52,6 +53,7 @@ class CallSummary:
     phase: str
     in_flight: bool
     seconds: float | None
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

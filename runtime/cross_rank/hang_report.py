@@ -162,10 +162,11 @@ def _calls(evidence: HangEvidence) -> Iterator[str]:
 
 def _call(call: CallSummary) -> str:
     seconds = "" if call.seconds is None else f" {call.seconds:.6f} s"
+    own = " (zerowatch's own)" if call.is_own else ""
     return (
         f"{call.role} ({call.key}) {call.sequence or 'p2p'} {call.op} "
         f"{size_text(call.payload_bytes)} {call.dtype} {call.phase}: "
-        f"{'in flight' if call.in_flight else 'done'}{seconds}"
+        f"{'in flight' if call.in_flight else 'done'}{seconds}{own}"
     )
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ...metrics.catalog import communication
-from ...metrics.catalog.labels import OPS
+from ...metrics.catalog.labels import OPS, OWN_GROUP
 from ...metrics.recorder import Recorder
 from ..collectives.groups import CollectiveCall, Groups, RankSet
 from ..collectives.ops import SYMMETRIC
@@ -127,8 +127,10 @@ class LocalAccounting:
         by_role: dict[str, CommCosts] = {}  # of several, the one that sent the most
         for state in self._states.values():
             role = state.sequence.rank_set.role
-            for costs in state.costs.values():
+            for (_, is_own), costs in state.costs.items():
                 costs.refit()
+                if is_own:
+                    continue  # a few bytes say nothing about the training's link
                 if role not in by_role or costs.wire_bytes > by_role[role].wire_bytes:
                     by_role[role] = costs
         totals.publish(self._recorder)
@@ -173,20 +175,22 @@ class _RankSetState:
     Attributes:
         is_matching: Whether the members' calls match: the last result held durations. It did not
             where there is no other rank to compare with, or the ranks have diverged.
-        costs: The costs of each backend, as each has a link of its own.
+        costs: The costs of each backend, as each has a link of its own; and whether they are those
+            of zerowatch's own collectives.
         reported: When calls were reported, and the number after the last of them.
     """
 
     def __init__(self, sequence: CallSequence) -> None:
         self.sequence = sequence
         self.is_matching = True
-        self.costs: dict[str, CommCosts] = {}
+        self.costs: dict[tuple[str, bool], CommCosts] = {}
         self.reported: deque[tuple[float, int]] = deque()
 
     def costs_of(self, call: CollectiveCall) -> CommCosts:
-        costs = self.costs.get(call.group.backend)
+        key = (call.group.backend, call.group.role == OWN_GROUP)
+        costs = self.costs.get(key)
         if costs is None:
-            costs = self.costs[call.group.backend] = CommCosts(self.sequence.rank_set)
+            costs = self.costs[key] = CommCosts(self.sequence.rank_set)
         return costs
 
 

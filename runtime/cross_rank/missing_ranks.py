@@ -64,7 +64,8 @@ def call_name(call: CallSummary) -> str:
     """Name a call in the way it can be found in another rank's report."""
     number = f" number {call.sequence}" if call.sequence else ""
     size = f"{size_text(call.payload_bytes)}, " if call.payload_bytes else ""
-    return f"{call.op}{number} of group {call.role} ({size}{call.phase})"
+    own = "zerowatch's own, " if call.is_own else ""
+    return f"{call.op}{number} of group {call.role} ({own}{size}{call.phase})"
 
 
 def size_text(num_bytes: int) -> str:

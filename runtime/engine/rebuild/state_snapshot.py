@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.all_or_none import CollectiveAttempt
+from ...common.host_group import new_host_group
 from .optimizer_layout import (
     OptimizerTensor,
     ParamSlice,
@@ -339,18 +340,18 @@ def restore_snapshot(
 class HostSum:
     """Sums of tensors over the ranks on the host, to assemble a tensor from the ranks' parts.
 
-    Uses its own gloo group: its collectives are not part of the training's communication.
+    Uses its own gloo group, so that no device queue is waited for.
     """
 
     def __init__(self, world_size: int) -> None:
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._group = new_host_group() if world_size > 1 else None
 
     def add_up(self, parts: torch.Tensor) -> None:
         """Sum a tensor in place, bit for bit; on each element at most one rank is not zero."""
         if self._group is not None:
             # As integers: adding zero would turn -0.0 into 0.0.
             dtype = {4: torch.int32, 8: torch.int64}.get(parts.element_size(), torch.uint8)
-            self._group.allreduce([parts.view(dtype)]).wait()
+            dist.all_reduce(parts.view(dtype), group=self._group)
 
     def close(self) -> None:
         """Destroy the group. Safe to call twice."""

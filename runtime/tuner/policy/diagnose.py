@@ -176,8 +176,9 @@ def _device(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
 def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     """Return the busy share of the training device.
 
-    On a CPU: the share of time in which the training thread computes. The number of busy cores says
-    little there, it follows the number of threads.
+    On a CPU: the share of time in which the training thread computes, or waits for collectives,
+    which has its own symptoms. The number of busy cores says little there, it follows the number of
+    threads.
     """
     if not reading.on_cpu:
         return reading.device_utilization
@@ -185,16 +186,23 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     if exposed is None or "backward" not in reading.phase_ratios:
         return None
     computing = sum(reading.phase_ratios.get(phase, 0.0) for phase in _COMPUTE)
-    return computing  # includes waiting for collectives, which has its own symptoms
+    between = sum(
+        ratio for phase, ratio in reading.exposed_phase_ratios.items() if phase not in _COMPUTE
+    )
+    return computing + between
 
 
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
-    """Find a job that waits for Python; on a CPU only time outside all phases shows it."""
+    """Find a job that waits for Python; on a CPU only time outside all phases shows it.
+
+    A TrainingRun's ranks wait for each other outside all phases, too: that is no time of Python's.
+    """
     exposed = exposed_ratio(reading, thresholds)
     if exposed is None or exposed > thresholds.comm_ratio_high:
         return
     data = reading.phase_ratios.get("data", 0.0)
-    ratio = reading.phase_ratios.get("other", 0.0)
+    waits = reading.exposed_phase_ratios.get("other", 0.0)
+    ratio = reading.phase_ratios.get("other", 0.0) - waits
     busy = reading.device_utilization
     if not reading.on_cpu and busy is not None and busy < thresholds.device_utilization_low:
         ratio = max(ratio, 1 - busy - exposed - data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ....metrics.catalog import communication, devices, memory, overhead, training
-from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, PHASES
+from ....metrics.catalog.labels import CAUSE, COMPARED_PHASES, OWN_GROUP, PHASES
 from ....metrics.catalog.spec import MetricSpec
 from ....metrics.recorder import Snapshot
 
@@ -32,11 +32,12 @@ class MetricsDelta:
         steps: Optimizer steps in it.
         phase_ratios: Share of each phase that occurred.
         exposed_ratio: Waiting for collectives.
+        exposed_phase_ratios: The same by phase, of those in which any was waited for.
         comm_ratio: Collectives in flight, hidden ones included.
         cause_ratios: Share of waiting for compared collectives, by cause.
         coverage: Recorded over issued collectives, the lower of both ends.
-        step_wire_bytes: Bytes that this rank sent in a step.
-        step_calls: Collectives in a step.
+        step_wire_bytes: Bytes that this rank sent in a step, without zerowatch's own collectives.
+        step_calls: Collectives in a step, without zerowatch's own.
         link_bandwidth: Bytes per second in the group that sends most.
         link_latency: Seconds of the smallest collective there.
         on_cpu: Whether the CPU is the only device; None if no device is known.
@@ -55,6 +56,7 @@ class MetricsDelta:
     steps: float | None = None
     phase_ratios: Mapping[str, float] = field(default_factory=dict)
     exposed_ratio: float | None = None
+    exposed_phase_ratios: Mapping[str, float] = field(default_factory=dict)
     comm_ratio: float | None = None
     cause_ratios: Mapping[str, float] = field(default_factory=dict)
     coverage: float | None = None
@@ -114,12 +116,20 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         else interval.increase(communication.COMM_CAUSE_SECONDS, cause)
         for cause in CAUSE.values
     }
-    wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES)
-    calls = interval.total_increase(communication.COLLECTIVE_CALLS)
+    in_phases = {
+        phase: interval.increase(communication.COMM_EXPOSED_PHASE_SECONDS, phase)
+        for phase in PHASES
+        if phase not in NOT_TRAINING
+    }
+    wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=OWN_GROUP)
+    calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=OWN_GROUP)
     group = interval.busiest_group()
     return replace(
         reading,
         exposed_ratio=None if ratio is None else min(ratio, 1.0),
+        exposed_phase_ratios=known_values(
+            {phase: _ratio(each, reading.seconds) for phase, each in in_phases.items()}
+        ),
         comm_ratio=_ratio(comm, reading.seconds),
         cause_ratios=known_values(
             {
@@ -168,9 +178,10 @@ class _Interval:
         increase = -1.0 if end is None else end - (self.before.value(spec, *labels) or 0.0)
         return increase if increase >= 0 else None
 
-    def total_increase(self, spec: MetricSpec) -> float | None:
-        """Return the increase of a counter, summed over its series."""
-        parts = [self.increase(spec, *labels) for labels in self.after.values.get(spec, {})]
+    def total_increase(self, spec: MetricSpec, *, but: str | None = None) -> float | None:
+        """Return the increase of a counter, summed over its series but those with a label value."""
+        series = [labels for labels in self.after.values.get(spec, {}) if but not in labels]
+        parts = [self.increase(spec, *labels) for labels in series]
         known = [part for part in parts if part is not None]
         return sum(known) if known else None
 
@@ -179,7 +190,8 @@ class _Interval:
         sent: dict[str, float] = {}
         spec = communication.COLLECTIVE_WIRE_BYTES
         for op, group in self.after.values.get(spec, {}):
-            sent[group] = sent.get(group, 0.0) + (self.increase(spec, op, group) or 0.0)
+            if group != OWN_GROUP:
+                sent[group] = sent.get(group, 0.0) + (self.increase(spec, op, group) or 0.0)
         return max(sent, key=lambda group: sent[group], default="")
 
     def lower(self, spec: MetricSpec) -> float | None:

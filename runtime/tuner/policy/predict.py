@@ -241,7 +241,8 @@ def _hidden(
     if not begins or then.get(ZERO_STAGE.name) != 2:
         return 0.0
     buckets = math.ceil(facts.num_gradients / _number(then, REDUCE_BUCKET_SIZE, _STAGE_0_BUCKET))
-    computing = reading.phase_ratios.get("backward", 0.0) - (reading.exposed_ratio or 0.0)
+    waits = reading.exposed_phase_ratios or {"backward": reading.exposed_ratio or 0.0}
+    computing = reading.phase_ratios.get("backward", 0.0) - waits.get("backward", 0.0)
     return min(moving, max(0.0, computing)) * (1 - 1 / buckets)
 
 

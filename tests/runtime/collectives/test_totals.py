@@ -144,3 +144,20 @@ def test_a_step_adds_up_its_batches() -> None:
 )
 def test_wire_bytes_follow_the_backends_algorithm(op, backend, size, factor) -> None:
     assert wire_factor(op, backend, size) == pytest.approx(factor)
+
+
+def test_own_collectives_count_as_time_and_not_as_operations_of_the_training() -> None:
+    own, period, step = FourRanks("zerowatch"), PeriodTotals(), StepCommTotals()
+    calls = [call("all_gather", 40, 0, 20, own), call("all_reduce", 100, 20, 50)]
+    taken = comm(calls)
+
+    period.add(calls, taken)
+    step.add(calls, taken)
+
+    assert step.exposed_seconds == pytest.approx(0.050)
+    assert list(step.totals()) == ["all_reduce"]
+    assert period.comm_seconds == pytest.approx({"zerowatch": 0.020, "dp": 0.030})
+    assert {(sums.op, sums.group) for sums in period.sums} == {
+        ("all_gather", "zerowatch"),
+        ("all_reduce", "dp"),
+    }

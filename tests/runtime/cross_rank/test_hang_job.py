@@ -44,8 +44,8 @@ class JobResult:
     steps: dict[str, int]
 
 
-def rank_1_is_stuck(folder: Path) -> JobResult:
-    with running(folder, RANK_1_IS_STUCK="yes", **QUICKLY) as job:
+def rank_1_is_stuck(folder: Path, script: str = "hang_job.py") -> JobResult:
+    with running(folder, script, RANK_1_IS_STUCK="yes", **QUICKLY) as job:
         job.wait_until(lambda: (folder / "stuck").exists(), "rank 1 is stuck")
         for rank in (0, 1):
             job.wait_for_report(rank)
@@ -53,6 +53,10 @@ def rank_1_is_stuck(folder: Path) -> JobResult:
         (folder / "resume").touch()
         code = job.process.wait(PATIENCE_SECONDS)
         return ended(job, code, hangs=hangs)
+
+
+def rank_1_is_stuck_in_a_run(folder: Path) -> JobResult:
+    return rank_1_is_stuck(folder, "hang_in_run_job.py")
 
 
 def rank_1_is_stopped(folder: Path) -> JobResult:
@@ -104,9 +108,9 @@ def hangs_served(job: Job) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
-    """Both jobs, side by side: they mostly wait."""
+    """All jobs, side by side: they mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
-    cases = {"stuck": rank_1_is_stuck, "stopped": rank_1_is_stopped}
+    cases = {"stuck": rank_1_is_stuck, "stopped": rank_1_is_stopped, "in a run": rank_1_is_stuck_in_a_run}
     with ThreadPoolExecutor() as pool:
         ends = {name: pool.submit(case, folder / name) for name, case in cases.items()}
         return {name: end.result() for name, end in ends.items()}
@@ -131,6 +135,19 @@ def test_the_waiting_rank_names_the_missing_one_and_that_one_its_location(
     assert "at block_training (hang_job.py:" in stuck.splitlines()[0]
     assert "another rank announced the hang" in stuck.splitlines()[0]
     assert "in block_training" in stuck.partition("Python stacks")[2]
+
+
+def test_in_a_training_run_the_waiting_rank_names_the_one_whose_batch_is_not_there(
+    jobs: dict[str, JobResult],
+) -> None:
+    waiting, stuck = (text.splitlines()[0] for text in jobs["in a run"].reports.values())
+
+    assert MISSING_RANK.fullmatch(waiting)
+    assert "all_gather number " in waiting
+    assert "(zerowatch's own, " in waiting
+    assert "where rank 0 waits; it is in data and in no collective" in stuck
+    assert "at block_training (hang_in_run_job.py:" in stuck
+    assert jobs["in a run"].steps == {"rank-0.jsonl": 20, "rank-1.jsonl": 20}
 
 
 def test_a_report_comes_with_a_flight_recorder_dump(jobs: dict[str, JobResult]) -> None:

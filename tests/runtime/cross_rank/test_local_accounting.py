@@ -337,3 +337,18 @@ def test_ever_new_sizes_do_not_accumulate_signatures(monkeypatch: pytest.MonkeyP
         assert len(sequence.names_in(report)) == 1
 
     assert len(sequence.names) <= 11
+
+
+def test_own_collectives_have_causes_and_say_nothing_of_the_link(rank: AccountedRank) -> None:
+    rank.group.role = "zerowatch"
+    for milliseconds in (10, 4):
+        rank.group.run("all_gather", 80, ms=milliseconds)
+    rank.report()
+
+    rank.match(1, 3, 4)
+
+    assert rank.value(communication.COMM_EXPOSED_SECONDS, "zerowatch") == pytest.approx(14)
+    assert rank.causes() == pytest.approx(
+        {"imbalance": 7, "latency": 7, "redundancy": 0, "bandwidth": 0}, abs=1e-4
+    )
+    assert communication.COMM_LINK_LATENCY not in rank.recorder.snapshot().values

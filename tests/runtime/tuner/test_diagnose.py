@@ -54,6 +54,27 @@ def phases(**seconds: float) -> dict[str, float]:
             id="each cause of waiting by its share, but for a tiny one",
         ),
         pytest.param(
+            replace(
+                BUSY,
+                phase_ratios=phases(forward=0.1, backward=0.1, other=0.71),
+                exposed_ratio=0.7,
+                exposed_phase_ratios={"other": 0.7},
+                cause_ratios={"imbalance": 0.7},
+            ),
+            ["comm_imbalance", "straggler"],
+            id="a TrainingRun's wait for another rank is no time of Python's",
+        ),
+        pytest.param(
+            replace(
+                BUSY,
+                phase_ratios=phases(other=0.16),
+                exposed_ratio=0.15,
+                exposed_phase_ratios={"other": 0.15},
+            ),
+            [],
+            id="nor is a wait that is too short for a symptom",
+        ),
+        pytest.param(
             replace(GPU, exposed_ratio=0.2, cause_ratios={"bandwidth": 0.2}),
             [],
             id="a fifth is not yet too much",

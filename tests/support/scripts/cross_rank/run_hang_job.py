@@ -19,7 +19,7 @@ PATIENCE_SECONDS = TIMEOUT_SECONDS
 class Job:
     """A monitored job of two ranks, in its own folder."""
 
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(self, folder: Path, script: str, **variables: str) -> None:
         folder.mkdir()
         self.run = folder / "runs" / "hanging"
         self.folder = folder
@@ -29,7 +29,7 @@ class Job:
             "RANKS_FOLDER": str(folder),
         }
         self.process = subprocess.Popen(
-            [ZEROWATCH, "run", *TWO_RANKS, str(SCRIPTS / "cross_rank" / "hang_job.py")],
+            [ZEROWATCH, "run", *TWO_RANKS, str(SCRIPTS / "cross_rank" / script)],
             cwd=folder,
             env=environment(**settings | variables),
             stdout=self._output,
@@ -73,8 +73,10 @@ class Job:
 
 
 @contextmanager
-def running(folder: Path, **variables: str) -> Iterator[Job]:
-    job = Job(folder, **variables)
+def running(
+    folder: Path, script: str = "hang_job.py", **variables: str
+) -> Iterator[Job]:
+    job = Job(folder, script, **variables)
     try:
         yield job
     finally:

@@ -1,0 +1,108 @@
+"""Real jobs with a rank that is late each step: a TrainingRun and a plain watch measure the same.
+
+Seconds are compared relative to the delay, which is far longer than anything else in a step, and as
+medians of the steps, so that a busy machine does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any
+
+import pytest
+from scripts.forked_ranks import start_ranks
+from scripts.launching import SCRIPTS
+
+pytestmark = pytest.mark.jobs
+
+TOLERANCE = 0.05  # of the delay
+CASES = [(late, place) for late in (0, 1) for place in ("data", "script")]
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    folder = tmp_path_factory.mktemp("late")
+
+    finished = start_ranks(2, SCRIPTS / "cross_rank" / "late_rank_job.py", folder, cwd=folder)
+
+    assert finished.returncode == 0, finished.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def case_of(rank: Found, how: str, late: int, place: str) -> Found:
+    found: Found = rank[how][f"rank {late}, {place}"]
+    return found
+
+
+def waited(ranks: list[Found], how: str, late: int, place: str) -> float:
+    """Return how much longer the other rank was blocked than the late one: median of the steps.
+
+    Both are blocked as long for the transfer, which takes its time on a busy machine.
+    """
+    waiting, delayed = (case_of(ranks[each], how, late, place) for each in (1 - late, late))
+    both = zip(waiting["exposed"], delayed["exposed"], strict=True)
+    return median(one - other for one, other in both)
+
+
+@pytest.mark.parametrize(("late", "place"), CASES)
+def test_the_other_rank_is_blocked_for_the_delay(ranks, late, place):
+    delay = ranks[0]["delay"]
+
+    seconds = {how: waited(ranks, how, late, place) for how in ("watch", "run")}
+
+    assert seconds == pytest.approx({"watch": delay, "run": delay}, rel=TOLERANCE)
+
+
+def test_imbalance_is_the_same(ranks):
+    for rank in ranks:
+        watched, run = (rank[how]["imbalance"] / rank["total delay"] for how in ("watch", "run"))
+
+        # Totals: each rank also waits for the other when the machine is busy.
+        assert run == pytest.approx(watched, abs=2 * TOLERANCE)
+        assert run > 1 - TOLERANCE
+
+
+@pytest.mark.parametrize(("late", "place"), CASES)
+def test_phases_without_waiting_are_the_same(ranks, late, place):
+    for rank in ranks:
+        watched, run = (case_of(rank, how, late, place)["busy"] for how in ("watch", "run"))
+
+        assert run == pytest.approx(watched, abs=TOLERANCE * rank["delay"])
+
+
+@pytest.mark.parametrize(("late", "place"), CASES)
+def test_the_late_rank_has_the_same_score(ranks, late, place):
+    for number, rank in enumerate(ranks):
+        watched, run = (case_of(rank, how, late, place) for how in ("watch", "run"))
+        delay, slow = rank["delay"], float(number == late and place == "data")
+
+        for case in (watched, run):  # in delays, as a busy machine makes a step longer
+            scores = {
+                phase: score * case["step_seconds"] / delay
+                for phase, score in case["scores"].items()
+            }
+            assert scores.pop("data") == pytest.approx(slow, abs=2 * TOLERANCE)
+            assert max(scores.values()) < TOLERANCE
+
+
+def test_the_wait_is_of_the_own_group_whose_operations_are_not_counted_as_the_trainings(ranks):
+    for rank in ranks:
+        watched, run = rank["watch"], rank["run"]
+
+        assert "zerowatch" not in watched["exposed_by_group"]
+        assert run["exposed_by_group"]["zerowatch"] >= (1 - TOLERANCE) * rank["total delay"]
+        assert run["exposed_by_phase"]["other"] >= (1 - TOLERANCE) * rank["total delay"]
+        for case in CASES:
+            operations = case_of(rank, "run", *case)["operations"]
+            assert operations == case_of(rank, "watch", *case)["operations"]
+
+
+def test_all_calls_are_recorded_and_matched_and_all_functions_restored(ranks):
+    for rank in ranks:
+        assert rank["restored"]
+        for how in ("watch", "run"):
+            assert rank[how]["coverage"] == 1.0
+            assert not rank[how]["unmatched"]

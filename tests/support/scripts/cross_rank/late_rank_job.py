@@ -1,0 +1,192 @@
+"""Trains with one rank late at each step, under a plain watch and under a TrainingRun.
+
+Usage: late_rank_job.py FOLDER. Each rank is late in turn, by its data and by the script; what each
+watch measured is written as JSON per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerowatch
+from zerowatch.metrics.catalog import communication
+from zerowatch.metrics.catalog.labels import PHASES
+from zerowatch.metrics.catalog.spec import MetricSpec
+from zerowatch.metrics.recorder import Snapshot
+from zerowatch.metrics.step_record import StepRecord
+
+# Compiling this op takes a minute on a new machine, and only inference uses it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+DELAY_SECONDS = 0.25
+BATCH, WIDTH = 4, 16
+CASES = [(late, place) for place in ("data", "script") for late in (0, 1)]
+WARM_UP_STEPS = 4  # in them no rank is late; the first three are not compared
+STEPS = 10  # the ranks compare eight or more
+EXCHANGE_SECONDS = 0.5
+CONFIG = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "steps_per_print": 10**9,
+    "zero_optimization": {"stage": 1},
+}
+SETTINGS = {
+    "serve": {"enabled": False},
+    "run_log": {"enabled": False},
+    "cross_rank": {"interval_seconds": EXCHANGE_SECONDS},
+}
+Step = Callable[[], None]
+
+
+class Delay:
+    """Sleeps on one rank in one place."""
+
+    place = ""
+    rank = 0
+
+    def at(self, place: str) -> None:
+        if place == self.place and dist.get_rank() == self.rank:
+            time.sleep(DELAY_SECONDS)
+
+
+delay = Delay()
+
+
+class Data(TensorDataset):
+    def __getitem__(self, index):
+        if index % BATCH == 0:
+            delay.at("data")
+        return super().__getitem__(index)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1))
+
+
+def watched_only(undo: ExitStack) -> tuple[Any, Step]:
+    model = make_model()
+    engine = zerowatch.initialize(
+        settings=SETTINGS,
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=CONFIG,
+    )[0]
+    undo.callback(engine.destroy)
+    loader = iter(DataLoader(Data(torch.ones(BATCH * 1000, WIDTH)), batch_size=BATCH))
+
+    def step() -> None:
+        (batch,) = next(loader)
+        delay.at("script")
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+
+    return engine.watch, step
+
+
+def in_a_training_run(undo: ExitStack) -> tuple[Any, Step]:
+    run = zerowatch.TrainingRun(
+        make_model(),
+        config=CONFIG,
+        loss=lambda engine, batch: engine(batch[0]).square().mean(),
+        settings=SETTINGS,
+    )
+    undo.callback(lambda: run.engine.destroy())
+    undo.enter_context(closing(run))
+    samples = Data(torch.ones(2 * BATCH * 1000, WIDTH))
+    loader = iter(run.loader(samples, batch_samples=2 * BATCH, shuffle=False))
+
+    def step() -> None:
+        batch = next(loader)
+        delay.at("script")
+        run.train_batch(batch)
+
+    return run.watch, step
+
+
+def measure(make: Callable[[ExitStack], tuple[Any, Step]]) -> dict[str, Any]:
+    """Train with each rank late in turn, in each place; return what the watch measured."""
+    delay.place = ""
+    records: list[StepRecord] = []
+    found: dict[str, Any] = {}
+    with ExitStack() as undo:
+        watch, step = make(undo)
+        watch.subscribe(records.append)
+        for _ in range(WARM_UP_STEPS):
+            step()
+        settle()
+        before = watch.snapshot()
+        for late, place in CASES:
+            delay.rank, delay.place = late, place
+            for _ in range(STEPS):
+                step()
+            settle()
+            found[f"rank {late}, {place}"] = {
+                "scores": by_label(watch.snapshot(), communication.STRAGGLER_SCORE),
+            }
+        watch.close()
+        after = watch.snapshot()
+    for number, case in enumerate(found.values()):
+        first = WARM_UP_STEPS + number * STEPS
+        # The first is left out: it shows the time since the case before, too.
+        case |= of_steps(records[first + 1 : first + STEPS])
+    imbalance = (communication.COMM_CAUSE_SECONDS, "imbalance")
+    return found | {
+        "imbalance": after.value(*imbalance) - before.value(*imbalance),
+        "exposed_by_group": by_label(after, communication.COMM_EXPOSED_SECONDS),
+        "exposed_by_phase": by_label(after, communication.COMM_EXPOSED_PHASE_SECONDS),
+        "coverage": after.value(communication.COMM_COVERAGE_RATIO),
+        "unmatched": after.value(communication.EXCHANGE_FAILURES, "unmatched"),
+    }
+
+
+def of_steps(records: Sequence[StepRecord]) -> dict[str, Any]:
+    return {
+        "step_seconds": median(record.seconds for record in records),
+        "exposed": [record.comm_exposed_seconds for record in records],
+        "busy": {
+            phase: median(busy_seconds(record, phase) for record in records) for phase in PHASES
+        },
+        "operations": sorted({op for record in records for op in record.collectives}),
+    }
+
+
+def busy_seconds(record: StepRecord, phase: str) -> float:
+    blocked = record.comm_exposed_phase_seconds.get(phase, 0.0)
+    return record.phase_seconds.get(phase, 0.0) - blocked
+
+
+def by_label(snapshot: Snapshot, spec: MetricSpec) -> dict[str, float]:
+    return {label: value for (label,), value in snapshot.values.get(spec, {}).items()}
+
+
+def settle() -> None:
+    """Wait until the ranks have compared all steps, and drop those that they have."""
+    delay.place = ""
+    time.sleep(3 * EXCHANGE_SECONDS)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    deepspeed.init_distributed("gloo", verbose=False)
+    functions = (dist.all_gather, dist.all_reduce, dist.broadcast)
+    found: dict[str, Any] = {
+        "watch": measure(watched_only),
+        "run": measure(in_a_training_run),
+        "delay": DELAY_SECONDS,
+        "total delay": DELAY_SECONDS * STEPS * len(CASES) / 2,
+    }
+    found["restored"] = functions == (dist.all_gather, dist.all_reduce, dist.broadcast)
+    Path(sys.argv[1], f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
