@@ -42,12 +42,6 @@ COMM_EXPOSED_SECONDS = counter(
     "their causes, some seconds after comm_seconds.",
     GROUP,
 )
-COMM_EXPOSED_PHASE_SECONDS = counter(
-    "comm_exposed_phase_seconds_total",
-    "Seconds of each phase in which training could do nothing but wait for collectives; updated "
-    "with each step.",
-    PHASE,
-)
 COMM_WAIT_SECONDS = counter(
     "comm_wait_seconds_total",
     "Seconds of collectives spent waiting for a later rank: measured where the same call was found "
@@ -144,7 +138,6 @@ METRICS = (
     COLLECTIVE_SECONDS,
     COMM_SECONDS,
     COMM_EXPOSED_SECONDS,
-    COMM_EXPOSED_PHASE_SECONDS,
     COMM_WAIT_SECONDS,
     COMM_TRANSFER_SECONDS,
     COMM_CAUSE_SECONDS,

@@ -82,8 +82,6 @@ class StepMetrics:
             recorder.observe(training.STEP_SECONDS, seconds, exemplar=step.raw.trace)
             for phase, spent in step.record.phase_seconds.items():
                 recorder.add(training.PHASE_SECONDS, spent, phase)
-            for phase, blocked in step.record.comm_exposed_phase_seconds.items():
-                recorder.add(communication.COMM_EXPOSED_PHASE_SECONDS, blocked, phase)
         self._add_known(training.SAMPLES, [record.samples for record in records])
         self._add_known(training.TOKENS, [record.tokens for record in records])
         ratios = [step.raw.coverage for step in steps if step.raw.coverage is not None]

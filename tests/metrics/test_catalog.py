@@ -87,7 +87,7 @@ dropped_records_total counter part
 dead_threads gauge
 """
 PROMISED_VALUES = {
-    "group": "dp tp pp ep sp world other",
+    "group": "dp tp pp ep sp world other zerowatch",
     "phase of phase_seconds_total": "data forward backward optimizer eval checkpoint other",
     "phase of straggler_score_ratio": "data forward backward optimizer",
     "part of step_time_ratio": "compute comm overlap idle",

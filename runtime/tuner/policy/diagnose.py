@@ -186,10 +186,7 @@ def _busy_ratio(reading: MetricsDelta, thresholds: Thresholds) -> float | None:
     if exposed is None or "backward" not in reading.phase_ratios:
         return None
     computing = sum(reading.phase_ratios.get(phase, 0.0) for phase in _COMPUTE)
-    between = sum(
-        ratio for phase, ratio in reading.exposed_phase_ratios.items() if phase not in _COMPUTE
-    )
-    return computing + between
+    return computing + reading.own_exposed_ratio
 
 
 def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
@@ -201,8 +198,7 @@ def _host(reading: MetricsDelta, thresholds: Thresholds) -> Iterator[Symptom]:
     if exposed is None or exposed > thresholds.comm_ratio_high:
         return
     data = reading.phase_ratios.get("data", 0.0)
-    waits = reading.exposed_phase_ratios.get("other", 0.0)
-    ratio = reading.phase_ratios.get("other", 0.0) - waits
+    ratio = max(0.0, reading.phase_ratios.get("other", 0.0) - reading.own_exposed_ratio)
     busy = reading.device_utilization
     if not reading.on_cpu and busy is not None and busy < thresholds.device_utilization_low:
         ratio = max(ratio, 1 - busy - exposed - data)

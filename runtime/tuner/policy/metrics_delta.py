@@ -32,7 +32,8 @@ class MetricsDelta:
         steps: Optimizer steps in it.
         phase_ratios: Share of each phase that occurred.
         exposed_ratio: Waiting for collectives.
-        exposed_phase_ratios: The same by phase, of those in which any was waited for.
+        own_exposed_ratio: The part of it in zerowatch's own collectives, by which the ranks of a
+            TrainingRun agree; nearly all of it is in the phase `other`.
         comm_ratio: Collectives in flight, hidden ones included.
         cause_ratios: Share of waiting for compared collectives, by cause.
         coverage: Recorded over issued collectives, the lower of both ends.
@@ -56,7 +57,7 @@ class MetricsDelta:
     steps: float | None = None
     phase_ratios: Mapping[str, float] = field(default_factory=dict)
     exposed_ratio: float | None = None
-    exposed_phase_ratios: Mapping[str, float] = field(default_factory=dict)
+    own_exposed_ratio: float = 0.0
     comm_ratio: float | None = None
     cause_ratios: Mapping[str, float] = field(default_factory=dict)
     coverage: float | None = None
@@ -116,20 +117,14 @@ def _with_communication(reading: MetricsDelta, interval: _Interval) -> MetricsDe
         else interval.increase(communication.COMM_CAUSE_SECONDS, cause)
         for cause in CAUSE.values
     }
-    in_phases = {
-        phase: interval.increase(communication.COMM_EXPOSED_PHASE_SECONDS, phase)
-        for phase in PHASES
-        if phase not in NOT_TRAINING
-    }
+    own = interval.increase(communication.COMM_EXPOSED_SECONDS, OWN_GROUP) or 0.0
     wire_bytes = interval.total_increase(communication.COLLECTIVE_WIRE_BYTES, but=OWN_GROUP)
     calls = interval.total_increase(communication.COLLECTIVE_CALLS, but=OWN_GROUP)
     group = interval.busiest_group()
     return replace(
         reading,
         exposed_ratio=None if ratio is None else min(ratio, 1.0),
-        exposed_phase_ratios=known_values(
-            {phase: _ratio(each, reading.seconds) for phase, each in in_phases.items()}
-        ),
+        own_exposed_ratio=_ratio(scale * own, reading.seconds) or 0.0,
         comm_ratio=_ratio(comm, reading.seconds),
         cause_ratios=known_values(
             {

@@ -110,7 +110,11 @@ def hangs_served(job: Job) -> dict[str, float]:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
     """All jobs, side by side: they mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
-    cases = {"stuck": rank_1_is_stuck, "stopped": rank_1_is_stopped, "in a run": rank_1_is_stuck_in_a_run}
+    cases = {
+        "stuck": rank_1_is_stuck,
+        "stopped": rank_1_is_stopped,
+        "in a run": rank_1_is_stuck_in_a_run,
+    }
     with ThreadPoolExecutor() as pool:
         ends = {name: pool.submit(case, folder / name) for name, case in cases.items()}
         return {name: end.result() for name, end in ends.items()}

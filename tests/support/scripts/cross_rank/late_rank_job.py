@@ -146,7 +146,6 @@ def measure(make: Callable[[ExitStack], tuple[Any, Step]]) -> dict[str, Any]:
     return found | {
         "imbalance": after.value(*imbalance) - before.value(*imbalance),
         "exposed_by_group": by_label(after, communication.COMM_EXPOSED_SECONDS),
-        "exposed_by_phase": by_label(after, communication.COMM_EXPOSED_PHASE_SECONDS),
         "coverage": after.value(communication.COMM_COVERAGE_RATIO),
         "unmatched": after.value(communication.EXCHANGE_FAILURES, "unmatched"),
     }

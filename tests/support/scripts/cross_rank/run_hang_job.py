@@ -73,9 +73,7 @@ class Job:
 
 
 @contextmanager
-def running(
-    folder: Path, script: str = "hang_job.py", **variables: str
-) -> Iterator[Job]:
+def running(folder: Path, script: str = "hang_job.py", **variables: str) -> Iterator[Job]:
     job = Job(folder, script, **variables)
     try:
         yield job
