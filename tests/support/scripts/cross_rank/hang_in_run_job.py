@@ -1,4 +1,4 @@
-"""Trains by a TrainingRun for 20 steps; rank 1 blocks in its dataset after ten until it may resume."""
+"""Trains by a TrainingRun; rank 1 blocks in its dataset after ten steps until it may resume."""
 
 import os
 import time
