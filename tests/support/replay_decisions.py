@@ -10,6 +10,7 @@ import orjson
 
 from zerowatch.runtime.tuner.policy.ab_comparison import AbComparison, TrialDesign, TrialResult
 from zerowatch.runtime.tuner.policy.decision_log import (
+    DESIGN_KEYS,
     SCHEMA_VERSION,
     Change,
     DecisionRecord,
@@ -66,7 +67,7 @@ def parse_line(line: bytes) -> RecordedDecision:
     return RecordedDecision(
         decision=_parse_decision(data),
         inputs=_parse_inputs(data["situation"]),
-        design=None if design is None else TrialDesign(**{**design, "lead": tuple(design["lead"])}),
+        design=None if design is None else _parse_design(design),
         times=data["times"],
     )
 
@@ -92,6 +93,12 @@ def _parse_decision(data: Mapping[str, Any]) -> DecisionRecord:
     values["changes"] = tuple(Change(**change) for change in data["changes"])
     values["numerics"] = Numerics[data["numerics"].upper()]
     return DecisionRecord(**values)
+
+
+def _parse_design(data: Mapping[str, Any]) -> TrialDesign:
+    names = {key: name for name, key in DESIGN_KEYS.items()}
+    values = {names.get(key, key): value for key, value in data.items()}
+    return TrialDesign(**{**values, "initial_a_block": tuple(values["initial_a_block"])})
 
 
 def _parse_inputs(data: Mapping[str, Any]) -> TunerInput:

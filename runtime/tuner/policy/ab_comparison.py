@@ -3,13 +3,13 @@
 Both configurations take turns in blocks of steps, and pairs of blocks are compared. The module does
 not depend on what the configurations are. A block's time is its lower median, which spikes do not
 move. A pair's difference is the log of A's time over B's, so it is positive where B is faster.
-Confidence bounds are computed after each pair: an interim analysis, which fields of `TrialDesign`
-call a look.
+Confidence bounds are computed after each pair: an interim analysis.
 
 The constants were swept on simulated training (`tests/bench/tuner/simulated_trials.py`, with seeds
 other than those it reports). Step times are correlated over about ten steps, so distant blocks
 differ although nothing changed: many short blocks show more than few long ones. In 360 steps,
-blocks of 4 find 97 of 100 gains of 3 % with 3 false accepts in 1,000; blocks of 10 find 94 with 13.
+one trial in blocks of 4 finds 97 of 100 gains of 3 %, with 3 false accepts in 1,000 trials; in
+blocks of 10 it finds 94, with 13. docs/trust.md has the figures of whole sessions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ MIN_REBUILD_STEPS = 4
 MAX_REBUILD_STEPS = 10
 REBUILD_PAIRS = 8
 MIN_MEASURED_REBUILD_GAIN = 0.03
-# Where a gain of 3 % is required, false accepts are at most a fifth of the level of one analysis.
+# An accept requires a mean gain of 3 % besides the lower bound, which a knob without effect rarely
+# shows. In simulation false accepts of a trial are at most a fifth of the level of one analysis, so
+# the level may be four times the trial's alpha.
 REBUILD_LEVEL_RATIO = 4.0
 
 # Harm ends a trial early: two pairs slower by HARM, or RUNAWAY_STEPS consecutive steps of B that
@@ -73,40 +75,41 @@ FUTILITY_LEVEL = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialDesign:
-    """Length, order and statistics of one trial; the field names are keys of `decisions.jsonl`.
+    """Length, order and statistics of one trial; written to `decisions.jsonl`.
 
     Attributes:
         block_steps: Usable steps in a block.
         settle_steps: Steps ignored after each switch.
         min_gain: Least gain of throughput worth a change, 0.01 for 1 %.
         alpha: Probability of accepting a knob without effect.
-        look_level: Level of one interim analysis, such that all of them together keep to `alpha`.
-        first_look: Pairs before the first interim analysis.
+        interim_level: Level of one interim analysis, such that all of them together keep to
+            `alpha`.
+        first_interim_pair: Number of the pair after which the first interim analysis is made.
         max_pairs: Pairs after which an inconclusive trial ends.
         few_switches: Whether switches are expensive, so that there is only one per pair.
         starts_with: The variant of the first block, in use when the trial starts.
-        overwhelming: Log ratio of step times that two consecutive pairs must show for an early
-            accept, with each step of B faster than each of A.
-        overwhelming_at_once: The same for the first pair; None where one pair is not enough.
+        early_accept_log_ratio: Log ratio of step times that two consecutive pairs must show for an
+            early accept, with each step of B faster than each of A.
+        first_pair_accept_log_ratio: The same for the first pair; None where one pair is not enough.
         noise: Standard deviation of the log of step times before the trial. Only what exceeds it
             ends a trial early.
-        lead: Seconds per sample of the steps right before the trial, used as the first block of A;
-            empty where something came in between.
+        initial_a_block: Seconds per sample of the steps right before the trial, used as the first
+            block of A; empty where something came in between.
     """
 
     block_steps: int
     settle_steps: int
     min_gain: float
     alpha: float
-    look_level: float
-    first_look: int
+    interim_level: float
+    first_interim_pair: int
     max_pairs: int
     few_switches: bool
     starts_with: Variant = "A"
-    overwhelming: float = log(1.25)
-    overwhelming_at_once: float | None = None
+    early_accept_log_ratio: float = log(1.25)
+    first_pair_accept_log_ratio: float | None = None
     noise: float = 0.0
-    lead: Sequence[float] = ()
+    initial_a_block: Sequence[float] = ()
 
 
 def design_trial(
@@ -117,7 +120,8 @@ def design_trial(
     Args:
         step_seconds: Usual time of a step, above 0.
         number: 1 + the session's trials that accepted nothing. A trial that accepts passes its
-            alpha on to the next one (online fallback procedure of Tian and Ramdas).
+            alpha on to the next one (online fallback procedure: Tian and Ramdas 2021,
+            https://arxiv.org/abs/1910.04900).
         apply_mode: Whether the change needs a rebuild.
         settle_steps: Steps ignored after each switch.
     """
@@ -130,19 +134,19 @@ def design_trial(
             settle_steps=settle_steps,
             min_gain=MIN_MEASURED_REBUILD_GAIN,
             alpha=alpha,
-            look_level=REBUILD_LEVEL_RATIO * alpha,
-            first_look=3,
+            interim_level=REBUILD_LEVEL_RATIO * alpha,
+            first_interim_pair=3,
             max_pairs=REBUILD_PAIRS,
             few_switches=True,
-            overwhelming_at_once=log(1.5),
+            first_pair_accept_log_ratio=log(1.5),
         )
     return TrialDesign(
         block_steps=_steps(BLOCK_SECONDS / step_seconds, MIN_BLOCK_STEPS, MAX_BLOCK_STEPS),
         settle_steps=settle_steps,
         min_gain=MIN_MEASURED_LIVE_GAIN,
         alpha=alpha,
-        look_level=LIVE_LEVEL_RATIO * alpha,
-        first_look=4,
+        interim_level=LIVE_LEVEL_RATIO * alpha,
+        first_interim_pair=4,
         max_pairs=LIVE_PAIRS,
         few_switches=False,
     )
@@ -242,8 +246,8 @@ class AbComparison:
         self._steps = 0
         self._pauses = 0
         self._unusable = 0
-        if design.lead and self.variant == "A":
-            self._block = list(design.lead)
+        if design.initial_a_block and self.variant == "A":
+            self._block = list(design.initial_a_block)
             self._end_block()
 
     @property
@@ -321,16 +325,16 @@ class AbComparison:
             self._end_by_steps("rolled_back", slower, "two blocks were far slower")
         elif convincing := self._early_accept():
             self._end_by_steps("accepted", convincing, "each step was far faster")
-        elif len(self._pairs) >= self._design.first_look:
+        elif len(self._pairs) >= self._design.first_interim_pair:
             self._check_bounds()
 
     def _early_accept(self) -> Sequence[_Pair]:
         """Return the latest pairs if they suffice for an accept without statistics; else none."""
         design = self._design
         if len(self._pairs) > 1:
-            needed, last = design.overwhelming, self._pairs[-2:]
-        elif design.overwhelming_at_once is not None:
-            needed, last = design.overwhelming_at_once, self._pairs
+            needed, last = design.early_accept_log_ratio, self._pairs[-2:]
+        elif design.first_pair_accept_log_ratio is not None:
+            needed, last = design.first_pair_accept_log_ratio, self._pairs
         else:
             return ()
         far = all(pair.least > 0 and pair.difference > self._noise_margin(needed) for pair in last)
@@ -339,7 +343,7 @@ class AbComparison:
     def _check_bounds(self) -> None:
         design = self._design
         found = winsorized_mean([pair.difference for pair in self._pairs])
-        lower, upper = found.lower(design.look_level), found.upper(FUTILITY_LEVEL)
+        lower, upper = found.lower(design.interim_level), found.upper(FUTILITY_LEVEL)
         verdict: Verdict = "rejected"
         if lower > log1p(design.min_gain / 2) and found.mean > log1p(design.min_gain):
             verdict, reason = "accepted", "its lower bound is above half the least gain"

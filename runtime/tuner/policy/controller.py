@@ -1,7 +1,7 @@
 """The tuner's state machine, run by rank 0: decides what to change, and whether it stays.
 
-It changes no knob itself. After each window it updates its state: `needs_exchange` is true where
-the ranks have to exchange a switch request after the next window, and `configuration` has the
+It changes no knob itself. After each step it updates its state: `needs_exchange` is true where
+the ranks have to exchange a switch request after the next step, and `configuration` has the
 request. Pure but for the metrics that it reads.
 """
 
@@ -38,9 +38,9 @@ from .types import (
 
 logger = logging.getLogger(__name__)
 
-SETTLE_STEPS = 2  # windows that are not measured after a rollback
+SETTLE_STEPS = 2  # steps that are not measured after a rollback
 MAX_FAILURES = 2  # failed changes, after which the tuner enters safe mode
-MEMORY_FREED_STEPS = 5  # windows after memory was freed, until the forecast includes it
+MEMORY_FREED_STEPS = 5  # steps after memory was freed, until the forecast includes it
 
 # From each state the states that may follow. An accepted memory saving needs no trial, so ACCEPT
 # may follow wherever nothing is on trial.
@@ -97,19 +97,19 @@ class Controller:
         self._unreported: list[Decision] = []  # until what they undo is out of use on all ranks
         self._inputs: TunerInput | None = None  # of the last proposals, from which more may follow
         self._num_failures, self._step_seconds = 0, 1.0
-        self._num_settling = 0  # windows to skip
-        self._num_idle = WARMUP_STEPS  # windows until something is tried
+        self._num_settling = 0  # steps to skip
+        self._num_idle = WARMUP_STEPS  # steps until something is tried
         self.state = State.WARMUP
         listener.on_state(self.state)
 
     @property
     def accepts_batches(self) -> bool:
-        """Whether windows may be passed later and several at once, because nothing is on trial."""
+        """Whether steps may be passed later and several at once, because nothing is on trial."""
         return self._trial is None and self.configuration.is_settled
 
     @property
     def needs_exchange(self) -> bool:
-        """Whether all ranks have to exchange a switch request after the next window."""
+        """Whether all ranks have to exchange a switch request after the next step."""
         trial = self._trial
         return not self.configuration.is_settled or (trial is not None and trial.needs_exchange)
 
@@ -134,7 +134,7 @@ class Controller:
             self._pending_accept.fail(result.reason, refused=result.refused)
 
     def on_window_end(self, step: StepTime) -> None:
-        """Handle a committed window."""
+        """Handle a committed step, which is one window."""
         self._search.budget.elapse(step.seconds)
         self._step_seconds = step.seconds
         if step.replays:
@@ -148,7 +148,7 @@ class Controller:
             self._observe(step)
 
     def on_window_failed(self) -> None:
-        """Handle a window that ended by an error: roll back what was on trial in it."""
+        """Handle a step that ended by an error: roll back what was on trial in it."""
         if self.configuration.is_on_trial:
             self._abort_trial("a window with it ended by an error")
         self.configuration.adopt_external()
@@ -208,7 +208,7 @@ class Controller:
         self._restart_observation()
 
     def _observe(self, step: StepTime) -> None:
-        """Handle a window with nothing on trial."""
+        """Handle a step with nothing on trial."""
         if self._num_settling:
             self._num_settling -= 1
             return
@@ -255,7 +255,7 @@ class Controller:
         self._enter(State.OBSERVE)
 
     def _continue_trial(self, trial: Trial, step: StepTime) -> None:
-        """Handle a window of a trial."""
+        """Handle a step of a trial."""
         if trial.is_stalled:
             self._abort_trial("too few consecutive windows could be measured")
         elif self.configuration.in_use != trial.wanted:  # it was paused
@@ -407,7 +407,7 @@ class MemoryRelief:
         self._num_waiting = 0
 
     def is_due(self, step: StepTime) -> bool:
-        """Whether a window shows a high risk of running out of memory, and the tuner may act."""
+        """Whether a step shows a high risk of running out of memory, and the tuner may act."""
         self._num_waiting = max(0, self._num_waiting - 1)
         is_due = self._options.acts and not self._num_waiting and step.oom_risk >= OOM_RISK_HIGH
         if is_due:
@@ -418,8 +418,8 @@ class MemoryRelief:
         """Return the decision to apply a change; None if no change is left.
 
         Args:
-            step: Time and risk of the window that shows the risk.
-            configuration: The configuration of that window.
+            step: Time and risk of the step that shows the risk.
+            configuration: The configuration of that step.
         """
         inputs = self._search.emergency_inputs(step, configuration)
         trial = next(self._search.memory_savings(inputs), None)
@@ -436,21 +436,21 @@ class MemoryRelief:
 class LossGuard:
     """Detects a loss far above its recent range, which a change of rounding may cause."""
 
-    WINDOWS = 50  # whose losses are the recent range
-    MIN_WINDOWS = 10  # with fewer losses nothing is detected
+    MAX_LOSSES = 50  # steps whose losses are the recent range
+    MIN_LOSSES = 10  # with fewer losses nothing is detected
     MAX_DEVIATIONS = 6.0  # standard deviations
     MIN_SPREAD = 0.01  # of the loss, so that a constant loss has no outliers
 
     def __init__(self) -> None:
-        self._losses: deque[float] = deque(maxlen=self.WINDOWS)
+        self._losses: deque[float] = deque(maxlen=self.MAX_LOSSES)
 
     def add(self, loss: float | None) -> None:
-        """Add the loss of a window without a trial."""
+        """Add the loss of a step without a trial."""
         if loss is not None:
             self._losses.append(loss)
 
     def check(self, proposal: Proposal, step: StepTime) -> str | None:
-        """Return why a change must be rolled back after a window with it; None if it may stay."""
+        """Return why a change must be rolled back after a step with it; None if it may stay."""
         if step.replays:
             return "memory ran out"
         if proposal.numerics >= Numerics.STATISTICAL and self._is_too_high(step.loss):
@@ -458,7 +458,7 @@ class LossGuard:
         return None
 
     def _is_too_high(self, loss: float | None) -> bool:
-        if loss is None or len(self._losses) < self.MIN_WINDOWS:
+        if loss is None or len(self._losses) < self.MIN_LOSSES:
             return False
         middle = median(self._losses)
         spread = NORMAL * median(abs(each - middle) for each in self._losses)

@@ -223,10 +223,12 @@ class Search:
             min_gain = -2 * MAX_RELAXED_LOSS  # a trial asks the lower bound for half of it
         if baseline is None:
             return replace(design, min_gain=min_gain)
-        lead = tuple(baseline.recent[-design.block_steps :])
-        is_block = len(lead) == design.block_steps
+        recent = tuple(baseline.recent[-design.block_steps :])
         return replace(
-            design, min_gain=min_gain, noise=baseline.noise, lead=lead if is_block else ()
+            design,
+            min_gain=min_gain,
+            noise=baseline.noise,
+            initial_a_block=recent if len(recent) == design.block_steps else (),
         )
 
     def _is_worth_it(

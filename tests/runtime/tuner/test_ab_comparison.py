@@ -1,4 +1,4 @@
-"""The A/B test of a trial: sequence of variants, windows that are not measured, early ends."""
+"""The A/B test of a trial: sequence of variants, steps that are not measured, early ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LIVE = design_trial(0.1, number=1, apply_mode="live", settle_steps=2)
 REBUILD = design_trial(1.0, number=1, apply_mode="rebuild", settle_steps=3)
 
 
-def run_windows(trial: AbComparison, num: int, seconds: float = 1.0) -> str:
-    """Run windows of equal time; return their variants, with a bar where a block may end."""
+def run_steps(trial: AbComparison, num: int, seconds: float = 1.0) -> str:
+    """Run steps of equal time; return their variants, with a bar where a block may end."""
     variants = ""
     for _ in range(num):
         variants += trial.variant + ("|" if trial.may_end_block else "")
@@ -50,25 +50,25 @@ def test_expensive_switches_happen_once_per_pair() -> None:
     assert order == "BAABBAAB"
 
 
-def test_windows_after_a_switch_are_ignored() -> None:
+def test_steps_after_a_switch_are_ignored() -> None:
     trial = AbComparison(LIVE)
 
-    assert run_windows(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
+    assert run_steps(trial, 24) == "AAAA|BBBBBB|BBBB|AAAAAA|BBBB"
 
 
-def test_a_trial_that_starts_with_b_ignores_its_first_windows() -> None:
+def test_a_trial_that_starts_with_b_ignores_its_first_steps() -> None:
     trial = AbComparison(replace(LIVE, starts_with="B"))
 
-    assert run_windows(trial, 12) == "BBBBBB|AAAAAA|"
+    assert run_steps(trial, 12) == "BBBBBB|AAAAAA|"
 
 
-def test_an_unusable_window_extends_its_block() -> None:
+def test_an_unusable_step_extends_its_block() -> None:
     trial = AbComparison(LIVE)
 
     for useless in (None, 0.0, float("nan"), float("inf")):
         trial.add(useless)
 
-    assert run_windows(trial, 6) == "AAAA|BB"
+    assert run_steps(trial, 6) == "AAAA|BB"
 
 
 def test_settle_steps_are_not_measured() -> None:
@@ -112,13 +112,13 @@ def test_a_steady_gain_is_accepted_at_its_value() -> None:
 def test_a_gain_below_the_minimum_is_rejected(b: float) -> None:
     found = end(AbComparison(LIVE), a=1.0, b=b)
 
-    assert (found.verdict, found.pairs) == ("rejected", LIVE.first_look)
+    assert (found.verdict, found.pairs) == ("rejected", LIVE.first_interim_pair)
 
 
 def test_slight_harm_is_rolled_back_at_the_first_interim_analysis() -> None:
     found = end(AbComparison(LIVE), a=1.0, b=1.03)
 
-    assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_look)
+    assert (found.verdict, found.pairs) == ("rolled_back", LIVE.first_interim_pair)
     assert found.upper < -0.01
 
 
@@ -157,7 +157,7 @@ def test_a_change_that_makes_steps_a_fifth_slower_is_rolled_back_after_two_pairs
 def test_a_far_slower_change_is_rolled_back_within_its_first_block() -> None:
     trial = AbComparison(LIVE)
 
-    variants = run_windows(trial, 6) + run_windows(trial, 3, seconds=2.0)
+    variants = run_steps(trial, 6) + run_steps(trial, 3, seconds=2.0)
 
     assert variants == "AAAA|BBBBB|"
     assert trial.result is not None
@@ -168,9 +168,9 @@ def test_a_far_slower_change_is_rolled_back_within_its_first_block() -> None:
 def test_two_consecutive_slow_steps_do_not_end_a_trial() -> None:
     trial = AbComparison(LIVE)
 
-    run_windows(trial, 6)
-    run_windows(trial, 2, seconds=2.0)
-    run_windows(trial, 2)
+    run_steps(trial, 6)
+    run_steps(trial, 2, seconds=2.0)
+    run_steps(trial, 2)
 
     assert trial.result is None
 
@@ -193,7 +193,7 @@ def test_a_rebuild_that_gains_half_as_much_again_is_accepted_after_one_pair() ->
 def test_a_single_slow_step_prevents_an_early_accept() -> None:
     trial = AbComparison(REBUILD)
 
-    run_windows(trial, 22)
+    run_steps(trial, 22)
     trial.add(1.1)
 
     assert trial.result is None
@@ -202,8 +202,8 @@ def test_a_single_slow_step_prevents_an_early_accept() -> None:
 def test_a_shift_of_speed_between_blocks_is_not_a_gain() -> None:
     trial = AbComparison(LIVE)
 
-    run_windows(trial, 4, seconds=1.0)
-    variants = run_windows(trial, 200, seconds=0.7)
+    run_steps(trial, 4, seconds=1.0)
+    variants = run_steps(trial, 200, seconds=0.7)
 
     assert "A" in variants
     assert trial.result is not None and trial.result.verdict == "rejected"
@@ -222,7 +222,7 @@ def test_an_inconclusive_trial_is_rejected() -> None:
     assert trial.result.lower < 0 < trial.result.upper
 
 
-def test_windows_after_the_result_are_ignored() -> None:
+def test_steps_after_the_result_are_ignored() -> None:
     trial = AbComparison(LIVE)
     found = end(trial, a=1.0, b=1.2)
 

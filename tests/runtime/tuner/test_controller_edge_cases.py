@@ -1,4 +1,4 @@
-"""The controller where events coincide: checkpoints, stop file, memory pressure, bad windows."""
+"""The controller where events coincide: checkpoints, stop file, memory pressure, bad steps."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_trial_interrupted_by_frequent_checkpoints_is_aborted() -> None:
     assert all(one.verdict != "accepted" for one in job.decisions)
 
 
-def test_a_trial_without_usable_windows_is_aborted() -> None:
+def test_a_trial_without_usable_steps_is_aborted() -> None:
     job = Job()
     job.until_trial()
     job.is_usable = False

@@ -59,9 +59,9 @@ def be_quick() -> None:
             design_of(*args, **kwargs),
             block_steps=2,
             settle_steps=1,
-            first_look=2,
+            first_interim_pair=2,
             max_pairs=2,
-            look_level=0.5,
+            interim_level=0.5,
             min_gain=next(least_gains),
         )
 

@@ -71,9 +71,9 @@ class Director:
             design_of(*args),
             block_steps=2,
             settle_steps=1,
-            first_look=2,
+            first_interim_pair=2,
             max_pairs=2,
-            look_level=0.5,
+            interim_level=0.5,
             noise=1e6,  # no early end
             min_gain=self.current.min_gain if self.current else ACCEPTED,
         )
