@@ -168,13 +168,10 @@ class _ExitHandler(AbstractContextManager[None]):
 
     def _on_error(self, error: BaseException) -> None:
         explanation = self._explain(error) if self._monitored else None
-        if explanation is None:
-            # The interpreter shows the error and chooses the exit code, without our frames.
-            sys.excepthook = partial(self._show, sys.excepthook)
-            return
-        sys.stderr.write(f"zerowatch: {explanation}\n")
-        self._show(sys.excepthook, type(error), error, error.__traceback__)
-        raise SystemExit(2) from None
+        if explanation is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"zerowatch: {explanation}\n")
+        # The interpreter shows the error and chooses the exit code, without our frames.
+        sys.excepthook = partial(self._show, sys.excepthook)
 
     def _show(
         self,

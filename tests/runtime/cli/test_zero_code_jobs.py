@@ -104,10 +104,10 @@ def test_a_missing_ds_config_is_explained_before_deepspeeds_own_error(tmp_path):
 
     finished = start(ZEROWATCH, "run", *job, cwd=tmp_path)
 
-    assert finished.returncode == 2
+    assert finished.returncode == 1
     ours = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
     theirs = "ValueError: Expected a string path to an existing deepspeed config"
-    assert ours in finished.stderr.splitlines()
+    assert finished.stderr.splitlines().count(ours) == 1  # not once per rank
     assert finished.stderr.index(ours) < finished.stderr.index(theirs)
     assert "attach.py" not in finished.stderr
 
@@ -119,7 +119,7 @@ def test_an_unknown_key_is_explained_without_a_frame_of_ours(tmp_path, one_rank)
 
     finished = monitored(SCRIPTS / "cli" / "train_tiny.py", *given, cwd=tmp_path, **one_rank)
 
-    assert finished.returncode == 2
+    assert finished.returncode == 1
     line = "zerowatch: ds.json: unknown key 'zero_optimization.stge'; did you mean 'stage'?"
     assert line in finished.stderr.splitlines()
     assert "1 validation error for DeepSpeedZeroConfig" in finished.stderr
@@ -148,7 +148,7 @@ def test_a_ds_config_that_the_trainer_cannot_read_is_explained(tmp_path, one_ran
 
     finished = monitored(*job, cwd=tmp_path, **one_rank)
 
-    assert finished.returncode == 2
+    assert finished.returncode == 1
     line = f"zerowatch: ds.json: no such file in {tmp_path}; check the path given to DeepSpeed"
     assert line in finished.stderr.splitlines()
 
