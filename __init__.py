@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from .errors import BatchError as BatchError
     from .errors import CheckpointError as CheckpointError
     from .errors import CommandLineError as CommandLineError
@@ -64,6 +65,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a public name on first use, so that `import zerowatch` does not import torch."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version(__name__)
     if name in _MODULES:
         return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from itertools import chain
 from pathlib import Path
 
 import pytest
 from package_tree import ROOT, package_files, package_folders
+
+import zerowatch
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEAVY = ("torch", "deepspeed", "prometheus_client")
@@ -68,6 +70,24 @@ def test_importing_the_light_half_loads_no_heavy_library(module: str, tmp_path: 
 
     assert module in loaded
     assert loaded.isdisjoint(HEAVY)
+
+
+def test_the_public_names_are_listed_before_they_are_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys, zerowatch; names = set(dir(zerowatch));"
+        "print({*zerowatch.__all__, '__version__'} <= names, *sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    are_listed, *loaded = done.stdout.split()
+    assert are_listed == "True"
+    assert set(loaded).isdisjoint(HEAVY)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert zerowatch.__version__ == version("zerowatch")
 
 
 def test_the_console_command_resolves_to_a_function() -> None:
