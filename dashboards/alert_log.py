@@ -45,7 +45,7 @@ def alert_line(alert: Mapping[str, Any]) -> str:
         texts.append(f"Runbook: {notes['runbook_url']}")
     parts = [" ".join(head), *(text for text in texts if text)]
     # Replaces line breaks and repeated spaces by one space.
-    return " | ".join(" ".join(_printable(part).split()) for part in parts)
+    return " | ".join(" ".join(printable(part).split()) for part in parts)
 
 
 def parse_message(message: bytes) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def _second(moment: str) -> str:
     return moment[:19] + "Z" if len(moment) > 19 else moment
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace unprintable characters, so that a label cannot send control codes to a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 

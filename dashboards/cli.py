@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import CommandLineError
+from .alert_log import printable
 
 if TYPE_CHECKING:
     from .native_stack import NativeStack
@@ -148,5 +149,6 @@ def _native_stack() -> NativeStack:
 
 
 def _print_lines(lines: Iterable[str]) -> None:
+    """Print lines, which may contain texts of run folders, job logs and alerts."""
     for line in lines:
-        click.echo(line)
+        click.echo(printable(line))

@@ -259,8 +259,8 @@ PATTERN = (
         TimeSeries(
             title="Bytes of a step on the wire",
             description="Bytes that a rank sends in a step: measured, predicted from the "
-            "configuration, and the least that this ZeRO stage needs. If measured is above "
-            "predicted, other code communicates too.",
+            "configuration, and the reference for its ZeRO stage (`least`): the volume in the ZeRO "
+            "paper. If measured is above predicted, other code communicates too.",
             queries=(Query(of_run(recorded.STEP_WIRE_BYTES), "{{kind}}"),),
             unit=BYTES,
             minimum=0,

@@ -105,3 +105,14 @@ def test_help_imports_neither_grafanalib_nor_torch() -> None:
     ).stdout.split()
 
     assert {"grafanalib", "torch", "yaml", "pydantic"}.isdisjoint(loaded)
+
+
+def test_control_characters_in_names_of_runs_do_not_reach_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hostile = "run a\x1b]0;title\x07\x1b[2J\x9b31m\rrank 0: up"
+    monkeypatch.setattr("zerowatch.dashboards.compose_stack.status", lambda: [hostile])
+
+    done = CliRunner().invoke(stack, ["status"])
+
+    assert done.output == "run a ]0;title  [2J 31m rank 0: up\n"
