@@ -7,6 +7,7 @@ inside functions only, so that a script can be attached to before it imports Dee
 from __future__ import annotations
 
 import atexit
+import difflib
 import functools
 import inspect
 import os
@@ -87,6 +88,7 @@ def initialize(
     config_params: str | Mapping[str, Any] | None = None,
     *,
     settings: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
     """Call `deepspeed.initialize` and watch the engine. Stability: stable.
 
@@ -121,6 +123,7 @@ def initialize(
         config_params: Older name of `config`.
         settings: Settings nested as in zerowatch.toml, such as {"serve": {"port": 9500}}. They
             override environment variables, the ds config and zerowatch.toml.
+        kwargs: Parameters that deepspeed.initialize has in other versions.
 
     Returns:
         engine, optimizer, training_dataloader, lr_scheduler, as from `deepspeed.initialize`. An
@@ -129,8 +132,10 @@ def initialize(
     Raises:
         SettingsError: A setting is wrong.
         DsConfigError: DeepSpeed refuses its configuration; its own error is the cause.
+        TypeError: `kwargs` has one that deepspeed.initialize does not have.
     """
     original = _original()
+    _check_keywords(original, kwargs)
     parameters = {
         "args": args,
         "model": model,
@@ -146,7 +151,7 @@ def initialize(
         "mesh_param": mesh_param,
         "config_params": config_params,
     }
-    given = {name: value for name, value in parameters.items() if value is not None}
+    given = {name: value for name, value in parameters.items() if value is not None} | kwargs
     ds_config = _config_given(original, (), given)
     loaded = load_settings(settings, read_zerowatch_block(ds_config))
     if loaded.enabled:
@@ -252,6 +257,24 @@ def _original() -> Callable[..., Any]:
 
     found: Callable[..., Any] = deepspeed.initialize
     return getattr(found, "zerowatch_original", found)
+
+
+def _check_keywords(original: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Check that deepspeed.initialize has these parameters.
+
+    Raises:
+        TypeError: It does not have one of them.
+    """
+    parameters = inspect.signature(original).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in keywords:
+        if name not in parameters:
+            close = difflib.get_close_matches(name, [*parameters, "settings"], n=1)
+            raise TypeError(
+                f"zerowatch.initialize: deepspeed.initialize has no parameter {name!r}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+            )
 
 
 def _maybe_watch(engine: Any, settings: Settings) -> None:
