@@ -35,11 +35,12 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from ..errors import SettingsError, cut
+from ..errors import SettingsError, cut, shortened
 from .thresholds import DEVICE_UTILIZATION_LOW, EXPOSED_COMM_RATIO_HIGH
 
 ENVIRONMENT_PREFIX = "ZEROWATCH_"
 TOML_FILE = Path("zerowatch.toml")
+DS_BLOCK = '"zerowatch" block of the ds config'
 # About 30 years: far above any useful time, and below what the clocks of the system can wait for.
 MAX_SECONDS = 1e9
 # Above any memory; a larger integer does not fit into a float.
@@ -308,9 +309,9 @@ def load_settings(
     """
     _check_environment_names(Settings, ENVIRONMENT_PREFIX)
     named_sources = {
-        "call argument": dict(arguments or {}),
+        "call argument": _named_values(arguments, "call argument"),
         "environment": _from_environment(),
-        '"zerowatch" block of the ds config': dict(ds_block or {}),
+        DS_BLOCK: _named_values(ds_block, DS_BLOCK),
         str(TOML_FILE): _from_toml(),
     }
     merged: dict[str, Any] = {}
@@ -321,6 +322,22 @@ def load_settings(
         return Settings(**merged)
     except ValidationError as error:
         raise _settings_error(Settings, error.errors()[0], "all sources together") from None
+
+
+def _named_values(values: Mapping[str, Any] | None, origin: str) -> dict[str, Any]:
+    """Return a copy of a source's values.
+
+    Raises:
+        SettingsError: They are not a mapping, or one of its keys is not a string.
+    """
+    if values is None:
+        return {}
+    if isinstance(values, Mapping) and all(isinstance(name, str) for name in values):
+        return dict(values)
+    raise SettingsError(
+        f"settings ({origin}) must be a mapping of names, nested as in {TOML_FILE}, such as "
+        f"{{'serve': {{'port': 9500}}}}, got {shortened(values)}"
+    )
 
 
 def _check_source(values: Mapping[str, Any], origin: str) -> None:
@@ -406,5 +423,9 @@ def _option_names(fields: Mapping[str, FieldInfo], prefix: str = "") -> Iterable
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    options = list(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+    if not close:  # the section is missing, or is another one
+        last_part = name.rpartition(".")[2]
+        close = [option for option in options if option.rpartition(".")[2] == last_part]
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -6,16 +6,18 @@ Terms such as window, local batch, replay and checkpoint are defined in docs/con
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ..errors import BatchError
+from ..errors import BatchError, RebuildError, shortened
 from .common.ds_config import MICRO_BATCH, training_config, zero_stage
 from .common.host_group import HostGroup
+from .engine.compression.gradient_compressor import check_kind
 from .engine.live_settings.activation_checkpointing import ModuleSelector
 from .initialize import initialize, initialize_unwatched
 from .monitor.watch import NullWatch, WatchHandle
@@ -75,6 +77,7 @@ class TrainingRun:
     Raises:
         DsConfigError: The ds config cannot be used.
         SettingsError: A setting is wrong.
+        TypeError: An argument has a wrong type.
         ValueError: `compression` is unknown, or not possible with this engine.
         ZerowatchError: `activation_checkpointing` selects no module.
 
@@ -103,6 +106,7 @@ class TrainingRun:
         tuner: Literal["off", "advise", "auto"] | None = None,
         numerics: NumericsName | None = None,
     ) -> None:
+        _check_arguments(model, loss, balance, compression, activation_checkpointing)
         ds_config = training_config(config)
         factory = _EngineFactory(optimizer, lr_scheduler)
         engine = factory.create_initial(model, ds_config, tuner_settings(settings, tuner, numerics))
@@ -262,10 +266,14 @@ class TrainingRun:
         Ranks may differ; the one that needs the most micro-batches decides how many there are.
 
         Raises:
-            BatchError: `num_samples` is less than 1. Nothing has changed.
+            BatchError: `num_samples` is not a whole number of at least 1. Nothing has changed.
         """
-        if num_samples < 1:
-            raise BatchError(f"a micro-batch holds 1 sample or more, got {num_samples}")
+        is_count = isinstance(num_samples, Integral) and not isinstance(num_samples, bool)
+        if not is_count or num_samples < 1:
+            raise BatchError(
+                "num_samples of a micro-batch must be a whole number, 1 or more, got "
+                f"{shortened(num_samples)}"
+            )
         self._tuner.stop_trial()
         self._window_runner.micro_batch_samples = num_samples
         self._tuner.on_user_change()
@@ -308,6 +316,11 @@ class TrainingRun:
         Examples:
             >>> run.rebuild({"zero_optimization": {"stage": 3}})
         """
+        if not isinstance(changes, Mapping):
+            raise RebuildError(
+                "the engine was not rebuilt: changes must be a mapping of keys of the ds config, "
+                f"such as {{'zero_optimization': {{'stage': 3}}}}, got {shortened(changes)}"
+            )
         with self._user_change():
             self._engine_holder.rebuild(changes)
 
@@ -379,6 +392,36 @@ class TrainingRun:
         yield
         self._window_runner.replay.planner.invalidate()
         self._tuner.on_user_change()
+
+
+def _check_arguments(
+    model: object,
+    loss: object,
+    balance: object,
+    compression: str | None,
+    activation_checkpointing: object,
+) -> None:
+    """Check arguments whose errors would otherwise come late, or from deep within.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The compression is unknown.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {shortened(model)}")
+    if not callable(loss):
+        raise TypeError(
+            "loss must be a function, called as loss(model, micro_batch), got " + shortened(loss)
+        )
+    if not isinstance(balance, bool):
+        raise TypeError(f"balance must be True or False, got {shortened(balance)}")
+    if compression is not None:
+        check_kind(compression)
+    if not isinstance(activation_checkpointing, bool | str | type | Sequence | None):
+        raise TypeError(
+            "activation_checkpointing must be True, False, a class, its name, a pattern of module "
+            f"names, or several of these, got {shortened(activation_checkpointing)}"
+        )
 
 
 class _EngineFactory:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ...errors import DsConfigError, SettingsError
+from ...errors import DsConfigError, SettingsError, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,49 @@ def read_config(config: object) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
+def file_fault(config: object, error: BaseException | None = None) -> str | None:
+    """Return why a configuration cannot be read; None if it can.
+
+    Args:
+        config: The configuration as given to deepspeed.initialize.
+        error: The error that DeepSpeed raised for it, if it did.
+    """
+    if isinstance(config, Mapping):
+        return None
+    if not isinstance(config, str):
+        return f"DeepSpeed takes a str or a dict here, got a {type(config).__name__}"
+    try:
+        content = parse_config(config)
+    except OSError as fault:
+        return f"cannot be read: {fault.strerror}; give a JSON file"
+    except ValueError as fault:
+        if not os.path.exists(config):
+            return f"no such file in {os.getcwd()}; check the path given to DeepSpeed"
+        return _syntax_fault(config, fault)
+    if not isinstance(content, Mapping):
+        return "must hold one JSON object, { ... }"
+    return _syntax_fault(config, error) if isinstance(error, json.JSONDecodeError) else None
+
+
+def _syntax_fault(path: str, lax: ValueError) -> str:
+    """Return where a file is not JSON.
+
+    The strict parser locates the error; the lax one often reports the end of the file. If the
+    strict parser fails at a comment, which DeepSpeed allows, the lax one's location is better.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        json.loads(text)
+    except json.JSONDecodeError as strict:
+        fault = lax if text[strict.pos : strict.pos + 1] in ("#", "/") else strict
+        line, column = getattr(fault, "lineno", strict.lineno), getattr(fault, "colno", "?")
+        return f"not valid JSON at line {line}, column {column}: {getattr(fault, 'msg', fault)}"
+    except UnicodeDecodeError as fault:
+        return f"not a text file: {fault}"
+    return f"not valid JSON: {lax}"
+
+
 def config_origin(config: object) -> str:
     """Return the path of a configuration, for error messages.
 
@@ -136,12 +180,15 @@ def training_config(config: object) -> dict[str, Any]:
     Raises:
         DsConfigError: It cannot be read, has no micro-batch size, or asks for pipelines.
     """
-    given = read_config(config)
-    if not given:
+    if not isinstance(config, Mapping | str | os.PathLike):
         raise DsConfigError(
-            f"{config_origin(config)}: cannot be read or is empty; TrainingRun takes a ds config "
-            "as a dict or as the path of a JSON file"
+            "config must be a ds config as a dict, or the path of a JSON file, got "
+            f"{shortened(config)}"
         )
+    fault = file_fault(os.fspath(config) if isinstance(config, os.PathLike) else config)
+    given = read_config(config)
+    if fault is not None or not given:
+        raise DsConfigError(f"{config_origin(config)}: {fault or 'is empty'}")
     ours = copy.deepcopy(dict(given))
     _check_micro_batch(ours, config)
     # DeepSpeed requires that the batch sizes multiply; here the size of each batch decides.

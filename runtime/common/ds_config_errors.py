@@ -7,9 +7,8 @@ traceback.
 from __future__ import annotations
 
 import difflib
-import json
 import logging
-import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
@@ -17,9 +16,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from ...errors import DsConfigError
-from .ds_config import config_origin, parse_config, read_config
+from .ds_config import config_origin, file_fault, read_config
 from .fail_open import FailOpen
 
 logger = logging.getLogger(__name__)
@@ -179,49 +179,17 @@ def explain_config_error(error: BaseException, config: object) -> str | None:
         return None
     if config is None or not isinstance(error, Exception):  # such as Ctrl-C
         return None
-    fault = _file_fault(config, error) or _value_fault(error, read_config(config))
+    fault = file_fault(config, error) or value_fault(error, read_config(config))
     return f"{config_origin(config)}: {fault}"
 
 
-def _file_fault(config: object, error: BaseException) -> str | None:
-    """Return why a configuration cannot be read; None if it can."""
-    if isinstance(config, Mapping):
-        return None
-    if not isinstance(config, str):
-        return f"DeepSpeed takes a str or a dict here, got a {type(config).__name__}"
-    try:
-        content = parse_config(config)
-    except OSError as fault:
-        return f"cannot be read: {fault.strerror}; give a JSON file"
-    except ValueError as fault:
-        if not os.path.exists(config):
-            return f"no such file in {os.getcwd()}; check the path given to DeepSpeed"
-        return _syntax_fault(config, fault)
-    if not isinstance(content, Mapping):
-        return "must hold one JSON object, { ... }"
-    return _syntax_fault(config, error) if isinstance(error, json.JSONDecodeError) else None
+def value_fault(error: BaseException, content: Mapping[str, Any]) -> str:
+    """Return the key that an error of DeepSpeed is about, if it can be found, and the fault.
 
-
-def _syntax_fault(path: str, lax: ValueError) -> str:
-    """Return where a file is not JSON.
-
-    The strict parser locates the error; the lax one often reports the end of the file. If the
-    strict parser fails at a comment, which DeepSpeed allows, the lax one's location is better.
+    Args:
+        error: The error that DeepSpeed raised while it read the configuration.
+        content: The content of the configuration.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        json.loads(text)
-    except json.JSONDecodeError as strict:
-        fault = lax if text[strict.pos : strict.pos + 1] in ("#", "/") else strict
-        line, column = getattr(fault, "lineno", strict.lineno), getattr(fault, "colno", "?")
-        return f"not valid JSON at line {line}, column {column}: {getattr(fault, 'msg', fault)}"
-    except UnicodeDecodeError as fault:
-        return f"not a text file: {fault}"
-    return f"not valid JSON: {lax}"
-
-
-def _value_fault(error: BaseException, content: Mapping[str, Any]) -> str:
     if isinstance(error, ValidationError):
         return _model_fault(error, content)
     message = str(error).partition("\n")[0]
@@ -241,12 +209,22 @@ def _model_fault(error: ValidationError, content: Mapping[str, Any]) -> str:
     fault = error.errors()[0]
     key = ".".join(map(str, _full_path(content, fault["loc"], fault["input"])))
     if fault["type"] != "extra_forbidden":
-        return f"{key}: {fault['msg']}, got {fault['input']!r}"
+        return f"{key}: {_without_duplicates(fault)}, got {fault['input']!r}"
     model = type(_local(error, "DeepSpeedConfigModel.__init__", "self"))
     close = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(model, fault["loc"]), n=1)
     return f"unknown key {key!r}; " + (
         f"did you mean {close[0]!r}?" if close else "remove it, or look it up in DeepSpeed's manual"
     )
+
+
+def _without_duplicates(fault: ErrorDetails) -> str:
+    """Return pydantic's message, in which names of an enum with the same value repeat it."""
+    if fault["type"] != "enum":
+        return fault["msg"]
+    expected = fault["ctx"]["expected"]
+    *values, last = dict.fromkeys(re.split(r", | or ", expected))
+    allowed = f"{', '.join(values)} or {last}" if values else last
+    return fault["msg"].replace(expected, allowed)
 
 
 def _full_path(

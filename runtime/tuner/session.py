@@ -336,9 +336,14 @@ def create_tuner_session(
 
 def tuner_settings(
     settings: Mapping[str, Any] | None, mode: str | None, numerics: str | None
-) -> dict[str, Any]:
-    """Return the caller's settings, with its arguments `tuner` and `numerics` added."""
-    given = dict(settings or {})
+) -> Mapping[str, Any]:
+    """Return the caller's settings, with its arguments `tuner` and `numerics` added.
+
+    Settings of a wrong type are returned as they are; `load_settings` refuses them.
+    """
+    given = {} if settings is None else settings
+    if not isinstance(given, Mapping) or not isinstance(given.get("tuner", {}), Mapping):
+        return given
     arguments = {"mode": mode, "numerics": numerics}
     tuner = {name: value for name, value in arguments.items() if value is not None}
     return {**given, "tuner": {**given.get("tuner", {}), **tuner}} if tuner else given

@@ -294,3 +294,26 @@ def test_a_deeply_nested_file_is_an_error_of_one_line(
 
     with pytest.raises(SettingsError, match="nested too deeply"):
         load_settings()
+
+
+@pytest.mark.parametrize("settings", ["port=3", 7, [("port", 1)], {1: 2}, Settings()])
+def test_settings_that_are_not_a_mapping_of_names_are_reported_with_what_is_allowed(
+    settings,
+) -> None:
+    message = error_of(settings)
+
+    assert message.startswith("settings (call argument)")
+    assert repr(settings)[:20] in message
+    assert "{'serve': {'port': 9500}}" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "meant"),
+    [
+        ({"port": 9500}, "'serve.port'"),
+        ({"numerics": "bitwise"}, "'tuner.numerics'"),
+        ({"hang": {"endpoint": "http://x"}}, "'otel.endpoint'"),
+    ],
+)
+def test_an_option_outside_its_section_is_reported_with_its_section(settings, meant) -> None:
+    assert error_of(settings).endswith(f"does not exist; did you mean {meant}?")

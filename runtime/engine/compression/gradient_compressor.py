@@ -31,6 +31,16 @@ PLAIN = "plain"
 KINDS = (PLAIN, *FORMATS)
 
 
+def check_kind(kind: str) -> None:
+    """Check the name of a wire format.
+
+    Raises:
+        ValueError: There is no such format.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"compression must be one of {', '.join(KINDS)}, got {kind!r}")
+
+
 class ReductionPatch(Protocol):
     """Patch of the methods by which one kind of engine reduces its gradients."""
 
@@ -64,8 +74,7 @@ class GradientCompressor:
         residual_dtype: torch.dtype = torch.float32,
         asynchronous: bool = False,
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"compression is {kind!r}; it can be {', '.join(KINDS)}")
+        check_kind(kind)
         self.kind = kind
         self.asynchronous = asynchronous
         wire_format = FORMATS.get(kind)

@@ -11,7 +11,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ...common.deepspeed_internals import missing_for_rebuild
 from ...common.ds_config import zero_stage
-from ...common.ds_config_errors import misspelt_keys
+from ...common.ds_config_errors import misspelt_keys, value_fault
 from .optimizer_layout import base_optimizer, layout_of
 from .state_snapshot import ADAMS
 
@@ -167,6 +167,5 @@ def _deepspeed_error(config: Mapping[str, Any]) -> str | None:
     try:
         DeepSpeedConfig(copy.deepcopy(dict(config)))
     except (ValueError, AssertionError, TypeError, KeyError, RuntimeError, ImportError) as error:
-        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        return f"DeepSpeed refuses it: {' '.join(str(error).split()) or first}"
+        return f"DeepSpeed refuses it: {value_fault(error, config) or type(error).__name__}"
     return None

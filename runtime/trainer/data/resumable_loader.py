@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, count
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ....errors import CheckpointError
+from ....errors import CheckpointError, shortened
 from .batch_sampler import GlobalBatchSampler
 from .batch_split import SplitSchedule, SplitSource, even_split, resized_split
 
@@ -362,9 +363,20 @@ def _check(options: Mapping[str, Any], batch_samples: int, world_size: int) -> N
             f"a loader has no option {', '.join(sorted(unknown))}; of torch's options it has "
             f"{', '.join(_TORCH_OPTIONS)}"
         )
-    if batch_samples < world_size:
+    check_batch_samples(batch_samples, world_size)
+
+
+def check_batch_samples(batch_samples: int, world_size: int) -> None:
+    """Check the samples of a global batch.
+
+    Raises:
+        ValueError: They are not a whole number, or fewer than ranks.
+    """
+    is_count = isinstance(batch_samples, Integral) and not isinstance(batch_samples, bool)
+    if not is_count or batch_samples < world_size:
         raise ValueError(
-            f"batch_samples is {batch_samples} over all {world_size} ranks; each needs at least one"
+            "batch_samples must be a whole number, the samples of a batch over all "
+            f"{world_size} ranks with at least one for each, got {shortened(batch_samples)}"
         )
 
 

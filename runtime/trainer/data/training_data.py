@@ -23,7 +23,7 @@ from ..engine_change import EngineChange
 from ..engine_holder import EngineHolder
 from .balancer import Balancer, BusyTime, EndedWindow
 from .batch_split import BatchSplit, SplitSchedule
-from .resumable_loader import ResumableLoader, StreamLoader, resumable_loader
+from .resumable_loader import ResumableLoader, StreamLoader, check_batch_samples, resumable_loader
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class TrainingData:
         It replaces an earlier one. Options are those of `resumable_loader`.
         """
         rank, world_size = self._host_group.rank, self._host_group.world_size
+        check_batch_samples(batch_samples, world_size)
         can_split = world_size > 1 and not isinstance(dataset, IterableDataset)
         # A stream cannot be split; if balancing is requested for one, the loader raises.
         balancer = self._new_balancer(batch_samples) if can_split or self.balances else None

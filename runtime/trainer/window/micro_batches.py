@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 
-from ....errors import BatchError, NonFiniteLossError
+from ....errors import BatchError, NonFiniteLossError, shortened
 from ...common.host_group import HostGroup
 from .batch_tree import on_device, slice_batch
 
@@ -155,7 +156,7 @@ def loss_and_weight(
     """Return mean loss and weight from the caller's loss; the default weight is `num_samples`.
 
     Raises:
-        TypeError: It is neither a mean loss nor (mean loss, weight).
+        TypeError: It is neither a mean loss nor (mean loss, weight), or the weight is no number.
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     mean, weight = returned if is_pair else (returned, num_samples)
@@ -164,6 +165,12 @@ def loss_and_weight(
         raise TypeError(
             "loss(model, micro_batch) must return the mean loss, a tensor of one element with a "
             f"gradient, or (mean loss, weight); got {_describe(returned)}"
+        )
+    if not _is_number(weight):
+        raise TypeError(
+            "the weight that loss(model, micro_batch) returns with the mean loss must be a number "
+            "or a real tensor of one element, got "
+            + (_describe(weight) if isinstance(weight, torch.Tensor) else shortened(weight))
         )
     if isinstance(weight, torch.Tensor):
         weight = weight.detach().to(torch.float64 if mean.device.type == "cpu" else torch.float32)
@@ -213,6 +220,12 @@ class _LossAccumulator:
 def _micro_batch(engine: Any, batch: Any, start: int, size: int) -> Any:
     first = start if size else 0
     return on_device(slice_batch(batch, first, first + max(size, 1)), engine.device)
+
+
+def _is_number(weight: Any) -> bool:
+    if isinstance(weight, torch.Tensor):
+        return weight.numel() == 1 and not weight.is_complex()
+    return isinstance(weight, Real)  # numpy's numbers too
 
 
 def _describe(returned: Any) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from zerowatch.errors import SettingsError
-from zerowatch.runtime.common.ds_config import read_zerowatch_block
+from zerowatch.errors import DsConfigError, SettingsError
+from zerowatch.runtime.common.ds_config import read_zerowatch_block, training_config
 from zerowatch.runtime.common.ds_config_errors import explain_config_error, warn_of_misspelt_keys
 
 # DeepSpeed leaves the file that it reads open.
@@ -90,7 +91,7 @@ def test_json_that_is_not_an_object_is_refused(ds_json):
         ),
         (
             {"zero_optimization": {"stage": 7}},
-            "zero_optimization.stage: Input should be 0, 1, 2, 3 or 3, got 7",
+            "zero_optimization.stage: Input should be 0, 1, 2 or 3, got 7",
         ),
         ({"fp16": 3}, "'fp16' must be an object, got 3"),
         ({"train_batch_size": "auto"}, "'train_batch_size' must be an integer, got 'auto'"),
@@ -176,3 +177,25 @@ def test_keys_of_deepspeed_and_ours_are_not_logged(ds_json, caplog):
     warn_of_misspelt_keys(ds_json({key: {} for key in keys}))
 
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ("missing.json", "missing.json: no such file"),
+        (Path("missing.json"), "missing.json: no such file"),
+        (".", ".: cannot be read: Is a directory"),
+        ("ds.json", "ds.json: not valid JSON at line 1"),
+        (7, "config must be a ds config as a dict, or the path of a JSON file, got 7"),
+        (None, "config must be a ds config as a dict, or the path of a JSON file, got None"),
+        ({}, "DeepSpeed configuration: is empty"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_a_training_run_cannot_read_is_explained(ds_json, config, fault):
+    ds_json("{'a' 3")
+
+    with pytest.raises(DsConfigError) as caught:
+        training_config(config)
+
+    assert str(caught.value).startswith(fault)

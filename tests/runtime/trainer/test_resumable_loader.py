@@ -285,7 +285,10 @@ def test_the_state_of_other_data_raises_with_the_differing_setting():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"batch_samples": 2, "world_size": 3}, "batch_samples is 2 over all 3 ranks"),
+        (
+            {"batch_samples": 2, "world_size": 3},
+            "3 ranks with at least one for each, got 2",
+        ),
         ({"batch_samples": 40}, "22 samples, .* 40"),
         ({"batch_samples": 7, "drop_last": False, "world_size": 2}, "last batch has 1 samples"),
         ({"batch_size": 4}, "batch_size"),

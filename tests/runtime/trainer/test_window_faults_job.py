@@ -44,8 +44,23 @@ def test_a_rejected_batch_does_not_change_the_training(found, name, stage):
         assert rank[f"{name}, stage {stage}"]["counts"] == [4, 64]
 
 
-def test_an_empty_micro_batch_is_rejected(found):
-    assert found[0]["micro-batch of 0"] == "a micro-batch holds 1 sample or more, got 0"
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        ("micro-batch of 0", ("BatchError: ", "1 or more, got 0")),
+        ("micro-batch of x", ("BatchError: ", "1 or more, got 'x'")),
+        ("rebuild of 9", ("RebuildError: ", "changes", "got 9")),
+        (
+            "rebuild to stage 9",
+            ("RebuildError: ", "stage", "0, 1, 2 or 3, got 9"),
+        ),
+        ("compression of bf8", ("ValueError: ", "compression", "got 'bf8'")),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_allowed(found, call, parts):
+    for rank in found:
+        error = rank["wrong arguments"][call]
+        assert all(part in error for part in parts), error
 
 
 def test_a_model_with_batch_statistics_is_logged(found):

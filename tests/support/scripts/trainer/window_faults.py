@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
                 "counts": (run.steps, run.samples),
             }
             end(run)
-    found["micro-batch of 0"] = empty_micro_batch()
+    found["wrong arguments"] = wrong_arguments()
     found["batch statistics"] = batch_statistics()
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
 
@@ -112,14 +112,25 @@ def end(run: zerowatch.TrainingRun) -> None:
     run.engine.destroy()
 
 
-def empty_micro_batch() -> str:
+def wrong_arguments() -> dict[str, str]:
     run = make(1)
+    calls: dict[str, Callable[[], None]] = {
+        "micro-batch of 0": lambda: run.set_micro_batch(0),
+        "micro-batch of x": lambda: run.set_micro_batch("x"),  # type: ignore[arg-type]
+        "rebuild of 9": lambda: run.rebuild(9),  # type: ignore[arg-type]
+        "rebuild to stage 9": lambda: run.rebuild({"zero_optimization": {"stage": 9}}),
+        "compression of bf8": lambda: run.compress("bf8"),
+    }
+    errors = {name: error_of(call) for name, call in calls.items()}
+    end(run)
+    return errors
+
+
+def error_of(call: Callable[[], None]) -> str:
     try:
-        run.set_micro_batch(0)
-    except zerowatch.errors.BatchError as error:
-        return str(error)
-    finally:
-        end(run)
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
